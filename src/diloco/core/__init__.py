@@ -1,0 +1,1 @@
+"""The algorithm: pure functions and sans-I/O state machines."""

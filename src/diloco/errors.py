@@ -1,0 +1,92 @@
+"""The one tree of errors.
+
+Every error raised on purpose by this package is a `DilocoError`. Its text is one sentence that says what was wrong, with the
+value, and what to do next. Foreign errors (gRPC, SQLite, the operating system) are mapped to this tree at the edge where they
+enter; everything else propagates.
+
+    DilocoError
+    ├── ConfigError            wrong use: an option, a value or a combination that cannot work (exit code 2)
+    ├── LayoutError            two parties do not hold the same model
+    ├── PayloadError           bytes that cannot be what they claim to be
+    │   ├── NonFiniteError     inf or NaN where only finite numbers can be used
+    │   └── CorruptPayloadError  truncated, oversized or damaged bytes
+    ├── VersionError           a contribution or update that does not fit the version held
+    │   └── DigestError        the same version with different bits
+    ├── RunError               the run cannot do what was asked in the state it is in
+    │   ├── UnknownRunError    no such run at this address
+    │   ├── NotInitialisedError      the run has no model yet
+    │   ├── AlreadyInitialisedError  the run has a model already
+    │   └── StaleIncarnationError    this learner was replaced or evicted
+    ├── AuthError              missing, wrong or insufficient token, or an unsafe binding
+    ├── ExchangeError          the other side is gone, or did not answer in time
+    ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
+    └── CheckpointError        a checkpoint is missing, damaged or belongs to something else
+"""
+
+
+class DilocoError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(DilocoError, ValueError):
+    """Wrong use: an option, a value or a combination of them that cannot work."""
+
+
+class LayoutError(DilocoError):
+    """Two parties do not hold the same model, or a tensor has the wrong shape or dtype."""
+
+
+class PayloadError(DilocoError):
+    """Bytes that cannot be what they claim to be."""
+
+
+class NonFiniteError(PayloadError):
+    """inf or NaN where only finite numbers can be used."""
+
+
+class CorruptPayloadError(PayloadError):
+    """Truncated, oversized or damaged bytes."""
+
+
+class VersionError(DilocoError):
+    """A contribution or an update that does not fit the version held."""
+
+
+class DigestError(VersionError):
+    """Two holders of one version have different bits."""
+
+
+class RunError(DilocoError):
+    """The run cannot do what was asked in the state it is in."""
+
+
+class UnknownRunError(RunError):
+    """No such run at this address."""
+
+
+class NotInitialisedError(RunError):
+    """The run has no model yet."""
+
+
+class AlreadyInitialisedError(RunError):
+    """The run has a model already; nobody may overwrite it."""
+
+
+class StaleIncarnationError(RunError):
+    """This learner was evicted, or replaced by a newer incarnation of itself."""
+
+
+class AuthError(DilocoError):
+    """A missing, wrong or insufficient token, or a binding that would be open to anybody."""
+
+
+class ExchangeError(DilocoError):
+    """The other side is gone, or did not answer in time."""
+
+
+class StoreError(DilocoError):
+    """State could not be made durable or read back."""
+
+
+class CheckpointError(DilocoError):
+    """A checkpoint is missing, damaged, or belongs to another run or model."""
