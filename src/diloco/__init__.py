@@ -1,0 +1,75 @@
+"""Train one PyTorch model across islands of compute joined by ordinary internet links.
+
+The public names. Each is imported from its module when it is first used, so `import diloco` costs nothing and leaves torch alone.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diloco import errors as errors
+    from diloco.core.adopt import Mix, Replace
+    from diloco.core.codecs import BF16, E3M0, FP16, FP32, Int4, Int8
+    from diloco.core.fragments import Balanced, ByLayer, Named, Whole
+    from diloco.core.merge import Mean
+    from diloco.core.method import DataParallel, DiLoCo, LocalSGD, Method, StreamingDiLoCo
+    from diloco.core.outer import SGD, Adam, Nesterov
+    from diloco.errors import DilocoError
+    from diloco.exchange.collective import Collective
+    from diloco.exchange.local import run_local
+    from diloco.exchange.remote import connect
+    from diloco.learner import Learner
+
+    __version__: str
+
+__all__ = [
+    # what a training script holds
+    "Learner", "run_local", "Collective", "connect",
+    # methods
+    "Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo",
+    # the answers a method is made of: fragments, outer optimizers, merges, adoption, codecs
+    "Whole", "ByLayer", "Balanced", "Named",
+    "SGD", "Nesterov", "Adam",
+    "Mean",
+    "Replace", "Mix",
+    "FP32", "BF16", "FP16", "Int8", "Int4", "E3M0",
+    # the rest
+    "DilocoError", "errors", "__version__",
+]  # fmt: skip
+
+_MODULES = {
+    "diloco.learner": ("Learner",),
+    "diloco.exchange.local": ("run_local",),
+    "diloco.exchange.collective": ("Collective",),
+    "diloco.exchange.remote": ("connect",),
+    "diloco.core.method": ("Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo"),
+    "diloco.core.fragments": ("Whole", "ByLayer", "Balanced", "Named"),
+    "diloco.core.outer": ("SGD", "Nesterov", "Adam"),
+    "diloco.core.merge": ("Mean",),
+    "diloco.core.adopt": ("Replace", "Mix"),
+    "diloco.core.codecs": ("FP32", "BF16", "FP16", "Int8", "Int4", "E3M0"),
+    "diloco.errors": ("DilocoError",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its home at its first use (PEP 562)."""
+    import importlib
+
+    value: object
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name == "errors":
+        value = importlib.import_module("diloco.errors")
+    elif name == "__version__":
+        from importlib.metadata import version
+
+        value = version("diloco")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,78 @@
+"""The command line: one file per command, imported when it is called.
+
+A command is a typed function `command` in the file that bears its name. `diloco --help` lists the summaries below without importing
+any of them. Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from diloco.errors import ConfigError, DilocoError
+
+COMMANDS = {
+    "methods": "List the methods with their resolved values and the papers they come from.",
+}
+
+
+class _LazyGroup(TyperGroup):
+    """A group that knows its commands' summaries, and imports a command when it is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, _load(str(name)), rest
+
+
+def _load(name: str) -> Any:
+    module = importlib.import_module(f"diloco.cli.{name}")
+    single = typer.Typer(add_completion=False)
+    single.command(name)(module.command)
+    return get_command(single)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"diloco {version('diloco')}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train one PyTorch model across islands of compute joined by ordinary internet links."""
+
+
+def _placeholder() -> None:
+    raise AssertionError("a command is resolved before it is called")
+
+
+def _build() -> typer.Typer:
+    app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)
+    app.callback()(_root)
+    for name, summary in COMMANDS.items():
+        app.command(name, help=summary)(_placeholder)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line on `argv` (default: `sys.argv[1:]`). Always ends in SystemExit, or in an error that is not ours."""
+    try:
+        _build()(args=None if argv is None else list(argv), prog_name="diloco")
+    except ConfigError as error:
+        _fail(error, exit_code=2)
+    except DilocoError as error:
+        _fail(error, exit_code=1)
+
+
+def _fail(error: DilocoError, *, exit_code: int) -> None:
+    print(f"diloco: {error}", file=sys.stderr)
+    raise SystemExit(exit_code) from error

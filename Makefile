@@ -1,0 +1,57 @@
+# Everything a visitor or a CI machine does. Needs GNU make and Python 3.11 or newer with pip; the rest is installed into .venv.
+#
+#   make demo     train a language model with a syncer and three learners on this machine, losing one of them on the way
+#   make test     the default test suite, with coverage
+#   make lint     ruff, mypy, import directions
+#   make bench    what exchanging costs, as ratios measured in the same run
+#   make clean    remove what make created, .venv included
+#
+# Variables:
+#   PYTHON=python3.12     the interpreter that .venv is made from (default: the first suitable one)
+#   PIP_ARGS=...          further arguments for pip install. On Linux the default torch comes with its CUDA libraries (several
+#                         GB); without an NVIDIA GPU, choose an index that serves CPU builds here: PIP_ARGS="--index-url URL"
+#   ARGS=...              further arguments for the command itself: make demo ARGS=--quick, make test ARGS="-k codecs"
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Runs where the version is right, venv is complete or pip is at hand. Names that are mere shims fail here and are passed over.
+SUITABLE := import sys, venv, importlib.util as u; sys.exit(sys.version_info < (3, 11) or not (u.find_spec("ensurepip") or u.find_spec("pip")))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
+	"$$python" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
+
+.PHONY: all demo test lint bench venv clean
+.DELETE_ON_ERROR:
+
+all: lint test
+
+demo: $(STAMP)
+	$(BIN)/diloco demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+venv: $(STAMP)
+
+# The constraints hold for torch too, so that no other torch is ever resolved. Where Python comes without ensurepip (Debian keeps it
+# in a package of its own), pip is installed by the pip that is there.
+$(STAMP): constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "diloco: found no Python 3.11 or newer with venv and pip; install one, or name it with make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c '$(SUITABLE)' || { echo "diloco: $(PYTHON) is not Python 3.11 or newer with venv and pip; name another with make PYTHON=/path/to/python3" >&2; exit 1; }
+	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(VENV); \
+	else "$(PYTHON)" -m venv --without-pip $(VENV) && "$(PYTHON)" -m pip --python $(BIN)/python install --quiet pip; fi
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch -e ".[train,plot,dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,269 @@
+"""The frame holds: public names, light imports, the tree of errors, the command line, and what the repository may contain."""
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import diloco
+from diloco import errors
+from diloco.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "diloco"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run this Python with warnings as errors."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run("-m", "diloco", *arguments)
+
+
+# ------------------------------------------------------------------------------------------------------- public names
+
+
+@pytest.mark.parametrize("name", diloco.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(diloco, name) is getattr(diloco, name)
+
+
+def test_public_names_are_listed_once_and_no_other_is_public() -> None:
+    assert len(set(diloco.__all__)) == len(diloco.__all__)
+    assert set(diloco.__all__) <= set(dir(diloco))
+    for name in diloco.__all__:
+        getattr(diloco, name)
+    public = {name for name, value in vars(diloco).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    assert public - {"TYPE_CHECKING"} == {name for name in diloco.__all__ if name not in ("errors", "__version__")}
+
+
+def test_names_for_type_checkers_are_the_names_at_run_time() -> None:
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    declared = {
+        alias.asname or alias.name for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert declared | {"__version__"} == set(diloco.__all__)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Learnr'"):
+        diloco.Learnr  # noqa: B018
+
+
+def test_package_is_typed() -> None:
+    assert (SOURCE / "py.typed").exists()
+
+
+# ------------------------------------------------------------------------------------------------------ light imports
+
+
+@pytest.mark.parametrize("statement", [
+    "import diloco",
+    "import diloco; dir(diloco); diloco.__version__; diloco.errors.DilocoError",
+    "import diloco.errors",
+    "import diloco.events",
+    "import diloco.config",
+    "import diloco.cli",
+    *(f"import diloco.cli.{name}" for name in COMMANDS),
+])  # fmt: skip
+def test_import_leaves_torch_alone(statement: str) -> None:
+    done = run(
+        "-c", f"import sys; {statement}; print(*sorted({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+
+
+def test_help_is_light_and_names_every_command() -> None:
+    code = (
+        "import sys\n"
+        "from diloco.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(*sorted({'torch', 'pydantic', 'grpc'} & set(sys.modules)), file=sys.stderr)"
+    )
+    # The fastest of three: other work on the machine can only add to the time that help takes.
+    seconds = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        done = run("-c", code)
+        seconds.append(time.perf_counter() - started_s)
+    assert done.returncode == 0
+    assert "torch" not in done.stderr
+    assert all(re.search(rf"^\W*{name}\s+\w", done.stdout, re.MULTILINE) for name in COMMANDS)
+    assert min(seconds) < 1.5
+
+
+# -------------------------------------------------------------------------------------------------- import directions
+
+
+def test_core_imports_torch_the_standard_library_and_errors_only() -> None:
+    allowed = sys.stdlib_module_names | {"torch"}
+    strangers = []
+    for path in sorted((SOURCE / "core").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+            strangers += [
+                f"{path.name}: {name}" for name in names
+                if name.split(".")[0] not in allowed and not re.match(r"diloco\.(core|errors)(\.|$)", name)
+            ]  # fmt: skip
+    assert strangers == []
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_documented_tree_of_errors_is_the_real_one() -> None:
+    documented = []
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if found := re.match(r"^    ([│ ├└─]*)([A-Z]\w*Error)\b", line):
+            depth = len(found[1]) // 4
+            path = [*path[:depth], found[2]]
+            documented.append((found[2], path[depth - 1] if depth else "Exception"))
+    real = {
+        (
+            name,
+            next(base.__name__ for base in cls.__bases__ if issubclass(base, errors.DilocoError) or base is Exception),
+        )
+        for name, cls in vars(errors).items()
+        if inspect.isclass(cls)
+    }
+    assert len(documented) == len(set(documented))
+    assert set(documented) == real
+
+
+def test_every_error_is_documented() -> None:
+    for name, cls in vars(errors).items():
+        if inspect.isclass(cls):
+            assert cls.__doc__, name
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def test_every_command_file_is_a_command() -> None:
+    files = {path.stem for path in (SOURCE / "cli").glob("*.py") if not path.stem.startswith("_")}
+    assert files == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_has_help_and_the_listed_summary(name: str) -> None:
+    done = run_cli(name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"diloco {name}" in done.stdout
+    doc = inspect.getdoc(importlib.import_module(f"diloco.cli.{name}").command) or ""
+    assert doc.split("\n\n")[0].replace("\n", " ") == COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_unknown_option_is_wrong_use(name: str) -> None:
+    done = run_cli(name, "--no-such-option")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--no-such-option" in done.stderr
+
+
+def test_unknown_command_is_wrong_use_and_names_the_nearest() -> None:
+    done = run_cli("metods")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "methods" in done.stderr
+
+
+def test_no_command_is_wrong_use() -> None:
+    assert run_cli().returncode == 2
+
+
+def test_version() -> None:
+    assert run_cli("--version").stdout == f"diloco {diloco.__version__}\n"
+
+
+@pytest.mark.parametrize(("raised", "exit_code", "stderr"), [
+    ("diloco.errors.ConfigError('mix is 2; use one in 0..1.')", 2, "diloco: mix is 2; use one in 0..1.\n"),
+    ("diloco.errors.StoreError('the disk is full; free some.')", 1, "diloco: the disk is full; free some.\n"),
+    ("KeyboardInterrupt", 130, ""),
+])  # fmt: skip
+def test_errors_become_exit_codes(raised: str, exit_code: int, stderr: str) -> None:
+    done = run(
+        "-c",
+        f"""
+import diloco, diloco.cli.methods
+def command(): raise {raised}
+diloco.cli.methods.command = command
+diloco.cli.main(["methods"])
+""",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (exit_code, "", stderr)
+
+
+def test_foreign_errors_propagate() -> None:
+    done = run(
+        "-c",
+        """
+import diloco.cli.methods
+def command(): raise ZeroDivisionError("seven")
+diloco.cli.methods.command = command
+diloco.cli.main(["methods"])
+""",
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("ZeroDivisionError: seven\n")
+
+
+def test_methods_prints_resolved_presets_with_their_papers() -> None:
+    from diloco.core.method import PRESETS, Method
+
+    done = run_cli("methods", "--json")
+    assert done.returncode == 0
+    printed = json.loads(done.stdout)
+    assert [Method.from_dict(values) for values in printed] == [preset() for preset in PRESETS.values()]
+    assert all(values["paper"] for values in printed)
+    table = run_cli("methods")
+    assert (table.returncode, table.stderr) == (0, "")
+    assert all(name in table.stdout for name in PRESETS)
+    assert "2501.18512" in table.stdout
+
+
+# --------------------------------------------------------------------------------------------------------- repository
+
+
+def tracked_files() -> list[Path]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_no_local_path_is_in_the_repository() -> None:
+    local = re.compile(r"(?<![\w.])/(?:work|root|home|Users)/\w")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in tracked_files()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
+        if path != Path(__file__).resolve() and local.search(line)
+    ]
+    assert found == []
+
+
+def test_constraints_pin_every_line_and_name_no_place() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9._]+", pin) for pin in pins)
+    assert any(pin.startswith("torch==") for pin in pins)
+
+
+def test_changelog_has_this_version_on_top() -> None:
+    versions = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == diloco.__version__ == importlib.metadata.version("diloco")
