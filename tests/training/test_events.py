@@ -34,7 +34,9 @@ def test_a_diverged_loss_can_be_written_and_read(tmp_path: Path) -> None:
     with EventLog(tmp_path / "e.jsonl", who="a") as log:
         log.append(Stepped(step=1, loss=math.nan, lr=0.1, tokens=1, tokens_per_s=1.0, gradient_norm=math.inf))
     (event,) = read_events(tmp_path / "e.jsonl")
-    assert isinstance(event, Stepped) and math.isnan(event.loss) and math.isinf(event.gradient_norm)
+    assert isinstance(event, Stepped)
+    assert math.isnan(event.loss)
+    assert math.isinf(event.gradient_norm)
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
@@ -60,10 +62,10 @@ def test_a_file_that_is_one_torn_line_starts_afresh(tmp_path: Path) -> None:
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"t":1.0,"kind":"merged","who":"syncer","fragment":"one"}\n')
-    with pytest.raises(StoreError, match="line 1 of .*fragment"):
+    with pytest.raises(StoreError, match=r"line 1 of .*fragment"):
         read_events(path)
     path.write_text('{"t":1.0,"kind":"nonsense","who":"syncer"}\n')
-    with pytest.raises(StoreError, match="line 1 of .*nonsense"):
+    with pytest.raises(StoreError, match=r"line 1 of .*nonsense"):
         read_events(path)
 
 

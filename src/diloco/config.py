@@ -1,0 +1,328 @@
+"""One TOML file describes one run; `docs/run-file.md` lists every key.
+
+Reading it needs no torch. Unknown keys and impossible values are ConfigErrors that name the file, the key, the value
+and, for a misspelt key, the nearest known one. The resolved configuration (defaults filled in) is saved with the run.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from diloco.errors import ConfigError
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunTable(_Table):
+    """What the run is called, how long it is, and how many learners are planned."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    tokens: int = Field(gt=0)  # trained by all learners together; ends the run
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    learners: int = Field(default=1, ge=1)
+    dir: Path | None = None  # default runs/<name>
+
+
+class ModelTable(BaseModel):
+    """Which causal language model; every other key of the table is a setting of its transformers configuration."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    type: str = "llama"
+    config: Path | None = None  # a transformers config.json, instead of `type`
+    weights: str | None = None  # a .safetensors file, a directory written by save_pretrained, or a hub name
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys that belong to the model's own configuration."""
+        return dict(self.model_extra or {})
+
+
+class DataTable(_Table):
+    """Where the tokens come from, and which of them are held out."""
+
+    kind: Literal["stdlib", "text", "tokens", "huggingface"] = "stdlib"
+    sequence_length: int = Field(default=64, ge=1)
+    paths: tuple[Path, ...] = ()  # text: files; tokens: .bin or .npy files
+    held_out_paths: tuple[Path, ...] = ()
+    held_out_fraction: float = Field(default=0.05, gt=0, lt=1)  # from the end, where no paths or split are given
+    tokenizer: str = "bytes"  # or a tokenizer.json, a directory or a hub name
+    dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin files
+    vocab_size: int | None = Field(default=None, gt=0)  # of token files
+    dataset: str | None = None  # huggingface: a directory written by save_to_disk, or a name for load_dataset
+    dataset_config: str | None = None
+    split: str = "train"
+    held_out_split: str | None = None
+    text_column: str = "text"
+
+    @model_validator(mode="after")
+    def _sources(self) -> Self:
+        if self.kind in ("text", "tokens") and not self.paths:
+            raise ValueError(f'kind = "{self.kind}" needs paths = [...]')
+        if self.kind not in ("text", "tokens") and (self.paths or self.held_out_paths):
+            raise ValueError(f'paths have no effect with kind = "{self.kind}"')
+        if self.kind == "huggingface" and self.dataset is None:
+            raise ValueError('kind = "huggingface" needs dataset = "..."')
+        if self.kind != "huggingface" and (self.dataset or self.dataset_config or self.held_out_split):
+            raise ValueError(f'dataset keys have no effect with kind = "{self.kind}"')
+        if self.kind == "stdlib" and self.tokenizer != "bytes":
+            raise ValueError('kind = "stdlib" is tokenised as bytes')
+        if self.kind == "tokens" and (self.vocab_size is None or self.tokenizer != "bytes"):
+            raise ValueError('kind = "tokens" needs vocab_size and takes no tokenizer')
+        if self.kind != "tokens" and self.vocab_size is not None:
+            raise ValueError('vocab_size is for kind = "tokens"; otherwise the tokenizer decides')
+        return self
+
+
+class OptimizerTable(_Table):
+    """The inner optimizer, AdamW."""
+
+    lr: float = Field(default=4e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+
+
+class ScheduleTable(_Table):
+    """The inner learning rate as a function of a learner's own steps."""
+
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = Field(default=50, ge=0)
+    steps: int | None = Field(default=None, gt=0)  # default: run.tokens / tokens per full step
+    final_fraction: float = Field(default=0.1, ge=0, le=1)  # of the peak, at the end and after it
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)  # wsd: share of the steps that decay
+
+
+class TrainTable(_Table):
+    """The inner loop."""
+
+    global_batch: int = Field(default=16, gt=0)  # sequences per step over all planned learners
+    accumulate: int = Field(default=1, gt=0)  # micro-batches per step
+    clip: float | None = Field(default=1.0, gt=0)  # norm of the gradient
+    warm_start_steps: int = Field(default=0, ge=0)  # the initialiser alone, full batch, before it initialises the run
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    autocast: Literal["auto", "bfloat16", "off"] = "auto"  # auto: bfloat16 on CUDA where supported
+    threads: int | None = Field(default=None, gt=0)  # default: torch's choice
+    flush_denormals: bool = True  # in the inner steps only
+    log_every_s: float = Field(default=5.0, gt=0)
+
+
+class EvaluateTable(_Table):
+    """The global model on the held-out part."""
+
+    every_steps: int = Field(default=0, ge=0)  # 0: only at the end
+    sequences: int = Field(default=256, gt=0)
+    sample_bytes: int = Field(default=200, ge=0)  # of text generated at the end by a byte model
+    prompt: str = "def "
+
+
+class CheckpointTable(_Table):
+    """Local checkpoints of a learner."""
+
+    every_steps: int = Field(default=0, ge=0)  # 0: only when the learner ends
+    keep: int = Field(default=2, ge=1)
+
+
+class SyncerTable(_Table):
+    """Where the syncer is, how it is trusted, and when it gives up on a learner."""
+
+    address: str = "127.0.0.1:7700"
+    ca: Path | None = None
+    token_file: Path | None = None  # the learner's own token
+    insecure: bool = False
+    state_dir: Path | None = None  # default <run.dir>/syncer
+    cert: Path | None = None
+    key: Path | None = None
+    tokens_file: Path | None = None  # all tokens with their roles
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)  # 0: any free port
+    lost_floor_s: float = Field(
+        default=5.0, gt=0
+    )  # a connection lost for longer evicts; measured between floor and cap
+    lost_cap_s: float = Field(default=120.0, gt=0)
+    stalled_floor_s: float = Field(default=30.0, gt=0)  # no step for longer evicts
+    stalled_cap_s: float = Field(default=1800.0, gt=0)
+    stalled_steps: float = Field(default=20.0, gt=0)  # in units of the learner's own step time
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.lost_cap_s < self.lost_floor_s:
+            raise ValueError(f"lost_cap_s = {self.lost_cap_s} is below lost_floor_s = {self.lost_floor_s}")
+        if self.stalled_cap_s < self.stalled_floor_s:
+            raise ValueError(f"stalled_cap_s = {self.stalled_cap_s} is below stalled_floor_s = {self.stalled_floor_s}")
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key belong together")
+        return self
+
+
+class RunConfig(_Table):
+    """A whole run file."""
+
+    run: RunTable
+    model: ModelTable = Field(default_factory=ModelTable)
+    data: DataTable = Field(default_factory=DataTable)
+    optimizer: OptimizerTable = Field(default_factory=OptimizerTable)
+    schedule: ScheduleTable = Field(default_factory=ScheduleTable)
+    train: TrainTable = Field(default_factory=TrainTable)
+    evaluate: EvaluateTable = Field(default_factory=EvaluateTable)
+    checkpoint: CheckpointTable = Field(default_factory=CheckpointTable)
+    method: dict[str, Any] = Field(default_factory=lambda: {"preset": "StreamingDiLoCo"})
+    syncer: SyncerTable = Field(default_factory=SyncerTable)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        share = self.run.learners * self.train.accumulate
+        if self.train.global_batch % share:
+            raise ValueError(
+                f"train.global_batch = {self.train.global_batch} must be a multiple of "
+                f"run.learners x train.accumulate = {share}"
+            )
+        if self.schedule.warmup_steps >= self.schedule_steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.schedule.warmup_steps} must be below "
+                f"the schedule's {self.schedule_steps} steps"
+            )
+        if self.train.warm_start_steps * self.tokens_per_full_step >= self.run.tokens:
+            raise ValueError(
+                f"train.warm_start_steps = {self.train.warm_start_steps} leaves nothing of run.tokens to the learners"
+            )
+        return self
+
+    @property
+    def dir(self) -> Path:
+        """Directory of everything this run writes."""
+        return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
+
+    @property
+    def state_dir(self) -> Path:
+        """Directory of the syncer's state."""
+        return self.syncer.state_dir if self.syncer.state_dir is not None else self.dir / "syncer"
+
+    @property
+    def learner_batch(self) -> int:
+        """Sequences per step of one learner."""
+        return self.train.global_batch // self.run.learners
+
+    @property
+    def tokens_per_full_step(self) -> int:
+        """Tokens in one step over all planned learners."""
+        return self.train.global_batch * self.data.sequence_length
+
+    @property
+    def schedule_steps(self) -> int:
+        """Length of the learning-rate schedule in steps."""
+        return (
+            self.schedule.steps if self.schedule.steps is not None else -(-self.run.tokens // self.tokens_per_full_step)
+        )
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file; `overrides` are "table.key=value" with the value as TOML (a bare word is a string).
+
+    Raises ConfigError naming file, key and value when the file is missing, is not TOML, or holds unknown keys or
+    impossible values.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the run file {path} ({error}); check the path") from error
+    return parse_config(text, source=str(path), overrides=overrides)
+
+
+def parse_config(text: str, source: str = "run file", overrides: Sequence[str] = ()) -> RunConfig:
+    """As `load_config`, from the text of a run file."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not TOML: {error}; correct that line") from error
+    for override in overrides:
+        _override(tables, override)
+    try:
+        return RunConfig.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(error)}") from error
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """The end of an error sentence about an unknown key: the nearest known one, or all of them."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f'did you mean "{close[0]}"?' if close else "known are " + ", ".join(sorted(known))
+
+
+def _override(tables: dict[str, Any], override: str) -> None:
+    name, equals, raw = override.partition("=")
+    keys = [key.strip() for key in name.split(".")]
+    if not equals or len(keys) < 2 or not all(keys):
+        raise ConfigError(f'--set {override} is not of the form table.key=value, for example "train.global_batch=8"')
+    try:
+        value = tomllib.loads(f"value = {raw.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    for key in keys[:-1]:
+        tables = tables.setdefault(key, {})
+        if not isinstance(tables, dict):
+            raise ConfigError(f'--set {override}: "{key}" is a value, not a table')
+    tables[keys[-1]] = value
+
+
+def _explain(error: ValidationError) -> str:
+    """One sentence for the first thing that is wrong."""
+    first = error.errors()[0]
+    keys = [str(part) for part in first["loc"]]
+    name = ".".join(keys)
+    if first["type"] == "extra_forbidden":
+        table: Any = RunConfig
+        for key in keys[:-1]:
+            table = table.model_fields[key].annotation
+        return f'unknown key "{name}"; {nearest(keys[-1], list(table.model_fields))}'
+    if first["type"] == "missing":
+        return f'"{name}" is missing; add it'
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"[{name}] {message}" if name else message
+    return f"{name} = {json.dumps(first['input'], default=str)}: {message[0].lower()}{message[1:]}"
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as TOML that `parse_config` reads back to an equal value."""
+    tables = config.model_dump(mode="json", exclude_none=True)
+    return "\n".join(_toml_table(name, table) for name, table in tables.items())
+
+
+def _toml_table(name: str, table: dict[str, Any]) -> str:
+    return f"[{name}]\n" + "".join(
+        f"{_toml_key(key)} = {_toml_value(value)}\n" for key, value in table.items() if value is not None
+    )
+
+
+def _toml_key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that TOML wants DEL escaped too and no surrogate pairs
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items() if item is not None)
+            + "}"
+        )
+    raise ConfigError(
+        f"a value of type {type(value).__name__} cannot be written to a run file; use numbers, strings, lists, tables"
+    )

@@ -1,0 +1,100 @@
+"""The run file: defaults, errors that name the key, overrides, and a dump that reads back."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.config import RunConfig, dump_config, load_config, parse_config
+from diloco.errors import ConfigError
+
+MINIMAL = '[run]\nname = "demo"\ntokens = 614400\n'
+
+
+def test_a_minimal_file_resolves_to_the_default_run() -> None:
+    config = parse_config(MINIMAL)
+    assert config.dir == Path("runs/demo")
+    assert config.state_dir == Path("runs/demo/syncer")
+    assert config.schedule_steps == 600
+    assert config.learner_batch == 16
+    assert config.method == {"preset": "StreamingDiLoCo"}
+
+
+def test_the_dump_reads_back_to_the_same_value() -> None:
+    text = (
+        MINIMAL + 'learners = 2\n[model]\ntype = "llama"\nhidden_size = 32\n'
+        'rope_parameters = {rope_type = "default", rope_theta = 1e4}\n'
+        + '[data]\nkind = "text"\npaths = ["a b.txt", "ü.txt"]\n[evaluate]\nprompt = "\\n\\"\\u007f"\n'
+        + '[method]\npreset = "DiLoCo"\nfragments = {type = "Named", patterns = [["a.*"], ["b.*"]]}\n'
+        "sync_every = 30\n[train]\nthreads = 1\n"
+    )
+    config = parse_config(text)
+    assert config.model.settings["hidden_size"] == 32
+    assert parse_config(dump_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            MINIMAL + "[train]\nglobal_bach = 8\n",
+            'run.toml: unknown key "train.global_bach"; did you mean "global_batch"?',
+        ),
+        (MINIMAL + "[trian]\nclip = 8\n", 'run.toml: unknown key "trian"; did you mean "train"?'),
+        ('[run]\nname = "x"\n', 'run.toml: "run.tokens" is missing'),
+        (MINIMAL + "[train]\nglobal_batch = -3\n", "run.toml: train.global_batch = -3: input should be greater than 0"),
+        (MINIMAL + "learners = 3\n", "train.global_batch = 16 must be a multiple"),
+        (MINIMAL + '[data]\nkind = "text"\n', r'\[data\] kind = "text" needs paths'),
+        (MINIMAL + '[data]\npaths = ["a"]\n', "no effect"),
+        (MINIMAL + "[schedule]\nwarmup_steps = 600\n", "schedule.warmup_steps = 600 must be below"),
+        (MINIMAL + "[train]\nwarm_start_steps = 600\n", "train.warm_start_steps = 600 leaves nothing"),
+        (MINIMAL + "[syncer]\ncert = 'a'\n", "cert and key belong together"),
+        ("[run\n", "run.toml is not TOML"),
+    ],
+)
+def test_errors_name_file_key_and_value(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        load_config(path)
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the run file"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_overrides_are_toml_values_or_bare_words() -> None:
+    config = parse_config(
+        MINIMAL,
+        overrides=[
+            "train.global_batch=8",
+            "schedule.kind=wsd",
+            "method.outer={type='SGD', lr=1.0}",
+            "model.hidden_size=32",
+        ],
+    )
+    assert config.train.global_batch == 8
+    assert config.schedule.kind == "wsd"
+    assert config.method["outer"] == {"type": "SGD", "lr": 1.0}
+    assert config.model.settings == {"hidden_size": 32}
+    with pytest.raises(ConfigError, match="not of the form"):
+        parse_config(MINIMAL, overrides=["global_batch 8"])
+    with pytest.raises(ConfigError, match=r'unknown key "train\.foo"'):
+        parse_config(MINIMAL, overrides=["train.foo=8"])
+    with pytest.raises(ConfigError, match="is a value, not a table"):
+        parse_config(MINIMAL, overrides=["run.tokens.x=8"])
+
+
+def test_every_key_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text()
+    for table, field in RunConfig.model_fields.items():
+        section = text.split(f"## [{table}]")[1].split("\n## ")[0]
+        for key in getattr(field.annotation, "model_fields", {}):
+            assert f"`{key}`" in section, f"{table}.{key}"
+
+
+def test_reading_a_run_file_needs_no_torch() -> None:
+    code = "import sys, diloco.config, diloco.events; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
