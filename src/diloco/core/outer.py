@@ -1,0 +1,172 @@
+"""Outer optimizers: what the global model does with a merged outer gradient.
+
+The outer gradient Δ = anchor − θ points downhill when subtracted: Θ ← Θ − lr·(…Δ…), the sign and the momentum
+convention of `torch.optim`. An optimizer here is a frozen value and its state is passed in and out, so a step is a
+pure function: nothing is written to, and a step can be thrown away, repeated, or stored beside the parameters it
+produced.
+
+Everything is elementwise over flat fp32 vectors, so stepping the shards of a fragment gives the bits of stepping the
+whole. Every multiply and add is rounded on its own (no `alpha=`, lerp or addcmul, which a processor may fuse), and
+divisors are tensors (a GPU multiplies by the reciprocal of a number): the same inputs give the same bits on any
+device.
+
+DiLoCo (arXiv 2311.08105, algorithm 1 and section 3.2) compares the three and takes Nesterov.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.core.values import Choice, choice_from_dict, fraction, positive
+from diloco.errors import ConfigError, LayoutError
+
+State = dict[str, Tensor]
+
+
+class Outer(Choice):
+    """An optimizer of the global parameters, as explicit state in, state out."""
+
+    @abstractmethod
+    def init(self, num_elements: int) -> State:
+        """The state before the first step: flat fp32 vectors of shape (num_elements,), and 0-dimensional counters."""
+
+    @abstractmethod
+    def step(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
+        """One outer step.
+
+        `params` (Θ) and `delta` (the merged outer gradient Δ) are flat fp32 vectors of one length, `state` comes from
+        `init` or the step before. Returns the new parameters and the new state; the arguments are left as they are.
+        Raises LayoutError when lengths or dtypes do not fit.
+        """
+
+
+@dataclass(frozen=True)
+class SGD(Outer):
+    """Θ ← Θ − lr·Δ.
+
+    With lr = 1 the new parameters are the mean of the learners' parameters: FedAvg, local SGD. Stateless.
+
+    >>> new, state = SGD(lr=0.5).step({}, torch.tensor([1.0]), torch.tensor([1.0]))   # new is [0.5], state is {}
+    """
+
+    lr: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", positive("SGD(lr=…)", self.lr))
+
+    def init(self, num_elements: int) -> State:
+        return {}
+
+    def step(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
+        _check_fit(self, (), state, params, delta)
+        return _descend(params, delta.mul(self.lr)), {}
+
+
+@dataclass(frozen=True)
+class Nesterov(Outer):
+    """SGD with Nesterov momentum, torch's convention (no dampening), the outer optimizer of DiLoCo.
+
+        buf ← μ·buf + Δ          (buf is 0 at first, so the first step sets it to Δ)
+        Θ   ← Θ − lr·(Δ + μ·buf)
+
+    State: "momentum", fp32 of the parameters' shape. Defaults as in DiLoCo (arXiv 2311.08105): lr 0.7, momentum 0.9;
+    Streaming DiLoCo uses lr 0.4.
+
+    >>> outer = Nesterov(lr=0.5, momentum=0.5)
+    >>> new, state = outer.step(outer.init(1), torch.tensor([1.0]), torch.tensor([1.0]))   # new is [0.25]
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", positive("Nesterov(lr=…)", self.lr))
+        object.__setattr__(self, "momentum", fraction("Nesterov(momentum=…)", self.momentum, below_one=True))
+
+    def init(self, num_elements: int) -> State:
+        return {"momentum": torch.zeros(num_elements)}
+
+    def step(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
+        _check_fit(self, ("momentum",), state, params, delta)
+        momentum = state["momentum"].mul(self.momentum).add_(delta)
+        direction = momentum.mul(self.momentum).add_(delta)
+        return _descend(params, direction.mul_(self.lr)), {"momentum": momentum}
+
+
+@dataclass(frozen=True)
+class Adam(Outer):
+    """Adam with bias correction (arXiv 1412.6980, algorithm 1), as `torch.optim.Adam` computes it; at step k = 1, 2, …:
+
+        m ← β₁·m + (1 − β₁)·Δ        v ← β₂·v + (1 − β₂)·Δ²
+        Θ ← Θ − lr/(1 − β₁ᵏ) · m / (√v/√(1 − β₂ᵏ) + eps)
+
+    State: "first_moment" and "second_moment", fp32 of the parameters' shape, and "step", a 0-dimensional int64. As an
+    outer optimizer it needs a large eps (0.1, arXiv 2311.08105), which lets small coordinates move in proportion to Δ.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 0.1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", positive("Adam(lr=…)", self.lr))
+        object.__setattr__(self, "eps", positive("Adam(eps=…)", self.eps))
+        object.__setattr__(self, "betas", _betas(self.betas))
+
+    def init(self, num_elements: int) -> State:
+        return {
+            "first_moment": torch.zeros(num_elements),
+            "second_moment": torch.zeros(num_elements),
+            "step": torch.zeros((), dtype=torch.int64),
+        }
+
+    def step(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
+        _check_fit(self, ("first_moment", "second_moment", "step"), state, params, delta)
+        beta1, beta2 = self.betas
+        step = int(state["step"]) + 1
+        first = state["first_moment"].mul(beta1).add_(delta.mul(1 - beta1))
+        second = state["second_moment"].mul(beta2).add_(delta.square().mul_(1 - beta2))
+        correction = torch.tensor(math.sqrt(1 - beta2**step), dtype=torch.float32, device=params.device)
+        denominator = second.sqrt().div_(correction).add_(self.eps)
+        update = first.div(denominator).mul_(self.lr / (1 - beta1**step))
+        return _descend(params, update), {"first_moment": first, "second_moment": second, "step": torch.tensor(step)}
+
+
+OUTER_OPTIMIZERS: tuple[type[Outer], ...] = (SGD, Nesterov, Adam)
+
+
+def outer_from_dict(values: Mapping[str, object]) -> Outer:
+    """Read back `Outer.to_dict()`, e.g. `{"type": "Nesterov", "lr": 0.7}`. Raises ConfigError naming a typo."""
+    return choice_from_dict("outer optimizer", OUTER_OPTIMIZERS, values)
+
+
+def _betas(value: object) -> tuple[float, float]:
+    match value:
+        case [beta1, beta2]:  # a tuple, or a list as JSON and TOML have it
+            name = "each of Adam(betas=…)"
+            return fraction(name, beta1, below_one=True), fraction(name, beta2, below_one=True)
+    raise ConfigError(f"Adam(betas=…) must be two numbers, not {value!r}.")
+
+
+def _descend(params: Tensor, update: Tensor) -> Tensor:
+    """params − update, written over `update`, which the caller has just made and does not need any more."""
+    return torch.sub(params, update, out=update)
+
+
+def _check_fit(
+    outer: Outer, names: tuple[str, ...], state: Mapping[str, Tensor], params: Tensor, delta: Tensor
+) -> None:
+    """Refuse what would broadcast, be promoted to another dtype, or belongs to another optimizer."""
+    if set(state) != set(names):
+        raise LayoutError(f"the state of {outer} holds {sorted(names)}, not {sorted(state)}.")
+    vectors = {"params": params, "delta": delta} | {name: each for name, each in state.items() if name != "step"}
+    for name, vector in vectors.items():
+        if vector.dtype != torch.float32 or vector.dim() != 1 or vector.numel() != params.numel():
+            raise LayoutError(
+                f"{name} of {outer} must be a flat float32 vector of {params.numel()} elements,"
+                f" not {tuple(vector.shape)} {str(vector.dtype).removeprefix('torch.')}."
+            )

@@ -1,0 +1,87 @@
+"""Choices as values: an answer that a Method holds is a frozen dataclass that JSON and TOML can carry.
+
+A choice becomes `{"type": "Nesterov", "lr": 0.7, "momentum": 0.9}`. Reading is strict: an unknown type or field is an
+error that names the nearest known one.
+"""
+
+import dataclasses
+import difflib
+import math
+from abc import ABC
+from collections.abc import Iterable, Mapping
+from typing import TypeGuard, TypeVar
+
+from diloco.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(ABC):  # noqa: B024 - each question's own base class declares the abstract methods
+    """Base of the frozen dataclasses that answer one question of a Method."""
+
+    def to_dict(self) -> dict[str, object]:
+        """The type's name and every field, in plain JSON types (tuples become lists)."""
+        fields = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {"type": type(self).__name__, **fields}
+
+
+ChoiceT = TypeVar("ChoiceT", bound=Choice)
+
+
+def choice_from_dict(what: str, kinds: Iterable[type[ChoiceT]], values: Mapping[str, object]) -> ChoiceT:
+    """Read back what `to_dict` wrote.
+
+    `what` names the question in errors ("outer optimizer"); `kinds` are the known answers. Raises ConfigError on an
+    unknown type or field (naming the nearest known one), on a missing field, and on a value that the type itself
+    refuses.
+    """
+    known = {kind.__name__: kind for kind in kinds}
+    name = values.get("type")
+    if not isinstance(name, str) or name not in known:
+        raise ConfigError(f"{name!r} is not a known {what}{nearest(str(name), known)}")
+    kind = known[name]
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    arguments = {key: value for key, value in values.items() if key != "type"}
+    for key in arguments:
+        if key not in fields:
+            raise ConfigError(f"{what} {name} has no field {key!r}{nearest(key, fields)}")
+    for key, field in fields.items():
+        if key not in arguments and field.default is dataclasses.MISSING:
+            raise ConfigError(f"{what} {name} needs a value for {key!r}.")
+    return kind(**arguments)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence that helps after a typo: `; did you mean 'lr'?` or `; known are 'eps', 'lr'.`."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known are {', '.join(repr(each) for each in names)}." if names else "; it takes none."
+
+
+def whole_number(name: str, value: object, minimum: int) -> None:
+    """Raise ConfigError unless `value` is an int (no bool) of at least `minimum`."""
+    if type(value) is not int or value < minimum:
+        raise ConfigError(f"{name} must be a whole number of at least {minimum}, not {value!r}.")
+
+
+def positive(name: str, value: object) -> float:
+    """`value` as a float, or ConfigError unless it is a finite number above 0."""
+    if _is_number(value) and value > 0:
+        return float(value)
+    raise ConfigError(f"{name} must be a finite number above 0, not {value!r}.")
+
+
+def fraction(name: str, value: object, *, below_one: bool) -> float:
+    """`value` as a float, or ConfigError unless it is in [0, 1), or in [0, 1] when `below_one` is false."""
+    if _is_number(value) and 0 <= value <= 1 and not (below_one and value == 1):
+        return float(value)
+    raise ConfigError(f"{name} must be a number from 0 to 1{' but below 1' if below_one else ''}, not {value!r}.")
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _plain(value: object) -> object:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
