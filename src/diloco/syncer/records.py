@@ -1,0 +1,158 @@
+"""What a store holds: the SQLite schema, and the plain values that go in and come out."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from diloco.core.ledger import Ledger
+from diloco.core.update import Update
+
+FORMAT = 1
+
+SCHEMA = """
+CREATE TABLE run (
+    id INTEGER PRIMARY KEY CHECK (id = 1), run TEXT NOT NULL, method TEXT NOT NULL, layout TEXT NOT NULL, source TEXT NOT NULL,
+    static_file TEXT NOT NULL, static_sha256 TEXT NOT NULL, state TEXT NOT NULL, created_at REAL NOT NULL);
+CREATE TABLE versions (
+    fragment INTEGER NOT NULL, version INTEGER NOT NULL, base INTEGER NOT NULL, file TEXT NOT NULL, sha256 TEXT NOT NULL,
+    digest TEXT NOT NULL, scale REAL NOT NULL, tokens INTEGER NOT NULL, published_at REAL NOT NULL,
+    PRIMARY KEY (fragment, version)) WITHOUT ROWID;
+CREATE TABLE contributors (
+    fragment INTEGER NOT NULL, version INTEGER NOT NULL, position INTEGER NOT NULL, learner TEXT NOT NULL, weight REAL NOT NULL,
+    PRIMARY KEY (fragment, version, position),
+    FOREIGN KEY (fragment, version) REFERENCES versions (fragment, version)) WITHOUT ROWID;
+CREATE TABLE ledger (
+    learner TEXT NOT NULL, fragment INTEGER NOT NULL, trained INTEGER NOT NULL, merged INTEGER NOT NULL, lost INTEGER NOT NULL,
+    discarded TEXT NOT NULL, PRIMARY KEY (learner, fragment)) WITHOUT ROWID;
+CREATE TABLE roster (
+    learner TEXT PRIMARY KEY, incarnation INTEGER NOT NULL, step INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    alive INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True)
+class RosterRow:
+    """A learner the run has seen: its newest incarnation, its own steps and tokens so far, and whether it was alive."""
+
+    learner: str
+    incarnation: int
+    step: int
+    tokens: int
+    alive: bool
+
+
+@dataclass(frozen=True)
+class SavedFragment:
+    """The newest version of a fragment, on the CPU: theta and residual flat fp32 [n], and the outer optimizer's state."""
+
+    version: int
+    theta: Tensor
+    outer_state: dict[str, Tensor]
+    residual: Tensor | None
+    digest: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run as it was last published. `state` is whatever JSON the publisher passed; `static` is a safetensors file."""
+
+    run: str
+    method: dict[str, Any]
+    layout: dict[str, Any]
+    source: str
+    fragments: dict[int, SavedFragment]
+    ledgers: dict[str, list[Ledger]]  # per learner, one per fragment
+    roster: tuple[RosterRow, ...]
+    state: dict[str, Any]
+    static: bytes
+
+
+@dataclass(frozen=True)
+class Published:
+    """A line of the run's history. Version 0 of every fragment is the initial model and has no contributors."""
+
+    fragment: int
+    version: int
+    base: int
+    digest: str
+    scale: float
+    tokens: int
+    published_at: float  # seconds since the epoch
+    contributors: tuple[str, ...]
+    weights: tuple[float, ...]
+
+
+def put_version(
+    db: sqlite3.Connection, update: Update, file: str, sha256: str, tokens: int, published_at: float
+) -> None:
+    """Add a version and its contributors, inside the caller's transaction."""
+    key = (update.fragment, update.version)
+    db.execute(
+        "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (*key, update.base, file, sha256, update.digest, update.scale, tokens, published_at),
+    )
+    pairs = zip(update.contributors, update.weights, strict=True)
+    db.executemany(
+        "INSERT INTO contributors VALUES (?, ?, ?, ?, ?)", [(*key, i, *pair) for i, pair in enumerate(pairs)]
+    )
+
+
+def put_ledgers(db: sqlite3.Connection, ledgers: Mapping[str, Sequence[Ledger]]) -> None:
+    """Replace the books of the learners given, inside the caller's transaction."""
+    rows = [
+        (learner, fragment, it.trained, it.merged, it.lost, json.dumps(it.discarded))
+        for learner, books in ledgers.items()
+        for fragment, it in enumerate(books)
+    ]
+    db.executemany("INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+
+def put_roster(db: sqlite3.Connection, roster: Iterable[RosterRow]) -> None:
+    """Replace the roster, inside the caller's transaction."""
+    db.execute("DELETE FROM roster")
+    db.executemany("INSERT INTO roster VALUES (?, ?, ?, ?, ?)", [astuple(row) for row in roster])
+
+
+def read_ledgers(db: sqlite3.Connection) -> dict[str, list[Ledger]]:
+    """Every learner's books, one per fragment."""
+    ledgers: dict[str, list[Ledger]] = {}
+    rows = "SELECT learner, trained, merged, lost, discarded FROM ledger ORDER BY learner, fragment"
+    for learner, trained, merged, lost, discarded in db.execute(rows):
+        ledgers.setdefault(learner, []).append(Ledger(trained, merged, lost, json.loads(discarded)))
+    return ledgers
+
+
+def read_roster(db: sqlite3.Connection) -> tuple[RosterRow, ...]:
+    """Every learner the run has seen."""
+    rows = db.execute("SELECT learner, incarnation, step, tokens, alive FROM roster ORDER BY learner")
+    return tuple(
+        RosterRow(learner, incarnation, step, tokens, bool(alive)) for learner, incarnation, step, tokens, alive in rows
+    )
+
+
+def read_history(db: sqlite3.Connection, since: float) -> list[Published]:
+    """Versions published at or after a time, oldest first, each with its contributors."""
+    took_part: dict[tuple[int, int], list[tuple[str, float]]] = {}
+    for fragment, version, learner, weight in db.execute(
+        "SELECT c.fragment, c.version, learner, weight FROM contributors AS c JOIN versions AS v"
+        " ON c.fragment = v.fragment AND c.version = v.version WHERE published_at >= ? ORDER BY position",
+        (since,),
+    ):
+        took_part.setdefault((fragment, version), []).append((learner, weight))
+    versions = db.execute(
+        "SELECT fragment, version, base, digest, scale, tokens, published_at FROM versions WHERE published_at >= ?"
+        " ORDER BY published_at, version, fragment",
+        (since,),
+    )
+    history = []
+    for fragment, version, base, digest, scale, tokens, published_at in versions:
+        pairs = took_part.get((fragment, version), [])
+        names, weights = tuple(name for name, _ in pairs), tuple(weight for _, weight in pairs)
+        history.append(Published(fragment, version, base, digest, scale, tokens, published_at, names, weights))
+    return history

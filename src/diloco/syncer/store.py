@@ -1,0 +1,350 @@
+"""The durable state of one run in one directory: SQLite (write-ahead log, full sync) for facts, safetensors files for tensors.
+
+    store.sqlite                              run, versions, contributors, ledger, roster
+    tensors/static-<sha>.safetensors          frozen parameters and buffers
+    tensors/f00003-v000000012-<sha>.safetensors   theta, residual, outer.<name> of one version of one fragment
+    store.lock                                held while a syncer has the directory open
+
+Published means durable: `Store.publish` writes the file, then commits one SQLite transaction that names it; before the commit
+the version does not exist, after it the version survives a power cut. Files that no committed version names are removed on open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from diloco.core.fragments import digest
+from diloco.core.ledger import Ledger
+from diloco.core.update import Closed, Update
+from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
+from diloco.syncer.durable import (
+    file_sha256,
+    ignore_point,
+    lock_directory,
+    read_tensors,
+    sync_directory,
+    write_bytes,
+    write_tensors,
+)
+from diloco.syncer.records import (
+    FORMAT,
+    SCHEMA,
+    Published,
+    RosterRow,
+    Saved,
+    SavedFragment,
+    put_ledgers,
+    put_roster,
+    put_version,
+    read_history,
+    read_ledgers,
+    read_roster,
+)
+
+__all__ = ["KEPT_VERSIONS", "Published", "RosterRow", "Saved", "SavedFragment", "Store"]
+
+KEPT_VERSIONS = 2  # files of a fragment: the newest and the one before it
+_OUTER = "outer."
+
+
+class Store:
+    """The state of one run, in a directory that this object alone has open.
+
+    Any thread may call any method: writers wait for each other, and readers wait only for the short SQLite transaction, not for
+    the tensors being written. `at` is told each durable step by name, so that tests can cut the power there.
+
+    Raises:
+        StoreError: the directory is in use, was written by a newer format, or cannot be used.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, at: Callable[[str], None] = ignore_point) -> None:
+        self.path = Path(path)
+        self._tensors = self.path / "tensors"
+        self._at = at
+        self._writing = threading.Lock()  # one writer at a time, tensors included
+        self._using = threading.Lock()  # one user of the SQLite connection at a time
+        with self._mapped("opened"):
+            self._tensors.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_directory(self.path)
+        try:
+            with self._mapped("opened"):
+                self._db = self._connect()
+                self._remove_unnamed()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path / "store.sqlite", isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("PRAGMA foreign_keys = ON")
+        found = db.execute("PRAGMA user_version").fetchone()[0]
+        if found > FORMAT:
+            db.close()
+            raise StoreError(
+                f"{self.path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to open it."
+            )
+        if found == 0:
+            db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+            sync_directory(self.path)
+            sync_directory(self.path.parent)
+        return db
+
+    def close(self) -> None:
+        """Release the directory. Nothing is lost by not calling it."""
+        with self._writing, self._using:
+            self._db.close()
+            self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # writing
+
+    def initialise(
+        self,
+        run: str,
+        method: Mapping[str, Any],
+        layout: Mapping[str, Any],
+        fragments: Mapping[int, Tensor],
+        outer_states: Mapping[int, Mapping[str, Tensor]],
+        static: bytes,
+        source: str,
+        *,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Give the run its model, once: every fragment at version 0.
+
+        Arguments:
+            fragments: fragment index to flat fp32 [n].
+            outer_states: fragment index to the outer optimizer's state.
+            static: frozen parameters and buffers, a safetensors file.
+            source: where the model came from, for people: "seed 17", a checkpoint's name.
+            state: JSON that `load` hands back; each `publish` may replace it.
+
+        Raises:
+            AlreadyInitialisedError: the run has a model; it is left as it is.
+            StoreError: the disk refused; nothing is initialised and a later call can succeed.
+        """
+        with self._writing, self._mapped("initialised"):
+            if (held := self._run_name()) is not None:
+                raise AlreadyInitialisedError(
+                    f"run {held!r} in {self.path} has a model already; join it as it is, or use another directory for a new run."
+                )
+            static_file, static_sha256 = write_bytes(self._tensors, "static", static, self._at)
+            rows = []
+            for index, theta in fragments.items():
+                file, sha256 = self._write_version(index, 0, Closed(theta, outer_states[index], None, theta))
+                rows.append((Update(index, 0, 0, (), (), 1.0, digest(theta), lossless=True), file, sha256))
+            with self._transaction() as db:
+                db.execute(
+                    "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (run, json.dumps(dict(method)), json.dumps(dict(layout)), source, static_file, static_sha256,
+                     json.dumps(dict(state or {})), time.time()),
+                )  # fmt: skip
+                for row in rows:
+                    put_version(db, *row, tokens=0, published_at=time.time())
+        self._at("committed")
+
+    def publish(
+        self,
+        update: Update,
+        closed: Closed,
+        *,
+        tokens: int,
+        ledgers: Mapping[str, Sequence[Ledger]] | None = None,
+        roster: Iterable[RosterRow] | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make a version durable. Only after this returns may anyone see it.
+
+        Arguments:
+            update: what is published; its version follows the newest one held.
+            closed: the new fragment, its outer state and its residual (the payload is not kept).
+            tokens: trained tokens in the merge, over all contributors.
+            ledgers: learner to its books, one per fragment; those of learners not given stay. They are read when the tensors are
+                on disk, so they must be copies if their owner goes on counting.
+            roster: replaces the roster, in the same transaction, so that books and tokens of a live incarnation agree.
+            state: replaces the JSON that `load` hands back; None leaves it.
+
+        Raises:
+            StoreError: the disk refused; the previous version stays the newest and the same call can be repeated.
+            VersionError, NotInitialisedError: wrong use.
+        """
+        with self._writing:
+            with self._mapped(f"stored as version {update.version} of fragment {update.fragment}"):
+                self._check_next(update)
+                file, sha256 = self._write_version(update.fragment, update.version, closed)
+                with self._transaction() as db:
+                    put_version(db, update, file, sha256, tokens, time.time())
+                    put_ledgers(db, ledgers or {})
+                    if roster is not None:
+                        put_roster(db, roster)
+                    if state is not None:
+                        db.execute("UPDATE run SET state = ?", (json.dumps(dict(state)),))
+                    self._at("inserted")
+            self._at("committed")
+            # the version is durable, so nothing here may report failure; what cannot be removed now is removed at the next open
+            with contextlib.suppress(OSError, sqlite3.DatabaseError):
+                self._remove_unnamed(update.fragment)
+
+    def save_roster(self, roster: Iterable[RosterRow], ledgers: Mapping[str, Sequence[Ledger]] | None = None) -> None:
+        """Replace the roster, and the books of the learners given, between publications.
+
+        Raises:
+            StoreError: the disk refused; what was held stays.
+        """
+        with self._writing, self._mapped("stored as the roster"), self._transaction() as db:
+            put_roster(db, roster)
+            put_ledgers(db, ledgers or {})
+
+    def _write_version(self, fragment: int, version: int, closed: Closed) -> tuple[str, str]:
+        tensors = {"theta": closed.theta, **{_OUTER + name: value for name, value in closed.outer_state.items()}}
+        if closed.residual is not None:
+            tensors["residual"] = closed.residual
+        return write_tensors(self._tensors, f"{_prefix(fragment)}v{version:09d}", tensors, self._at)
+
+    def _remove_unnamed(self, only: int | None = None) -> None:
+        """Remove the files that no kept version names: of one fragment, or of all and with them whatever a crash left behind."""
+        with self._using:
+            named = {row[0] for row in self._db.execute("SELECT static_file FROM run")}
+            fragments = (
+                self._db.execute("SELECT DISTINCT fragment FROM versions").fetchall() if only is None else [(only,)]
+            )
+            for key in fragments:
+                newest = "SELECT file FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
+                named |= {row[0] for row in self._db.execute(newest, (*key, KEPT_VERSIONS))}
+        prefix = "" if only is None else _prefix(only)
+        for file in self._tensors.iterdir():
+            if file.name.startswith(prefix) and file.name not in named:
+                file.unlink()
+
+    # reading
+
+    def load(self) -> Saved | None:
+        """The run as last published, every file checked against the SHA-256 committed with it; None before `initialise`.
+
+        Raises:
+            StoreError: a file is missing or damaged, named with its fragment and version. Nothing older is used in its place.
+        """
+        with self._mapped("read"):
+            with self._using:
+                runs = self._db.execute(
+                    "SELECT run, method, layout, source, static_file, static_sha256, state FROM run"
+                ).fetchall()
+                newest = self._db.execute(
+                    "SELECT fragment, version, file, sha256, digest FROM versions AS v WHERE version ="
+                    " (SELECT MAX(version) FROM versions WHERE fragment = v.fragment)"
+                ).fetchall()
+                ledgers, roster = read_ledgers(self._db), read_roster(self._db)
+            if not runs:
+                return None
+            run, method, layout, source, static_file, static_sha256, state = runs[0]
+            fragments = {row[0]: self._read_version(*row) for row in newest}
+            static = self._checked(static_file, static_sha256, "the frozen parameters and buffers").read_bytes()
+            return Saved(
+                run,
+                json.loads(method),
+                json.loads(layout),
+                source,
+                fragments,
+                ledgers,
+                roster,
+                json.loads(state),
+                static,
+            )
+
+    def history(self, since: float = 0.0) -> list[Published]:
+        """Everything published at or after a time (seconds since the epoch), oldest first."""
+        with self._mapped("read"), self._using:
+            return read_history(self._db, since)
+
+    def _read_version(self, fragment: int, version: int, file: str, sha256: str, digest_: str) -> SavedFragment:
+        tensors = read_tensors(self._checked(file, sha256, f"fragment {fragment}, version {version}"))
+        theta, residual = tensors.pop("theta"), tensors.pop("residual", None)
+        return SavedFragment(
+            version, theta, {name.removeprefix(_OUTER): t for name, t in tensors.items()}, residual, digest_
+        )
+
+    def _checked(self, file: str, sha256: str, holds: str) -> Path:
+        path = self._tensors / file
+        if not path.exists():
+            raise StoreError(
+                f"{path} ({holds}) is missing; put it back from a copy of {self.path}, or start a new run elsewhere."
+            )
+        if file_sha256(path) != sha256:
+            raise StoreError(
+                f"{path} ({holds}) is damaged: its SHA-256 is not the one committed; put it back from a copy of "
+                f"{self.path}, or start a new run elsewhere."
+            )
+        return path
+
+    def _run_name(self) -> str | None:
+        with self._using:
+            row = self._db.execute("SELECT run FROM run").fetchone()
+        return None if row is None else str(row[0])
+
+    def _check_next(self, update: Update) -> None:
+        with self._using:
+            newest = self._db.execute(
+                "SELECT MAX(version) FROM versions WHERE fragment = ?", (update.fragment,)
+            ).fetchone()[0]
+        if newest is None:
+            raise NotInitialisedError(
+                f"fragment {update.fragment} has no model in {self.path}; initialise the run first."
+            )
+        if update.version != newest + 1:
+            raise VersionError(
+                f"version {update.version} of fragment {update.fragment} cannot follow the stored version {newest}; "
+                f"publish version {newest + 1} next."
+            )
+
+    # edges
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._using:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # SQLite ends it by itself after some failures
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def _mapped(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.DatabaseError) as error:
+            raise StoreError(
+                f"the state in {self.path} could not be {what} ({error}); {_free(self.path)}free space or "
+                "repair the disk and try again, what was published before is unharmed."
+            ) from error
+
+
+def _prefix(fragment: int) -> str:
+    return f"f{fragment:05d}-"
+
+
+def _free(path: Path) -> str:
+    try:
+        return f"its disk has {shutil.disk_usage(path).free / 1e6:.0f} MB free; "
+    except OSError:  # the directory itself is gone: the error at hand says it better
+        return ""
