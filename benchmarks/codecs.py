@@ -1,0 +1,90 @@
+"""Encode and decode speed of every codec on one thread, as a ratio to a plain fp32 memory copy measured in the same run."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from diloco.core.codecs import CODECS
+
+_FOUR_BIT_TARGETS = {"encode": 0.10, "decode": 0.40}
+
+
+def run(quick: bool) -> list[dict[str, Any]]:
+    """One row per codec and direction: name, gb_per_s (fp32 side), ratio to the memory copy, target (or None), met (or None).
+
+    Buffers are far larger than the caches. Each repeat times everything once, a memory copy before each measurement; a ratio is the
+    median over the repeats of copy time ÷ own time.
+    """
+    num_elements, repeats = (1 << 22, 7) if quick else (1 << 24, 15)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _rows(num_elements, repeats)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _rows(num_elements: int, repeats: int) -> list[dict[str, Any]]:
+    x = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
+    out = torch.empty_like(x)
+    actions: dict[tuple[str, str], Callable[[], object]] = {}
+    for name, codec in CODECS.items():
+        payload = codec.encode(x)
+        actions[name, "encode"] = lambda codec=codec, payload=payload: codec.encode(x, payload)  # type: ignore[misc]
+        actions[name, "decode"] = lambda codec=codec, payload=payload: codec.decode(payload, num_elements, out)  # type: ignore[misc]
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in actions}
+    ratios: dict[tuple[str, str], list[float]] = {key: [] for key in actions}
+    copies: list[float] = []
+    for action in actions.values():
+        action()
+    for _ in range(repeats):
+        for key, action in actions.items():
+            copies.append(_seconds(lambda: out.copy_(x)))
+            seconds[key].append(_seconds(action))
+            ratios[key].append(copies[-1] / seconds[key][-1])
+    gigabytes = num_elements * 4 / 1e9
+    rows: list[dict[str, Any]] = [
+        {
+            "name": "memory copy",
+            "gb_per_s": gigabytes / statistics.median(copies),
+            "ratio": 1.0,
+            "target": None,
+            "met": None,
+        }
+    ]
+    for (name, direction), measured in ratios.items():
+        ratio = statistics.median(measured)
+        target = _FOUR_BIT_TARGETS[direction] if name in ("int4", "e3m0") else None
+        rows.append(
+            {
+                "name": f"{name} {direction}",
+                "gb_per_s": gigabytes / statistics.median(seconds[name, direction]),
+                "ratio": ratio,
+                "target": target,
+                "met": None if target is None else ratio >= target,
+            }
+        )
+    return rows
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="smaller buffers and fewer repeats")
+    print(f"{'':16s}{'GB/s':>8s}{'ratio':>8s}{'target':>8s}")
+    for row in run(parser.parse_args().quick):
+        target = "" if row["target"] is None else f"{row['target']:.2f} {'met' if row['met'] else 'MISSED'}"
+        print(f"{row['name']:16s}{row['gb_per_s']:8.2f}{row['ratio']:8.2f}   {target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""What every wire codec shares: segments, exact sizes, validation, and error feedback."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
+
+SEGMENT_ELEMENTS = 32768
+"""A payload is the concatenation of independently encoded segments of this many elements; the last one may be shorter."""
+
+# Equal segments are handled several at a time. On a CPU a group of 4 (512 KiB of fp32) still lives in a core's L2 cache and spreads the
+# cost of calling torch over enough elements; elsewhere launches are what costs. Bits do not depend on the grouping.
+_CPU_GROUP_SEGMENTS = 4
+_DEVICE_GROUP_SEGMENTS = 256
+
+_NONFINITE_BITS = 0x7F800000
+"""As integers, the bits of every inf or NaN without its sign are at least this, those of every finite number below."""
+
+
+class Scratch:
+    """Buffers reused from one group of segments to the next within one call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The buffer of this name and shape; its content is whatever was left in it."""
+        buffer = self._buffers.get((name, shape))
+        if buffer is None:
+            buffer = self._buffers[name, shape] = torch.empty(shape, dtype=dtype, device=self._device)
+        return buffer
+
+
+class Codec(ABC):
+    """A wire format for fp32 vectors; concrete codecs are frozen dataclasses, so equal parameters mean equal codecs.
+
+    A concrete codec says how many bytes a segment takes (`segment_bytes`) and how equally long segments, one a row, are encoded, decoded
+    and checked (`encode_rows`, `decode_rows`, `check_rows`). Encoding is deterministic, and decoding gives the same bits on every device.
+    """
+
+    lossless: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name that `codec_from_name` turns back into this codec."""
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits on the wire per element of a long vector."""
+        return self.segment_bytes(SEGMENT_ELEMENTS) * 8 / SEGMENT_ELEMENTS
+
+    @abstractmethod
+    def segment_bytes(self, num_elements: int) -> int:
+        """Exact payload bytes of one segment of `num_elements` ≤ SEGMENT_ELEMENTS elements."""
+
+    @abstractmethod
+    def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """Encode equally long segments: x fp32 [rows, m] into out uint8 [rows, segment_bytes(m)]; NonFiniteError on inf or NaN."""
+
+    @abstractmethod
+    def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """Decode equally long segments: payload uint8 [rows, segment_bytes(m)] into out fp32 [rows, m]; raises as `check_rows`."""
+
+    @abstractmethod
+    def check_rows(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
+        """Raise CorruptPayloadError unless every row (uint8 [rows, segment_bytes(m)]) decodes to finite numbers only."""
+
+    def encoded_bytes(self, num_elements: int) -> int:
+        """Exact payload bytes of a vector of `num_elements` elements; 0 for none."""
+        if num_elements < 0:
+            raise ConfigError(f"a vector cannot have {num_elements} elements; give a count of 0 or more")
+        num_full, tail = divmod(num_elements, SEGMENT_ELEMENTS)
+        return num_full * self.segment_bytes(SEGMENT_ELEMENTS) + (self.segment_bytes(tail) if tail else 0)
+
+    def segment_span(self, num_elements: int, start_segment: int, stop_segment: int) -> slice:
+        """Where segments start ≤ i < stop of a vector lie in its payload; those bytes are the payload of those elements."""
+        num_segments = math.ceil(num_elements / SEGMENT_ELEMENTS)
+        if not 0 <= start_segment <= stop_segment <= num_segments:
+            raise ConfigError(
+                f"segments {start_segment} to {stop_segment} do not exist in a vector of {num_segments}; stay within 0 to {num_segments}"
+            )
+        start, stop = (
+            self.encoded_bytes(min(i * SEGMENT_ELEMENTS, num_elements)) for i in (start_segment, stop_segment)
+        )
+        return slice(start, stop)
+
+    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The payload (uint8 [encoded_bytes(n)]) of x (fp32 [n], contiguous), written into `out` if given.
+
+        Raises NonFiniteError on inf or NaN and on values the format cannot hold, ConfigError on a wrong tensor.
+        """
+        _require(x, torch.float32, None, "input of encode")
+        if out is None:
+            out = torch.empty(self.encoded_bytes(x.numel()), dtype=torch.uint8, device=x.device)
+        _require(out, torch.uint8, self.encoded_bytes(x.numel()), "output of encode")
+        x, scratch = x.detach(), Scratch(x.device)
+        for elements, payload_bytes, rows in self._groups(x.numel(), x.device):
+            self.encode_rows(x[elements].view(rows, -1), out[payload_bytes].view(rows, -1), scratch)
+        return out
+
+    def decode(self, payload: Tensor, num_elements: int, out: Tensor | None = None) -> Tensor:
+        """The vector (fp32 [num_elements]) that `payload` (uint8, contiguous) stands for, written into `out` if given.
+
+        Raises CorruptPayloadError on a wrong size or content that is not finite, ConfigError on a wrong tensor.
+        """
+        self._require_size(payload, num_elements)
+        if out is None:
+            out = torch.empty(num_elements, dtype=torch.float32, device=payload.device)
+        _require(out, torch.float32, num_elements, "output of decode")
+        scratch = Scratch(payload.device)
+        for elements, payload_bytes, rows in self._groups(num_elements, payload.device):
+            self.decode_rows(payload[payload_bytes].view(rows, -1), out[elements].view(rows, -1), scratch)
+        return out
+
+    def check(self, payload: Tensor, num_elements: int) -> None:
+        """Raise CorruptPayloadError unless `payload` has the size of `num_elements` elements and decodes to finite numbers only."""
+        self._require_size(payload, num_elements)
+        scratch = Scratch(payload.device)
+        for elements, payload_bytes, rows in self._groups(num_elements, payload.device):
+            self.check_rows(payload[payload_bytes].view(rows, -1), (elements.stop - elements.start) // rows, scratch)
+
+    def encode_segment(self, x: Tensor, out: Tensor) -> None:
+        """Encode one segment: x fp32 [m ≤ SEGMENT_ELEMENTS] into out uint8 [segment_bytes(m)]; raises as `encode`."""
+        _require_one_segment(x.numel())
+        self.encode(x, out)
+
+    def decode_segment(self, payload: Tensor, out: Tensor) -> None:
+        """Decode one segment: payload uint8 [segment_bytes(m)] into out fp32 [m ≤ SEGMENT_ELEMENTS]; raises as `decode`."""
+        _require_one_segment(out.numel())
+        self.decode(payload, out.numel(), out)
+
+    def check_segment(self, payload: Tensor, num_elements: int) -> None:
+        """Check the payload of one segment of `num_elements` ≤ SEGMENT_ELEMENTS elements; raises as `check`."""
+        _require_one_segment(num_elements)
+        self.check(payload, num_elements)
+
+    def _require_size(self, payload: Tensor, num_elements: int) -> None:
+        _require(payload, torch.uint8, None, "payload")
+        expected = self.encoded_bytes(num_elements)
+        if payload.numel() != expected:
+            raise CorruptPayloadError(
+                f"a {self.name} payload of {num_elements} elements has {expected} bytes, not {payload.numel()}; send it again"
+            )
+
+    def _groups(self, num_elements: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
+        """(elements, payload bytes, rows) of each group of equally long segments."""
+        group = _CPU_GROUP_SEGMENTS if device.type == "cpu" else _DEVICE_GROUP_SEGMENTS
+        num_full, tail = divmod(num_elements, SEGMENT_ELEMENTS)
+        segment_bytes = self.segment_bytes(SEGMENT_ELEMENTS)
+        for first in range(0, num_full, group):
+            last = min(first + group, num_full)
+            elements = slice(first * SEGMENT_ELEMENTS, last * SEGMENT_ELEMENTS)
+            yield elements, slice(first * segment_bytes, last * segment_bytes), last - first
+        if tail:
+            start = num_full * segment_bytes
+            yield slice(num_full * SEGMENT_ELEMENTS, num_elements), slice(start, start + self.segment_bytes(tail)), 1
+
+
+def compress(codec: Codec, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Error feedback: (payload, new residual) with total = x + residual and new residual = total − decode(payload), all fp32 [n].
+
+    A residual of None is zeros. Raises as `Codec.encode`. Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2.
+    """
+    _require(x, torch.float32, None, "input of compress")
+    if residual is None:
+        total = x.detach()
+    else:
+        _require(residual, torch.float32, x.numel(), "residual of compress")
+        total = x.detach() + residual
+    payload = codec.encode(total)
+    if codec.lossless:
+        return payload, torch.zeros_like(total)
+    decoded = codec.decode(payload, total.numel())
+    return payload, torch.sub(total, decoded, out=decoded)
+
+
+def magnitude_bits(x: Tensor, scratch: Scratch) -> Tensor:
+    """The bits of |x| (fp32) as int32, which order as the magnitudes do, with inf and then NaN on top."""
+    bits = scratch.take("magnitude", tuple(x.shape), torch.int32)
+    return torch.bitwise_and(x.view(torch.int32), 0x7FFFFFFF, out=bits)
+
+
+def refuse_nonfinite(largest_bits: int) -> None:
+    """Raise NonFiniteError if the largest `magnitude_bits` of an input are those of inf or NaN."""
+    if largest_bits >= _NONFINITE_BITS:
+        value = "inf" if largest_bits == _NONFINITE_BITS else "NaN"
+        raise NonFiniteError(
+            f"a vector that holds {value} cannot be encoded; find out where training diverged, and send finite values only"
+        )
+
+
+def _require(tensor: Tensor, dtype: torch.dtype, num_elements: int | None, role: str) -> None:
+    if tensor.dtype != dtype or tensor.dim() != 1 or not tensor.is_contiguous():
+        layout = "contiguous" if tensor.is_contiguous() else "strided"
+        raise ConfigError(
+            f"the {role} must be a contiguous 1-D tensor of {dtype}, not a {layout} {tensor.dim()}-D tensor of {tensor.dtype}"
+        )
+    if num_elements is not None and tensor.numel() != num_elements:
+        raise ConfigError(f"the {role} must have {num_elements} elements, not {tensor.numel()}")
+
+
+def _require_one_segment(num_elements: int) -> None:
+    if num_elements > SEGMENT_ELEMENTS:
+        raise ConfigError(
+            f"a segment has at most {SEGMENT_ELEMENTS} elements, not {num_elements}; use encode, decode and check for longer vectors"
+        )

@@ -1,0 +1,164 @@
+"""Block formats: one bf16 scale for each block of elements, then the codes. The layout, the scales, and the packing of 4-bit codes."""
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diloco.core.codecs.base import SEGMENT_ELEMENTS, Codec, Scratch, magnitude_bits, refuse_nonfinite
+from diloco.errors import ConfigError, CorruptPayloadError
+
+SCALE_BYTES = 2
+SMALLEST_SCALE = 2.0**-120
+"""Blocks that would need a smaller scale encode as zeros; so no decoded value is subnormal, and none depends on how a device treats those."""
+_SMALLEST_SCALE_BITS = (127 - 120) << 7
+
+
+@dataclass(frozen=True)
+class ScaledBlocks(Codec):
+    """A segment is [scales of its blocks: bf16][codes of its blocks]; a block has `block` elements, the segment's last one maybe fewer.
+
+    The scale is absmax · fl32(1 / levels) in fp32, at most `largest_scale`, rounded to nearest even in bf16; 0 if below SMALLEST_SCALE.
+    Codes are of few enough bits that code · scale is exact in fp32, whatever computes it.
+    """
+
+    block: int
+    default_block: ClassVar[int]
+    family: ClassVar[str]
+    code_bits: ClassVar[int]
+    levels: ClassVar[float]
+    largest_scale: ClassVar[float]
+
+    def __post_init__(self) -> None:
+        if self.block < 2 or SEGMENT_ELEMENTS % self.block:
+            raise ConfigError(
+                f"a block of {self.block} does not divide a segment of {SEGMENT_ELEMENTS}; use a power of two from 2 to {SEGMENT_ELEMENTS}"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.family if self.block == self.default_block else f"{self.family}:{self.block}"
+
+    def segment_bytes(self, num_elements: int) -> int:
+        num_full, tail = divmod(num_elements, self.block)
+        codes = num_full * self.block * self.code_bits // 8 + math.ceil(tail * self.code_bits / 8)
+        return math.ceil(num_elements / self.block) * SCALE_BYTES + codes
+
+    @abstractmethod
+    def _encode_blocks(self, x: Tensor, divisor: Tensor, codes: Tensor, scratch: Scratch) -> None:
+        """Quantise x fp32 [rows, blocks, width] over divisor fp32 [rows, blocks, 1] (inf where the scale is 0) into codes uint8 [rows, bytes]."""
+
+    @abstractmethod
+    def _decode_blocks(self, codes: Tensor, scale: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """The inverse: codes uint8 [rows, bytes] times scale fp32 [rows, blocks, 1] into out fp32 [rows, blocks, width]."""
+
+    def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        rows, num_elements = x.shape
+        scales, codes = self._split(out, num_elements)
+        for elements, blocks, code_bytes in self._parts(num_elements):
+            part = self._blocks(x[:, elements], blocks, scratch)
+            stored, divisor = self._scales(part, scratch)
+            scales[:, blocks.start * SCALE_BYTES : blocks.stop * SCALE_BYTES] = stored.view(rows, -1).view(torch.uint8)
+            self._encode_blocks(part, divisor, codes[:, code_bytes], scratch)
+
+    def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
+        rows, num_elements = out.shape
+        codes = self._split(payload, num_elements)[1]
+        scales = self._checked_scales(payload, num_elements, scratch).float()
+        for elements, blocks, code_bytes in self._parts(num_elements):
+            width = elements.stop - elements.start
+            scale = scales[:, blocks].unsqueeze(-1)
+            if width * self.code_bits % 8 == 0:
+                self._decode_blocks(
+                    codes[:, code_bytes], scale, out[:, elements].view(rows, blocks.stop - blocks.start, -1), scratch
+                )
+            else:
+                padded = scratch.take("padded", (rows, 1, width + 1), torch.float32)
+                self._decode_blocks(codes[:, code_bytes], scale, padded, scratch)
+                out[:, elements] = padded[:, 0, :width]
+
+    def check_rows(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
+        self._checked_scales(payload, num_elements, scratch)
+
+    def _split(self, payload: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
+        scale_bytes = math.ceil(num_elements / self.block) * SCALE_BYTES
+        return payload[:, :scale_bytes], payload[:, scale_bytes:]
+
+    def _parts(self, num_elements: int) -> list[tuple[slice, slice, slice]]:
+        """(elements, blocks, code bytes) of a segment's full blocks and of its shorter last one."""
+        num_full, tail = divmod(num_elements, self.block)
+        end = num_full * self.block
+        end_bytes = end * self.code_bits // 8
+        parts = [(slice(0, end), slice(0, num_full), slice(0, end_bytes))] if num_full else []
+        if tail:
+            parts.append(
+                (
+                    slice(end, num_elements),
+                    slice(num_full, num_full + 1),
+                    slice(end_bytes, end_bytes + math.ceil(tail * self.code_bits / 8)),
+                )
+            )
+        return parts
+
+    def _blocks(self, x: Tensor, blocks: slice, scratch: Scratch) -> Tensor:
+        """x [rows, m] as [rows, blocks, width]; one zero is put after a last block whose codes would not fill whole bytes."""
+        if x.shape[1] * self.code_bits % 8 == 0:
+            return x.view(x.shape[0], blocks.stop - blocks.start, -1)
+        padded = scratch.take("padded", (x.shape[0], 1, x.shape[1] + 1), torch.float32)
+        padded[:, 0, :-1] = x
+        padded[:, 0, -1] = 0.0
+        return padded
+
+    def _scales(self, x: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        """(bf16 scale, fp32 divisor) of each block, both [rows, blocks, 1]; the divisor of a scale of 0 is inf, so that quotients are zeros."""
+        absmax_bits = magnitude_bits(x, scratch).amax(-1, keepdim=True)
+        refuse_nonfinite(int(absmax_bits.amax()))
+        scale = absmax_bits.view(torch.float32).mul_(1 / self.levels).clamp_max_(self.largest_scale).bfloat16()
+        zero = scale < SMALLEST_SCALE
+        return scale.masked_fill_(zero, 0.0), scale.float().masked_fill_(zero, math.inf)
+
+    def _checked_scales(self, payload: Tensor, num_elements: int, scratch: Scratch) -> Tensor:
+        stored = self._split(payload, num_elements)[0]
+        scales = scratch.take("scales", (payload.shape[0], stored.shape[1] // SCALE_BYTES), torch.bfloat16)
+        scales.view(torch.uint8).copy_(stored)  # a payload may start at any address, a bf16 value may not
+        bits = scales.view(torch.int16)
+        bits = bits.masked_fill(bits == 0, _SMALLEST_SCALE_BITS)
+        # Below: a sign, or a scale whose smallest product is subnormal. Above: one whose largest product is not finite, or NaN.
+        if int(bits.amin()) < _SMALLEST_SCALE_BITS or int(bits.amax()) > _bf16_bits(self.largest_scale):
+            raise CorruptPayloadError(
+                f"the {self.name} payload holds a scale outside of 0 and {SMALLEST_SCALE:.3g} to {self.largest_scale:.3g}; send it again"
+            )
+        return scales
+
+
+def pack_halves(codes: Tensor, out: Tensor, scratch: Scratch) -> None:
+    """Pack 4-bit codes uint8 [rows, blocks, width] (each ≤ 15) into out uint8 [rows, blocks · width / 2].
+
+    Byte i of a block holds element i in its low half and element i + width / 2 in its high half.
+    """
+    rows, blocks, width = codes.shape
+    halves = codes.view(rows, blocks, 2, width // 2)
+    low = scratch.take("low", (rows, blocks, width // 2), torch.uint8)
+    high = scratch.take("high", (rows, blocks, width // 2), torch.uint8)
+    low.copy_(halves[:, :, 0])
+    high.copy_(halves[:, :, 1])
+    torch.bitwise_or(low, high.bitwise_left_shift_(4), out=out.view(rows, blocks, -1))
+
+
+def unpack_halves(packed: Tensor, width: int, scratch: Scratch) -> Tensor:
+    """The reverse, each code in the *high* half of its byte and anything in the low half: uint8 [rows, blocks, width]."""
+    rows, num_bytes = packed.shape
+    blocks = num_bytes // (width // 2)
+    codes = scratch.take("codes", (rows, blocks, 2, width // 2), torch.uint8)
+    shifted = scratch.take("low", (rows, num_bytes), torch.uint8)
+    torch.bitwise_left_shift(packed, 4, out=shifted)
+    codes[:, :, 0] = shifted.view(rows, blocks, -1)
+    codes[:, :, 1] = packed.view(rows, blocks, -1)
+    return codes.view(rows, blocks, width)
+
+
+def _bf16_bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.bfloat16).view(torch.int16))

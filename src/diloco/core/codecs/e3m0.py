@@ -1,0 +1,51 @@
+"""E3M0, the 4-bit float of Streaming DiLoCo (arXiv 2501.18512, section 2.3): a sign and 3 bits of exponent."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diloco.core.codecs.base import Scratch
+from diloco.core.codecs.blocks import ScaledBlocks, pack_halves, unpack_halves
+
+
+@dataclass(frozen=True)
+class E3M0(ScaledBlocks):
+    """Code 0 is zero, code c from 1 to 7 is s · 2^(c − 7), s the block's absmax in bf16; the sign is bit 3; 4.25 bits at block 64.
+
+    Nearest rounding, ties away from zero: |x| / s from 2^-7 up is code 1, from 1.5 · 2^(c − 8) up code c. Zeros keep their sign.
+    """
+
+    block: int = 64
+    default_block: ClassVar[int] = 64
+    family: ClassVar[str] = "e3m0"
+    code_bits: ClassVar[int] = 4
+    levels: ClassVar[float] = 1.0
+    largest_scale: ClassVar[float] = (2 - 2**-7) * 2.0**127
+
+    def _encode_blocks(self, x: Tensor, divisor: Tensor, codes: Tensor, scratch: Scratch) -> None:
+        shape = tuple(x.shape)
+        ratio = scratch.take("ratio", shape, torch.float32)
+        bits = torch.div(x, divisor, out=ratio).view(torch.int32)
+        # |ratio| < 2, so that bits 22 to 29 hold the exponent and the first bit of the mantissa: k = 2 · exponent + first bit.
+        k = scratch.take("nibbles", shape, torch.uint8).copy_(bits.bitwise_right_shift_(22))
+        sign = scratch.take("signs", shape, torch.uint8).copy_(bits.bitwise_right_shift_(6)).bitwise_and_(0x08)
+        # k = 240 starts at 2^-7. With j = k − 239: j = 0 is code 0; 1, 2 and 3 are code 1; from there on two j's a code.
+        k.clamp_min_(239).sub_(239)
+        lowest = scratch.take("lowest", shape, torch.uint8)
+        torch.clamp_max(k, 1, out=lowest)
+        k.bitwise_right_shift_(1)
+        pack_halves(torch.maximum(k, lowest, out=k).bitwise_or_(sign), codes, scratch)
+
+    def _decode_blocks(self, codes: Tensor, scale: Tensor, out: Tensor, scratch: Scratch) -> None:
+        nibbles = unpack_halves(codes, out.shape[-1], scratch).view(torch.int8)
+        # The exponent bits of the code become those of an fp16 number, of value ± 2^(c − 15), or ± 0 for code 0.
+        halves = scratch.take("halves", tuple(out.shape), torch.int16).copy_(nibbles)
+        halves.bitwise_left_shift_(6).bitwise_and_(0x9C00 - 0x10000)
+        out.copy_(halves.view(torch.float16))
+        # The missing 2^8 goes with the scale, unless it would overflow there.
+        if float(scale.amax()) < 2.0**119:
+            out.mul_(scale * 256)
+        else:
+            out.mul_(256).mul_(scale)

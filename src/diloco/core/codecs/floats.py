@@ -1,0 +1,109 @@
+"""Floating-point formats without scales: fp32 (lossless), bf16 and fp16 (rounded to nearest, ties to even), all little endian."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diloco.core.codecs.base import Codec, Scratch, magnitude_bits, refuse_nonfinite
+from diloco.errors import CorruptPayloadError, NonFiniteError
+
+
+class _Cast(Codec):
+    """Elements cast to one dtype, in order."""
+
+    dtype: ClassVar[torch.dtype]
+
+    def segment_bytes(self, num_elements: int) -> int:
+        return num_elements * self.dtype.itemsize
+
+    @abstractmethod
+    def _largest_bits(self, cast: Tensor, scratch: Scratch) -> int:
+        """The largest bits, without signs, of the cast values."""
+
+    def check_rows(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
+        self._checked(payload, num_elements, scratch)
+
+    def _checked(self, payload: Tensor, num_elements: int, scratch: Scratch) -> Tensor:
+        cast = scratch.take("cast", (payload.shape[0], num_elements), self.dtype)
+        cast.view(torch.uint8).copy_(payload)  # a payload may start at any address, a cast value may not
+        if self._largest_bits(cast, scratch) >= _infinity_bits(self.dtype):
+            raise CorruptPayloadError(
+                f"the {self.name} payload holds inf or NaN; the sender must send finite values only"
+            )
+        return cast
+
+
+@dataclass(frozen=True)
+class FP32(_Cast):
+    """IEEE binary32, bit for bit."""
+
+    lossless: ClassVar[bool] = True
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    @property
+    def name(self) -> str:
+        return "fp32"
+
+    def _largest_bits(self, cast: Tensor, scratch: Scratch) -> int:
+        return int(magnitude_bits(cast, scratch).amax())
+
+    def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        refuse_nonfinite(self._largest_bits(x, scratch))
+        out.copy_(x.view(torch.uint8))
+
+    def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
+        out.copy_(self._checked(payload, out.shape[1], scratch))
+
+
+class _Half(_Cast):
+    """A 16-bit format: values that would round to inf are refused."""
+
+    wider: ClassVar[str]
+
+    def _largest_bits(self, cast: Tensor, scratch: Scratch) -> int:
+        bits = scratch.take("half magnitude", tuple(cast.shape), torch.int16)
+        return int(torch.bitwise_and(cast.view(torch.int16), 0x7FFF, out=bits).amax())
+
+    def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        cast = scratch.take("cast", tuple(x.shape), self.dtype)
+        cast.copy_(x)
+        if self._largest_bits(cast, scratch) >= _infinity_bits(self.dtype):
+            refuse_nonfinite(int(magnitude_bits(x, scratch).amax()))
+            raise NonFiniteError(
+                f"a magnitude of {float(x.abs().amax()):.8g} overflows {self.name}, which ends at {torch.finfo(self.dtype).max:.8g}; use {self.wider}"
+            )
+        out.copy_(cast.view(torch.uint8))
+
+    def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
+        out.copy_(self._checked(payload, out.shape[1], scratch))
+
+
+@dataclass(frozen=True)
+class BF16(_Half):
+    """bfloat16: the range of fp32, 8 bits of precision; largest value 0x7F7F ≈ 3.39e38."""
+
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    wider: ClassVar[str] = "fp32"
+
+    @property
+    def name(self) -> str:
+        return "bf16"
+
+
+@dataclass(frozen=True)
+class FP16(_Half):
+    """IEEE binary16: 11 bits of precision, largest value 65504; magnitudes of at most 2^-25 become zero."""
+
+    dtype: ClassVar[torch.dtype] = torch.float16
+    wider: ClassVar[str] = "bf16 or fp32"
+
+    @property
+    def name(self) -> str:
+        return "fp16"
+
+
+def _infinity_bits(dtype: torch.dtype) -> int:
+    return {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[dtype]
