@@ -1,0 +1,441 @@
+"""The store against real disks, real limits and real kills."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from diloco.core.fragments import digest
+from diloco.core.ledger import Ledger
+from diloco.core.update import Closed, Update
+from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
+from diloco.syncer.store import RosterRow, Store
+
+NUM_ELEMENTS = 1000
+STATIC = safetensors.torch.save({"rope.inv_freq": torch.arange(4.0)})
+METHOD = {"name": "DiLoCo", "sync_every": 30}
+LAYOUT = {"fragments": [{"tensors": ["a"]}, {"tensors": ["b"]}], "static": []}
+
+
+def theta_of(fragment: int, version: int) -> torch.Tensor:
+    return torch.arange(NUM_ELEMENTS, dtype=torch.float32) + 1000.0 * fragment + version / 8
+
+
+def closed_of(fragment: int, version: int) -> Closed:
+    theta = theta_of(fragment, version)
+    state = {"momentum": -theta, "steps": torch.tensor(version)}
+    return Closed(theta, state, theta / 3, torch.empty(0, dtype=torch.uint8))
+
+
+def update_of(fragment: int, version: int) -> Update:
+    return Update(
+        fragment,
+        version - 1,
+        version,
+        ("site-a", "site-b"),
+        (1.0, 0.5),
+        1.0,
+        digest(theta_of(fragment, version)),
+        lossless=False,
+    )
+
+
+def initialise(store: Store, run: str = "demo") -> None:
+    fragments = {index: theta_of(index, 0) for index in (0, 1)}
+    store.initialise(run, METHOD, LAYOUT, fragments, {0: {}, 1: {}}, STATIC, "seed 17", state={"step": 0})
+
+
+def publish(store: Store, fragment: int, version: int) -> None:
+    store.publish(update_of(fragment, version), closed_of(fragment, version), tokens=96, state={"step": version})
+
+
+def check(store: Store, versions: dict[int, int]) -> None:
+    saved = store.load()
+    assert saved is not None
+    assert {index: fragment.version for index, fragment in saved.fragments.items()} == versions
+    for index, fragment in saved.fragments.items():
+        assert torch.equal(fragment.theta, theta_of(index, fragment.version))
+        assert fragment.digest == digest(fragment.theta)
+        if fragment.version:
+            assert torch.equal(fragment.outer_state["momentum"], -fragment.theta)
+            assert fragment.outer_state["steps"].item() == fragment.version
+            assert fragment.residual is not None
+            assert torch.equal(fragment.residual, fragment.theta / 3)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(tmp_path / "run") as store:
+        initialise(store)
+        yield store
+
+
+def files(store: Store) -> list[str]:
+    return sorted(path.name for path in (store.path / "tensors").iterdir())
+
+
+def newest_file(store: Store, fragment: int) -> Path:
+    return max((store.path / "tensors").glob(f"f{fragment:05d}-*"))
+
+
+# what goes in comes out
+
+
+def test_nothing_is_there_before_initialise(tmp_path: Path) -> None:
+    with Store(tmp_path / "deep" / "run") as store:
+        assert store.load() is None
+        assert store.history() == []
+        with pytest.raises(NotInitialisedError, match="initialise the run first"):
+            publish(store, 0, 1)
+
+
+def test_a_run_comes_back_after_reopening(store: Store) -> None:
+    ledgers = {"site-a": [Ledger(100, 60, 0, {"overlap": 5}), Ledger(100, 0, 0)], "site-b": [Ledger(), Ledger(7, 0, 7)]}
+    roster = (RosterRow("site-a", 2, 40, 100, alive=True), RosterRow("site-b", 1, 3, 7, alive=False))
+    store.publish(update_of(1, 1), closed_of(1, 1), tokens=96, ledgers=ledgers, roster=roster, state={"step": 40})
+    store.close()
+    with Store(store.path) as again:
+        saved = again.load()
+        assert saved is not None
+        assert (saved.run, saved.method, saved.layout, saved.source) == ("demo", METHOD, LAYOUT, "seed 17")
+        assert (saved.ledgers, saved.roster, saved.state, saved.static) == (ledgers, roster, {"step": 40}, STATIC)
+        assert saved.fragments[0].outer_state == {}
+        assert saved.fragments[0].residual is None
+        check(again, {0: 0, 1: 1})
+
+
+def test_the_roster_and_the_books_can_be_saved_between_publications(store: Store) -> None:
+    store.save_roster([RosterRow("site-a", 1, 5, 50, alive=True)], {"site-a": [Ledger(50), Ledger(50)]})
+    store.save_roster([RosterRow("site-b", 1, 6, 60, alive=True)])
+    saved = store.load()
+    assert saved is not None
+    assert [row.learner for row in saved.roster] == ["site-b"]
+    assert saved.ledgers == {"site-a": [Ledger(50), Ledger(50)]}
+
+
+def test_history_lists_versions_with_their_contributors(store: Store) -> None:
+    publish(store, 1, 1)
+    publish(store, 0, 1)
+    history = store.history()
+    assert [(line.fragment, line.version) for line in history] == [(0, 0), (1, 0), (1, 1), (0, 1)]
+    assert history[0].contributors == ()
+    assert (history[2].contributors, history[2].weights, history[2].tokens) == (("site-a", "site-b"), (1.0, 0.5), 96)
+    assert [line.version for line in store.history(since=history[2].published_at)] == [1, 1]
+
+
+def test_a_run_is_initialised_once(store: Store) -> None:
+    publish(store, 0, 1)
+    before = files(store)
+    with pytest.raises(AlreadyInitialisedError, match="'demo'"):
+        initialise(store, "other")
+    assert files(store) == before
+    check(store, {0: 1, 1: 0})
+
+
+def test_two_versions_of_a_fragment_are_kept(store: Store) -> None:
+    for version in range(1, 6):
+        publish(store, 0, version)
+    assert [name.split("-")[:2] for name in files(store)[:-1]] == [
+        ["f00000", "v000000004"],
+        ["f00000", "v000000005"],
+        ["f00001", "v000000000"],
+    ]
+
+
+@pytest.mark.parametrize("version", [0, 1, 3])
+def test_versions_follow_one_another(store: Store, version: int) -> None:
+    publish(store, 0, 1)
+    with pytest.raises(VersionError, match="publish version 2 next"):
+        publish(store, 0, version)
+    check(store, {0: 1, 1: 0})
+
+
+def test_writers_and_readers_may_share_it(store: Store) -> None:
+    failures: list[BaseException] = []
+
+    def work(fragment: int) -> None:
+        try:
+            for version in range(1, 11):
+                publish(store, fragment, version)
+                assert len(store.history()) >= version
+        except BaseException as error:  # noqa: BLE001 - handed to the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(fragment,)) for fragment in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    check(store, {0: 10, 1: 10})
+
+
+# one syncer per directory
+
+
+def test_a_second_syncer_cannot_open_the_directory(store: Store) -> None:
+    with pytest.raises(StoreError, match=f"in use by process {os.getpid()} on "):
+        Store(store.path)
+    store.close()
+    with Store(store.path) as again:
+        check(again, {0: 0, 1: 0})
+
+
+def test_a_newer_format_is_refused(store: Store) -> None:
+    store.close()
+    with sqlite3.connect(store.path / "store.sqlite") as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(StoreError, match="format 99 .* upgrade diloco"):
+        Store(store.path)
+
+
+def test_something_else_under_the_name_of_the_database_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "store.sqlite").write_bytes(b"not a database" * 100)
+    with pytest.raises(StoreError, match="could not be opened"):
+        Store(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="could not be opened"):
+        Store(tmp_path / "file" / "run")
+
+
+# damage is found, never skipped
+
+
+@pytest.mark.parametrize("damage", ["truncated", "one bit", "missing"])
+def test_a_damaged_version_is_named_and_nothing_older_takes_its_place(store: Store, damage: str) -> None:
+    publish(store, 1, 1)
+    path = newest_file(store, 1)
+    data = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(data[:-1])
+    else:
+        data[-7] ^= 1
+        path.write_bytes(data)
+    store.close()
+    with Store(store.path) as again:
+        with pytest.raises(StoreError, match=rf"{path.name} \(fragment 1, version 1\) is (damaged|missing)"):
+            again.load()
+        assert (
+            len(list((store.path / "tensors").glob("f00001-v000000000-*"))) == 1
+        )  # still there for whoever repairs it
+
+
+def test_files_that_no_committed_version_names_are_removed_on_open(store: Store) -> None:
+    publish(store, 0, 1)
+    before = files(store)
+    store.close()
+    for leftover in (".tmp-f00000-v000000002", "f00000-v000000002-0123abcd.safetensors"):
+        (store.path / "tensors" / leftover).write_bytes(b"half a version")
+    with Store(store.path) as again:
+        assert files(again) == before
+        check(again, {0: 1, 1: 0})
+        publish(again, 0, 2)
+
+
+# faults that the disk reports
+
+
+@pytest.mark.parametrize("point", ["written", "synced", "renamed", "directory synced", "inserted"])
+def test_an_error_at_any_point_leaves_the_previous_version_and_can_be_retried(tmp_path: Path, point: str) -> None:
+    failing: list[str] = []
+
+    def at(reached: str) -> None:
+        if reached in failing:
+            raise OSError(5, "Input/output error")
+
+    with Store(tmp_path, at=at) as store:
+        initialise(store)
+        failing.append(point)
+        with pytest.raises(StoreError, match=r"version 1 of fragment 0 \(.*Input/output error\).* MB free"):
+            publish(store, 0, 1)
+        check(store, {0: 0, 1: 0})
+        failing.clear()
+        publish(store, 0, 1)
+        check(store, {0: 1, 1: 0})
+        assert len(files(store)) == 4  # fragment 0 twice, fragment 1, static
+
+
+CHILD = """
+import resource, signal, sys
+sys.path.insert(0, sys.argv[1])
+from test_store import *
+torch.set_num_threads(1)
+"""
+
+
+def run_child(script: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> str:
+    command = [*wrapper, sys.executable, "-c", CHILD + script, str(Path(__file__).parent), *map(str, arguments)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
+def test_files_may_not_grow_and_later_may(tmp_path: Path) -> None:
+    """The kernel refuses writes beyond a size: first those of the tensors, then those of SQLite's log."""
+    script = """
+from pathlib import Path
+def limit(num_bytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+with Store(sys.argv[2]) as store:
+    initialise(store)
+    for version, num_bytes in ((1, 5000), (2, (store.path / "store.sqlite-wal").stat().st_size + 14000)):
+        limit(num_bytes)
+        try:
+            publish(store, 0, version)
+        except StoreError as error:
+            print(error)
+        check(store, {0: version - 1, 1: 0})
+        limit(resource.RLIM_INFINITY)
+        publish(store, 0, version)
+        check(store, {0: version, 1: 0})
+    names = files(store)
+with Store(sys.argv[2]) as store:
+    check(store, {0: 2, 1: 0})
+    assert files(store) == names
+"""
+    first, second = run_child(script, tmp_path).splitlines()
+    assert "version 1 of fragment 0" in first
+    assert "File too large" in first
+    assert "version 2 of fragment 0" in second
+    assert "disk" in second
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A file system of 1 MiB in a mount namespace of the child's own."""
+    unshare = shutil.which("unshare")
+    wrapper = (unshare or "", "--user", "--map-root-user", "--mount")
+    if unshare is None or subprocess.run([*wrapper, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system lets no ordinary user make a mount namespace")
+    script = """
+import subprocess
+from pathlib import Path
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", sys.argv[2]], check=True)
+with Store(Path(sys.argv[2]) / "run") as store:
+    initialise(store)
+    ballast = Path(sys.argv[2]) / "ballast"
+    done = 0
+    for spare in (0, 4096, 8192, 12288, 16384, 20480, 24576, 32768):
+        with ballast.open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                file.truncate(max(0, file.tell() - spare))
+        try:
+            publish(store, 0, done + 1)
+            done += 1
+        except StoreError as error:
+            print(error)
+        check(store, {0: done, 1: 0})
+        ballast.unlink()
+        publish(store, 0, done + 1)
+        done += 1
+    names = files(store)
+with Store(Path(sys.argv[2]) / "run") as store:
+    check(store, {0: done, 1: 0})
+    assert files(store) == names
+"""
+    lines = run_child(script, tmp_path, wrapper=wrapper).splitlines()
+    assert len(lines) >= 3
+    assert any("No space left on device" in line for line in lines)
+    assert any("disk is full" in line or "disk I/O error" in line for line in lines)
+
+
+# kills
+
+
+def test_kill_at_every_point_of_a_publication(tmp_path: Path) -> None:
+    script = """
+def at_first(point):
+    def at(reached):
+        if reached == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return at
+
+def killed(path, at, work):
+    pid = os.fork()
+    if not pid:
+        work(Store(path, at=at))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, "the point was never reached"
+
+points = ("written", "synced", "renamed", "directory synced", "inserted", "committed")
+for number, point in enumerate(points):
+    path = f"{sys.argv[2]}/{number}"
+    if point != "inserted":
+        killed(path, at_first(point), initialise)
+        with Store(path) as store:
+            if point == "committed":
+                check(store, {0: 0, 1: 0})
+            else:
+                assert store.load() is None and files(store) == []
+    with Store(path) as store:
+        if store.load() is None:
+            initialise(store)
+        publish(store, 0, 1)
+    killed(path, at_first(point), lambda store: publish(store, 0, 2))
+    with Store(path) as store:
+        newest = 2 if point == "committed" else 1
+        check(store, {0: newest, 1: 0})
+        assert len(files(store)) == 4, files(store)
+        publish(store, 0, newest + 1)
+        check(store, {0: newest + 1, 1: 0})
+    print(point)
+"""
+    assert run_child(script, tmp_path).splitlines() == [
+        "written",
+        "synced",
+        "renamed",
+        "directory synced",
+        "inserted",
+        "committed",
+    ]
+
+
+def test_kill_at_any_moment(tmp_path: Path) -> None:
+    """A publisher is killed while it runs at full speed; whatever it had reported as published is there."""
+    script = """
+with Store(sys.argv[2]) as store:
+    initialise(store)
+newest = 0
+for round_ in range(12):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        store = Store(sys.argv[2])
+        for version in range(newest + 1, newest + 1000):
+            publish(store, 0, version)
+            os.write(writing, version.to_bytes(4, "big"))
+        os._exit(0)
+    os.close(writing)
+    reported = newest
+    for _ in range(1 + round_ % 5):
+        reported = int.from_bytes(os.read(reading, 4), "big")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    while rest := os.read(reading, 4):
+        reported = int.from_bytes(rest, "big")
+    os.close(reading)
+    with Store(sys.argv[2]) as store:
+        newest = store.load().fragments[0].version
+        assert newest in (reported, reported + 1), (newest, reported)
+        check(store, {0: newest, 1: 0})
+print(newest >= 30)
+"""
+    assert run_child(script, tmp_path) == "True\n"
