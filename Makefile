@@ -47,9 +47,10 @@ venv: $(STAMP)
 # in a package of its own), pip is installed by the pip that is there.
 $(STAMP): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "diloco: found no Python 3.11 or newer with venv and pip; install one, or name it with make PYTHON=/path/to/python3" >&2; exit 1; }
-	@"$(PYTHON)" -c '$(SUITABLE)' || { echo "diloco: $(PYTHON) is not Python 3.11 or newer with venv and pip; name another with make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c '$(SUITABLE)' 2>/dev/null || { echo "diloco: $(PYTHON) is not Python 3.11 or newer with venv and pip; name another with make PYTHON=/path/to/python3" >&2; exit 1; }
 	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(VENV); \
 	else "$(PYTHON)" -m venv --without-pip $(VENV) && "$(PYTHON)" -m pip --python $(BIN)/python install --quiet pip; fi
+	@echo "installing into $(VENV), once; this takes a few minutes"
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch -e ".[train,plot,dev]"
 	@touch $@
 

@@ -5,10 +5,10 @@ import importlib
 import importlib.metadata
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -93,16 +93,13 @@ def test_help_is_light_and_names_every_command() -> None:
         "try: main(['--help'])\n"
         "finally: print(*sorted({'torch', 'pydantic', 'grpc'} & set(sys.modules)), file=sys.stderr)"
     )
-    # The fastest of three: other work on the machine can only add to the time that help takes.
-    seconds = []
-    for _ in range(3):
-        started_s = time.perf_counter()
-        done = run("-c", code)
-        seconds.append(time.perf_counter() - started_s)
-    assert done.returncode == 0
-    assert "torch" not in done.stderr
+    # Processor time, not wall time: what else the machine is doing does not count.
+    before_s = sum(os.times()[2:4])
+    done = run("-c", code)
+    cpu_s = sum(os.times()[2:4]) - before_s
+    assert (done.returncode, done.stderr) == (0, "\n")
     assert all(re.search(rf"^\W*{name}\s+\w", done.stdout, re.MULTILINE) for name in COMMANDS)
-    assert min(seconds) < 1.5
+    assert cpu_s < 1.0  # about 0.25 s; torch alone would take more than a second
 
 
 # -------------------------------------------------------------------------------------------------- import directions

@@ -1,7 +1,7 @@
 """The command line: one file per command, imported when it is called.
 
-A command is a typed function `command` in the file that bears its name. `diloco --help` lists the summaries below without importing
-any of them. Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted.
+A command is a typed function `command` in the file that bears its name. `diloco --help` lists the summaries below without
+importing any of them. Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted.
 """
 
 import importlib

@@ -6,34 +6,48 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from diloco.core.method import Method
 
-METHODS_PER_TABLE = 4  # as many as stay readable side by side
+FIELD_COLUMNS, METHOD_COLUMNS = 18, 31  # what a field's name and a method's values need to stay readable
 
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per method.")] = False,
 ) -> None:
     """List the methods with their resolved values and the papers they come from."""
+    from rich.console import Console
+
     from diloco.core.method import PRESETS
 
     methods = [preset() for preset in PRESETS.values()]
     if as_json:
         typer.echo(json.dumps([method.to_dict() for method in methods], indent=2))
         return
-    for first in range(0, len(methods), METHODS_PER_TABLE):
-        _print_table(methods[first : first + METHODS_PER_TABLE])
+    console = Console(markup=False)
+    abreast = max(1, (console.width - FIELD_COLUMNS) // METHOD_COLUMNS)
+    for first in range(0, len(methods), abreast):
+        _print_table(console, methods[first : first + abreast])
 
 
-def _print_table(methods: "list[Method]") -> None:
-    """One column per method, one row per question."""
+def _print_table(console: "Console", methods: "list[Method]") -> None:
+    """One column per method, one row per field."""
     from dataclasses import fields
 
-    from rich.console import Console
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("", *(method.name for method in methods), show_lines=True)
+    table = Table("", box=SIMPLE_HEAD)
+    for method in methods:
+        table.add_column(method.name, overflow="fold")
     for field in fields(methods[0]):
         if field.name != "name":
-            table.add_row(field.name, *(str(getattr(method, field.name)) for method in methods))
-    Console().print(table, markup=False)
+            table.add_row(field.name, *(_shown(getattr(method, field.name)) for method in methods))
+    console.print(table)
+
+
+def _shown(value: object) -> str:
+    return (
+        {True: "yes", False: "no"}[value] if isinstance(value, bool) else "by default" if value is None else str(value)
+    )
