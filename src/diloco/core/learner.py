@@ -1,0 +1,238 @@
+"""What a learner does when: sans-I/O bookkeeping of one learner's fragments, versions and tokens.
+
+    events:   stepped(tokens) · received(fragment, version, …) · rejected(fragment, round, reason) · rejoined(versions, step)
+    answers:  which fragments to send · which answers to wait for · which versions to adopt
+
+One boundary after every inner step:
+
+    sends = core.stepped(tokens)          measure and offer these displacements; sends come before applications
+    while core.waiting(): …               feed `received` and `rejected` until nothing due is missing (only where the method waits)
+    for f, v in core.adoptions(): …       the global fragment f becomes version v on this learner; core.adopted(f, v)
+
+No tensor, clock, socket or thread is in here; `diloco.Learner` drives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.core.ledger import Ledger
+from diloco.core.schedule import Schedule
+from diloco.errors import CheckpointError, VersionError
+
+
+@dataclass
+class Flight:
+    """A contribution that was sent and not yet settled: `listed` in an update, or dropped by a rejection."""
+
+    round: int
+    base: int
+    tokens: int
+    steps: int
+    apply_at: int
+    listed: bool = False
+
+
+@dataclass(frozen=True)
+class Send:
+    """Measure `fragment` now and offer it to merge `round`; the displacement is taken from version `base`.
+
+    `discarded`: tokens given up by adoption since the previous send, by reason.
+    """
+
+    fragment: int
+    round: int
+    base: int
+    tokens: int
+    steps: int
+    discarded: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass
+class FragmentBook:
+    """One fragment as one learner sees it."""
+
+    held: int
+    received: set[int] = field(default_factory=set)
+    flights: list[Flight] = field(default_factory=list)
+    pending_tokens: int = 0
+    pending_steps: int = 0
+    overwritten: int = 0  # tokens discarded by adoption and not yet reported
+    ledger: Ledger = field(default_factory=Ledger)
+
+
+class LearnerCore:
+    """The bookkeeping of one learner.
+
+    Arguments:
+        schedule: which fragment is sent after which inner step, and τ.
+        versions: the version of each fragment that the learner holds.
+        wait: the method's answer to "does a learner block when an answer is due and not there?".
+        keeps_pending: the adoption rule's; False discards the tokens trained between a send and its answer.
+        step: the inner step to start from; a late joiner starts at the run's.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        versions: Sequence[int],
+        *,
+        wait: bool = True,
+        keeps_pending: bool = False,
+        step: int = 0,
+    ) -> None:
+        self.schedule = schedule
+        self.wait = wait
+        self.keeps_pending = keeps_pending
+        self.step = step
+        self.tokens = 0
+        self.books = [FragmentBook(held=version) for version in versions]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The version of each fragment that this learner holds."""
+        return tuple(book.held for book in self.books)
+
+    def stepped(self, tokens: int) -> tuple[Send, ...]:
+        """One more inner step on `tokens` tokens; returns the fragments to send after it."""
+        self.step += 1
+        self.tokens += tokens
+        for book in self.books:
+            book.pending_tokens += tokens
+            book.pending_steps += 1
+            book.ledger.trained += tokens
+        return tuple(send for f in self.schedule.sends(self.step) if (send := self._send(f)) is not None)
+
+    def credit(self, tokens: int) -> None:
+        """Tokens of a step whose gradients were merged before it was taken (`exchanged="gradients"`)."""
+        self.tokens += tokens
+        for book in self.books:
+            book.ledger.trained += tokens
+            book.ledger.merged += tokens
+
+    def _send(self, fragment: int) -> Send | None:
+        book = self.books[fragment]
+        # τ = H keeps one answer on its way while the next displacement is sent. Any further one is late: the work stays
+        # pending and goes with the next send.
+        if len(book.flights) > self.schedule.overlap // self.schedule.sync_every:
+            return None
+        round_ = book.held + len(book.flights)
+        flight = Flight(round_, book.held, book.pending_tokens, book.pending_steps, self.step + self.schedule.overlap)
+        book.flights.append(flight)
+        discarded = (("overlap", book.overwritten),) if book.overwritten else ()
+        book.pending_tokens = book.pending_steps = book.overwritten = 0
+        return Send(fragment, round_, book.held, flight.tokens, flight.steps, discarded)
+
+    def received(self, fragment: int, version: int, listed: bool) -> None:
+        """A published version is here, decoded; `listed` says whether this learner's contribution is in it."""
+        book = self.books[fragment]
+        if version <= book.held:
+            return
+        book.received.add(version)
+        for flight in book.flights:
+            if flight.round + 1 == version and listed and not flight.listed:
+                flight.listed = True
+                book.ledger.merged += flight.tokens
+
+    def rejected(self, fragment: int, round_: int, reason: str) -> bool:
+        """A contribution was refused; its tokens are discarded. Returns whether it was still in flight."""
+        book = self.books[fragment]
+        for flight in book.flights:
+            if flight.round == round_ and not flight.listed:
+                book.flights.remove(flight)
+                book.ledger.discard(flight.tokens, reason)
+                return True
+        return False
+
+    def waiting(self) -> tuple[tuple[int, int], ...]:
+        """(fragment, version) of every answer that is due now, not here, and waited for."""
+        if not self.wait:
+            return ()
+        return tuple((f, v) for f, v in self._due() if v not in self.books[f].received and not self._overtaken(f, v))
+
+    def adoptions(self) -> tuple[tuple[int, int], ...]:
+        """(fragment, version) to adopt at this boundary.
+
+        A fragment in flight takes exactly the version its flight is for, when it is due. One with nothing in flight (a joiner
+        between two rounds, a rejected contribution) takes the newest version there is.
+        """
+        due = dict(self._due())
+        adopt: list[tuple[int, int]] = []
+        for f, book in enumerate(self.books):
+            if f in due and due[f] in book.received:
+                adopt.append((f, due[f]))
+            elif book.received and (not book.flights or (f in due and self._overtaken(f, due[f]))):
+                adopt.append((f, max(book.received)))
+        return tuple(adopt)
+
+    def adopted(self, fragment: int, version: int) -> tuple[Flight, ...]:
+        """The learner now holds `version`; returns the flights this settles (listed, or missed for good)."""
+        book = self.books[fragment]
+        if version not in book.received:
+            raise VersionError(f"fragment {fragment} cannot adopt version {version}: it was not received.")
+        settled = tuple(flight for flight in book.flights if flight.round < version)
+        book.flights = [flight for flight in book.flights if flight.round >= version]
+        for flight in settled:
+            if not flight.listed:
+                book.ledger.discard(flight.tokens, "missed")
+        if not self.keeps_pending:
+            book.ledger.discard(book.pending_tokens, "overlap")
+            book.overwritten += book.pending_tokens
+            book.pending_tokens = book.pending_steps = 0
+        book.held = version
+        book.received = {v for v in book.received if v > version}
+        return settled
+
+    def rejoined(self, versions: Sequence[int], step: int) -> None:
+        """A new incarnation: newest versions, the run's step, a fresh ledger. What was on its way went with the old one."""
+        self.step = max(step, self.step)
+        self.tokens = 0
+        self.books = [FragmentBook(held=version) for version in versions]
+
+    def _due(self) -> list[tuple[int, int]]:
+        return [(f, book.flights[0].round + 1) for f, book in enumerate(self.books)
+                if book.flights and book.flights[0].apply_at <= self.step]  # fmt: skip
+
+    def _overtaken(self, fragment: int, version: int) -> bool:
+        """The version waited for will not come any more: a newer one that was not ours to contribute to is here."""
+        return any(v > version for v in self.books[fragment].received) and version not in self.books[fragment].received
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values from which `load_state_dict` continues exactly. No answer may be received and not adopted."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "books": [
+                {
+                    "held": b.held,
+                    "pending_tokens": b.pending_tokens,
+                    "pending_steps": b.pending_steps,
+                    "overwritten": b.overwritten,
+                    "flights": [vars(flight).copy() for flight in b.flights],
+                    "ledger": {"trained": b.ledger.trained, "merged": b.ledger.merged, "lost": b.ledger.lost,
+                               "discarded": dict(b.ledger.discarded)},
+                }
+                for b in self.books
+            ],
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: the state is of a model cut into another number of fragments.
+        """
+        if len(state["books"]) != len(self.books):
+            raise CheckpointError(
+                f"the checkpoint has {len(state['books'])} fragments and this model {len(self.books)}; "
+                "load it with the method it was saved under."
+            )
+        self.step, self.tokens = state["step"], state["tokens"]
+        self.books = [
+            FragmentBook(held=b["held"], flights=[Flight(**flight) for flight in b["flights"]],
+                         pending_tokens=b["pending_tokens"], pending_steps=b["pending_steps"],
+                         overwritten=b["overwritten"], ledger=Ledger(**b["ledger"]))
+            for b in state["books"]
+        ]  # fmt: skip

@@ -1,0 +1,145 @@
+"""The arithmetic of one round, the same on every exchange: contributions in, a new global fragment and the bytes that carry it out.
+
+    Δ̄ = scale · Merge({decode(payload_m)}, w)                 merge, in learner-id order, fp32
+    Θ* = OuterOpt(Θ, Δ̄)                                        outer step
+    lossless `down`:  Θ' = Θ*, the payload carries Θ'
+    lossy `down`:     payload = encode(Θ* − Θ + e);  Θ' = Θ + decode(payload);  e' = (Θ* − Θ + e) − decode(payload)
+
+The syncer adopts what it publishes: Θ' is computed from the payload by the same `advance` that every learner runs, so all
+holders of a version hold the same bits. All tensors are flat fp32 on the host: a whole fragment, or a shard of it that starts at
+a segment boundary (`codecs.SEGMENT_ELEMENTS`); every operation is elementwise or within a segment, so shards give the bits of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.core.method import Method
+
+SMALLEST_NORMAL = 2.0**-126  # below it devices disagree on denormals
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a learner says with an outer gradient.
+
+    Attributes:
+        learner, incarnation: who measured it.
+        fragment: index of the fragment.
+        round: the merge it is meant for; round r takes version r to version r + 1.
+        base: the version the displacement was measured from. Less than `round` where an overlap of a whole interval has
+            the answer to the previous round still on its way.
+        tokens, steps: work in it, since the learner's previous contribution of this fragment.
+        trained: tokens this incarnation has trained in all, when it was sent.
+        discarded: tokens of this fragment that adoption has overwritten since the previous contribution, by reason.
+    """
+
+    learner: str
+    incarnation: int
+    fragment: int
+    round: int
+    base: int
+    tokens: int
+    steps: int
+    trained: int = 0
+    discarded: tuple[tuple[str, int], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Update:
+    """A published version of a fragment.
+
+    Attributes:
+        fragment: index of the fragment.
+        base, version: the versions it joins.
+        contributors, weights: whose work is in it, in merge order.
+        scale: what the merged outer gradient was multiplied by.
+        digest: of the new global fragment, fp32.
+        lossless: True: the payload is the new fragment in fp32 and needs no base. False: it is the encoded change from `base`.
+    """
+
+    fragment: int
+    base: int
+    version: int
+    contributors: tuple[str, ...]
+    weights: tuple[float, ...]
+    scale: float
+    digest: str
+    lossless: bool
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A round's result: the new global fragment, the state that stays with its owner, and the bytes to publish."""
+
+    theta: Tensor
+    outer_state: Mapping[str, Tensor]
+    residual: Tensor | None
+    payload: Tensor
+
+
+def close_round(
+    method: Method,
+    theta: Tensor,
+    outer_state: Mapping[str, Tensor],
+    residual: Tensor | None,
+    payloads: Sequence[Tensor],
+    weights: Sequence[float],
+    scale: float = 1.0,
+) -> Closed:
+    """Merge, take the outer step and encode the answer; inputs stay as they are.
+
+    Arguments:
+        theta: fp32 [n], the global fragment at the round's version.
+        outer_state: of `method.outer`, flat fp32 [n] each.
+        residual: fp32 [n], what earlier lossy updates left out; None stands for zeros.
+        payloads: uint8, one per contributor, encoded with `method.up`, in learner-id order.
+        weights: one per contributor.
+        scale: multiplies the merged outer gradient once, before the outer step.
+
+    Raises:
+        NonFiniteError, CorruptPayloadError: a payload that cannot be used.
+    """
+    merged = method.merge.merge(method.up, payloads, weights, theta.numel())
+    if scale != 1.0:
+        merged = merged.mul_(scale)
+    if method.exchanged == "gradients":  # the answer is the mean itself, a change from nothing
+        theta, target = torch.zeros_like(theta), merged
+    else:
+        target, outer_state = method.outer.step(outer_state, theta, merged)
+    if method.down.lossless:
+        new = flush_denormals(target)
+        return Closed(new, outer_state, None, method.down.encode(new))
+    change = target.sub(theta)
+    if residual is not None:
+        change = change.add_(residual)
+    payload = method.down.encode(change)
+    sent = method.down.decode(payload, theta.numel())
+    return Closed(flush_denormals(theta.add(sent)), outer_state, change.sub_(sent), payload)
+
+
+def advance(method: Method, anchor: Tensor, payload: Tensor) -> Tensor:
+    """The new global fragment from the one held and an update's payload: the same bits as `close_round`'s.
+
+    Raises:
+        CorruptPayloadError: a payload of the wrong size or with non-finite content.
+    """
+    decoded = method.down.decode(payload, anchor.numel())
+    if method.down.lossless:
+        return decoded
+    if method.exchanged == "gradients":
+        return flush_denormals(decoded)
+    return flush_denormals(anchor.add(decoded))
+
+
+def flush_denormals(x: Tensor) -> Tensor:
+    """Magnitudes below 2⁻¹²⁶ become +0, in place, so that devices with and without denormals hold the same bits."""
+    return x.masked_fill_(x.abs() < SMALLEST_NORMAL, 0.0)

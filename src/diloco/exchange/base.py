@@ -1,0 +1,170 @@
+"""How contributions reach the others: one small protocol, implemented in one process, over a process group and over the internet.
+
+    method(given)            the run's method
+    open(layout, …)          join the run with this model; what everybody holds
+    offer(contribution, …)   send a contribution; returns at once
+    poll()                   what has happened since the last poll
+    wait()                   block until `poll` has something new
+    close()
+
+An exchange owns its threads and its copy of the newest global fragments. It encodes, sends, receives and decodes where it likes:
+`offer` takes the payload as a function that it calls when it needs the bytes, and `Arrived` carries the decoded fragment.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from diloco.core.fragments import Layout
+from diloco.core.method import Method
+from diloco.core.update import Contribution, Update
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Model:
+    """A whole global model: one flat fp32 host vector per fragment, and the tensors that training leaves alone."""
+
+    fragments: tuple[Tensor, ...]
+    static: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a learner starts from.
+
+    Attributes:
+        learner, incarnation: who it is in the run.
+        step: the inner step to start from (the run's, for a late joiner).
+        versions: of each fragment.
+        model: the global model at those versions.
+        run_tokens: tokens trained by the run so far.
+    """
+
+    learner: str
+    incarnation: int
+    step: int
+    versions: tuple[int, ...]
+    model: Model
+    run_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A published version, decoded and verified: `theta` is the new global fragment, flat fp32 on the host, never changed again."""
+
+    update: Update
+    theta: Tensor
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A contribution will not be merged."""
+
+    fragment: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rejoined:
+    """This learner was given up and is back as a new incarnation; it starts again from here. What it had sent is void."""
+
+    opened: Opened
+    reason: str
+
+
+Event = Arrived | Rejected | Rejoined
+
+
+@dataclass
+class Report:
+    """What a learner says of itself with every sign of life."""
+
+    step: int = 0
+    tokens: int = 0
+    step_s: float | None = None
+    waiting: bool = False
+    discarded: dict[str, int] = field(default_factory=dict)
+
+
+class Exchange(ABC):
+    """The seam between a learner and the others. One exchange belongs to one learner."""
+
+    gradients = True
+    """Whether gradients can be exchanged (`Method.exchanged == "gradients"`) besides outer gradients."""
+
+    @abstractmethod
+    def method(self, given: Method | None) -> Method:
+        """The run's method.
+
+        Raises:
+            ConfigError: none was given and the run brings none, or the two differ (says in what).
+        """
+
+    @abstractmethod
+    def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
+        """Join. `initial` gives this learner's own model, for whoever initialises the run.
+
+        Raises:
+            LayoutError: the others hold another model; names the first tensor that differs.
+        """
+
+    @abstractmethod
+    def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
+        """Send a contribution; never blocks on the network. `payload()` gives the encoded bytes (uint8) and is called once."""
+
+    @abstractmethod
+    def poll(self) -> Sequence[Event]:
+        """Everything that happened since the last poll, in order. Raises what a background thread failed with."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until `poll` has something new."""
+
+    def report(self, report: Report) -> None:  # noqa: B027  (an exchange without signs of life has nothing to do)
+        """The learner's newest state, for signs of life; never blocks."""
+
+    def boundary(self) -> None:  # noqa: B027
+        """The learner has finished a boundary."""
+
+    def sum_tokens(self, tokens: int) -> int:
+        """Tokens of one step over all ranks of this learner."""
+        return tokens
+
+    @property
+    def run_tokens(self) -> int | None:
+        """Tokens trained by the whole run as last heard, or None where nobody counts them."""
+        return None
+
+    @property
+    def num_bytes(self) -> Mapping[str, int]:
+        """Payload bytes by kind ("contributions", "updates", "joins", "control") that this learner has sent and received."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that lives with this exchange and not elsewhere: tensors and plain values, possibly nested in dicts."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        if state:
+            raise ConfigError(
+                "this checkpoint was written over another kind of exchange; resume it over the same kind."
+            )
+
+    @abstractmethod
+    def close(self) -> None:
+        """Say goodbye and release threads and connections. Idempotent."""
+
+
+def required_method(given: Method | None) -> Method:
+    """For exchanges whose run brings no method of its own."""
+    if given is None:
+        raise ConfigError("no method was given and this exchange brings none; pass method=diloco.DiLoCo(…) to Learner.")
+    return given

@@ -1,0 +1,429 @@
+"""`Learner`: the object users hold. It ties a model and an inner optimizer to a method and an exchange.
+
+`step()` is one boundary: report, send what is due, take in what has arrived, adopt what is due. The training thread pays for a
+snapshot of what is sent and a copy of what is adopted; encoding, sending, receiving and decoding happen on the exchange's threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.core.fragments import Layout, describe, gather, make_layout, scatter
+from diloco.core.learner import LearnerCore, Send
+from diloco.core.method import Method
+from diloco.core.update import Contribution
+from diloco.errors import CheckpointError, ConfigError, LayoutError
+from diloco.exchange.base import Arrived, Exchange, Model, Opened, Rejected, Rejoined, Report
+from diloco.residuals import Residuals
+from diloco.snapshot import Snapshots
+
+MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
+
+
+class Learner:
+    """One island's part in a run.
+
+    Call `step` after every inner optimizer step. With a method that exchanges gradients (`DataParallel`) the exchange happens
+    inside `inner_optimizer.step()`, through a hook.
+
+    Arguments:
+        model: an `nn.Module`, or one wrapped in `DistributedDataParallel` (its ranks form one learner; rank 0 speaks for them).
+            Parameters on CPU or CUDA in fp32, bf16 or fp16. Its parameters are overwritten with the run's when the learner joins.
+        inner_optimizer: the optimizer that trains `model` here. Its state stays here and is never reset.
+        method: what to run. None: the exchange's own (a syncer brings one); a different one is refused.
+        exchange: from `diloco.connect(…)`, `diloco.Collective(…)` or `diloco.run_local(…)`.
+
+    Raises:
+        ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under a
+            stateful inner optimizer, a method that differs from the run's.
+        LayoutError: the run holds another model.
+
+    Example:
+        >>> with diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(sync_every=100), exchange=exchange) as learner:
+        ...     for batch in loader:
+        ...         model(**batch).loss.backward(); inner_optimizer.step(); inner_optimizer.zero_grad()
+        ...         learner.step(tokens=batch["input_ids"].numel())
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        *,
+        method: Method | None = None,
+        exchange: Exchange,
+    ) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            from diloco.exchange.ranks import Ranks
+
+            exchange, model = Ranks(exchange, model.process_group), model.module
+        self.model = model
+        self.inner_optimizer = inner_optimizer
+        self.method = exchange.method(method)
+        self._exchange = exchange
+        _check_trainable(model, inner_optimizer, self.method, exchange)
+        self.layout: Layout = make_layout(model, self.method.fragments)
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._aliases = _aliases(model)
+        self._snapshots = Snapshots(self.layout)
+        self._residuals = Residuals(self.method, len(self.layout.fragments))
+        self._blocked_s: list[float] = []
+        self._last_step_at: float | None = None
+        self._step_s: float | None = None
+        self._closed = False
+        self._merges = 0
+        self._received: dict[tuple[int, int], Tensor] = {}
+        self._start(exchange.open(self.layout, self.method, self._own_model))
+        self._hook = None
+        if self.method.exchanged == "gradients":
+            self._hook = inner_optimizer.register_step_pre_hook(lambda *_: self._exchange_gradients())
+
+    # --- one boundary -----------------------------------------------------------------------------------------------------
+
+    def step(self, *, tokens: int) -> None:
+        """After an inner step on `tokens` tokens (of this rank): send, take in, adopt.
+
+        Blocks only where the method waits for an answer that is due.
+        """
+        self._require_open()
+        self._measure_step()
+        tokens = self._exchange.sum_tokens(tokens)
+        if self.method.exchanged == "gradients":
+            self._core.credit(tokens)
+        else:
+            for send in self._core.stepped(tokens):
+                self._send(send, self._parameters)
+            self._settle()
+        self._report(waiting=False)
+        self._exchange.boundary()
+        self._last_step_at = time.monotonic()
+
+    def _send(self, send: Send, tensors: Mapping[str, Tensor]) -> None:
+        self._check_static()
+        fragment = self.layout.fragments[send.fragment]
+        snapshot = self._snapshots.take(fragment, tensors)
+        anchor = self._anchors[send.fragment]
+        measured = None if self.method.exchanged == "gradients" else anchor
+        contribution = Contribution(
+            self._opened.learner, self._opened.incarnation, send.fragment, send.round, send.base, send.tokens, send.steps,
+            self._core.tokens, send.discarded,
+        )  # fmt: skip
+
+        def payload() -> Tensor:
+            outer_gradient = self._snapshots.displacement(fragment, measured, snapshot)
+            encoded = self._residuals.encode(send.fragment, send.round, outer_gradient)
+            self._snapshots.give_back(snapshot)
+            return encoded
+
+        self._exchange.offer(contribution, payload)
+
+    def _settle(self) -> None:
+        started = time.monotonic()
+        waited = False
+        self._take_in()
+        while self._core.waiting():
+            waited = True
+            self._report(waiting=True)
+            self._exchange.wait()
+            self._take_in()
+        if waited:
+            self._blocked_s.append(time.monotonic() - started)
+        for fragment, version in self._core.adoptions():
+            self._adopt(fragment, version)
+
+    def _take_in(self) -> None:
+        for event in self._exchange.poll():
+            match event:
+                case Arrived(update=update, theta=theta):
+                    listed = self._opened.learner in update.contributors
+                    self._received[update.fragment, update.version] = theta
+                    self._core.received(update.fragment, update.version, listed)
+                    if listed:
+                        self._merges += 1
+                        self._residuals.commit(update.fragment, update.base)
+                case Rejected(fragment=fragment, round=round_, reason=reason):
+                    if self._core.rejected(fragment, round_, reason):
+                        self._residuals.roll_back(fragment, round_)
+                case Rejoined(opened=opened):
+                    self._rejoin(opened)
+
+    def _adopt(self, fragment: int, version: int) -> None:
+        theta = self._received[fragment, version]
+        layout = self.layout.fragments[fragment]
+        if self.method.exchanged == "gradients":
+            for name, value in scatter(layout, theta).items():
+                gradient = self._parameters[name].grad
+                assert gradient is not None
+                gradient.copy_(value)
+        elif self.method.adopt.keeps_pending:
+            local = gather(layout, self._parameters)
+            self._write(fragment, self.method.adopt.adopt(local, theta.to(local.device)))
+        else:
+            self._write(fragment, theta)
+        self._anchors[fragment] = theta
+        for flight in self._core.adopted(fragment, version):
+            if not flight.listed:
+                self._residuals.roll_back(fragment, flight.round)
+        self._received = {key: value for key, value in self._received.items() if key[0] != fragment or key[1] > version}
+
+    @torch.no_grad()
+    def _write(self, fragment: int, flat: Tensor) -> None:
+        for name, value in scatter(self.layout.fragments[fragment], flat).items():
+            self._parameters[name].copy_(value)
+
+    def _exchange_gradients(self) -> None:
+        """Before an inner step: every gradient becomes the mean over learners."""
+        self._require_open()
+        gradients = {}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients[name] = parameter.grad
+        for send in self._core.stepped(0):
+            self._send(send, gradients)
+        self._settle()
+
+    def _measure_step(self) -> None:
+        """The inner step's own time, without what `step` itself takes: what deadlines are measured in."""
+        if self._last_step_at is not None:
+            taken_s = time.monotonic() - self._last_step_at
+            self._step_s = taken_s if self._step_s is None else 0.9 * self._step_s + 0.1 * taken_s
+
+    def _report(self, *, waiting: bool) -> None:
+        self._exchange.report(Report(self._core.step, self._core.tokens, self._step_s, waiting))
+
+    # --- joining ----------------------------------------------------------------------------------------------------------
+
+    def _start(self, opened: Opened) -> None:
+        self._opened = opened
+        self._core = LearnerCore(
+            self.method.schedule(len(self.layout.fragments)),
+            opened.versions,
+            wait=self.method.wait,
+            keeps_pending=self.method.adopt.keeps_pending,
+            step=opened.step,
+        )
+        self._take_model(opened.model)
+
+    def _rejoin(self, opened: Opened) -> None:
+        self._opened = opened
+        self._core.rejoined(opened.versions, opened.step)
+        self._received.clear()
+        self._residuals.reset()
+        self._take_model(opened.model)
+
+    def _take_model(self, model: Model) -> None:
+        """Parameters, frozen ones and buffers become the run's."""
+        self._anchors = list(model.fragments)
+        if self.method.exchanged != "gradients" or not any(self._opened.versions):
+            for fragment, theta in enumerate(model.fragments):
+                self._write(fragment, theta)
+        state = self.model.state_dict()
+        with torch.no_grad():
+            for name, value in model.static.items():
+                state[name].copy_(value)
+        self._static = {spec.name: state[spec.name].detach().clone() for spec in self.layout.static}
+
+    def _own_model(self) -> Model:
+        state = self.model.state_dict()
+        fragments = tuple(gather(f, self._parameters).detach().cpu().clone() for f in self.layout.fragments)
+        return Model(fragments, {spec.name: state[spec.name].detach().cpu().clone() for spec in self.layout.static})
+
+    def _check_static(self) -> None:
+        """A floating-point tensor outside the fragments that training changes would silently differ between learners."""
+        state = self.model.state_dict()
+        for name, before in self._static.items():
+            if before.is_floating_point() and not torch.equal(state[name], before):
+                raise LayoutError(
+                    f"training changed {name!r}, which is not a trainable parameter, so learners would drift apart; "
+                    "use a model without running statistics (LayerNorm or GroupNorm for BatchNorm)."
+                )
+
+    # --- state ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """This learner's id in the run."""
+        return self._opened.learner
+
+    @property
+    def steps(self) -> int:
+        """Inner steps on the run's schedule; a late joiner starts at the run's."""
+        return self._core.step
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The version of each fragment that this learner holds."""
+        return self._core.versions
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens trained by the whole run as last heard; this learner's own where nobody counts them."""
+        known = self._exchange.run_tokens
+        return self._core.tokens if known is None else known
+
+    def global_state_dict(self) -> dict[str, Tensor]:
+        """The global model as this learner last adopted it, in the shape of `model.state_dict()`: what to evaluate and export.
+
+        Host tensors, in the parameters' dtypes. With gradients exchanged it is the model itself.
+        """
+        state = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        if self.method.exchanged == "gradients":
+            return state
+        values: dict[str, Tensor] = {}
+        for fragment, anchor in zip(self.layout.fragments, self._anchors, strict=True):
+            values.update(scatter(fragment, anchor))
+        for name in state:
+            source = self._aliases.get(name, name)
+            if source in values:
+                state[name] = values[source].to(state[name].dtype).clone()
+        return state
+
+    def metrics(self) -> dict[str, Any]:
+        """Plain numbers: steps, tokens, versions, merges this learner was in, seconds blocked, bytes, ledger."""
+        return {
+            "learner": self._opened.learner,
+            "incarnation": self._opened.incarnation,
+            "steps": self._core.step,
+            "tokens": self._core.tokens,
+            "run_tokens": self.run_tokens,
+            "versions": list(self._core.versions),
+            "merges": self._merges,
+            "step_s": self._step_s,
+            "blocked_s": sum(self._blocked_s),
+            "num_blocked": len(self._blocked_s),
+            "num_bytes": dict(self._exchange.num_bytes),
+            "ledger": [book.ledger.as_dict() for book in self._core.books],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Anchors, versions, counters, answers on their way and error feedback; tensors and plain values in nested dicts.
+
+        Waits for answers that are on their way, so that a resumed run continues with the same bits. Take the model's and the
+        inner optimizer's state at the same boundary.
+        """
+        while not self._all_answered():
+            self._exchange.wait()
+            self._take_in()
+        return {
+            "layout": self.layout.digest(),
+            "core": self._core.state_dict(),
+            "anchors": {str(f): anchor for f, anchor in enumerate(self._anchors)},
+            "received": {f"{f}.{v}": theta for (f, v), theta in self._received.items()},
+            "residuals": self._residuals.state_dict(),
+            "exchange": self._exchange.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Continue from `state_dict`; load the model and the inner optimizer first.
+
+        Returns:
+            True where the learner continues exactly as it was. False where the run has gone on without it: it keeps its step
+            count and adopts the run's newest model, like any learner that rejoins.
+
+        Raises:
+            CheckpointError: the state belongs to another model or method.
+        """
+        if state["layout"] != self.layout.digest():
+            raise CheckpointError(
+                "the checkpoint is of another model or another cut of it; use the run file it was saved with."
+            )
+        newest = [book["held"] for book in state["core"]["books"]]
+        for key in state["received"]:
+            fragment, version = map(int, key.split("."))
+            newest[fragment] = max(newest[fragment], version)
+        exact = bool(state["exchange"]) or tuple(newest) == self._opened.versions
+        if not exact:
+            self._core.rejoined(self._opened.versions, max(self._opened.step, state["core"]["step"]))
+            self._take_model(self._opened.model)
+            return False
+        self._exchange.load_state_dict(state["exchange"])
+        self._core.load_state_dict(state["core"])
+        self._anchors = [state["anchors"][str(f)] for f in range(len(self._anchors))]
+        self._residuals.load_state_dict(state["residuals"])
+        self._received.clear()
+        for key, theta in state["received"].items():
+            fragment, version = map(int, key.split("."))
+            self._received[fragment, version] = theta
+            self._core.received(fragment, version, listed=False)  # its flight knows already
+        return True
+
+    def _all_answered(self) -> bool:
+        return all(
+            (f, flight.round + 1) in self._received
+            for f, book in enumerate(self._core.books)
+            for flight in book.flights
+        )
+
+    # --- the end ----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the run. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            if self._hook is not None:
+                self._hook.remove()
+            self._exchange.close()
+
+    def __enter__(self) -> Learner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this learner is closed; make a new one to train on.")
+
+
+def _check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, exchange: Exchange) -> None:
+    """What cannot work is refused before anything is sent."""
+    from torch.distributed.tensor import DTensor
+
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"parameter {name!r} is sharded (FSDP2), which is not supported; use DistributedDataParallel."
+            )
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    if strangers := [p for p in optimized if id(p) not in trainable]:
+        raise ConfigError(
+            f"the inner optimizer trains {len(strangers)} tensor(s) that are not parameters of the model, such as private master "
+            "weights, so adopting a global value would not reach them; give it model.parameters()."
+        )
+    for attribute in MASTER_WEIGHTS:
+        if any(attribute in state for state in optimizer.state.values()) or hasattr(optimizer, attribute):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps private master weights ({attribute!r}), which adopting a global value would not "
+                "reach; use an optimizer that trains the model's own parameters."
+            )
+    if method.exchanged == "parameters" and not _is_stateless(optimizer):
+        raise ConfigError(
+            f"averaging parameters at every step equals data parallel only without optimizer state, and {type(optimizer).__name__} "
+            "keeps some; use DataParallel(average='gradients'), or DiLoCo."
+        )
+    if method.exchanged == "gradients" and not exchange.gradients:
+        raise ConfigError(
+            "a syncer cannot run DataParallel on gradients: it would never hold the model, so nobody could rejoin; "
+            "use Collective over a process group, or a method that exchanges outer gradients."
+        )
+
+
+def _is_stateless(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Every name of a tied parameter in `state_dict`, to the one name it has in the layout."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        name: first[id(value)]
+        for name, value in model.state_dict(keep_vars=True).items()
+        if id(value) in first and first[id(value)] != name
+    }

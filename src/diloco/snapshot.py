@@ -1,0 +1,73 @@
+"""Snapshots of what is sent: the one thing the training thread pays for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.core.fragments import Fragment, Layout, gather
+
+
+@dataclass
+class Snapshot:
+    """A flat fp32 host copy of a fragment, complete once `ready` has happened (None: already)."""
+
+    host: Tensor
+    ready: torch.cuda.Event | None = None
+    device: Tensor | None = None  # kept until the copy from it is done
+
+
+class Snapshots:
+    """Takes snapshots into reused buffers: on CUDA one flat copy on the device, then to pinned memory on a stream of its own."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+        self._lock = threading.Lock()
+        self._stream: torch.cuda.Stream | None = None
+        self._exact = all(p.spec.dtype == "float32" for f in layout.fragments for p in f.tensors)
+
+    @torch.no_grad()
+    def take(self, fragment: Fragment, tensors: Mapping[str, Tensor]) -> Snapshot:
+        """Copy a fragment's tensors as they are now; returns before the copy off a CUDA device is done."""
+        device = tensors[fragment.names[0]].device
+        with self._lock:
+            free = self._free.setdefault(fragment.numel, [])
+            host = free.pop() if free else None
+        if host is None:
+            host = torch.empty(fragment.numel, dtype=torch.float32, pin_memory=device.type == "cuda")
+        if device.type != "cuda":
+            gather(fragment, tensors, out=host)
+            return Snapshot(host)
+        flat = gather(fragment, tensors)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(flat, non_blocking=True)
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(self._stream)
+        return Snapshot(host, ready, flat)
+
+    @torch.no_grad()
+    def displacement(self, fragment: Fragment, anchor: Tensor | None, snapshot: Snapshot) -> Tensor:
+        """Δ = anchor − θ, the anchor rounded to each parameter's dtype; the snapshot itself where there is no anchor."""
+        if snapshot.ready is not None:
+            snapshot.ready.synchronize()
+        if anchor is None:
+            return snapshot.host
+        if self._exact:
+            return torch.sub(anchor, snapshot.host, out=snapshot.host)
+        for place in fragment.tensors:
+            part = slice(place.offset, place.offset + place.spec.numel)
+            rounded = anchor[part].to(getattr(torch, place.spec.dtype)).to(torch.float32)
+            torch.sub(rounded, snapshot.host[part], out=snapshot.host[part])
+        return snapshot.host
+
+    def give_back(self, snapshot: Snapshot) -> None:
+        """The snapshot is encoded; its buffer can be used again."""
+        with self._lock:
+            self._free[snapshot.host.numel()].append(snapshot.host)
