@@ -1,13 +1,13 @@
 """Merging: one outer gradient out of those of several learners.
 
-Contributions arrive encoded and stay so: a merge decodes them segment by segment, in the order given, into one
-scratch segment. Its memory does not grow with the number of learners, the order of arrival does not matter (the
+Contributions arrive encoded and stay so: a merge decodes them a few segments at a time, in the order given, into one
+scratch vector. Its memory does not grow with the number of learners, the order of arrival does not matter (the
 caller passes them in learner-id order), and merging a run of whole segments gives the bits of that part of the whole.
 """
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,9 @@ from torch import Tensor
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.values import Choice, choice_from_dict, nearest
 from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
+
+RUN_SEGMENTS = 8
+"""How many segments are decoded at once: enough to spread the cost of a call, few enough for a processor's cache."""
 
 
 class Merge(Choice):
@@ -28,8 +31,9 @@ class Merge(Choice):
 
         `payloads` are uint8 vectors, each the encoding by `codec` of `num_elements` fp32 elements (a fragment, or a
         run of whole segments of one), in learner-id order; `weights` are finite, not negative, not all zero. Returns
-        a flat fp32 vector of shape (num_elements,). Raises ConfigError on unusable weights, CorruptPayloadError on a
-        payload of the wrong size, and NonFiniteError on inf or NaN, each naming the contribution's index.
+        a flat fp32 vector of shape (num_elements,). Raises ConfigError on unusable weights and
+        CorruptPayloadError on a payload of the wrong size or with inf or NaN in it, both naming the contribution's
+        index, and NonFiniteError when the merge itself overflows.
         """
 
 
@@ -47,23 +51,21 @@ class Mean(Merge):
 
     def merge(self, codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], num_elements: int) -> Tensor:
         shares = _relative_weights(payloads, weights)
-        _check_sizes(codec, payloads, num_elements)
+        device = payloads[0].device
         # A tensor, not a number: a GPU would multiply by a number's reciprocal, which rounds differently.
-        total = torch.tensor(math.fsum(shares), dtype=torch.float32, device=payloads[0].device)
-        merged = torch.empty(num_elements, dtype=torch.float32, device=payloads[0].device)
-        scratch = torch.empty(min(num_elements, SEGMENT_ELEMENTS), dtype=torch.float32, device=payloads[0].device)
-        for segment, start in enumerate(range(0, num_elements, SEGMENT_ELEMENTS)):
-            span = codec.segment_span(num_elements, segment, segment + 1)
-            sum_ = merged[start : start + SEGMENT_ELEMENTS]
-            codec.decode_segment(payloads[0][span], sum_)
+        total = torch.tensor(math.fsum(shares), dtype=torch.float32, device=device)
+        merged = torch.empty(num_elements, dtype=torch.float32, device=device)
+        scratch = torch.empty(min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), dtype=torch.float32, device=device)
+        _check_sizes(codec, payloads, num_elements)
+        for part, span in _runs(codec, num_elements):
+            sum_ = merged[part]
+            decoded = scratch[: sum_.numel()]
+            _decode(codec, 0, payloads[0][span], sum_)
             sum_.mul_(shares[0])
-            for payload, share in zip(payloads[1:], shares[1:], strict=True):
-                decoded = scratch[: sum_.numel()]
-                codec.decode_segment(payload[span], decoded)
-                sum_.add_(decoded.mul_(share))
-            sum_.div_(total)
-            if not _is_finite(sum_):
-                raise _non_finite(codec, [payload[span] for payload in payloads], scratch[: sum_.numel()])
+            for index in range(1, len(payloads)):
+                _decode(codec, index, payloads[index][span], decoded)
+                sum_.add_(decoded.mul_(shares[index]))
+            _require_finite(sum_.div_(total))
         return merged
 
 
@@ -121,16 +123,24 @@ def _check_sizes(codec: Codec, payloads: Sequence[Tensor], num_elements: int) ->
             )
 
 
-def _is_finite(x: Tensor) -> bool:
-    """One pass without a temporary: minimum and maximum carry every inf and NaN. `x` is not empty."""
-    low, high = torch.aminmax(x)
-    return math.isfinite(low) and math.isfinite(high)
+def _runs(codec: Codec, num_elements: int) -> Iterator[tuple[slice, slice]]:
+    """The (elements, payload bytes) of each run of RUN_SEGMENTS segments; the last one may be shorter."""
+    num_segments = -(-num_elements // SEGMENT_ELEMENTS)
+    for first in range(0, num_segments, RUN_SEGMENTS):
+        last = min(first + RUN_SEGMENTS, num_segments)
+        elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, num_elements))
+        yield elements, codec.segment_span(num_elements, first, last)
 
 
-def _non_finite(codec: Codec, payloads: Sequence[Tensor], scratch: Tensor) -> NonFiniteError:
-    """Find the contribution that made a segment's mean inf or NaN; only then is it worth looking at each."""
-    for index, payload in enumerate(payloads):
-        codec.decode_segment(payload, scratch)
-        if not _is_finite(scratch):
-            return NonFiniteError(f"contribution {index} holds inf or NaN; reject it.")
-    return NonFiniteError("the sum of finite contributions overflows fp32; the learners have diverged.")
+def _decode(codec: Codec, index: int, payload: Tensor, out: Tensor) -> None:
+    try:
+        codec.decode(payload, out.numel(), out)
+    except CorruptPayloadError as error:
+        raise CorruptPayloadError(f"contribution {index} cannot be merged: {error}") from error
+
+
+def _require_finite(merged: Tensor) -> None:
+    """One pass without a temporary: minimum and maximum carry every inf and NaN. `merged` is not empty."""
+    low, high = torch.aminmax(merged)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise NonFiniteError("the sum of the contributions overflows fp32; find the learner that diverged.")
