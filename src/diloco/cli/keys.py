@@ -1,0 +1,181 @@
+"""`diloco keys`: the certificates and tokens of a run, in one directory.
+
+ca.pem               learners and viewers trust it              copy to every site
+server.pem, .key     the syncer's certificate and secret key    stay with the syncer
+tokens.toml          names, roles, hashes of tokens             stays with the syncer
+<name>.token         one secret each                            copy to its owner, then remove here
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from diloco.syncer.auth import Role, TokenEntry
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the run's keys.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Names = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Give NAME a token of this role; repeat for more.")
+]
+
+
+@app.callback()
+def keys() -> None:
+    """Make and manage the certificates and tokens of a run."""
+
+
+@app.command()
+def new(
+    directory: Directory,
+    host: Annotated[list[str], typer.Option(help="A host name or IP address that learners dial; repeat for more.")],
+    learner: Names = None,
+    viewer: Names = None,
+    admin: Names = None,
+    days: Annotated[int, typer.Option(min=1, help="How long the certificate is valid.")] = 825,
+    as_json: Json = False,
+) -> None:
+    """Make certificates and tokens for a new run. Nothing that exists is overwritten.
+
+    A learner's token speaks for the learner id of the same name only.
+    """
+    from diloco.errors import ConfigError
+    from diloco.syncer.auth import Role, TokenEntry, new_token, token_sha256, write_secret, write_tokens
+    from diloco.syncer.certificates import make_certificates
+
+    roles: list[tuple[str, Role]] = [(name, "learner") for name in learner or []]
+    roles += [(name, "viewer") for name in viewer or []]
+    roles += [(name, "admin") for name in admin or []]
+    if not roles:
+        raise ConfigError("keys without a token let nobody in; name at least one, for example --learner site-a.")
+    names = [name for name, _ in roles]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{min(twice)!r} is named twice; give every token a name of its own.")
+    tokens = {name: new_token() for name in names}
+    entries = [
+        TokenEntry(name, role, token_sha256(tokens[name]), name if role == "learner" else None) for name, role in roles
+    ]
+    certificates = make_certificates(host, days=days)
+    files = {
+        "ca.pem": certificates.ca,
+        "server.pem": certificates.server,
+        "server.key": certificates.server_key,
+        **{_token_file(name): f"{token}\n".encode() for name, token in tokens.items()},
+    }
+    if existing := [name for name in (*files, "tokens.toml") if (directory / name).exists()]:
+        raise ConfigError(f"{directory / existing[0]} exists and keys are never overwritten; choose another directory.")
+    with _writing(directory):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_secret(directory / name, data)
+        write_tokens(directory / "tokens.toml", entries)
+    _print(directory, entries, as_json)
+
+
+@app.command()
+def add(
+    directory: Directory,
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    role: Annotated[str, typer.Option(help="learner, viewer or admin.")],
+    speaks_for: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="The learner id the token may speak for; a learner's own name by default."),
+    ] = None,
+    any_learner: Annotated[bool, typer.Option("--any-learner", help="Let it speak for any learner id.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Add a token. A running syncer takes it at once."""
+    from diloco.errors import ConfigError
+    from diloco.syncer.auth import TokenEntry, new_token, read_tokens, token_sha256, write_secret, write_tokens
+
+    if any_learner and speaks_for is not None:
+        raise ConfigError(f"--speaks-for {speaks_for} and --any-learner contradict each other; give one of them.")
+    entries = read_tokens(directory / "tokens.toml")
+    if name in entries or (directory / _token_file(name)).exists():
+        raise ConfigError(f"{name!r} has a token in {directory} already; revoke it first, or choose another name.")
+    token = new_token()
+    bound = None if any_learner else speaks_for or (name if role == "learner" else None)
+    entry = TokenEntry(name, cast("Role", role), token_sha256(token), bound)  # which checks the role
+    with _writing(directory):
+        write_secret(directory / _token_file(name), f"{token}\n".encode())
+        write_tokens(directory / "tokens.toml", [*entries.values(), entry])
+    _print(directory, [entry], as_json)
+
+
+@app.command("list")
+def list_(directory: Directory, as_json: Json = False) -> None:
+    """List the tokens a syncer accepts: names, roles and the start of each hash."""
+    from diloco.syncer.auth import read_tokens
+
+    _print(directory, list(read_tokens(directory / "tokens.toml").values()), as_json)
+
+
+@app.command()
+def revoke(directory: Directory, name: Annotated[str, typer.Argument(metavar="NAME")], as_json: Json = False) -> None:
+    """Take a token back. A running syncer refuses it at once."""
+    from diloco.errors import ConfigError
+    from diloco.syncer.auth import read_tokens, write_tokens
+
+    entries = read_tokens(directory / "tokens.toml")
+    if name not in entries:
+        raise ConfigError(f"{name!r} has no token in {directory}; `diloco keys list` shows who has.")
+    del entries[name]
+    with _writing(directory):
+        write_tokens(directory / "tokens.toml", entries.values())
+        (directory / _token_file(name)).unlink(missing_ok=True)
+    _print(directory, list(entries.values()), as_json)
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    from diloco.errors import StoreError
+
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"the keys in {directory} could not be written ({error}); repair that and try again."
+        ) from error
+
+
+def _token_file(name: str) -> str:
+    return f"{name}.token"
+
+
+def _print(directory: Path, entries: "list[TokenEntry]", as_json: bool) -> None:
+    rows = [
+        {
+            "name": entry.name,
+            "role": entry.role,
+            "learner": entry.learner,
+            "sha256": entry.sha256[:12],
+            "token_file": str(directory / _token_file(entry.name))
+            if (directory / _token_file(entry.name)).exists()
+            else None,
+        }
+        for entry in entries
+    ]
+    if as_json:
+        typer.echo(json.dumps({"directory": str(directory), "tokens": rows}, indent=2))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("name", "role", "speaks for", "sha256", "secret", box=SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(
+            row["name"], row["role"], row["learner"] or "any", f"{row['sha256']}…", row["token_file"] or "not here"
+        )
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    console.print(
+        f"The syncer needs {directory}/server.pem, server.key and tokens.toml; a site needs ca.pem and its own .token file.",
+        soft_wrap=True,
+    )
