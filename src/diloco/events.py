@@ -39,9 +39,9 @@ class RunStarted(Event):
     num_parameters: int
     step: int  # 0, or the step it resumes from
     tokens: int  # tokens this learner has trained so far
-    exchange: str  # "none", "local", "collective", "remote"
-    method: dict[str, Any]
-    baseline: bool = False  # no exchange and the full batch
+    role: str  # "learner"; "baseline": every shard in one process; "isolated": as a learner, exchanging nothing
+    shard: int | None  # none for the baseline
+    method: dict[str, Any]  # the [method] table
 
 
 class Stepped(Event):
@@ -76,20 +76,6 @@ class Sampled(Event):
     text: str
 
 
-class Sent(Event):
-    """A contribution left the learner."""
-
-    kind: Literal["sent"] = "sent"
-    fragment: int
-    round: int
-    base: int
-    tokens: int
-    steps: int
-    num_bytes: int
-    encode_s: float = 0.0
-    send_s: float = 0.0
-
-
 class Adopted(Event):
     """A learner took a new version of a fragment into its model."""
 
@@ -97,17 +83,15 @@ class Adopted(Event):
     step: int
     fragment: int
     version: int
-    contributors: tuple[str, ...] = ()
-    num_bytes: int = 0
 
 
 class Waited(Event):
-    """The training thread stood still for an exchange."""
+    """The training thread stood still for answers that were due, since the last such event."""
 
     kind: Literal["waited"] = "waited"
     step: int
     seconds: float
-    fragments: tuple[int, ...] = ()
+    times: int
 
 
 class Rejoined(Event):
@@ -115,7 +99,7 @@ class Rejoined(Event):
 
     kind: Literal["rejoined"] = "rejoined"
     learner: str
-    incarnation: str
+    incarnation: int
     step: int = 0
     reason: str = ""
 
@@ -172,7 +156,7 @@ class Joined(Event):
 
     kind: Literal["joined"] = "joined"
     learner: str
-    incarnation: str
+    incarnation: int
     step: int = 0
     num_bytes: int = 0  # of the model it was given
 
@@ -182,7 +166,7 @@ class Left(Event):
 
     kind: Literal["left"] = "left"
     learner: str
-    incarnation: str
+    incarnation: int
     tokens: int = 0
     steps: int = 0
     reason: str = ""
@@ -193,7 +177,7 @@ class Evicted(Event):
 
     kind: Literal["evicted"] = "evicted"
     learner: str
-    incarnation: str
+    incarnation: int
     reason: str  # a sentence
     silent_s: float = 0.0
     deadline_s: float = 0.0
@@ -285,7 +269,6 @@ AnyEvent = Annotated[
     | Stepped
     | Evaluated
     | Sampled
-    | Sent
     | Adopted
     | Waited
     | Rejoined

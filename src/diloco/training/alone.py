@@ -1,0 +1,86 @@
+"""What the inner loop asks of a learner, and the learner that exchanges nothing."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from diloco.errors import CheckpointError
+
+
+class LearnerLike(Protocol):
+    """The part of `diloco.Learner` that the trainer uses."""
+
+    @property
+    def steps(self) -> int:
+        """This learner's schedule step: inner steps done, counted from the run's step for a late joiner."""
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens trained by the whole run, as far as this learner knows."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version held of each fragment."""
+
+    def step(self, *, tokens: int) -> None:
+        """Tell of one inner step; send, receive and adopt what is due."""
+
+    def global_state_dict(self) -> Mapping[str, Tensor]:
+        """The global model."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Anchors, versions, counters, error feedback."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Continue from a saved state; False where the run has gone on and its newest model was adopted instead."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters for people."""
+
+    def close(self) -> None:
+        """Say goodbye."""
+
+
+class AloneLearner:
+    """A learner without an exchange: the data-parallel baseline in one process, the warm start, the isolated learner.
+
+    `tokens_per_step` is what the run is taken to train per step: the learner's own tokens, or those of all planned
+    learners for the isolated learner, which stops after as many steps as the others would.
+    """
+
+    versions: tuple[int, ...] = ()
+
+    def __init__(self, model: nn.Module, tokens_per_step: int) -> None:
+        self._model = model
+        self._tokens_per_step = tokens_per_step
+        self.steps = 0
+        self.run_tokens = 0
+
+    def step(self, *, tokens: int) -> None:
+        """Count one inner step."""
+        self.steps += 1
+        self.run_tokens += self._tokens_per_step
+
+    def global_state_dict(self) -> Mapping[str, Tensor]:
+        """Its own model: alone, that is the global one."""
+        return {name: tensor.detach() for name, tensor in self._model.state_dict().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters."""
+        return {"type": "alone", "steps": self.steps, "run_tokens": self.run_tokens}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Continue from saved counters. Raises CheckpointError when another kind of learner wrote them."""
+        if state.get("type") != "alone":
+            raise CheckpointError("the checkpoint was written by a learner with an exchange; resume it with one")
+        self.steps = int(state["steps"])
+        self.run_tokens = int(state["run_tokens"])
+        return True
+
+    def metrics(self) -> dict[str, Any]:
+        """Nothing is exchanged, so nothing is counted."""
+        return {}
+
+    def close(self) -> None:
+        """Nobody to say goodbye to."""

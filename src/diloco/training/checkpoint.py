@@ -1,0 +1,196 @@
+"""One checkpoint is one directory: tensors in safetensors, everything else in `manifest.json`, appearing all at once.
+
+It is written under a temporary name, every file is synced, and a rename makes it visible; so a crash at any moment leaves the previous
+checkpoint in place. The manifest carries the size and sha256 of the tensor file. Nothing is pickled.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from diloco.errors import CheckpointError, StoreError
+
+FORMAT = 1
+_MANIFEST = "manifest.json"
+_TENSORS = "tensors.safetensors"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where a checkpoint is and how large."""
+
+    path: Path
+    num_bytes: int
+
+
+def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> Saved:
+    """Write `state` (nested dicts, lists, tuples, tensors and plain values) as `directory/step-…`, then drop all but `keep`.
+
+    Raises StoreError when it cannot be made durable; the earlier checkpoints are then untouched.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = _pack(state, tensors, "")
+    payload = save_tensors(_separate(tensors))
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "files": {_TENSORS: {"num_bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}},
+        "state": plain,
+    }
+    text = json.dumps(manifest, indent=1).encode()
+    final = directory / f"step-{step:010d}"
+    temporary = directory / f".{final.name}.{os.getpid()}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, content in ((_TENSORS, payload), (_MANIFEST, text)):
+            with open(temporary / name, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        _sync_directory(temporary)
+        if final.exists():  # a run that went back to an earlier step passes this one again
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync_directory(directory)
+        for old in list_checkpoints(directory)[:-keep]:
+            shutil.rmtree(old)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise StoreError(
+            f"cannot write the checkpoint {final} ({error}); free disk space or set [run] dir elsewhere"
+        ) from error
+    return Saved(final, len(payload) + len(text))
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in directory.glob("step-*") if path.is_dir())
+
+
+def latest_checkpoint(directory: Path) -> Path:
+    """The newest checkpoint. Raises CheckpointError when there is none."""
+    checkpoints = list_checkpoints(directory)
+    if not checkpoints:
+        raise CheckpointError(f"there is no checkpoint in {directory}; start without --resume")
+    return checkpoints[-1]
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The state that was saved, tensors on the CPU.
+
+    Raises CheckpointError when a file is missing, damaged or of another format; the sentence names an earlier checkpoint if there is one.
+    """
+    try:
+        manifest = json.loads((path / _MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path} has checkpoint format {manifest['format']}, this version reads {FORMAT}")
+        payload = (path / _TENSORS).read_bytes()
+        expected = manifest["files"][_TENSORS]
+        if len(payload) != expected["num_bytes"] or hashlib.sha256(payload).hexdigest() != expected["sha256"]:
+            raise CheckpointError(
+                f"{path / _TENSORS} is damaged (its bytes are not those that were written); {_instead(path)}"
+            )
+        state: dict[str, Any] = _unpack(manifest["state"], load_tensors(payload))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint ({type(error).__name__}: {error}); {_instead(path)}"
+        ) from error
+    return state
+
+
+def _instead(path: Path) -> str:
+    earlier = [other for other in list_checkpoints(path.parent) if other.name < path.name]
+    return f"resume from {earlier[-1]} instead" if earlier else "there is no earlier one, start afresh"
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
+    """`value` as JSON, with its tensors moved to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {"__tensor__": name}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("__") for key in value):
+            return {key: _pack(item, tensors, f"{name}/{key}") for key, item in value.items()}
+        items = [
+            [_pack(key, tensors, f"{name}/k{i}"), _pack(item, tensors, f"{name}/{i}")]
+            for i, (key, item) in enumerate(value.items())
+        ]
+        return {"__items__": items}
+    if isinstance(value, list | tuple):
+        packed = [_pack(item, tensors, f"{name}/{i}") for i, item in enumerate(value)]
+        return {"__tuple__": packed} if isinstance(value, tuple) else packed
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold; use tensors and plain values"
+    )
+
+
+def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tensor__" in value:
+        return tensors[value["__tensor__"]]
+    if "__items__" in value:
+        return {_unpack(key, tensors): _unpack(item, tensors) for key, item in value["__items__"]}
+    if "__tuple__" in value:
+        return tuple(_unpack(item, tensors) for item in value["__tuple__"])
+    return {key: _unpack(item, tensors) for key, item in value.items()}
+
+
+def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """CPU copies where a tensor is not alone in its storage, as safetensors requires."""
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in tensors.items():
+        alone = tensor.detach().cpu().contiguous()
+        storage = alone.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != alone.nbytes:
+            alone = alone.clone()
+        seen.add(alone.untyped_storage().data_ptr())
+        separate[name] = alone
+    return separate
+
+
+def random_state() -> dict[str, Any]:
+    """The random state of Python, numpy and torch (CPU, and CUDA where it is used)."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else [],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Continue every generator where `random_state` left it."""
+    random.setstate(state["python"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,113 @@
+"""The inner step: forward, backward, clip, AdamW. It knows nothing of other learners."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from diloco.config import OptimizerTable, TrainTable
+from diloco.errors import ConfigError
+from diloco.training.evaluate import next_token_loss
+
+
+@contextmanager
+def flushed_denormals(enabled: bool) -> Iterator[None]:
+    """Treat magnitudes below 2⁻¹²⁶ as zero inside: they slow small models down, and an inner step does not need them.
+
+    The setting belongs to the calling thread and to threads it starts meanwhile, so start none inside.
+    """
+    if enabled:
+        torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        if enabled:
+            torch.set_flush_denormal(False)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `train.device`. Raises ConfigError when CUDA is asked for and not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('train.device = "cuda" but torch sees no CUDA device; use "auto" or "cpu"')
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def make_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only; the fused form is the fastest on CPU and CUDA alike."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": table.weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=table.lr, betas=table.betas, eps=table.eps, fused=True
+    )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars of one inner step, left on the device so that a step does not wait for them."""
+
+    loss: Tensor  # nats per token
+    gradient_norm: Tensor  # before clipping
+
+
+class InnerStep:
+    """Runs inner steps of one model and optimizer.
+
+    Raises ConfigError for bfloat16 autocast on a CUDA device that does not support it.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, table: TrainTable, device: torch.device
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._accumulate = table.accumulate
+        self._clip = float("inf") if table.clip is None else table.clip
+        self._flush = table.flush_denormals
+        self._device = device
+        supported = device.type != "cuda" or torch.cuda.is_bf16_supported()
+        if table.autocast == "bfloat16" and not supported:
+            raise ConfigError('train.autocast = "bfloat16" is not supported by this CUDA device; use "off"')
+        self._autocast = table.autocast == "bfloat16" or (
+            table.autocast == "auto" and device.type == "cuda" and supported
+        )
+
+    def run(self, batch: Tensor, lr: float) -> StepResult:
+        """One optimizer step on int64 `batch` (B, T + 1) in `accumulate` equal micro-batches."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        total = torch.zeros((), device=self._device)
+        with flushed_denormals(self._flush):
+            for part in batch.to(self._device, non_blocking=True).chunk(self._accumulate):
+                with self._precision():
+                    logits = self._model(input_ids=part[:, :-1], use_cache=False).logits
+                    loss = next_token_loss(logits, part[:, 1:]) / self._accumulate
+                loss.backward()
+                total += loss.detach()
+        norm = self._update()
+        self._optimizer.zero_grad()
+        return StepResult(total, norm)
+
+    def _update(self) -> Tensor:
+        """Clip and step. The hook runs last, after one that exchanges gradients: their mean is clipped, with denormals intact."""
+        norms = []
+
+        def clip(*_: object) -> None:
+            torch.set_flush_denormal(self._flush)
+            norms.append(nn.utils.clip_grad_norm_(self._parameters, self._clip))
+
+        hook = self._optimizer.register_step_pre_hook(clip)
+        try:
+            self._optimizer.step()
+        finally:
+            torch.set_flush_denormal(False)
+            hook.remove()
+        return norms[0]
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return torch.autocast(self._device.type, torch.bfloat16) if self._autocast else nullcontext()

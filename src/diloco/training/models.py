@@ -1,0 +1,119 @@
+"""Build the model a run file describes: any causal language model of transformers, from a configuration or with weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from diloco.config import ModelTable, nearest
+from diloco.errors import ConfigError
+
+# The model of `diloco demo`: small enough for two CPU cores, and a decoder like its larger relatives.
+SMALL_LLAMA: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> PreTrainedConfig:
+    """The transformers configuration of a run; the table's own settings come last.
+
+    Raises ConfigError for an unknown model type or an unknown setting (with the nearest known one), or an unreadable config file.
+    """
+    if table.config is not None:
+        try:
+            base = AutoConfig.from_pretrained(table.config).to_dict()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"cannot read the model configuration {table.config} ({error}); check model.config"
+            ) from error
+        model_type = base.pop("model_type")
+    else:
+        model_type = table.type
+        base = {"vocab_size": vocab_size, "max_position_embeddings": sequence_length}
+        base |= SMALL_LLAMA if model_type == "llama" else {}
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(f'unknown model.type = "{model_type}"; {nearest(model_type, list(CONFIG_MAPPING))}')
+    config_class = CONFIG_MAPPING[model_type]
+    known = set(config_class().to_dict()) | set(config_class.attribute_map)
+    for key in table.settings:
+        if key not in known:
+            raise ConfigError(
+                f'unknown key "model.{key}" for a model of type {model_type}; '
+                f"{nearest(key, sorted(known | set(ModelTable.model_fields)))}"
+            )
+    try:
+        config: PreTrainedConfig = config_class(**{**base, **table.settings, "use_cache": False})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the [model] table does not describe a {model_type} model ({error}); correct it") from error
+    if config.get_text_config().vocab_size < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {config.get_text_config().vocab_size} is below the data's {vocab_size}; leave it out or raise it"
+        )
+    return config
+
+
+def build_model(table: ModelTable, vocab_size: int, sequence_length: int, seed: int) -> PreTrainedModel:
+    """The model in its initial state: from `seed` alone, or from `model.weights`. The caller's random state is left as it was.
+
+    Raises ConfigError when the configuration or the weights cannot be used.
+    """
+    dtype = getattr(torch, table.dtype)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if table.weights is not None and not table.weights.endswith(".safetensors"):
+            return _pretrained(table, table.weights, dtype)
+        config = model_config(table, vocab_size, sequence_length)
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, attn_implementation=table.attention, dtype=dtype
+            )
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"transformers cannot build this model ({error}); correct the [model] table") from error
+    if table.weights is not None:
+        load_weights(model, Path(table.weights))
+    return model
+
+
+def _pretrained(table: ModelTable, weights: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A model from a directory or from the hub, with its own configuration."""
+    if table.settings or table.config is not None:
+        raise ConfigError(f"model.weights = {weights} brings its own configuration; remove the other keys of [model]")
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            weights, attn_implementation=table.attention, dtype=dtype, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"cannot load model.weights = {weights} ({reason}); give a directory or a hub name"
+        ) from error
+    model.config.use_cache = False
+    return model
+
+
+def load_weights(model: PreTrainedModel, path: Path) -> None:
+    """Fill `model` from a safetensors file. Raises ConfigError when it cannot be read or does not fit."""
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read the weights {path} ({error}); give a safetensors file") from error
+    try:
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise ConfigError(f"the weights {path} do not fit the model ({str(error).splitlines()[-1].strip()})") from error
+    # A tied weight is stored once, under either of its names.
+    tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
+    missing = [name for name in missing if name not in tied or not tied & weights.keys()]
+    if missing or unexpected:
+        which = f"lacks {missing[0]}" if missing else f"has an unknown tensor {unexpected[0]}"
+        raise ConfigError(f"the weights {path} do not fit the model: the file {which}; check [model]")

@@ -1,0 +1,142 @@
+"""How a person sees a learner's progress: one live line in a terminal, plain lines elsewhere, or nothing."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is worth knowing after a step."""
+
+    name: str
+    step: int
+    loss: float
+    lr: float
+    tokens_per_s: float
+    run_tokens: int
+    budget: int  # tokens of the whole run
+    versions: tuple[int, ...] = ()
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    participation: float | None = None  # share of the learners that took part in the last merge
+    note: str = ""
+
+    def line(self) -> str:
+        """One line of text."""
+        parts = [
+            f"{self.name} step {self.step}",
+            f"loss {self.loss:.3f}",
+            f"lr {self.lr:.2e}",
+            f"{self.tokens_per_s:,.0f} tokens/s",
+            f"run {self.run_tokens / self.budget:.0%} of {self.budget:,} tokens",
+        ]
+        if self.versions:
+            low, high = min(self.versions), max(self.versions)
+            parts.append(f"versions {low}" if low == high else f"versions {low}-{high}")
+        if self.sent_bytes or self.received_bytes:
+            parts.append(f"up {_megabytes(self.sent_bytes)} down {_megabytes(self.received_bytes)}")
+        if self.participation is not None:
+            parts.append(f"participation {self.participation:.0%}")
+        return " | ".join([*parts, self.note] if self.note else parts)
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.2f} MB"
+
+
+class Progress(Protocol):
+    """Takes a status after every step, when it wants one."""
+
+    def wants(self) -> bool:
+        """Whether it is time to show something: computing a status may wait for the device."""
+
+    def show(self, status: Status) -> None:
+        """Show the state of things."""
+
+    def say(self, text: str) -> None:
+        """Show one sentence that stays."""
+
+    def close(self) -> None:
+        """Leave the terminal in good order."""
+
+
+class Silent:
+    """Shows nothing."""
+
+    def wants(self) -> bool:
+        """Never."""
+        return False
+
+    def show(self, status: Status) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Plain:
+    """A line every few seconds, for logs and pipes."""
+
+    def __init__(self, file: TextIO, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = file
+        self._every_s = every_s
+        self._clock = clock
+        self._next = clock()
+
+    def wants(self) -> bool:
+        """Every few seconds."""
+        return self._clock() >= self._next
+
+    def show(self, status: Status) -> None:
+        """Print the line."""
+        self._next = self._clock() + self._every_s
+        self.say(status.line())
+
+    def say(self, text: str) -> None:
+        """Print a sentence."""
+        print(text, file=self._file, flush=True)
+
+    def close(self) -> None:
+        """Nothing to restore."""
+
+
+class LiveLine:
+    """One line that is redrawn in place, for a terminal."""
+
+    def __init__(self, console: Console, every_s: float = 0.25, clock: Callable[[], float] = time.monotonic) -> None:
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+        self._every_s = every_s
+        self._clock = clock
+        self._next = clock()
+
+    def wants(self) -> bool:
+        """A few times a second."""
+        return self._clock() >= self._next
+
+    def show(self, status: Status) -> None:
+        """Redraw the line."""
+        self._next = self._clock() + self._every_s
+        self._live.update(Text(status.line()), refresh=True)
+
+    def say(self, text: str) -> None:
+        """Print above the line."""
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        self._live.stop()
+
+
+def make_progress(file: TextIO, every_s: float) -> Progress:
+    """A live line when `file` is a terminal, plain lines otherwise."""
+    return LiveLine(Console(file=file)) if file.isatty() else Plain(file, every_s)
