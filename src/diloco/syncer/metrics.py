@@ -1,0 +1,203 @@
+"""What a syncer tells Prometheus, on a loopback port of its own.
+
+Participation is reported beside liveness: a run with everybody alive and half of them taking part is half a run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from diloco.core.ledger import Ledger, total
+from diloco.errors import ConfigError
+from diloco.syncer.auth import is_loopback, split_address
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+VERSIONS_BEHIND = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
+
+
+@dataclass(frozen=True)
+class LearnerSample:
+    """A live learner: its step, the seconds it takes for one (None before that is known), and whether it is healthy."""
+
+    learner: str
+    step: int
+    step_s: float | None
+    healthy: bool
+
+
+class SyncerMetrics:
+    """The metrics of one run in a registry of their own. Any thread may call any method."""
+
+    def __init__(self, run: str) -> None:
+        self.registry = CollectorRegistry()
+        Gauge("diloco_run", "1 for the run that this syncer serves.", ["run"], registry=self.registry).labels(run).set(
+            1
+        )
+        self._participation = self._gauge(
+            "participation_ratio", "Contributors of the newest merge of a fragment, over the learners live then."
+        )
+        self._contributors = self._gauge("merge_contributors", "Contributors of the newest merge of a fragment.")
+        self._version = self._gauge("fragment_version", "Newest published version of a fragment.")
+        self._staleness = Histogram(
+            "diloco_contribution_staleness_versions",
+            "Versions between the one a contribution was measured from and the one it is merged into.",
+            ["learner"],
+            buckets=VERSIONS_BEHIND,
+            registry=self.registry,
+        )
+        self._merge_seconds = self._seconds("merge_seconds", "Merge, outer step and encoding of one fragment.")
+        self._persist_seconds = self._seconds("persist_seconds", "Making one version durable.")
+        self._rejected = self._counter(
+            "rejected_contributions", "Contributions that will not be merged.", "learner", "reason"
+        )
+        self._joins = self._counter("joins", "Incarnations that joined.", "learner")
+        self._evictions = self._counter("evictions", "Incarnations that were evicted.", "learner")
+        self._snapshots = _Snapshots()
+        self.registry.register(self._snapshots)
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"diloco_{name}", text, ["fragment"], registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"diloco_{name}", text, labels, registry=self.registry)
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return Histogram(f"diloco_{name}", text, buckets=SECONDS, registry=self.registry)
+
+    # events
+
+    def joined(self, learner: str) -> None:
+        """A new incarnation is in."""
+        self._joins.labels(learner).inc()
+
+    def evicted(self, learner: str) -> None:
+        """A silent incarnation is out."""
+        self._evictions.labels(learner).inc()
+
+    def contributed(self, learner: str, *, staleness: int) -> None:
+        """A contribution was accepted; `staleness` is its round minus its base, in versions."""
+        self._staleness.labels(learner).observe(staleness)
+
+    def rejected(self, learner: str, reason: str) -> None:
+        """A contribution was refused. `reason` is one of a few fixed words, not a sentence."""
+        self._rejected.labels(learner, reason).inc()
+
+    def merged(self, fragment: int, *, contributors: int, live: int, seconds: float) -> None:
+        """The tensor work of a round is done."""
+        self._contributors.labels(fragment).set(contributors)
+        self._participation.labels(fragment).set(contributors / live if live else 0.0)
+        self._merge_seconds.observe(seconds)
+
+    def persisted(self, seconds: float) -> None:
+        """A version was made durable."""
+        self._persist_seconds.observe(seconds)
+
+    def published(self, fragment: int, version: int) -> None:
+        """A version is visible."""
+        self._version.labels(fragment).set(version)
+
+    # snapshots: each call replaces what the one before said
+
+    def set_learners(self, learners: Sequence[LearnerSample]) -> None:
+        """Everybody who is live now; those not named are gone."""
+        self._snapshots.learners = tuple(learners)
+
+    def set_ledgers(self, ledgers: Mapping[str, Sequence[Ledger]]) -> None:
+        """Books of every learner, one per fragment. They are summed here and not kept."""
+        num_fragments = max((len(books) for books in ledgers.values()), default=0)
+        self._snapshots.ledgers = tuple(total(books[i] for books in ledgers.values()) for i in range(num_fragments))
+
+    def set_bytes(self, totals: Mapping[tuple[str, str, str], int]) -> None:
+        """Bytes on the sockets by (learner, kind, direction), as `SocketLedger.totals` gives them; they only grow."""
+        self._snapshots.bytes = dict(totals)
+
+    # the port
+
+    def serve(self, address: str = "127.0.0.1:0") -> int:
+        """Answer scrapes at http://address/metrics from a thread of its own; returns the port (port 0 chooses one).
+
+        Raises:
+            ConfigError: the address is not loopback, or cannot be bound.
+        """
+        host, port = split_address(address)
+        if not is_loopback(host):
+            raise ConfigError(
+                f"metrics at {address} would be open to other machines; bind 127.0.0.1 and let a local Prometheus scrape it."
+            )
+        try:
+            self._server = start_http_server(port, host, self.registry)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics cannot be served at {address} ({error.strerror}); choose another port, or 0."
+            ) from error
+        return int(self._server[0].server_port)
+
+    def close(self) -> None:
+        """Stop answering."""
+        if self._server is not None:
+            server, thread = self._server
+            self._server = None
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+class _Snapshots(Collector):
+    """What is known as a whole and replaced as a whole, so that a learner that left leaves no line behind."""
+
+    def __init__(self) -> None:
+        self.learners: tuple[LearnerSample, ...] = ()
+        self.ledgers: tuple[Ledger, ...] = ()
+        self.bytes: Mapping[tuple[str, str, str], int] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        learners, ledgers, totals = self.learners, self.ledgers, self.bytes
+        count = GaugeMetricFamily(
+            "diloco_learners", "Learners by state; the healthy are among the live.", labels=["state"]
+        )
+        count.add_metric(["live"], len(learners))
+        count.add_metric(["healthy"], sum(it.healthy for it in learners))
+        yield count
+        step = GaugeMetricFamily("diloco_learner_step", "Inner steps of a live learner.", labels=["learner"])
+        seconds = GaugeMetricFamily(
+            "diloco_learner_step_seconds", "Seconds per inner step of a live learner.", labels=["learner"]
+        )
+        for it in learners:
+            step.add_metric([it.learner], it.step)
+            if it.step_s is not None:
+                seconds.add_metric([it.learner], it.step_s)
+        yield step
+        yield seconds
+        tokens = GaugeMetricFamily(
+            "diloco_ledger_tokens",
+            "Where the trained tokens of a fragment are: pending + merged + lost + discarded = trained.",
+            labels=["fragment", "state", "reason"],
+        )
+        for fragment, ledger in enumerate(ledgers):
+            states = {
+                "trained": ledger.trained,
+                "pending": ledger.pending,
+                "merged": ledger.merged,
+                "lost": ledger.lost,
+            }
+            for state, number in states.items():
+                tokens.add_metric([str(fragment), state, ""], number)
+            for reason, number in ledger.discarded.items():
+                tokens.add_metric([str(fragment), "discarded", reason], number)
+        yield tokens
+        on_sockets = CounterMetricFamily(
+            "diloco_socket_bytes",
+            "Bytes in TCP segments, TLS and HTTP/2 included; direction as the syncer sees it.",
+            labels=["learner", "kind", "direction"],
+        )
+        for key, number in totals.items():
+            on_sockets.add_metric(key, number)
+        yield on_sockets
