@@ -4,6 +4,7 @@
 #   make test     the default test suite, with coverage
 #   make lint     ruff, mypy, import directions
 #   make bench    what exchanging costs, as ratios measured in the same run
+#   make proto    the messages of the wire, from their .proto file
 #   make clean    remove what make created, .venv included
 #
 # Variables:
@@ -21,7 +22,7 @@ SUITABLE := import sys, venv, importlib.util as u; sys.exit(sys.version_info < (
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
 	"$$python" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
-.PHONY: all demo test lint bench venv clean
+.PHONY: all demo test lint bench proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -40,6 +41,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+proto: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src diloco/exchange/wire/syncer.proto
 
 venv: $(STAMP)
 

@@ -1,7 +1,9 @@
 """The command line: one file per command, imported when it is called.
 
-A command is a typed function `command` in the file that bears its name. `diloco --help` lists the summaries below without
-importing any of them. Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted.
+A command is a typed function `command` in the file that bears its name, or a Typer `app` there if it has commands of its own.
+`diloco --help` lists the summaries below without importing any of them.
+
+Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted.
 """
 
 import importlib
@@ -16,7 +18,10 @@ from typer.main import get_command
 from diloco.errors import ConfigError, DilocoError
 
 COMMANDS = {
+    "export": "Write the global model to a directory that transformers can load.",
+    "train": "Train one learner's part of the run that RUN_FILE describes.",
     "methods": "List the methods with their resolved values and the papers they come from.",
+    "keys": "Make and manage the certificates and tokens of a run.",
 }
 
 
@@ -30,6 +35,8 @@ class _LazyGroup(TyperGroup):
 
 def _load(name: str) -> Any:
     module = importlib.import_module(f"diloco.cli.{name}")
+    if hasattr(module, "app"):
+        return get_command(module.app)
     single = typer.Typer(add_completion=False)
     single.command(name)(module.command)
     return get_command(single)
