@@ -13,15 +13,14 @@ import pytest
 from cryptography import x509
 
 from diloco.errors import AuthError, ConfigError
+from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.syncer.auth import (
     Authenticator,
     Role,
     TokenEntry,
     check_binding,
-    is_loopback,
     new_token,
     read_tokens,
-    split_address,
     token_sha256,
     write_secret,
     write_tokens,
