@@ -18,10 +18,12 @@ from typer.main import get_command
 from diloco.errors import ConfigError, DilocoError
 
 COMMANDS = {
-    "export": "Write the global model to a directory that transformers can load.",
+    "syncer": "Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version.",
     "train": "Train one learner's part of the run that RUN_FILE describes.",
-    "methods": "List the methods with their resolved values and the papers they come from.",
+    "status": "Show a live run: learners, rounds and whom they wait for, tokens, bytes.",
+    "export": "Write the global model to a directory that transformers can load.",
     "keys": "Make and manage the certificates and tokens of a run.",
+    "methods": "List the methods with their resolved values and the papers they come from.",
 }
 
 
