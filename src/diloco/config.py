@@ -112,7 +112,7 @@ class TrainTable(_Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     autocast: Literal["auto", "bfloat16", "off"] = "auto"  # auto: bfloat16 on CUDA where supported
     threads: int | None = Field(default=None, gt=0)  # default: torch's choice
-    flush_denormals: bool = True  # in the inner steps only
+    flush_denormals: bool = False  # to zero, in the inner steps only
     log_every_s: float = Field(default=5.0, gt=0)  # between plain lines
     log_every_steps: int = Field(default=10, gt=0)  # between step events
 
@@ -145,6 +145,8 @@ class SyncerTable(_Table):
     key: Path | None = None
     tokens_file: Path | None = None  # all tokens with their roles
     metrics_port: int | None = Field(default=None, ge=0, le=65535)  # 0: any free port
+    spool_bytes: int = Field(default=1 << 30, ge=0)  # contributions held in memory; beyond it they wait on disk
+    lost_steps: float = Field(default=20.0, gt=0)  # in units of the learner's own step time
     lost_floor_s: float = Field(
         default=5.0, gt=0
     )  # a connection lost for longer evicts; measured between floor and cap
@@ -261,7 +263,7 @@ def nearest(key: str, known: Sequence[str]) -> str:
 def _override(tables: dict[str, Any], override: str) -> None:
     name, equals, raw = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
-    if not equals or len(keys) < 2 or not all(keys):
+    if not equals or not all(keys):
         raise ConfigError(f'--set {override} is not of the form table.key=value, for example "train.global_batch=8"')
     try:
         value = tomllib.loads(f"value = {raw.strip()}")["value"]

@@ -320,6 +320,14 @@ class SyncerCore:
             _count_discards(ledger, c)
         return [Store(fragment, state.version + 1)]
 
+    def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
+        """The round cannot be merged (its result is not finite): reject what is in it and stay at the version."""
+        state = self.fragments[fragment]
+        round_ = state.rounds.pop(state.version)
+        state.phase = "open"
+        rejects: list[Action] = [self._reject(c, self.ledgers[c.learner][fragment], reason) for c in round_.contributions.values()]
+        return [*rejects, *self._look_again(now)]
+
     def stored(self, now: float, fragment: int) -> list[Action]:
         """The new version is durable: publish it and go on with the next round."""
         state = self.fragments[fragment]

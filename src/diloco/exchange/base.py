@@ -99,6 +99,9 @@ class Exchange(ABC):
     gradients = True
     """Whether gradients can be exchanged (`Method.exchanged == "gradients"`) besides outer gradients."""
 
+    sends = True
+    """Whether this process sends its learner's contributions; in a learner of several ranks only one does."""
+
     @abstractmethod
     def method(self, given: Method | None) -> Method:
         """The run's method.

@@ -65,7 +65,7 @@ def run_local(fn: Callable[[int, Exchange], T], *, learners: int) -> list[T]:
     before.restore()
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in errors:
-        if not isinstance(error, _Stopped):
+        if not isinstance(error, _StoppedError):
             raise error
     return [future.result() for future in futures]
 
@@ -95,7 +95,7 @@ class _ThreadState:
             torch.set_num_threads(num_threads)
 
 
-class _Stopped(ExchangeError):
+class _StoppedError(ExchangeError):
     """Ends a learner's thread because another one failed."""
 
 
@@ -117,7 +117,7 @@ class _Baton:
         with self._condition:
             self._condition.wait_for(lambda: self._turn == index or self._failed or self._stuck is not None)
             if self._failed:
-                raise _Stopped("another learner failed.")
+                raise _StoppedError("another learner failed.")
             if self._stuck is not None:
                 raise ExchangeError(self._stuck)
         self._states[index].restore()
@@ -231,10 +231,10 @@ class Local(Exchange):
         elif run.core is None:
             run.baton.hand_on(self._index, ready=lambda: run.core is not None)
         assert run.core is not None
-        if difference := run.layout.first_difference(layout):
-            raise LayoutError(f"learner {self._index} does not hold learner 0's model: {difference}.")
         if difference := run.method.difference(method):
-            raise ConfigError(f"learner {self._index} and learner 0 use different methods: {difference}.")
+            raise ConfigError(f"{_name(0)} and {_name(self._index)} use different methods: {difference}.")
+        if difference := run.layout.first_difference(layout):
+            raise LayoutError(f"{_name(0)} and {_name(self._index)} do not hold the same model: {difference}.")
         self._open = True
         versions = tuple(fragment.version for fragment in run.core.fragments)
         return Opened(_name(self._index), 1, 0, versions, Model(tuple(run.thetas), run.static))

@@ -115,7 +115,7 @@ class SyncerMetrics:
         num_fragments = max((len(books) for books in ledgers.values()), default=0)
         self._snapshots.ledgers = tuple(total(books[i] for books in ledgers.values()) for i in range(num_fragments))
 
-    def set_bytes(self, totals: Mapping[tuple[str, str, str], int]) -> None:
+    def set_bytes(self, totals: Mapping[tuple[str, str, Direction], int]) -> None:
         """Bytes on the sockets by (learner, kind, direction), as `SocketLedger.totals` gives them; they only grow."""
         self._snapshots.bytes = dict(totals)
 

@@ -1,0 +1,85 @@
+"""`diloco export`: the global model as a directory that transformers can load."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco.errors import ConfigError, NotInitialisedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diloco.config import RunConfig
+
+
+def command(
+    run_file: Annotated[Path, typer.Argument(help="The run file (TOML).")],
+    out_dir: Annotated[Path, typer.Argument(help="The directory to write; made where there is none.")],
+    address: Annotated[str | None, typer.Option(help="Ask the syncer here, instead of at syncer.address.")] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Read the state directory of a syncer that is not running.")
+    ] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Read this checkpoint directory of a learner.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="table.key=value, instead of what the run file says; repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write the global model to a directory that transformers can load."""
+    from diloco.config import load_config
+
+    config = load_config(run_file, overrides or ())
+    if sum(source is not None for source in (address, state_dir, checkpoint)) > 1:
+        raise ConfigError("--address, --state-dir and --checkpoint name three sources; choose one")
+
+    from diloco.training.export import checkpoint_state, export_run
+
+    if checkpoint is not None:
+        state = checkpoint_state(checkpoint)
+    elif state_dir is not None:
+        state = _stored(state_dir, config)
+    else:
+        state = _fetched(address or config.syncer.address, config)
+    export_run(state, config, out_dir)
+    num_parameters = sum(tensor.numel() for tensor in state.values())
+    if as_json:
+        typer.echo(json.dumps({"directory": str(out_dir), "num_values": num_parameters}))
+    else:
+        typer.echo(f"wrote the global model of {config.run.name} to {out_dir}; load it with from_pretrained")
+
+
+def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
+    """From a running syncer."""
+    from diloco.cli.train import read_token
+    from diloco.exchange.remote import fetch_model
+
+    syncer = config.syncer
+    return fetch_model(
+        address,
+        run=config.run.name,
+        token=read_token(syncer.token_file),
+        ca=syncer.ca,
+        insecure=syncer.insecure,
+    )
+
+
+def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":
+    """From the disk of a syncer that is not running."""
+    from safetensors.torch import load
+
+    from diloco.core.fragments import Layout
+    from diloco.syncer.store import Store
+    from diloco.training.export import merge_fragments
+
+    if not (state_dir / "store.sqlite").exists():
+        raise ConfigError(f"{state_dir} is not the state directory of a syncer; check --state-dir")
+    with Store(state_dir) as store:
+        saved = store.load()
+    if saved is None:
+        raise NotInitialisedError(f"the run in {state_dir} has no model yet; start one learner with --initialise")
+    if saved.run != config.run.name:
+        raise ConfigError(f"{state_dir} holds the run {saved.run}, not {config.run.name}; check --state-dir")
+    layout = Layout.from_dict(saved.layout)
+    return merge_fragments(layout, [saved.fragments[f.index].theta for f in layout.fragments], load(saved.static))

@@ -1,0 +1,69 @@
+"""`diloco syncer`: serve one run."""
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.config import load_config
+from diloco.errors import ConfigError
+
+
+def command(
+    run_file: Annotated[Path, typer.Argument(help="The run file; its [syncer] table says where and how to serve.")],
+    address: Annotated[str | None, typer.Option(help="host:port to bind, instead of the run file's.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Where the run lives, instead of the run file's.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Loopback port for Prometheus; 0 chooses one.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Bind beyond loopback without TLS and tokens.")] = False,
+    port_file: Annotated[Path | None, typer.Option(help="Write the bound port here once it serves.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key: --set syncer.spool_bytes=1000000")
+    ] = None,
+) -> None:
+    """Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."""
+    import logging
+
+    from diloco.core.method import method_from_table
+    from diloco.core.syncer import Deadlines
+    from diloco.syncer.server import Options, Syncer
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    config = load_config(run_file, set_ or ())
+    table = config.syncer
+    port = metrics_port if metrics_port is not None else table.metrics_port
+    options = Options(
+        address=address or table.address,
+        state_dir=state_dir or table.state_dir or config.dir / "syncer",
+        cert=table.cert,
+        key=table.key,
+        tokens_file=table.tokens_file,
+        insecure=insecure or table.insecure,
+        metrics_address=None if port is None else f"127.0.0.1:{port}",
+        spool_bytes=table.spool_bytes,
+        deadlines=Deadlines(
+            lost_steps=table.lost_steps,
+            lost_floor_s=table.lost_floor_s,
+            lost_cap_s=table.lost_cap_s,
+            stalled_steps=table.stalled_steps,
+            stalled_floor_s=table.stalled_floor_s,
+            stalled_cap_s=table.stalled_cap_s,
+        ),
+    )
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with Syncer(config.run.name, method_from_table(config.method), options) as syncer:
+        metrics = "" if syncer.metrics_port is None else f", metrics at http://127.0.0.1:{syncer.metrics_port}/metrics"
+        versions = syncer.engine.versions()
+        state = f"at versions {versions}" if versions else "waiting for a learner with --initialise"
+        typer.echo(f"syncer for run {config.run.name!r} at {syncer.address} ({state}){metrics}", err=True)
+        if port_file is not None:
+            partial = port_file.with_name(f".{port_file.name}")
+            try:
+                partial.write_text(str(syncer.port))
+                partial.replace(port_file)
+            except OSError as error:
+                raise ConfigError(f"--port-file {port_file} cannot be written ({error.strerror}).") from error
+        syncer.wait(stop)

@@ -1,0 +1,167 @@
+"""A process group of this library's own, beside the one it is given, so that its traffic never mixes with the user's collectives.
+
+Everything crosses it as bytes (uint8), by one primitive: an all-to-all with a size for every pair. Tensors are moved to the device
+that the backend needs (NCCL) and back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco import errors
+from diloco.errors import ConfigError, DilocoError, ExchangeError
+
+FRAME_BYTES = 2048
+"""Size of a small message that every rank sends to every other; JSON, padded with spaces."""
+
+TEXT_CHARACTERS = 256
+"""How much of an error's text goes into a frame; escaped as JSON it fits with everything else that a frame says."""
+
+
+class Group:
+    """Collective operations on bytes between the ranks of `parent`. Every method is called by all ranks in the same order.
+
+    Arguments:
+        parent: the group whose ranks take part; None: all.
+        timeout_s: how long an operation waits for the other ranks.
+        backend: None: the parent's own, for its host tensors where it takes them.
+
+    Raises:
+        ConfigError: there is no process group, or this process is not in it.
+        ExchangeError: (every method) another rank is gone or did not answer in time; names what did not get through.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup | None, *, timeout_s: float, backend: str | None = None) -> None:
+        require_process_group()
+        if dist.get_rank(parent) < 0:
+            raise ConfigError("this process is not a member of the process group it was given; pass one that it is in.")
+        ranks = dist.get_process_group_ranks(parent)
+        self._timeout_s = timeout_s
+        own_backend, self._device = _backend_of(parent) if backend is None else (backend, torch.device("cpu"))
+        with self._named("making a process group"):
+            self._group = dist.new_group(
+                ranks,
+                timeout=timedelta(seconds=timeout_s),
+                backend=own_backend,
+                use_local_synchronization=len(ranks) < dist.get_world_size(),
+            )
+        self.rank: int = dist.get_rank(self._group)
+        self.size: int = dist.get_world_size(self._group)
+
+    def all_to_all(self, send: Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], what: str) -> Tensor:
+        """`send` (uint8) is cut into one part per rank; returns the parts from all ranks, in rank order, on the host."""
+        received = torch.empty(sum(receive_bytes), dtype=torch.uint8, device=self._device)
+        with self._named(what):
+            dist.all_to_all_single(
+                received, send.to(self._device), list(receive_bytes), list(send_bytes), group=self._group
+            )
+            return received.cpu()
+
+    def gather(self, part: Tensor, sizes_bytes: Sequence[int], what: str) -> Tensor:
+        """Every rank's `part` (uint8, of the size that `sizes_bytes` says for the rank), joined in rank order."""
+        return self.all_to_all(part.repeat(self.size), [part.numel()] * self.size, sizes_bytes, what)
+
+    def gather_frames(self, values: dict[str, Any], what: str) -> list[dict[str, Any]]:
+        """Every rank's small message (plain values whose JSON fits into FRAME_BYTES), in rank order."""
+        frame = json.dumps(values).encode().ljust(FRAME_BYTES)
+        assert len(frame) == FRAME_BYTES
+        gathered = self.gather(to_tensor(frame), [FRAME_BYTES] * self.size, what)
+        return [json.loads(to_bytes(each)) for each in gathered.split(FRAME_BYTES)]
+
+    def gather_values(self, values: Any, what: str) -> list[Any]:
+        """Every rank's plain values of any size, in rank order."""
+        message = to_tensor(json.dumps(values).encode())
+        sizes = [int(frame["bytes"]) for frame in self.gather_frames({"bytes": message.numel()}, what)]
+        parts = split(self.gather(message, sizes, what), sizes)
+        return [json.loads(to_bytes(part)) for part in parts]
+
+    def broadcast(self, tensor: Tensor, what: str) -> None:
+        """`tensor` (host, contiguous, any dtype) becomes rank 0's, in place."""
+        if tensor.numel() == 0:
+            return
+        raw = as_bytes(tensor)
+        with self._named(what):
+            moved = raw.to(self._device)
+            dist.broadcast(moved, group=self._group, group_src=0)
+            if moved.data_ptr() != raw.data_ptr() and self.rank != 0:
+                raw.copy_(moved)
+
+    def sum(self, values: Sequence[int], what: str) -> list[int]:
+        """The sum over ranks of each whole number."""
+        numbers = torch.tensor(values, dtype=torch.int64, device=self._device)
+        with self._named(what):
+            dist.all_reduce(numbers, group=self._group)
+            return [int(number) for number in numbers.tolist()]
+
+    def destroy(self) -> None:
+        """Close the connections; ranks that still wait for this one get an error at once."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """torch reports a lost or silent peer as a bare RuntimeError."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise ExchangeError(
+                f"{what} did not get through, because another rank is gone or silent for more than {self._timeout_s:g} s; a process "
+                f"group has fixed membership, so start all ranks again from a checkpoint ({reason})."
+            ) from error
+
+
+def require_process_group() -> None:
+    """Raise ConfigError unless torch.distributed is initialised."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "there is no process group; call torch.distributed.init_process_group first, in processes started by torchrun."
+        )
+
+
+def error_of(name: str, text: str) -> DilocoError:
+    """An error of this package by the name of its class, as another rank told it."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, DilocoError):
+        return kind(text)
+    return ExchangeError(f"{name}: {text}")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as uint8."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def to_tensor(raw: bytes) -> Tensor:
+    """Bytes as a uint8 tensor."""
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """A uint8 tensor as bytes."""
+    return tensor.numpy().tobytes()
+
+
+def split(joined: Tensor, sizes_bytes: Sequence[int]) -> list[Tensor]:
+    """The parts of a joined uint8 tensor, each aligned so that it can be viewed in any dtype."""
+    parts = joined.split(list(sizes_bytes))
+    starts = accumulate(sizes_bytes, initial=0)
+    return [part if start % 8 == 0 else part.clone() for part, start in zip(parts, starts, strict=False)]
+
+
+def _backend_of(parent: dist.ProcessGroup | None) -> tuple[str, torch.device]:
+    """The parent's backend for host tensors, or else its first one with this process's device for it."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(parent).split(","))
+    if "cpu" in backends:
+        return backends["cpu"], torch.device("cpu")
+    kind, backend = next(iter(backends.items()))
+    return backend, torch.device(kind, torch.get_device_module(kind).current_device())

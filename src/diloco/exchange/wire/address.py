@@ -1,0 +1,30 @@
+"""Addresses: "host:port" and whether strangers can reach it."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from diloco.errors import ConfigError
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """ "host:port", "[::1]:port" or ":port" (all interfaces) as host without brackets, and port.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not bracketed):
+        raise ConfigError(f"{address!r} is not an address; write host:port, for example 0.0.0.0:7700 or [::1]:7700.")
+    return (host[1:-1] if bracketed else host), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the host name or IP address. Names other than localhost are not looked up."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower() == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -1,0 +1,94 @@
+"""Bulk bytes on a gRPC stream: a protobuf header, raw chunks, a checksum. No tensor passes through protobuf."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from google.protobuf.message import DecodeError, Message
+from torch import Tensor
+
+from diloco.errors import ConfigError, CorruptPayloadError
+
+CHUNK_BYTES = 4 << 20
+"""Bytes of one chunk, the last one of a stream may be shorter."""
+
+MAX_MESSAGE_BYTES = CHUNK_BYTES + (1 << 20)
+"""What either end accepts as one message."""
+
+H = TypeVar("H", bound=Message)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, without a copy; valid while the tensor lives."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ConfigError(
+            f"a {tensor.device.type} tensor with strides {tensor.stride()} cannot be sent; make it contiguous on the CPU."
+        )
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def tensor_of(buffer: bytearray | memoryview, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """A tensor over a writable buffer, without a copy; it keeps the buffer alive."""
+    return torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
+
+
+def frames(header: Message, *parts: memoryview) -> Iterator[bytes]:
+    """The messages of one stream: header, chunks of the parts one after the other, CRC-32 of all their bytes."""
+    yield header.SerializeToString()
+    checksum = 0
+    for part in parts:
+        for start in range(0, len(part), CHUNK_BYTES):
+            chunk = part[start : start + CHUNK_BYTES]
+            checksum = zlib.crc32(chunk, checksum)
+            yield bytes(chunk)
+    yield checksum.to_bytes(4, "little")
+
+
+def read_header(stream: Iterator[bytes], kind: type[H]) -> H:
+    """The first message of a stream.
+
+    Raises:
+        CorruptPayloadError: there is none, or it is not a `kind`.
+    """
+    try:
+        return kind.FromString(next(stream))
+    except StopIteration as error:
+        raise CorruptPayloadError("the stream ended before its header; send it again.") from error
+    except DecodeError as error:
+        raise CorruptPayloadError(f"the stream does not begin with a {kind.DESCRIPTOR.name}; send it again.") from error
+
+
+def read_into(stream: Iterator[bytes], buffer: memoryview, on_bytes: Callable[[int], None] | None = None) -> None:
+    """Fill `buffer` with the chunks of a stream and compare the checksum that follows.
+
+    Raises:
+        CorruptPayloadError: too few or too many bytes, or another checksum.
+    """
+    filled = checksum = 0
+    while filled < len(buffer):
+        chunk = next(stream, None)
+        if chunk is None:
+            raise CorruptPayloadError(f"the stream ended after {filled} of {len(buffer)} bytes; send it again.")
+        if filled + len(chunk) > len(buffer):
+            raise CorruptPayloadError(
+                f"the stream carries more than the {len(buffer)} bytes it announced; send it again."
+            )
+        buffer[filled : filled + len(chunk)] = chunk
+        checksum = zlib.crc32(chunk, checksum)
+        filled += len(chunk)
+        if on_bytes is not None:
+            on_bytes(len(chunk))
+    trailer = next(stream, None)
+    if trailer is None or len(trailer) != 4:
+        raise CorruptPayloadError(f"the stream of {len(buffer)} bytes does not end with its checksum; send it again.")
+    if int.from_bytes(trailer, "little") != checksum:
+        raise CorruptPayloadError(
+            f"the checksum of {len(buffer)} bytes does not match: they were damaged on the way; send them again."
+        )

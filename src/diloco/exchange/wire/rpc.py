@@ -1,0 +1,79 @@
+"""Method names, and this package's errors as gRPC statuses and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from diloco import errors
+from diloco.errors import DilocoError, ExchangeError
+
+SERVICE = "diloco.v1.Syncer"
+ERROR_KEY = "diloco-error"
+"""Trailing metadata that names the class of `diloco.errors` an aborted call stands for; the text is the status detail."""
+
+_CODES: dict[type[DilocoError], grpc.StatusCode] = {
+    errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.LayoutError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.PayloadError: grpc.StatusCode.DATA_LOSS,
+    errors.VersionError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.UnknownRunError: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyInitialisedError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.RunError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.AuthError: grpc.StatusCode.UNAUTHENTICATED,
+    errors.StoreError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+"""The other side may be restarting, or the link is down: try again."""
+
+
+def path(method: str) -> str:
+    """The full name of a method."""
+    return f"/{SERVICE}/{method}"
+
+
+def abort(context: grpc.ServicerContext, error: DilocoError) -> None:
+    """End a call on the server with `error`; does not return."""
+    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
+    context.abort(code, str(error))
+
+
+def from_rpc_error(error: grpc.RpcError, address: str) -> DilocoError:
+    """The error of this package that a failed call stands for; anything the other side did not raise itself is an ExchangeError."""
+    call: Any = error
+    trailing = dict(call.trailing_metadata() or ())
+    kind = getattr(errors, str(trailing.get(ERROR_KEY, "")), None)
+    if isinstance(kind, type) and issubclass(kind, DilocoError):
+        return kind(call.details())
+    return ExchangeError(
+        f"the syncer at {address} did not answer ({call.code().name.lower()}: {call.details()}); is it running?"
+    )
+
+
+def is_retryable(error: grpc.RpcError) -> bool:
+    """Whether the call failed on the way rather than by the other side's decision."""
+    call: Any = error
+    return call.code() in RETRYABLE and ERROR_KEY not in dict(call.trailing_metadata() or ())
+
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.use_local_subchannel_pool", 1),  # one TCP connection per channel
+    ("grpc.max_receive_message_length", 6 << 20),
+    ("grpc.max_send_message_length", 6 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+]
+
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.so_reuseport", 0),  # two syncers on one port would share its learners
+    ("grpc.max_receive_message_length", 6 << 20),
+    ("grpc.max_send_message_length", 6 << 20),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]

@@ -1,0 +1,187 @@
+"""One syncer process: the engine behind a port, its state directory, its metrics and its byte counts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from diloco import events
+from diloco.core.method import Method
+from diloco.core.syncer import Deadlines
+from diloco.errors import ConfigError
+from diloco.exchange.wire.address import split_address
+from diloco.exchange.wire.rpc import SERVER_OPTIONS
+from diloco.syncer.auth import Authenticator, check_binding
+from diloco.syncer.engine import Engine
+from diloco.syncer.metrics import SyncerMetrics
+from diloco.syncer.service import Service
+from diloco.syncer.sockets import SocketLedger, is_available
+from diloco.syncer.spool import Spool
+from diloco.syncer.store import Store
+
+MAX_CALLS = 512
+"""Threads at most; every learner holds one for its watch and one for each transfer."""
+
+TRAFFIC_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a syncer runs.
+
+    Attributes:
+        address: "host:port"; port 0 chooses a free one.
+        state_dir: where the run lives.
+        cert, key: PEM files for TLS. tokens_file: who may do what.
+        insecure: bind beyond loopback without both, on purpose.
+        metrics_address: where Prometheus scrapes, loopback only; None: nowhere.
+        spool_bytes: contributions held in memory; beyond it they go to disk.
+    """
+
+    address: str
+    state_dir: Path
+    cert: Path | None = None
+    key: Path | None = None
+    tokens_file: Path | None = None
+    insecure: bool = False
+    metrics_address: str | None = None
+    spool_bytes: int = 1 << 30
+    deadlines: Deadlines = Deadlines()
+
+
+class Syncer:
+    """A running syncer; a context manager that stops it.
+
+    Raises:
+        ConfigError: an unsafe binding, an unreadable certificate, a port that is taken.
+        StoreError: the state directory is in use or damaged.
+    """
+
+    def __init__(self, run: str, method: Method, options: Options) -> None:
+        check_binding(
+            options.address,
+            has_tls=options.cert is not None,
+            has_tokens=options.tokens_file is not None,
+            insecure=options.insecure,
+        )
+        if method.exchanged == "gradients":
+            raise ConfigError(
+                "a syncer cannot run DataParallel on gradients: it would never hold the model, so nobody could rejoin; "
+                "use Collective over a process group, or a method that exchanges outer gradients."
+            )
+        auth = None if options.tokens_file is None else Authenticator(options.tokens_file)
+        credentials = _credentials(options)
+        self.run = run
+        self._started_at = time.time()
+        self._store = Store(options.state_dir)
+        self._events = events.EventLog(options.state_dir / "events.jsonl", who="syncer")
+        self._metrics = SyncerMetrics(run)
+        self.engine = Engine(
+            run, method, self._store, Spool(options.state_dir, options.spool_bytes), deadlines=options.deadlines,
+            events_log=self._events, metrics=self._metrics,
+        )  # fmt: skip
+        self._server = grpc.server(
+            ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="syncer-call"), options=SERVER_OPTIONS
+        )
+        host, _ = split_address(options.address)
+        self.port = _bind(self._server, options.address, credentials)
+        self.address = f"{host or '0.0.0.0'}:{self.port}"
+        self._sockets = SocketLedger(self.port) if is_available() else None
+        service = Service(self.engine, auth=auth, sockets=self._sockets, status_extra=self._status_extra)
+        self._server.add_generic_rpc_handlers((service.handlers(),))
+        self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
+        self._stopping = threading.Event()
+        self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
+        self._server.start()
+        if self._sockets is not None:
+            self._sockets.start()
+        self._traffic.start()
+        self._events.append(
+            events.SyncerStarted(
+                run=run, address=self.address, versions=tuple(self.engine.versions()), method=method.to_dict()
+            )
+        )
+
+    def wait(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set, or the engine fails (raises what it failed with)."""
+        while not stop.wait(0.5):
+            self.engine.raise_failure()
+
+    def close(self) -> None:
+        """Finish what is being merged, tell the learners, stop."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self.engine.stop()
+        self._server.stop(grace=1.0).wait()
+        self._traffic.join()
+        self._append_traffic()
+        if self._sockets is not None:
+            self._sockets.close()
+        step, tokens = self.engine.position()
+        seconds = time.time() - self._started_at
+        self._events.append(events.Finished(steps=step, tokens=tokens, seconds=seconds, reason="stopped"))
+        self._metrics.close()
+        self._events.close()
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _status_extra(self) -> dict[str, Any]:
+        """Bytes on the sockets by learner and kind, as the syncer's kernel counted them."""
+        if self._sockets is None:
+            return {"uptime_s": time.time() - self._started_at, "num_bytes": None}
+        self._sockets.sample()
+        num_bytes: dict[str, dict[str, dict[str, int]]] = {}
+        for (learner, kind, direction), count in self._sockets.totals().items():
+            num_bytes.setdefault(learner, {}).setdefault(kind, {})[direction] = count
+        return {"uptime_s": time.time() - self._started_at, "num_bytes": num_bytes}
+
+    def _report_traffic(self) -> None:
+        while not self._stopping.wait(TRAFFIC_EVERY_S):
+            self._append_traffic()
+
+    def _append_traffic(self) -> None:
+        if self._sockets is None:
+            return
+        totals = self._sockets.totals()
+        self._metrics.set_bytes(totals)
+        by_learner: dict[str, dict[str, dict[str, int]]] = {}
+        for (learner, kind, direction), count in totals.items():
+            by_learner.setdefault(learner, {"sent": {}, "received": {}})[direction][kind] = count
+        for learner, counts in sorted(by_learner.items()):
+            self._events.append(
+                events.Traffic(learner=learner, sent_bytes=counts["sent"], received_bytes=counts["received"])
+            )
+
+
+def _credentials(options: Options) -> grpc.ServerCredentials | None:
+    if options.cert is None or options.key is None:
+        return None
+    try:
+        pair = (options.key.read_bytes(), options.cert.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be read ({error.strerror}); make it with `diloco keys new`."
+        ) from error
+    return grpc.ssl_server_credentials([pair])
+
+
+def _bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        port = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"{address} cannot be bound ({error}); is another syncer running there?") from error
+    return port

@@ -1,0 +1,236 @@
+"""The gRPC face of a syncer: who may call what, bytes in and out, errors as statuses. All decisions are the engine's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+import torch
+from google.protobuf.message import Message
+
+from diloco.core.fragments import Layout
+from diloco.core.update import Contribution
+from diloco.errors import CorruptPayloadError, DilocoError, LayoutError
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import bytes_of, frames, read_header, read_into, tensor_of
+from diloco.exchange.wire.rpc import SERVICE, abort
+from diloco.syncer.auth import Authenticator, Role
+from diloco.syncer.engine import Engine
+from diloco.syncer.sockets import SocketLedger
+
+M = TypeVar("M", bound=Message)
+WATCH_POLL_S = 1.0
+"""How often a watch without news looks whether its call is still alive."""
+
+
+class Service:
+    """Handlers of one run.
+
+    Arguments:
+        engine: the run.
+        auth: checks tokens; None lets everybody in (a loopback port, or --insecure).
+        sockets: counts bytes; told whose connection each call came on.
+        status_extra: more values for `Status`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        auth: Authenticator | None,
+        sockets: SocketLedger | None,
+        status_extra: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._engine = engine
+        self._auth = auth
+        self._sockets = sockets
+        self._status_extra = status_extra
+
+    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """What `grpc.Server.add_generic_rpc_handlers` takes."""
+        unary: dict[str, tuple[Callable[[Any, grpc.ServicerContext], Message], type[Message]]] = {
+            "Describe": (self.describe, pb.DescribeRequest),
+            "Join": (self.join, pb.JoinRequest),
+            "Heartbeat": (self.heartbeat, pb.HeartbeatRequest),
+            "Leave": (self.leave, pb.LeaveRequest),
+            "Status": (self.status, pb.StatusRequest),
+        }
+        methods = {
+            name: grpc.unary_unary_rpc_method_handler(_mapped(handler), kind.FromString, _serialize)
+            for name, (handler, kind) in unary.items()
+        }
+        methods["Initialise"] = grpc.stream_unary_rpc_method_handler(_mapped(self.initialise), None, _serialize)
+        methods["Push"] = grpc.stream_unary_rpc_method_handler(_mapped(self.push), None, _serialize)
+        methods["Pull"] = grpc.unary_stream_rpc_method_handler(
+            _mapped_stream(self.pull), pb.PullRequest.FromString, None
+        )
+        methods["Watch"] = grpc.unary_stream_rpc_method_handler(
+            _mapped_stream(self.watch), pb.WatchRequest.FromString, _serialize
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    # --- control ----------------------------------------------------------------------------------------------------------
+
+    def describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
+        self._admit(context, request.run, "viewer", "", "control")
+        engine = self._engine
+        step, run_tokens = engine.position()
+        layout = "" if engine.layout is None else json.dumps(engine.layout.to_dict())
+        return pb.DescribeReply(
+            method=json.dumps(engine.method.to_dict()),
+            initialised=engine.initialised,
+            layout=layout,
+            step=step,
+            run_tokens=run_tokens,
+        )
+
+    def join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
+        self._admit(context, request.run, "learner", request.learner, "joins")
+        incarnation = self._engine.join(request.learner, _layout(request.layout))
+        step, run_tokens = self._engine.position()
+        return pb.JoinReply(incarnation=incarnation, step=step, run_tokens=run_tokens)
+
+    def heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
+        self._admit(context, request.run, "learner", request.learner, "control")
+        self._engine.heartbeat(
+            request.learner, request.incarnation, step=request.step, tokens=request.tokens, step_s=request.step_s or None,
+            waiting=request.waiting,
+        )  # fmt: skip
+        step, run_tokens = self._engine.position()
+        return pb.HeartbeatReply(
+            step=step, run_tokens=run_tokens, versions=self._engine.versions(), live=self._engine.num_live()
+        )
+
+    def leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
+        self._admit(context, request.run, "learner", request.learner, "control")
+        self._engine.leave(request.learner, request.incarnation, request.tokens)
+        return pb.LeaveReply()
+
+    def status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
+        self._admit(context, request.run, "viewer", "", "control")
+        return pb.StatusReply(status=json.dumps({**self._engine.status(), **self._status_extra()}))
+
+    def watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:
+        self._admit(context, request.run, "learner", request.learner, "control")
+        learner, incarnation = request.learner, request.incarnation
+        notices = self._engine.watch(learner, incarnation)
+        context.add_callback(lambda: notices.put(None))  # the connection is gone: wake up and say so
+        try:
+            while context.is_active():
+                notice = notices.get()
+                if notice is None:
+                    return
+                yield notice
+        finally:
+            self._engine.disconnected(learner, incarnation, notices)
+
+    # --- bulk -------------------------------------------------------------------------------------------------------------
+
+    def initialise(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> pb.InitialiseReply:
+        header = read_header(stream, pb.InitialiseHeader)
+        self._admit(context, header.run, "learner", header.learner, "joins")
+        layout = _layout(header.layout)
+        expected = [4 * fragment.numel for fragment in layout.fragments]
+        if list(header.part_bytes[:-1]) != expected:
+            raise CorruptPayloadError(
+                f"the model has parts of {list(header.part_bytes[:-1])} bytes and its layout needs {expected}."
+            )
+        buffer = bytearray(sum(header.part_bytes))
+        read_into(stream, memoryview(buffer))
+        thetas, start = [], 0
+        for num_bytes in expected:
+            thetas.append(tensor_of(memoryview(buffer)[start : start + num_bytes], torch.float32))
+            start += num_bytes
+        for fragment, theta in zip(layout.fragments, thetas, strict=True):
+            if not torch.isfinite(theta).all():
+                raise LayoutError(
+                    f"fragment {fragment.index} of the initial model is not finite; start from other weights."
+                )
+        self._engine.initialise(
+            layout, thetas, bytes(memoryview(buffer)[start:]), learner=header.learner, source=header.source, step=header.step,
+            tokens=header.tokens,
+        )  # fmt: skip
+        return pb.InitialiseReply()
+
+    def push(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> pb.PushReply:
+        header = read_header(stream, pb.PushHeader)
+        self._admit(context, header.run, "learner", header.learner, "contributions")
+        self._engine.check(header.learner, header.incarnation)
+        slot = self._engine.allocate(header.fragment, header.num_bytes)
+        contribution = Contribution(
+            header.learner, header.incarnation, header.fragment, header.round, header.base, header.tokens, header.steps, header.trained,
+            tuple((discard.reason, discard.tokens) for discard in header.discarded),
+        )  # fmt: skip
+        complete = False
+        try:
+            read_into(stream, slot.buffer)
+            complete = True
+        finally:
+            if not complete:
+                self._engine.release(slot)
+        reason = self._engine.contribute(contribution, slot)
+        return pb.PushReply(accepted=reason is None, reason=reason or "")
+
+    def pull(self, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+        kind = "joins" if request.base < 0 else "updates"
+        self._admit(context, request.run, "learner" if request.learner else "viewer", request.learner, kind)
+        if request.learner:
+            self._engine.check(request.learner, request.incarnation)
+        if request.WhichOneof("part") == "static":
+            static = memoryview(self._engine.static)
+            yield from frames(pb.PullHeader(lossless=True, num_bytes=len(static)), static)
+            return
+        update, tensor = self._engine.pull(request.fragment, request.base)
+        payload = bytes_of(tensor)
+        header = pb.PullHeader(
+            fragment=update.fragment, base=max(update.base, 0), version=update.version, contributors=update.contributors,
+            weights=update.weights, scale=update.scale, digest=update.digest, lossless=update.lossless, num_bytes=len(payload),
+        )  # fmt: skip
+        yield from frames(header, payload)
+
+    # --- helpers ----------------------------------------------------------------------------------------------------------
+
+    def _admit(self, context: grpc.ServicerContext, run: str, role: Role, learner: str, kind: str) -> None:
+        """The caller may do this, for this learner, in this run; its connection is counted as `kind`."""
+        if self._auth is not None:
+            authorization = str(dict(context.invocation_metadata()).get("authorization", ""))
+            self._auth.check(authorization.removeprefix("Bearer ") or None, role, learner=learner or None)
+        self._engine.require_run(run)
+        if self._sockets is not None:
+            self._sockets.label(context.peer(), kind, learner or "viewers")
+
+
+def _layout(text: str) -> Layout:
+    try:
+        return Layout.from_dict(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise LayoutError(f"the layout is not JSON ({error}); send Layout.to_dict().") from error
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _mapped(handler: Callable[[Any, grpc.ServicerContext], M]) -> Callable[[Any, grpc.ServicerContext], M]:
+    def call(request: Any, context: grpc.ServicerContext) -> M:
+        try:
+            return handler(request, context)
+        except DilocoError as error:
+            abort(context, error)
+            raise
+
+    return call
+
+
+def _mapped_stream(
+    handler: Callable[[Any, grpc.ServicerContext], Iterator[M] | Iterator[bytes]],
+) -> Callable[[Any, grpc.ServicerContext], Iterator[M] | Iterator[bytes]]:
+    def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        try:
+            yield from handler(request, context)
+        except DilocoError as error:
+            abort(context, error)
+
+    return call

@@ -1,0 +1,85 @@
+"""Where contributions wait for their round: in memory up to a budget, in files beyond it, always encoded."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+from torch import Tensor
+
+from diloco.errors import StoreError
+from diloco.exchange.wire.frames import tensor_of
+
+
+class Slot:
+    """Room for one payload. Fill `buffer`, read `tensor`, then `release`."""
+
+    def __init__(self, buffer: bytearray | mmap.mmap, in_memory: bool) -> None:
+        self._buffer: bytearray | mmap.mmap | None = buffer
+        self.num_bytes = len(buffer)
+        self.in_memory = in_memory
+
+    @property
+    def buffer(self) -> memoryview:
+        assert self._buffer is not None
+        return memoryview(self._buffer)
+
+    @property
+    def tensor(self) -> Tensor:
+        """uint8, over the buffer."""
+        return tensor_of(self.buffer)
+
+    def drop(self) -> None:
+        self._buffer = None  # a mapped file goes when the last tensor over it does
+
+
+class Spool:
+    """Gives out room for payloads.
+
+    Arguments:
+        directory: for the payloads that do not fit; its files are unlinked at once, so that a crash leaves nothing behind.
+        budget_bytes: how much may be held in memory.
+    """
+
+    def __init__(self, directory: Path, budget_bytes: int) -> None:
+        self._directory = directory
+        self._budget_bytes = budget_bytes
+        self._held_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """In memory at the moment."""
+        return self._held_bytes
+
+    def allocate(self, num_bytes: int) -> Slot:
+        """Room for `num_bytes`.
+
+        Raises:
+            StoreError: it has to go to disk, and the disk is full.
+        """
+        with self._lock:
+            fits = self._held_bytes + num_bytes <= self._budget_bytes or num_bytes == 0
+            if fits:
+                self._held_bytes += num_bytes
+        return Slot(bytearray(num_bytes), True) if fits else Slot(self._map(num_bytes), False)
+
+    def release(self, slot: Slot) -> None:
+        """The payload is not needed any more."""
+        slot.drop()
+        if slot.in_memory:
+            with self._lock:
+                self._held_bytes -= slot.num_bytes
+
+    def _map(self, num_bytes: int) -> mmap.mmap:
+        try:
+            with tempfile.TemporaryFile(dir=self._directory) as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                return mmap.mmap(file.fileno(), num_bytes)
+        except OSError as error:
+            raise StoreError(
+                f"a contribution of {num_bytes} bytes does not fit into {self._directory} ({error}); free disk space or raise spool_bytes."
+            ) from error
