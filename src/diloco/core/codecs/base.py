@@ -13,9 +13,9 @@ from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
 SEGMENT_ELEMENTS = 32768
 """A payload is the concatenation of independently encoded segments of this many elements; the last one may be shorter."""
 
-# Equal segments are handled several at a time. On a CPU a group of 4 (512 KiB of fp32) still lives in a core's L2 cache and spreads the
-# cost of calling torch over enough elements; elsewhere launches are what costs. Bits do not depend on the grouping.
-_CPU_GROUP_SEGMENTS = 4
+# Equal segments are handled several at a time: enough to spread what calling torch costs, few enough to stay in a core's cache. Other
+# devices take many, since there the launches cost. Bits do not depend on the grouping.
+_CPU_GROUP_SEGMENTS = 16
 _DEVICE_GROUP_SEGMENTS = 256
 
 _NONFINITE_BITS = 0x7F800000
@@ -28,6 +28,7 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._constants: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The buffer of this name and shape; its content is whatever was left in it."""
@@ -35,6 +36,13 @@ class Scratch:
         if buffer is None:
             buffer = self._buffers[name, shape] = torch.empty(shape, dtype=dtype, device=self._device)
         return buffer
+
+    def constant(self, value: int, dtype: torch.dtype) -> Tensor:
+        """A number as a 0-dimensional tensor, which torch takes up faster than a Python number each time."""
+        constant = self._constants.get((value, dtype))
+        if constant is None:
+            constant = self._constants[value, dtype] = torch.tensor(value, dtype=dtype)
+        return constant
 
 
 class Codec(ABC):
@@ -45,6 +53,7 @@ class Codec(ABC):
     """
 
     lossless: ClassVar[bool] = False
+    cpu_group_segments: ClassVar[int] = _CPU_GROUP_SEGMENTS
 
     @property
     @abstractmethod
@@ -151,7 +160,7 @@ class Codec(ABC):
 
     def _groups(self, num_elements: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
         """(elements, payload bytes, rows) of each group of equally long segments."""
-        group = _CPU_GROUP_SEGMENTS if device.type == "cpu" else _DEVICE_GROUP_SEGMENTS
+        group = self.cpu_group_segments if device.type == "cpu" else _DEVICE_GROUP_SEGMENTS
         num_full, tail = divmod(num_elements, SEGMENT_ELEMENTS)
         segment_bytes = self.segment_bytes(SEGMENT_ELEMENTS)
         for first in range(0, num_full, group):
@@ -184,7 +193,7 @@ def compress(codec: Codec, x: Tensor, residual: Tensor | None) -> tuple[Tensor, 
 def magnitude_bits(x: Tensor, scratch: Scratch) -> Tensor:
     """The bits of |x| (fp32) as int32, which order as the magnitudes do, with inf and then NaN on top."""
     bits = scratch.take("magnitude", tuple(x.shape), torch.int32)
-    return torch.bitwise_and(x.view(torch.int32), 0x7FFFFFFF, out=bits)
+    return torch.bitwise_and(x.view(torch.int32), scratch.constant(0x7FFFFFFF, torch.int32), out=bits)
 
 
 def refuse_nonfinite(largest_bits: int) -> None:

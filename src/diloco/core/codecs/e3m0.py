@@ -29,8 +29,14 @@ class E3M0(ScaledBlocks):
         ratio = scratch.take("ratio", shape, torch.float32)
         bits = torch.div(x, divisor, out=ratio).view(torch.int32)
         # |ratio| < 2, so that bits 22 to 29 hold the exponent and the first bit of the mantissa: k = 2 · exponent + first bit.
-        k = scratch.take("nibbles", shape, torch.uint8).copy_(bits.bitwise_right_shift_(22))
-        sign = scratch.take("signs", shape, torch.uint8).copy_(bits.bitwise_right_shift_(6)).bitwise_and_(0x08)
+        k = scratch.take("codes", shape, torch.uint8).copy_(
+            bits.bitwise_right_shift_(scratch.constant(22, torch.int32))
+        )
+        sign = (
+            scratch.take("signs", shape, torch.uint8)
+            .copy_(bits.bitwise_right_shift_(scratch.constant(6, torch.int32)))
+            .bitwise_and_(scratch.constant(0x08, torch.uint8))
+        )
         # k = 240 starts at 2^-7. With j = k − 239: j = 0 is code 0; 1, 2 and 3 are code 1; from there on two j's a code.
         k.clamp_min_(239).sub_(239)
         lowest = scratch.take("lowest", shape, torch.uint8)
@@ -38,14 +44,14 @@ class E3M0(ScaledBlocks):
         k.bitwise_right_shift_(1)
         pack_halves(torch.maximum(k, lowest, out=k).bitwise_or_(sign), codes, scratch)
 
-    def _decode_blocks(self, codes: Tensor, scale: Tensor, out: Tensor, scratch: Scratch) -> None:
+    def _decode_blocks(self, codes: Tensor, scale: Tensor, largest: float, out: Tensor, scratch: Scratch) -> None:
         nibbles = unpack_halves(codes, out.shape[-1], scratch).view(torch.int8)
         # The exponent bits of the code become those of an fp16 number, of value ± 2^(c − 15), or ± 0 for code 0.
         halves = scratch.take("halves", tuple(out.shape), torch.int16).copy_(nibbles)
-        halves.bitwise_left_shift_(6).bitwise_and_(0x9C00 - 0x10000)
+        halves.mul_(scratch.constant(64, torch.int16)).bitwise_and_(scratch.constant(0x9C00 - 0x10000, torch.int16))
         out.copy_(halves.view(torch.float16))
         # The missing 2^8 goes with the scale, unless it would overflow there.
-        if float(scale.amax()) < 2.0**119:
+        if largest < 2.0**119:
             out.mul_(scale * 256)
         else:
             out.mul_(256).mul_(scale)

@@ -33,7 +33,7 @@ class Int8(ScaledBlocks):
         integers = _nearest_integers(x, divisor, self.levels, scratch)
         codes.copy_(integers.view(torch.uint8).flatten(1))
 
-    def _decode_blocks(self, codes: Tensor, scale: Tensor, out: Tensor, scratch: Scratch) -> None:
+    def _decode_blocks(self, codes: Tensor, scale: Tensor, largest: float, out: Tensor, scratch: Scratch) -> None:
         out.copy_(codes.view(torch.int8).view(out.shape))
         out.mul_(scale)
 
@@ -51,9 +51,9 @@ class Int4(ScaledBlocks):
 
     def _encode_blocks(self, x: Tensor, divisor: Tensor, codes: Tensor, scratch: Scratch) -> None:
         integers = _nearest_integers(x, divisor, self.levels, scratch).view(torch.uint8)
-        pack_halves(integers.bitwise_and_(0x0F), codes, scratch)
+        pack_halves(integers.bitwise_and_(scratch.constant(0x0F, torch.uint8)), codes, scratch)
 
-    def _decode_blocks(self, codes: Tensor, scale: Tensor, out: Tensor, scratch: Scratch) -> None:
-        sixteenfold = unpack_halves(codes, out.shape[-1], scratch).bitwise_and_(0xF0).view(torch.int8)
+    def _decode_blocks(self, codes: Tensor, scale: Tensor, largest: float, out: Tensor, scratch: Scratch) -> None:
+        sixteenfold = unpack_halves(codes, out.shape[-1], scratch).view(torch.int8)
         out.copy_(sixteenfold)
         out.mul_(scale / 16)
