@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from diloco.core.ledger import Ledger, total
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import is_loopback, split_address
+from diloco.syncer.sockets import Direction
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 VERSIONS_BEHIND = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)

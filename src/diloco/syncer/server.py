@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,7 +52,7 @@ class Options:
     insecure: bool = False
     metrics_address: str | None = None
     spool_bytes: int = 1 << 30
-    deadlines: Deadlines = Deadlines()
+    deadlines: Deadlines = field(default_factory=Deadlines)
 
 
 class Syncer:
@@ -91,7 +91,7 @@ class Syncer:
         )
         host, _ = split_address(options.address)
         self.port = _bind(self._server, options.address, credentials)
-        self.address = f"{host or '0.0.0.0'}:{self.port}"
+        self.address = f"{host}:{self.port}"
         self._sockets = SocketLedger(self.port) if is_available() else None
         service = Service(self.engine, auth=auth, sockets=self._sockets, status_extra=self._status_extra)
         self._server.add_generic_rpc_handlers((service.handlers(),))
