@@ -7,20 +7,21 @@ snapshot of what is sent and a copy of what is adopted; encoding, sending, recei
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from diloco.core.fragments import Layout, describe, gather, make_layout, scatter
+from diloco.core.fragments import Layout, gather, make_layout, scatter
 from diloco.core.learner import LearnerCore, Send
 from diloco.core.method import Method
 from diloco.core.update import Contribution
-from diloco.errors import CheckpointError, ConfigError, LayoutError
+from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Arrived, Exchange, Model, Opened, Rejected, Rejoined, Report
 from diloco.residuals import Residuals
 from diloco.snapshot import Snapshots
+from diloco.static import StaticTensors
 
 MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
 
@@ -71,13 +72,15 @@ class Learner:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._aliases = _aliases(model)
         self._snapshots = Snapshots(self.layout)
-        self._residuals = Residuals(self.method, len(self.layout.fragments))
-        self._blocked_s: list[float] = []
+        self._static = StaticTensors(model, self.layout)
+        self._blocked_s = 0.0
+        self._num_blocked = 0
         self._last_step_at: float | None = None
         self._step_s: float | None = None
         self._closed = False
         self._merges = 0
         self._received: dict[tuple[int, int], Tensor] = {}
+        self._start_model: Opened | None = None
         self._start(exchange.open(self.layout, self.method, self._own_model))
         self._hook = None
         if self.method.exchanged == "gradients":
@@ -92,6 +95,7 @@ class Learner:
         """
         self._require_open()
         self._measure_step()
+        self._start_model = None  # from here on the anchors are all that is needed of it
         tokens = self._exchange.sum_tokens(tokens)
         if self.method.exchanged == "gradients":
             self._core.credit(tokens)
@@ -104,48 +108,59 @@ class Learner:
         self._last_step_at = time.monotonic()
 
     def _send(self, send: Send, tensors: Mapping[str, Tensor]) -> None:
-        self._check_static()
+        self._static.check(send.fragment, len(self.layout.fragments))
+        if not self._exchange.sends:
+            return
         fragment = self.layout.fragments[send.fragment]
         snapshot = self._snapshots.take(fragment, tensors)
         anchor = self._anchors[send.fragment]
         measured = None if self.method.exchanged == "gradients" else anchor
         contribution = Contribution(
-            self._opened.learner, self._opened.incarnation, send.fragment, send.round, send.base, send.tokens, send.steps,
+            self._name, self._incarnation, send.fragment, send.round, send.base, send.tokens, send.steps,
             self._core.tokens, send.discarded,
         )  # fmt: skip
 
+        residuals = self._residuals  # a new incarnation has others
+        tentative = residuals.offered(send.fragment, send.round)
+
         def payload() -> Tensor:
             outer_gradient = self._snapshots.displacement(fragment, measured, snapshot)
-            encoded = self._residuals.encode(send.fragment, send.round, outer_gradient)
+            encoded = residuals.encode(tentative, outer_gradient)
             self._snapshots.give_back(snapshot)
             return encoded
 
         self._exchange.offer(contribution, payload)
 
     def _settle(self) -> None:
-        started = time.monotonic()
-        waited = False
         self._take_in()
-        while self._core.waiting():
-            waited = True
+        self._wait_while(lambda: bool(self._core.waiting()))
+        for fragment, version in self._core.adoptions():
+            self._adopt(fragment, version)
+
+    def _wait_while(self, missing: Callable[[], bool]) -> None:
+        """Block until the answers that are missing are here."""
+        if not missing():
+            return
+        started = time.monotonic()
+        while missing():
             self._report(waiting=True)
             self._exchange.wait()
             self._take_in()
-        if waited:
-            self._blocked_s.append(time.monotonic() - started)
-        for fragment, version in self._core.adoptions():
-            self._adopt(fragment, version)
+        self._blocked_s += time.monotonic() - started
+        self._num_blocked += 1
 
     def _take_in(self) -> None:
         for event in self._exchange.poll():
             match event:
                 case Arrived(update=update, theta=theta):
-                    listed = self._opened.learner in update.contributors
+                    listed = self._name in update.contributors
                     self._received[update.fragment, update.version] = theta
                     self._core.received(update.fragment, update.version, listed)
                     if listed:
                         self._merges += 1
                         self._residuals.commit(update.fragment, update.base)
+                    else:
+                        self._residuals.roll_back(update.fragment, update.base)
                 case Rejected(fragment=fragment, round=round_, reason=reason):
                     if self._core.rejected(fragment, round_, reason):
                         self._residuals.roll_back(fragment, round_)
@@ -200,7 +215,6 @@ class Learner:
     # --- joining ----------------------------------------------------------------------------------------------------------
 
     def _start(self, opened: Opened) -> None:
-        self._opened = opened
         self._core = LearnerCore(
             self.method.schedule(len(self.layout.fragments)),
             opened.versions,
@@ -208,48 +222,35 @@ class Learner:
             keeps_pending=self.method.adopt.keeps_pending,
             step=opened.step,
         )
-        self._take_model(opened.model)
+        self._take_model(opened)
+        self._start_model = opened
 
     def _rejoin(self, opened: Opened) -> None:
-        self._opened = opened
         self._core.rejoined(opened.versions, opened.step)
-        self._received.clear()
-        self._residuals.reset()
-        self._take_model(opened.model)
+        self._take_model(opened)
 
-    def _take_model(self, model: Model) -> None:
-        """Parameters, frozen ones and buffers become the run's."""
-        self._anchors = list(model.fragments)
-        if self.method.exchanged != "gradients" or not any(self._opened.versions):
-            for fragment, theta in enumerate(model.fragments):
+    def _take_model(self, opened: Opened) -> None:
+        """A new incarnation: parameters, frozen ones and buffers become the run's, and nothing is on its way."""
+        self._name, self._incarnation = opened.learner, opened.incarnation
+        self._received.clear()
+        self._residuals = Residuals(self.method, len(self.layout.fragments))
+        self._anchors = list(opened.model.fragments)
+        # Where gradients are exchanged, a fragment's later versions are gradients, and the model is the learners' own.
+        if self.method.exchanged != "gradients" or not any(opened.versions):
+            for fragment, theta in enumerate(opened.model.fragments):
                 self._write(fragment, theta)
-        state = self.model.state_dict()
-        with torch.no_grad():
-            for name, value in model.static.items():
-                state[name].copy_(value)
-        self._static = {spec.name: state[spec.name].detach().clone() for spec in self.layout.static}
+        self._static.adopt(opened.model.static)
 
     def _own_model(self) -> Model:
-        state = self.model.state_dict()
-        fragments = tuple(gather(f, self._parameters).detach().cpu().clone() for f in self.layout.fragments)
-        return Model(fragments, {spec.name: state[spec.name].detach().cpu().clone() for spec in self.layout.static})
-
-    def _check_static(self) -> None:
-        """A floating-point tensor outside the fragments that training changes would silently differ between learners."""
-        state = self.model.state_dict()
-        for name, before in self._static.items():
-            if before.is_floating_point() and not torch.equal(state[name], before):
-                raise LayoutError(
-                    f"training changed {name!r}, which is not a trainable parameter, so learners would drift apart; "
-                    "use a model without running statistics (LayerNorm or GroupNorm for BatchNorm)."
-                )
+        fragments = tuple(gather(fragment, self._parameters).cpu() for fragment in self.layout.fragments)
+        return Model(fragments, self._static.values())
 
     # --- state ------------------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
         """This learner's id in the run."""
-        return self._opened.learner
+        return self._name
 
     @property
     def steps(self) -> int:
@@ -272,31 +273,29 @@ class Learner:
 
         Host tensors, in the parameters' dtypes. With gradients exchanged it is the model itself.
         """
-        state = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
-        if self.method.exchanged == "gradients":
-            return state
         values: dict[str, Tensor] = {}
-        for fragment, anchor in zip(self.layout.fragments, self._anchors, strict=True):
-            values.update(scatter(fragment, anchor))
-        for name in state:
-            source = self._aliases.get(name, name)
-            if source in values:
-                state[name] = values[source].to(state[name].dtype).clone()
+        if self.method.exchanged != "gradients":
+            for fragment, anchor in zip(self.layout.fragments, self._anchors, strict=True):
+                values.update(scatter(fragment, anchor))
+        state = {}
+        for name, own in self.model.state_dict().items():
+            source = values.get(self._aliases.get(name, name))
+            state[name] = own.to("cpu", copy=True) if source is None else source.to(own.dtype, copy=True)
         return state
 
     def metrics(self) -> dict[str, Any]:
         """Plain numbers: steps, tokens, versions, merges this learner was in, seconds blocked, bytes, ledger."""
         return {
-            "learner": self._opened.learner,
-            "incarnation": self._opened.incarnation,
+            "learner": self._name,
+            "incarnation": self._incarnation,
             "steps": self._core.step,
             "tokens": self._core.tokens,
             "run_tokens": self.run_tokens,
             "versions": list(self._core.versions),
             "merges": self._merges,
             "step_s": self._step_s,
-            "blocked_s": sum(self._blocked_s),
-            "num_blocked": len(self._blocked_s),
+            "blocked_s": self._blocked_s,
+            "num_blocked": self._num_blocked,
             "num_bytes": dict(self._exchange.num_bytes),
             "ledger": [book.ledger.as_dict() for book in self._core.books],
         }
@@ -307,11 +306,11 @@ class Learner:
         Waits for answers that are on their way, so that a resumed run continues with the same bits. Take the model's and the
         inner optimizer's state at the same boundary.
         """
-        while not self._all_answered():
-            self._exchange.wait()
-            self._take_in()
+        self._wait_while(lambda: not self._all_answered())
+        self._report(waiting=False)
         return {
             "layout": self.layout.digest(),
+            "method": self.method.to_dict(),
             "core": self._core.state_dict(),
             "anchors": {str(f): anchor for f, anchor in enumerate(self._anchors)},
             "received": {f"{f}.{v}": theta for (f, v), theta in self._received.items()},
@@ -328,28 +327,32 @@ class Learner:
 
         Raises:
             CheckpointError: the state belongs to another model or method.
+            ConfigError: this learner has taken a step already.
         """
+        opened = self._start_model
+        if opened is None:
+            raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
         if state["layout"] != self.layout.digest():
             raise CheckpointError(
                 "the checkpoint is of another model or another cut of it; use the run file it was saved with."
             )
+        if difference := self.method.difference(Method.from_dict(state["method"])):
+            raise CheckpointError(
+                f"the checkpoint (there) was saved under another method: {difference}; use the method it was saved with."
+            )
         newest = [book["held"] for book in state["core"]["books"]]
-        for key in state["received"]:
-            fragment, version = map(int, key.split("."))
+        for fragment, version in map(_fragment_and_version, state["received"]):
             newest[fragment] = max(newest[fragment], version)
-        exact = bool(state["exchange"]) or tuple(newest) == self._opened.versions
-        if not exact:
-            self._core.rejoined(self._opened.versions, max(self._opened.step, state["core"]["step"]))
-            self._take_model(self._opened.model)
+        if not state["exchange"] and tuple(newest) != opened.versions:
+            self._core.rejoined(opened.versions, max(opened.step, state["core"]["step"]))
+            self._take_model(opened)
             return False
         self._exchange.load_state_dict(state["exchange"])
         self._core.load_state_dict(state["core"])
         self._anchors = [state["anchors"][str(f)] for f in range(len(self._anchors))]
         self._residuals.load_state_dict(state["residuals"])
-        self._received.clear()
-        for key, theta in state["received"].items():
-            fragment, version = map(int, key.split("."))
-            self._received[fragment, version] = theta
+        self._received = {_fragment_and_version(key): theta for key, theta in state["received"].items()}
+        for fragment, version in self._received:
             self._core.received(fragment, version, listed=False)  # its flight knows already
         return True
 
@@ -370,7 +373,7 @@ class Learner:
                 self._hook.remove()
             self._exchange.close()
 
-    def __enter__(self) -> Learner:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -417,6 +420,11 @@ def _check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, method:
 
 def _is_stateless(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups)
+
+
+def _fragment_and_version(key: str) -> tuple[int, int]:
+    fragment, version = key.split(".")
+    return int(fragment), int(version)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

@@ -252,8 +252,8 @@ def _event_out(event: Event, tensors: list[Tensor]) -> dict[str, Any]:
 def _event_in(said: Mapping[str, Any], tensors: Sequence[Tensor]) -> Event:
     match said["event"]:
         case "arrived":
-            values = {key: tuple(value) if isinstance(value, list) else value for key, value in said["update"].items()}
-            return Arrived(Update(**values), tensors[said["first"]])
+            listed = {"contributors": tuple(said["update"]["contributors"]), "weights": tuple(said["update"]["weights"])}
+            return Arrived(Update(**(said["update"] | listed)), tensors[said["first"]])
         case "rejected":
             return Rejected(said["fragment"], said["round"], said["reason"])
         case kind:
