@@ -1,4 +1,4 @@
-"""Encode and decode speed of every codec on one thread, as a ratio to a plain fp32 memory copy measured in the same run."""
+"""Encode and decode speed of every codec on one thread, as a ratio to an fp32 memory copy measured in the same run."""
 
 import argparse
 import statistics
@@ -14,10 +14,10 @@ _FOUR_BIT_TARGETS = {"encode": 0.10, "decode": 0.40}
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    """One row per codec and direction: name, gb_per_s (fp32 side), ratio to the memory copy, target (or None), met (or None).
+    """One row per codec and direction: name, gb_per_s (fp32 side), ratio to the memory copy, target and met (or None).
 
-    Buffers are far larger than the caches. Each repeat times everything once, a memory copy before each measurement; a ratio is the
-    median over the repeats of copy time ÷ own time.
+    Buffers are larger than the caches. Each repeat times everything once, a memory copy before each measurement; a
+    ratio is the median over the repeats of copy time ÷ own time.
     """
     num_elements, repeats = (1 << 22, 7) if quick else (1 << 24, 15)
     num_threads = torch.get_num_threads()

@@ -195,7 +195,7 @@ def test_no_block_decodes_to_subnormal_or_overflowing_numbers(codec: Codec, expo
 
 @each_codec
 def test_the_largest_magnitudes(codec: Codec) -> None:
-    """±max of fp32 encodes, saturating by less than a step, unless a 16-bit float would overflow: then it is refused."""
+    """±max of fp32 encodes, integers saturating by at most 1.5 steps; 16-bit floats, which would overflow, refuse."""
     x = torch.tensor([FP32_MAX, -FP32_MAX, 1.0, FP32_MAX / 3])
     if isinstance(codec, BF16 | FP16):
         with pytest.raises(NonFiniteError, match=r"overflows .*; use (bf16 or )?fp32"):
@@ -239,7 +239,7 @@ def test_a_payload_of_another_size_is_refused(codec: Codec, num_elements: int, s
             use(payload, num_elements)
 
 
-# Of each format, bytes that no finite value is encoded to, at an element's (floats) or a block's (scales) place; bf16 scales otherwise.
+# Of each format, bytes that no encoder writes as the first element (floats) or scale (block formats) of a segment.
 DAMAGE = {
     "fp32": [b"\x00\x00\x80\x7f", b"\x00\x00\x80\xff", b"\x01\x00\x80\x7f", b"\xff\xff\xff\xff"],
     "bf16": [b"\x80\x7f", b"\x80\xff", b"\x81\x7f"],
@@ -559,7 +559,7 @@ def test_error_feedback_keeps_what_was_not_sent(codec: Codec) -> None:
 
 @each_codec
 def test_error_feedback_tracks_the_sum(codec: Codec) -> None:
-    """Σ decoded = Σ x − residual: the sums differ by the last residual only, which is within the format's bound for the last total.
+    """Σ decoded = Σ x − residual: the sums differ by the last residual only, which the last total's error bound bounds.
 
     Each round's total = x + residual rounds once in fp32 (2^-24 of it); total − decoded is exact or rounds as finely.
     """

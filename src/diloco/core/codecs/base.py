@@ -11,10 +11,10 @@ from torch import Tensor
 from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
 
 SEGMENT_ELEMENTS = 32768
-"""A payload is the concatenation of independently encoded segments of this many elements; the last one may be shorter."""
+"""A payload joins independently encoded segments of this many elements; the last one may be shorter."""
 
-# Equal segments are handled several at a time: enough to spread what calling torch costs, few enough to stay in a core's cache. Other
-# devices take many, since there the launches cost. Bits do not depend on the grouping.
+# Equal segments are handled several at a time: enough to spread what calling torch costs, few enough to stay in cache.
+# Other devices take many, since there the launches cost. Bits do not depend on the grouping.
 _CPU_GROUP_SEGMENTS = 16
 _DEVICE_GROUP_SEGMENTS = 256
 
@@ -48,8 +48,9 @@ class Scratch:
 class Codec(ABC):
     """A wire format for fp32 vectors; concrete codecs are frozen dataclasses, so equal parameters mean equal codecs.
 
-    A concrete codec says how many bytes a segment takes (`segment_bytes`) and how equally long segments, one a row, are encoded, decoded
-    and checked (`encode_rows`, `decode_rows`, `check_rows`). Encoding is deterministic, and decoding gives the same bits on every device.
+    A concrete codec says how many bytes a segment takes (`segment_bytes`) and how equally long segments, one a row,
+    are encoded, decoded and checked (`encode_rows`, `decode_rows`, `check_rows`). Encoding is deterministic, and
+    decoding gives the same bits on every device.
     """
 
     lossless: ClassVar[bool] = False
@@ -71,15 +72,15 @@ class Codec(ABC):
 
     @abstractmethod
     def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """Encode equally long segments: x fp32 [rows, m] into out uint8 [rows, segment_bytes(m)]; NonFiniteError on inf or NaN."""
+        """Encode segments: x fp32 [rows, m] into out uint8 [rows, segment_bytes(m)]; NonFiniteError on inf or NaN."""
 
     @abstractmethod
     def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """Decode equally long segments: payload uint8 [rows, segment_bytes(m)] into out fp32 [rows, m]; raises as `check_rows`."""
+        """Decode segments: payload uint8 [rows, segment_bytes(m)] into out fp32 [rows, m]; raises as `check_rows`."""
 
     @abstractmethod
     def check_rows(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
-        """Raise CorruptPayloadError unless every row (uint8 [rows, segment_bytes(m)]) decodes to finite numbers only."""
+        """CorruptPayloadError unless every row (uint8 [rows, segment_bytes(m)]) decodes to finite numbers only."""
 
     def encoded_bytes(self, num_elements: int) -> int:
         """Exact payload bytes of a vector of `num_elements` elements; 0 for none."""
@@ -89,11 +90,12 @@ class Codec(ABC):
         return num_full * self.segment_bytes(SEGMENT_ELEMENTS) + (self.segment_bytes(tail) if tail else 0)
 
     def segment_span(self, num_elements: int, start_segment: int, stop_segment: int) -> slice:
-        """Where segments start ≤ i < stop of a vector lie in its payload; those bytes are the payload of those elements."""
+        """Where segments start ≤ i < stop lie in a payload; those bytes are the payload of those elements."""
         num_segments = math.ceil(num_elements / SEGMENT_ELEMENTS)
         if not 0 <= start_segment <= stop_segment <= num_segments:
             raise ConfigError(
-                f"segments {start_segment} to {stop_segment} do not exist in a vector of {num_segments}; stay within 0 to {num_segments}"
+                f"segments {start_segment} to {stop_segment} do not exist in a vector of {num_segments}; "
+                f"stay within 0 to {num_segments}"
             )
         start, stop = (
             self.encoded_bytes(min(i * SEGMENT_ELEMENTS, num_elements)) for i in (start_segment, stop_segment)
@@ -117,7 +119,8 @@ class Codec(ABC):
     def decode(self, payload: Tensor, num_elements: int, out: Tensor | None = None) -> Tensor:
         """The vector (fp32 [num_elements]) that `payload` (uint8, contiguous) stands for, written into `out` if given.
 
-        Raises CorruptPayloadError on a wrong size or content that is not finite, ConfigError on a wrong tensor.
+        Raises CorruptPayloadError on a wrong size or content that is not finite (`out` may be partly written then),
+        ConfigError on a wrong tensor.
         """
         self._require_size(payload, num_elements)
         if out is None:
@@ -129,7 +132,7 @@ class Codec(ABC):
         return out
 
     def check(self, payload: Tensor, num_elements: int) -> None:
-        """Raise CorruptPayloadError unless `payload` has the size of `num_elements` elements and decodes to finite numbers only."""
+        """CorruptPayloadError unless `payload` has the size of `num_elements` elements and decodes to finite numbers."""
         self._require_size(payload, num_elements)
         scratch = Scratch(payload.device)
         for elements, payload_bytes, rows in self._groups(num_elements, payload.device):
@@ -173,9 +176,9 @@ class Codec(ABC):
 
 
 def compress(codec: Codec, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Error feedback: (payload, new residual) with total = x + residual and new residual = total − decode(payload), all fp32 [n].
+    """Error feedback: total = x + residual; returns (payload of total, new residual = total − decode(payload)), fp32 [n].
 
-    A residual of None is zeros. Raises as `Codec.encode`. Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2.
+    A residual of None is zeros. Raises as `Codec.encode`. Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2.
     """
     _require(x, torch.float32, None, "input of compress")
     if residual is None:
@@ -218,5 +221,6 @@ def _require(tensor: Tensor, dtype: torch.dtype, num_elements: int | None, role:
 def _require_one_segment(num_elements: int) -> None:
     if num_elements > SEGMENT_ELEMENTS:
         raise ConfigError(
-            f"a segment has at most {SEGMENT_ELEMENTS} elements, not {num_elements}; use encode, decode and check for longer vectors"
+            f"a segment has at most {SEGMENT_ELEMENTS} elements, not {num_elements}; "
+            "use encode, decode and check for longer vectors"
         )

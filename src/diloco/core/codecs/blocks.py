@@ -1,4 +1,4 @@
-"""Block formats: one bf16 scale for each block of elements, then the codes. The layout, the scales, and the packing of 4-bit codes."""
+"""Block formats: a bf16 scale for each block, then the codes. The layout, the scales, the packing of 4-bit codes."""
 
 import math
 import struct
@@ -14,19 +14,18 @@ from diloco.errors import ConfigError, CorruptPayloadError
 
 SCALE_BYTES = 2
 SMALLEST_SCALE = 2.0**-120
-"""Blocks that would need a smaller scale encode as zeros; so no decoded value is subnormal, and none depends on how a device treats those."""
+"""Blocks that would need a smaller scale are sent as zeros: devices differ in how they treat subnormal values."""
 _SMALLEST_SCALE_BITS = (127 - 120) << 7
-
-
+# Segments whose scratch stays in a core's L2 cache; measured, see benchmarks/codecs.py.
 _CPU_CACHED_SEGMENTS = 8
 
 
 @dataclass(frozen=True)
 class ScaledBlocks(Codec):
-    """A segment is [scales of its blocks: bf16][codes of its blocks]; a block has `block` elements, the segment's last one maybe fewer.
+    """A segment is [scales of its blocks: bf16][codes of its blocks]; the last block of a segment may be shorter.
 
-    The scale is absmax · fl32(1 / levels) in fp32, at most `largest_scale`, rounded to nearest even in bf16; 0 if below SMALLEST_SCALE.
-    Codes are of few enough bits that code · scale is exact in fp32, whatever computes it.
+    A scale is absmax · fl32(1 / levels) in fp32, at most `largest_scale`, rounded to nearest even in bf16, and 0 if
+    that is below SMALLEST_SCALE. Codes have so few bits that code · scale is exact in fp32, whatever computes it.
     """
 
     block: int
@@ -40,7 +39,8 @@ class ScaledBlocks(Codec):
     def __post_init__(self) -> None:
         if self.block < 2 or SEGMENT_ELEMENTS % self.block:
             raise ConfigError(
-                f"a block of {self.block} does not divide a segment of {SEGMENT_ELEMENTS}; use a power of two from 2 to {SEGMENT_ELEMENTS}"
+                f"a block of {self.block} does not divide a segment of {SEGMENT_ELEMENTS}; "
+                f"use a power of two from 2 to {SEGMENT_ELEMENTS}"
             )
 
     @property
@@ -54,11 +54,17 @@ class ScaledBlocks(Codec):
 
     @abstractmethod
     def _encode_blocks(self, x: Tensor, divisor: Tensor, codes: Tensor, scratch: Scratch) -> None:
-        """Quantise x fp32 [rows, blocks, width] over divisor fp32 [rows, blocks, 1] (inf where the scale is 0) into codes uint8 [rows, bytes]."""
+        """Write the codes (uint8 [rows, bytes]) of x / divisor: fp32 [rows, blocks, width] / [rows, blocks, 1].
+
+        The divisor is the scale, or inf where that is 0.
+        """
 
     @abstractmethod
     def _decode_blocks(self, codes: Tensor, scale: Tensor, largest: float, out: Tensor, scratch: Scratch) -> None:
-        """The inverse: codes uint8 [rows, bytes] times scale fp32 [rows, blocks, 1] (each ≤ largest) into out fp32 [rows, blocks, width]."""
+        """Write codes (uint8 [rows, bytes]) times scale (fp32 [rows, blocks, 1]) into out (fp32 [rows, blocks, width]).
+
+        No scale is larger than `largest`.
+        """
 
     def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         num_elements = x.shape[1]
@@ -93,7 +99,7 @@ class ScaledBlocks(Codec):
         self._checked_scales(payload, num_elements, scratch)
 
     def _in_cache(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Few enough rows at a time for their scratch to stay in a core's cache; scales are small and read for more rows at once."""
+        """Few rows at a time, so that their scratch stays in cache; scales, being small, are read for more at once."""
         step = _CPU_CACHED_SEGMENTS if rows.device.type == "cpu" else len(rows)
         return tuple(rows[first : first + step] for first in range(0, len(rows), step))
 
@@ -108,17 +114,12 @@ class ScaledBlocks(Codec):
         end_bytes = end * self.code_bits // 8
         parts = [(slice(0, end), slice(0, num_full), slice(0, end_bytes))] if num_full else []
         if tail:
-            parts.append(
-                (
-                    slice(end, num_elements),
-                    slice(num_full, num_full + 1),
-                    slice(end_bytes, end_bytes + math.ceil(tail * self.code_bits / 8)),
-                )
-            )
+            stop_bytes = end_bytes + math.ceil(tail * self.code_bits / 8)
+            parts.append((slice(end, num_elements), slice(num_full, num_full + 1), slice(end_bytes, stop_bytes)))
         return parts
 
     def _blocks(self, x: Tensor, blocks: slice, scratch: Scratch) -> Tensor:
-        """x [rows, m] as [rows, blocks, width]; one zero is put after a last block whose codes would not fill whole bytes."""
+        """x [rows, m] as [rows, blocks, width]; a zero is put after a block whose codes would not fill whole bytes."""
         if x.shape[1] * self.code_bits % 8 == 0:
             return x.view(x.shape[0], blocks.stop - blocks.start, -1)
         padded = scratch.take("padded", (x.shape[0], 1, x.shape[1] + 1), torch.float32)
@@ -127,7 +128,7 @@ class ScaledBlocks(Codec):
         return padded
 
     def _scales(self, x: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """(bf16 scale, fp32 divisor) of each block, both [rows, blocks, 1]; the divisor of a scale of 0 is inf, so that quotients are zeros."""
+        """(bf16 scale, fp32 divisor) of each block, [rows, blocks, 1]; dividing by inf gives the zeros of a scale of 0."""
         absmax_bits = magnitude_bits(x, scratch).amax(-1, keepdim=True)
         refuse_nonfinite(int(absmax_bits.amax()))
         scale = absmax_bits.view(torch.float32).mul_(1 / self.levels).clamp_max_(self.largest_scale).bfloat16()
@@ -140,10 +141,10 @@ class ScaledBlocks(Codec):
         scales = scratch.take("scales", (payload.shape[0], stored.shape[1] // SCALE_BYTES), torch.bfloat16)
         scales.view(torch.uint8).copy_(stored)  # a payload may start at any address, a bf16 value may not
         bits = scales.view(torch.int16)  # order as the values do; a sign makes them negative
-        if int(bits.amin()) == 0:
-            bits = bits.masked_fill(bits == 0, _SMALLEST_SCALE_BITS)
         smallest, largest = int(bits.amin()), int(bits.amax())
-        # Below: a sign, or a scale whose smallest product is subnormal. Above: one whose largest product is not finite, or NaN.
+        if smallest == 0:
+            smallest = int(bits.masked_fill(bits == 0, _SMALLEST_SCALE_BITS).amin())
+        # Below are signs and scales with subnormal products, above NaN and scales with products that are not finite.
         if smallest < _SMALLEST_SCALE_BITS or largest > _bf16_bits(self.largest_scale):
             raise CorruptPayloadError(
                 f"the {self.name} payload holds a scale that is neither 0 nor within {SMALLEST_SCALE:.3g} to "
@@ -167,7 +168,7 @@ def pack_halves(codes: Tensor, out: Tensor, scratch: Scratch) -> None:
 
 
 def unpack_halves(packed: Tensor, width: int, scratch: Scratch) -> Tensor:
-    """The reverse, each code in the *high* half of its byte, zeros below: uint8 [rows, blocks, width] for packed [rows, bytes]."""
+    """The codes of packed uint8 [rows, bytes], each in the *high* half of its byte: uint8 [rows, blocks, width]."""
     rows, num_bytes = packed.shape
     blocks = num_bytes // (width // 2)
     low = scratch.take("low", (rows, num_bytes), torch.uint8)
@@ -181,7 +182,7 @@ def unpack_halves(packed: Tensor, width: int, scratch: Scratch) -> Tensor:
 
 
 def _as_words(rows_of_bytes: Tensor, half: int) -> Tensor:
-    """The same bytes in units of 4 where a half block has whole ones: torch joins and splits rows of fp32 several times faster."""
+    """The same bytes in units of 4, if half a block has whole ones: torch moves rows of fp32 several times faster."""
     return rows_of_bytes.view(torch.float32) if half % 4 == 0 else rows_of_bytes
 
 

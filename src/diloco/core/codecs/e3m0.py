@@ -12,9 +12,10 @@ from diloco.core.codecs.blocks import ScaledBlocks, pack_halves, unpack_halves
 
 @dataclass(frozen=True)
 class E3M0(ScaledBlocks):
-    """Code 0 is zero, code c from 1 to 7 is s · 2^(c − 7), s the block's absmax in bf16; the sign is bit 3; 4.25 bits at block 64.
+    """Code 0 is zero, code c = 1 … 7 is s · 2^(c − 7), s the block's absmax in bf16; the sign is bit 3; 4.25 bits at block 64.
 
-    Nearest rounding, ties away from zero: |x| / s from 2^-7 up is code 1, from 1.5 · 2^(c − 8) up code c. Zeros keep their sign.
+    Nearest rounding, ties away from zero: |x| / s from 2^-7 up is code 1, from 1.5 · 2^(c − 8) up code c ≥ 2. Zeros keep
+    their sign.
     """
 
     block: int = 64
@@ -28,7 +29,7 @@ class E3M0(ScaledBlocks):
         shape = tuple(x.shape)
         ratio = scratch.take("ratio", shape, torch.float32)
         bits = torch.div(x, divisor, out=ratio).view(torch.int32)
-        # |ratio| < 2, so that bits 22 to 29 hold the exponent and the first bit of the mantissa: k = 2 · exponent + first bit.
+        # |ratio| < 2, so bits 22 to 29 are the exponent and the first bit of the mantissa: k = 2 · exponent + first bit.
         k = scratch.take("codes", shape, torch.uint8).copy_(
             bits.bitwise_right_shift_(scratch.constant(22, torch.int32))
         )

@@ -1,4 +1,4 @@
-"""Floating-point formats without scales: fp32 (lossless), bf16 and fp16 (rounded to nearest, ties to even), all little endian."""
+"""Floats without scales, little endian: fp32 (lossless), bf16 and fp16 (rounded to nearest, ties to even)."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -73,7 +73,8 @@ class _Half(_Cast):
         if self._largest_bits(cast, scratch) >= _infinity_bits(self.dtype):
             refuse_nonfinite(int(magnitude_bits(x, scratch).amax()))
             raise NonFiniteError(
-                f"a magnitude of {float(x.abs().amax()):.8g} overflows {self.name}, which ends at {torch.finfo(self.dtype).max:.8g}; use {self.wider}"
+                f"a magnitude of {float(x.abs().amax()):.8g} overflows {self.name}, "
+                f"which ends at {torch.finfo(self.dtype).max:.8g}; use {self.wider}"
             )
         out.copy_(cast.view(torch.uint8))
 

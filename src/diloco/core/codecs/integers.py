@@ -40,7 +40,7 @@ class Int8(ScaledBlocks):
 
 @dataclass(frozen=True)
 class Int4(ScaledBlocks):
-    """Codes −7 to 7 in two's complement, two a byte (low halves, then high halves of a block); value = code · step; 4.25 bits at block 64."""
+    """Codes −7 to 7 in two's complement, two a byte; value = code · step; 4.25 bits per element at block 64."""
 
     block: int = 64
     default_block: ClassVar[int] = 64
