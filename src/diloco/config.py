@@ -146,14 +146,12 @@ class SyncerTable(_Table):
     tokens_file: Path | None = None  # all tokens with their roles
     metrics_port: int | None = Field(default=None, ge=0, le=65535)  # 0: any free port
     spool_bytes: int = Field(default=1 << 30, ge=0)  # contributions held in memory; beyond it they wait on disk
-    lost_steps: float = Field(default=20.0, gt=0)  # in units of the learner's own step time
-    lost_floor_s: float = Field(
-        default=5.0, gt=0
-    )  # a connection lost for longer evicts; measured between floor and cap
+    lost_steps: float = Field(default=20.0, gt=0)  # silent for this many of its own steps, kept between floor and cap
+    lost_floor_s: float = Field(default=6.0, gt=0)
     lost_cap_s: float = Field(default=120.0, gt=0)
-    stalled_floor_s: float = Field(default=30.0, gt=0)  # no step for longer evicts
-    stalled_cap_s: float = Field(default=1800.0, gt=0)
-    stalled_steps: float = Field(default=20.0, gt=0)  # in units of the learner's own step time
+    stalled_steps: float = Field(default=50.0, gt=0)  # alive but without a step for this many of its own steps
+    stalled_floor_s: float = Field(default=60.0, gt=0)
+    stalled_cap_s: float = Field(default=3600.0, gt=0)
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -79,6 +79,7 @@ def test_overrides_are_toml_values_or_bare_words() -> None:
     assert config.schedule.kind == "wsd"
     assert config.method["outer"] == {"type": "SGD", "lr": 1.0}
     assert config.model.settings == {"hidden_size": 32}
+    assert parse_config(MINIMAL, overrides=["method={preset='DiLoCo'}"]).method == {"preset": "DiLoCo"}
     with pytest.raises(ConfigError, match="not of the form"):
         parse_config(MINIMAL, overrides=["global_batch 8"])
     with pytest.raises(ConfigError, match=r'unknown key "train\.foo"'):

@@ -42,10 +42,9 @@ def command(
         state = _stored(state_dir, config)
     else:
         state = _fetched(address or config.syncer.address, config)
-    export_run(state, config, out_dir)
-    num_parameters = sum(tensor.numel() for tensor in state.values())
+    num_parameters = export_run(state, config, out_dir)
     if as_json:
-        typer.echo(json.dumps({"directory": str(out_dir), "num_values": num_parameters}))
+        typer.echo(json.dumps({"directory": str(out_dir), "num_parameters": num_parameters}))
     else:
         typer.echo(f"wrote the global model of {config.run.name} to {out_dir}; load it with from_pretrained")
 

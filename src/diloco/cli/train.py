@@ -52,6 +52,8 @@ def command(
         raise ConfigError("--initialise has no effect without a syncer; leave it out")
     if shard is None and not alone and config.run.learners > 1:
         raise ConfigError(f"--shard is missing; give each learner its own of 0 to {config.run.learners - 1}")
+    if shard is not None and shard >= config.run.learners:
+        raise ConfigError(f"--shard {shard} does not exist; shards are 0 to {config.run.learners - 1}")
 
     from diloco.training.checkpoint import latest_checkpoint
     from diloco.training.loop import CHECKPOINTS, Part

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from diloco.core.fragments import Layout
 from diloco.errors import CheckpointError
 
 
@@ -22,6 +23,10 @@ class LearnerLike(Protocol):
     @property
     def versions(self) -> tuple[int, ...]:
         """Version held of each fragment."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the model is cut; None where nothing is exchanged."""
 
     def step(self, *, tokens: int) -> None:
         """Tell of one inner step; send, receive and adopt what is due."""
@@ -45,11 +50,12 @@ class LearnerLike(Protocol):
 class AloneLearner:
     """A learner without an exchange: the data-parallel baseline in one process, the warm start, the isolated learner.
 
-    `tokens_per_step` is what the run is taken to train per step: the learner's own tokens, or those of all planned
-    learners for the isolated learner, which stops after as many steps as the others would.
+    Every step counts as `tokens_per_step` tokens of the run: what the baseline and the warm start train, and what the
+    isolated learner and its peers would train together, so that all of them stop after as many steps.
     """
 
     versions: tuple[int, ...] = ()
+    layout: Layout | None = None
 
     def __init__(self, model: nn.Module, tokens_per_step: int) -> None:
         self._model = model

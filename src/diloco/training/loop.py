@@ -99,8 +99,7 @@ class Trainer:
             self._corpus, length, config.run.learners, range(config.run.learners), config.learner_batch, config.run.seed
         )
         self._held_out = held_out_batches(self._corpus, length, config.evaluate.sequences, batch=32)
-        alone = config.learner_batch * length if part.role == "baseline" else config.tokens_per_full_step
-        self.learner: LearnerLike = AloneLearner(self.model, tokens_per_step=alone)
+        self.learner: LearnerLike = AloneLearner(self.model, config.tokens_per_full_step)
 
     # --- the life of a part
 
@@ -239,7 +238,8 @@ class Trainer:
             "run": self.config.run.name,
             "joined": self._joined and self.part.role == "learner",
             "tokens": self._tokens,
-            "learner": self.learner.state_dict(),  # first: it may wait for answers
+            "layout": None if self.learner.layout is None else self.learner.layout.to_dict(),
+            "learner": self.learner.state_dict(),  # before the model: it may wait for answers
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.config.schedule.model_dump(),

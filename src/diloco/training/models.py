@@ -1,15 +1,17 @@
 """Build the model a run file describes: any causal language model of transformers, from a configuration or with weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diloco.config import ModelTable, nearest
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, LayoutError
 
 # The model of `diloco demo`: small enough for two CPU cores, and a decoder like its larger relatives.
 SMALL_LLAMA: dict[str, Any] = {
@@ -30,6 +32,8 @@ def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> Pr
     Raises ConfigError for an unknown model type or an unknown setting (with the nearest known one), or an unreadable config file.
     """
     if table.config is not None:
+        if not table.config.is_file():
+            raise ConfigError(f"there is no model configuration at {table.config}; check model.config")
         try:
             base = AutoConfig.from_pretrained(table.config).to_dict()
         except (OSError, ValueError) as error:
@@ -108,12 +112,29 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot read the weights {path} ({error}); give a safetensors file") from error
     try:
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-    except RuntimeError as error:
-        raise ConfigError(f"the weights {path} do not fit the model ({str(error).splitlines()[-1].strip()})") from error
-    # A tied weight is stored once, under either of its names.
-    tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
-    missing = [name for name in missing if name not in tied or not tied & weights.keys()]
-    if missing or unexpected:
-        which = f"lacks {missing[0]}" if missing else f"has an unknown tensor {unexpected[0]}"
-        raise ConfigError(f"the weights {path} do not fit the model: the file {which}; check [model]")
+        load_state(model, weights)
+    except LayoutError as error:
+        raise ConfigError(f"the weights {path} do not fit the run's model: {error}") from error
+
+
+def load_state(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+    """Fill `model` from `state`, which may hold a tied weight under any of its names.
+
+    Raises LayoutError naming the first tensor that is missing, unknown or of another shape.
+    """
+    own = model.state_dict(keep_vars=True)
+    filled = set()
+    for name, tensor in state.items():
+        if name not in own:
+            raise LayoutError(f"the model has no tensor {name}; check [model]")
+        if own[name].shape != tensor.shape:
+            raise LayoutError(
+                f"{name} has shape {list(tensor.shape)} where the model has {list(own[name].shape)}; check [model]"
+            )
+        filled.add(id(own[name]))
+    for name, tensor in own.items():
+        if id(tensor) not in filled:
+            raise LayoutError(f"the tensor {name} of the model is missing; check [model]")
+    with torch.no_grad():
+        for name, tensor in state.items():
+            own[name].copy_(tensor)

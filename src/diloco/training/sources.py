@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 BYTE_VOCABULARY = 256
 # A byte that no source file contains marks the end of each.
 _SEPARATOR = b"\0"
-# Parts of the standard library that are tests or not there in every installation of the same version.
+# Parts of the standard library that are tests, tables, or not there in every installation of the same version.
 _STDLIB_SKIPPED = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip",
+    "encodings", "pydoc_data",
 }  # fmt: skip
 
 

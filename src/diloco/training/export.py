@@ -1,0 +1,106 @@
+"""Write a global model as a directory that `transformers` loads with `from_pretrained`."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from diloco.config import RunConfig
+from diloco.core.fragments import Layout, scatter
+from diloco.errors import StoreError
+from diloco.training.checkpoint import load_checkpoint
+from diloco.training.models import build_model, load_state
+from diloco.training.sources import BYTE_VOCABULARY, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTES_NOTE = """# Tokens
+
+This model reads and writes bytes: token i is the byte i of UTF-8 text, and there are no other tokens.
+
+    ids = torch.tensor([list("def ".encode())])
+    text = bytes(model.generate(ids, max_new_tokens=100, do_sample=True)[0].tolist()).decode(errors="replace")
+"""
+
+
+def save_pretrained(state: Mapping[str, Tensor], model_config: PreTrainedConfig, out_dir: Path) -> None:
+    """Write `config.json` and `model.safetensors` of the model that `state` holds; a tied weight may bear either name.
+
+    Raises LayoutError when `state` is not a model of this configuration, StoreError when `out_dir` cannot be written.
+    """
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, dtype=_dtype(state))
+    load_state(model, state)
+    model.config.use_cache = True  # off in training, wanted for generation
+    try:
+        # Written beside its place and then moved, so that a directory of that name is always whole.
+        partial = out_dir.with_name(f".{out_dir.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        for file in partial.iterdir():
+            file.replace(out_dir / file.name)
+        partial.rmdir()
+    except OSError as error:
+        raise StoreError(f"cannot write the model to {out_dir} ({error}); choose another directory") from error
+
+
+def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) -> int:
+    """As `save_pretrained`, for the model of a run, with its tokenizer (or a note on its tokens) beside it.
+
+    Returns the number of parameters, tied ones counted once.
+    """
+    vocab_size, tokenizer = _vocabulary(config)
+    model = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
+    save_pretrained(state, model.config, out_dir)
+    try:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(out_dir)
+        elif config.data.kind != "tokens":
+            (out_dir / "TOKENS.md").write_text(_BYTES_NOTE, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write the tokenizer to {out_dir} ({error}); choose another directory") from error
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def checkpoint_state(path: Path) -> dict[str, Tensor]:
+    """The global model in a learner's checkpoint: what it last adopted; its own model where nothing is exchanged.
+
+    Raises CheckpointError when the checkpoint cannot be read.
+    """
+    saved = load_checkpoint(path)
+    state: dict[str, Tensor] = saved["model"]
+    if saved["layout"] is None:
+        return state
+    anchors = saved["learner"]["anchors"]
+    layout = Layout.from_dict(saved["layout"])
+    return merge_fragments(
+        layout,
+        [anchors[str(fragment.index)] for fragment in layout.fragments],
+        {spec.name: state[spec.name] for spec in layout.static},
+    )
+
+
+def merge_fragments(layout: Layout, thetas: Sequence[Tensor], static: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One named tensor of each parameter in its own dtype, from the flat fp32 fragments; and what training leaves alone."""
+    state = dict(static)
+    for fragment, theta in zip(layout.fragments, thetas, strict=True):
+        dtypes = {placement.spec.name: placement.spec.dtype for placement in fragment.tensors}
+        state |= {name: value.to(getattr(torch, dtypes[name])) for name, value in scatter(fragment, theta).items()}
+    return state
+
+
+def _vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]":
+    """Vocabulary size and tokenizer of a run, without reading its data."""
+    if config.data.tokenizer != "bytes":
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        return len(tokenizer), tokenizer
+    return config.data.vocab_size or BYTE_VOCABULARY, None
+
+
+def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
+    return next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)

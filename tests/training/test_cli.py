@@ -1,0 +1,107 @@
+"""`diloco train` and `diloco export`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from diloco.cli import main
+from diloco.config import RunConfig, dump_config
+
+Tiny = Callable[..., RunConfig]
+Run = Callable[..., "Done"]
+DILOCO = [sys.executable, "-m", "diloco"]
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Done]]:
+    """The command line in this process: starting one costs seconds of imports each time."""
+    threads = torch.get_num_threads()
+
+    def call(*arguments: str) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return Done(code or 0, *capfd.readouterr())
+
+    yield call
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run_file(tiny: Tiny, tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(dump_config(tiny("train.threads=1", "train.log_every_s=0.01")), encoding="utf-8")
+    return path
+
+
+def test_train_alone_and_export_its_checkpoint(run: Run, run_file: Path, tmp_path: Path) -> None:
+    done = run("train", str(run_file), "--alone", "--json", "--set", "checkpoint.every_steps=10")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["steps"], summary["tokens"], summary["reason"]) == (20, 5_120, "budget")
+    assert 0 < summary["held_out_loss"] < 5.6
+    assert "baseline step" in done.stderr
+
+    checkpoint = tmp_path / "run" / "baseline" / "checkpoints" / "step-0000000020"
+    done = run("export", str(run_file), str(tmp_path / "out"), "--checkpoint", str(checkpoint), "--json")
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.num_parameters() == json.loads(done.stdout)["num_parameters"]
+
+
+def test_a_signal_ends_training_with_a_checkpoint_to_resume_from(run: Run, run_file: Path, tmp_path: Path) -> None:
+    command = [*DILOCO, "train", str(run_file), "--alone", "--set", "run.tokens=2560000", "--set", "schedule.steps=20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "baseline step" in process.stdout.readline()
+        os.kill(process.pid, signal.SIGTERM)
+        rest = process.stdout.read()
+    assert process.returncode == 0
+    assert "baseline trained" in rest
+    (checkpoint,) = (tmp_path / "run" / "baseline" / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    done = run("train", str(run_file), "--alone", "--resume", "--json", "--set", f"run.tokens={(step + 3) * 256}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == step + 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--set", "train.global_bach=3"], 2, 'unknown key "train.global_bach"; did you mean "global_batch"?'),
+        ([], 2, "--shard is missing; give each learner its own of 0 to 1"),
+        (["--alone", "--isolated"], 2, "two different controls"),
+        (["--alone", "--initialise"], 2, "--initialise has no effect"),
+        (["--alone", "--resume"], 1, "there is no checkpoint"),
+        (["--shard", "5", "--isolated"], 2, "--shard 5 does not exist"),
+    ],
+)
+def test_wrong_use_is_one_sentence(run: Run, run_file: Path, arguments: list[str], code: int, message: str) -> None:
+    done = run("train", str(run_file), *arguments)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert done.stderr.startswith("diloco: ")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_export_says_what_is_wrong(run: Run, run_file: Path, tmp_path: Path) -> None:
+    done = run("export", str(run_file), str(tmp_path / "out"), "--state-dir", str(tmp_path))
+    assert done.returncode == 2
+    assert "is not the state directory of a syncer" in done.stderr

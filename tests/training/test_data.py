@@ -1,0 +1,223 @@
+"""Sources, shards and cursors."""
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.config import DataTable
+from diloco.errors import CheckpointError, ConfigError
+from diloco.training.data import Shards, Stream, held_out_batches, permute
+from diloco.training.sources import Corpus, Tokens, load_corpus
+
+
+def corpus(num_tokens: int, vocab_size: int = 1 << 16) -> Corpus:
+    """Token i has the value i, so a batch says where it came from."""
+    tokens = np.arange(num_tokens, dtype=np.uint16)
+    return Corpus(Tokens([tokens]), Tokens([tokens]), vocab_size)
+
+
+@given(size=st.integers(1, 600), key=st.binary(min_size=1, max_size=16))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_permute_is_a_permutation(size: int, key: bytes) -> None:
+    assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
+
+
+@given(windows=st.integers(1, 200), shards=st.integers(1, 7), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_shards_are_disjoint_equal_and_complete_in_every_pass(windows: int, shards: int, seed: int) -> None:
+    deal = Shards(windows, shards, seed)
+    n = deal.shard_windows
+    for epoch in range(2):
+        dealt = [[deal.window(m, epoch * n + i) for i in range(n)] for m in range(shards)]
+        assert len({w for shard in dealt for w in shard}) == n * shards
+        if epoch == 0:
+            first = [set(shard) for shard in dealt]
+    assert first == [set(shard) for shard in dealt]
+
+
+def test_passes_over_a_shard_have_their_own_orders() -> None:
+    deal = Shards(100, 2, 0)
+    orders = [[deal.window(1, epoch * 50 + i) for i in range(50)] for epoch in range(2)]
+    assert orders[0] != orders[1]
+
+
+def test_the_order_of_sequences_is_fixed() -> None:
+    # A golden value: another order would silently unpair runs and spoil resuming across versions.
+    assert [Shards(1000, 3, 17).window(2, i) for i in range(6)] == [533, 571, 675, 803, 558, 30]
+
+
+def test_a_batch_is_a_window_with_its_next_token() -> None:
+    stream = Stream(corpus(101), 10, 1, [0], 3, seed=1)
+    batch = stream.next()
+    assert batch.dtype == torch.int64
+    assert batch.shape == (3, 11)
+    for row in batch.tolist():
+        assert row == list(range(row[0], row[0] + 11))
+        assert row[0] % 10 == 0
+
+
+def test_the_full_batch_is_what_the_learners_draw_together() -> None:
+    streams = [Stream(corpus(1001), 10, 3, [m], 4, seed=5) for m in range(3)]
+    full = Stream(corpus(1001), 10, 3, range(3), 4, seed=5)
+    for _ in range(12):  # beyond one pass
+        assert torch.equal(full.next(), torch.cat([stream.next() for stream in streams]))
+
+
+def test_a_cursor_resumes_exactly_and_knows_where_it_belongs() -> None:
+    first = Stream(corpus(1001), 10, 2, [1], 4, seed=5)
+    for _ in range(20):
+        first.next()
+    second = Stream(corpus(1001), 10, 2, [1], 4, seed=5)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first.next(), second.next())
+    for other in (
+        Stream(corpus(1011), 10, 2, [1], 4, seed=5),
+        Stream(corpus(1001), 11, 2, [1], 4, seed=5),
+        Stream(corpus(1001), 10, 3, [1], 4, seed=5),
+        Stream(corpus(1001), 10, 2, [1], 4, seed=6),
+    ):
+        with pytest.raises(CheckpointError, match="data cursor"):
+            other.load_state_dict(first.state_dict())
+
+
+def test_impossible_streams_are_refused() -> None:
+    with pytest.raises(ConfigError, match="shard 2 does not exist"):
+        Stream(corpus(1001), 10, 2, [2], 4, seed=0)
+    with pytest.raises(ConfigError, match="2 sequences for 3 learners"):
+        Stream(corpus(21), 10, 3, [0], 4, seed=0)
+    with pytest.raises(ConfigError, match="outside the vocabulary of 5"):
+        Stream(corpus(101, vocab_size=5), 10, 1, [0], 10, seed=0).next()
+
+
+def test_held_out_sequences_are_fixed_and_spread() -> None:
+    batches = held_out_batches(corpus(1001), 10, 5, batch=2)
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert [int(row[0]) for batch in batches for row in batch] == [0, 200, 400, 600, 800]
+    assert sum(len(batch) for batch in held_out_batches(corpus(101), 10, 50, batch=8)) == 10
+
+
+def test_tokens_read_across_arrays() -> None:
+    tokens = Tokens([np.arange(3, dtype=np.uint8), np.arange(0, dtype=np.uint8), np.arange(3, 10, dtype=np.uint16)])
+    assert len(tokens) == 10
+    assert tokens.read(1, 6).tolist() == [1, 2, 3, 4, 5]
+    head, tail = tokens.split_tail(0.8)
+    assert (len(head), len(tail)) == (2, 8)
+    assert tail.read(0, 8).tolist() == list(range(2, 10))
+
+
+def test_the_standard_library_is_a_corpus_with_a_held_out_part() -> None:
+    data = load_corpus(DataTable())
+    assert len(data.train) > 2_000_000
+    assert len(data.held_out) > 50_000
+    # enum.py is held out everywhere, by the hash of its path; this module's own file is not there at all.
+    held_out = bytes(data.held_out.read(0, len(data.held_out)).astype(np.uint8))
+    train = bytes(data.train.read(0, len(data.train)).astype(np.uint8))
+    root = Path(sysconfig.get_path("stdlib"))
+    assert (root / "enum.py").read_bytes() in held_out
+    assert (root / "enum.py").read_bytes() not in train
+    assert (root / "argparse.py").read_bytes() in train
+    assert data.fingerprint() == load_corpus(DataTable()).fingerprint()
+
+
+def test_text_files_are_bytes_or_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two two " * 40)
+    (tmp_path / "b.txt").write_text("three " * 40)
+    paths = (tmp_path / "a.txt", tmp_path / "b.txt")
+    data = load_corpus(DataTable(kind="text", paths=paths, held_out_fraction=0.25, sequence_length=8))
+    assert len(data.train) + len(data.held_out) == 40 * 12 + 40 * 6 + 2
+    assert data.is_bytes
+    tokenizer = word_tokenizer(tmp_path)
+    data = load_corpus(
+        DataTable(kind="text", paths=paths[:1], held_out_paths=paths[1:], tokenizer=str(tokenizer), sequence_length=8)
+    )
+    assert data.train.read(0, 6).tolist() == [1, 2, 2, 1, 2, 2]
+    assert set(data.held_out.read(0, 40).tolist()) == {3}
+    assert data.vocab_size == 4
+
+
+def word_tokenizer(directory: Path) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "three": 3}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory / "tokenizer.json"
+
+
+def test_token_files_are_memory_mapped(tmp_path: Path) -> None:
+    np.arange(500, dtype="<u4").tofile(tmp_path / "a.bin")
+    np.save(tmp_path / "b.npy", np.arange(500, 600, dtype=np.uint16))
+    table = DataTable(
+        kind="tokens", paths=(tmp_path / "a.bin", tmp_path / "b.npy"), dtype="uint32", vocab_size=600, sequence_length=8
+    )
+    data = load_corpus(table)
+    assert (len(data.train), len(data.held_out)) == (570, 30)
+    assert data.train.read(495, 505).tolist() == list(range(495, 505))
+    assert data.held_out.read(0, 30).tolist() == list(range(570, 600))
+    assert isinstance(data.train._arrays[0], np.memmap)
+
+
+def test_bad_token_files_are_one_sentence(tmp_path: Path) -> None:
+    np.save(tmp_path / "signed.npy", np.arange(50))
+    np.save(tmp_path / "square.npy", np.zeros((5, 5), dtype=np.uint16))
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    (tmp_path / "empty.bin").write_bytes(b"")
+    for name, message in [
+        ("signed.npy", "one row of unsigned integers"),
+        ("square.npy", "one row of unsigned integers"),
+        ("odd.bin", "cannot map"),
+        ("empty.bin", "cannot map"),
+        ("none.bin", "cannot map"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load_corpus(DataTable(kind="tokens", paths=(tmp_path / name,), vocab_size=9))
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("offline")
+def test_hugging_face_datasets_load_from_disk_and_by_name(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": [f"one two {i}" for i in range(50)], "n": list(range(50))})
+    rows.save_to_disk(str(tmp_path / "flat"))
+    datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(str(tmp_path / "splits"))
+    (tmp_path / "named").mkdir()
+    rows.to_json(str(tmp_path / "named" / "train.jsonl"))
+
+    def load(**keys: object) -> Corpus:
+        return load_corpus(
+            DataTable.model_validate({"kind": "huggingface", "sequence_length": 8, "held_out_fraction": 0.2, **keys})
+        )
+
+    expected = b"one two 0\0one two 1\0"
+    for dataset in ("flat", "splits", "named"):
+        data = load(dataset=str(tmp_path / dataset))
+        assert bytes(data.train.read(0, 20).astype(np.uint8)) == expected, dataset
+    split = load(dataset=str(tmp_path / "splits"), held_out_split="validation")
+    assert bytes(split.held_out.read(0, 20).astype(np.uint8)) == expected
+    tokenized = load(dataset=str(tmp_path / "flat"), tokenizer=str(word_tokenizer(tmp_path)))
+    assert tokenized.train.read(0, 3).tolist() == [1, 2, 0]
+    with pytest.raises(ConfigError, match='column "body"'):
+        load(dataset=str(tmp_path / "flat"), text_column="body")
+    with pytest.raises(ConfigError, match='split "other"'):
+        load(dataset=str(tmp_path / "splits"), split="other")
+    with pytest.raises(ConfigError, match="cannot load column"):
+        load(dataset=str(tmp_path / "none"))
+
+
+def test_too_little_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(ConfigError, match="not enough for one sequence of 64"):
+        load_corpus(DataTable(kind="text", paths=(tmp_path / "a.txt",)))
+    with pytest.raises(ConfigError, match="cannot read the data file"):
+        load_corpus(DataTable(kind="text", paths=(tmp_path / "b.txt",)))

@@ -1,0 +1,198 @@
+"""The trainer: alone, in pairs over the local exchange, stopped and resumed to the bit."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diloco
+from diloco.config import RunConfig
+from diloco.core.method import method_from_table
+from diloco.errors import CheckpointError, ConfigError
+from diloco.events import Adopted, Evaluated, Finished, RunStarted, Stepped, read_events
+from diloco.exchange.base import Exchange
+from diloco.training.alone import LearnerLike
+from diloco.training.checkpoint import list_checkpoints
+from diloco.training.loop import Part, Summary, Trainer
+
+Tiny = Callable[..., RunConfig]
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def assert_same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def losses(config: RunConfig, name: str) -> list[float]:
+    return [e.loss for e in read_events(config.dir / name / "events.jsonl") if isinstance(e, Stepped)]
+
+
+def test_the_baseline_trains_to_the_token_and_learns(tiny: Tiny) -> None:
+    config = tiny("evaluate.every_steps=10", "run.tokens=10_240")
+    summary = Trainer(config, Part("all", role="baseline")).train()
+    assert (summary.steps, summary.tokens, summary.run_tokens, summary.reason) == (40, 10_240, 10_240, "budget")
+    events = read_events(config.dir / "all" / "events.jsonl")
+    assert isinstance(events[0], RunStarted)
+    assert isinstance(events[-1], Finished)
+    evaluated = [e.loss for e in events if isinstance(e, Evaluated)]
+    assert len(evaluated) == 4
+    assert evaluated[-1] < evaluated[0] < 5.6
+    assert len(summary.sample) > 0
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(tiny: Tiny) -> None:
+    runs = []
+    for seed in (7, 7, 8):
+        trainer = Trainer(tiny(f"run.seed={seed}"), Part("all", role="baseline"))
+        trainer.train()
+        runs.append(weights(trainer))
+    assert_same(runs[0], runs[1])
+    assert not torch.equal(runs[0]["model.norm.weight"], runs[2]["model.norm.weight"])
+
+
+def test_accumulation_is_the_same_step_to_rounding(tiny: Tiny) -> None:
+    runs = []
+    for accumulate in (1, 4):
+        config = tiny(f"train.accumulate={accumulate}", "run.learners=1", "run.tokens=512", "schedule.warmup_steps=1")
+        trainer = Trainer(config, Part("all", role="baseline"))
+        trainer.train()
+        runs.append(weights(trainer))
+    for name, value in runs[0].items():
+        # Two Adam steps of at most lr = 4e-3 each; fp32 gradients differ in the last bits, which Adam's normalisation enlarges.
+        torch.testing.assert_close(value, runs[1][name], atol=2e-4, rtol=0)
+
+
+def test_an_evaluation_does_not_change_training(tiny: Tiny) -> None:
+    runs = []
+    for every in (0, 1):
+        trainer = Trainer(tiny(f"evaluate.every_steps={every}"), Part("all", role="baseline"))
+        trainer.train()
+        runs.append(weights(trainer))
+    assert_same(*runs)
+
+
+def test_the_isolated_learner_stops_with_the_others_and_shares_the_warm_start(tiny: Tiny) -> None:
+    config = tiny("train.warm_start_steps=5")
+    summary = Trainer(config, Part("lone", role="isolated", shard=1)).train()
+    assert summary.steps == 20
+    assert summary.tokens == 5 * 256 + 15 * 128
+    Trainer(config, Part("all", role="baseline")).train()
+    lone, everything = losses(config, "lone"), losses(config, "all")
+    assert lone[:5] == everything[:5]
+    assert lone[5:] != everything[5:]
+
+
+def stopped_at(trainer: Trainer, step: int) -> Summary:
+    """Train as if somebody pressed Ctrl-C during `step`."""
+
+    class Stopper:
+        def wants(self) -> bool:
+            if trainer.learner.steps == step:
+                trainer.stop()
+            return False
+
+        def show(self, status: object) -> None: ...
+        def say(self, text: str) -> None: ...
+        def close(self) -> None: ...
+
+    trainer._progress = Stopper()
+    return trainer.train()
+
+
+@pytest.mark.parametrize("step", [3, 5, 11])
+def test_stopped_and_resumed_alone_is_the_same_to_the_bit(tiny: Tiny, step: int) -> None:
+    config = tiny("train.warm_start_steps=5")
+    part = Part("lone", role="isolated", shard=1)
+    whole = Trainer(config, part)
+    whole.train()
+
+    first = Trainer(config, replace(part, name="again"))
+    assert stopped_at(first, step).reason == "stopped"
+    (checkpoint,) = list_checkpoints(config.dir / "again" / "checkpoints")
+    torch.manual_seed(99)  # a new process would not know the old state
+    second = Trainer(config, replace(part, name="again", resume_from=checkpoint))
+    summary = second.train()
+    assert summary.steps == 20
+    assert summary.tokens == 5 * 256 + 15 * 128
+    assert_same(weights(whole), weights(second))
+
+
+def test_a_checkpoint_of_another_run_or_model_or_shards_is_refused(tiny: Tiny) -> None:
+    part = Part("all", role="baseline")
+    stopped_at(Trainer(tiny(), part), 2)
+    (checkpoint,) = list_checkpoints(tiny().dir / "all" / "checkpoints")
+    resumed = replace(part, resume_from=checkpoint)
+    for override, message in [
+        ("run.name=other", "belongs to the run tiny"),
+        ("model.hidden_size=32", "does not fit the model"),
+        ("run.learners=4", "num_shards = 2"),
+        ("run.seed=8", "seed = 7"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            Trainer(tiny(override), resumed).train()
+
+
+def attach_to(config: RunConfig, exchange: Exchange) -> Any:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> LearnerLike:
+        return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
+
+    return attach
+
+
+def run_pair(config: RunConfig, **fields: Any) -> list[tuple[Summary, dict[str, Tensor]]]:
+    """Two learners in one process."""
+
+    def life(index: int, exchange: Exchange) -> tuple[Summary, dict[str, Tensor]]:
+        part = Part(f"pair-{index}", shard=index, **{k: v[index] for k, v in fields.items()})
+        trainer = Trainer(config, part, attach=attach_to(config, exchange))
+        summary = trainer.train()
+        return summary, dict(trainer.learner.global_state_dict())
+
+    return diloco.run_local(life, learners=2)
+
+
+def test_a_pair_over_the_local_exchange_trains_one_global_model(tiny: Tiny) -> None:
+    config = tiny()
+    (a, model_a), (b, model_b) = run_pair(config)
+    assert a.tokens + b.tokens == 5_120
+    assert a.steps == b.steps == 20
+    assert_same(model_a, model_b)
+    assert a.held_out_loss == b.held_out_loss
+    adopted = [e for e in read_events(config.dir / "pair-0" / "events.jsonl") if isinstance(e, Adopted)]
+    assert {e.fragment for e in adopted} == {0, 1, 2}
+    assert a.metrics["merges"] > 0
+
+
+def test_data_parallel_over_the_local_exchange_is_the_baseline(tiny: Tiny) -> None:
+    config = tiny("run.tokens=1_280", "method={preset='DataParallel'}", "schedule.warmup_steps=1")
+    (_, parallel), _ = run_pair(config)
+    trainer = Trainer(config, Part("all", role="baseline"))
+    trainer.train()
+    for name, value in weights(trainer).items():
+        # Five Adam steps on gradients that differ in the last bits (a mean of two means); see the accumulation test.
+        torch.testing.assert_close(value, parallel[name], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("step", [4, 6, 7, 13])
+def test_a_pair_stopped_and_resumed_is_the_same_to_the_bit(tiny: Tiny, tmp_path: Path, step: int) -> None:
+    (_, whole), _ = run_pair(tiny())
+    first = tiny(f"run.dir={tmp_path / 'again'}", f"checkpoint.every_steps={step}", "checkpoint.keep=9")
+    run_pair(first)
+    at = [first.dir / f"pair-{i}" / "checkpoints" / f"step-{step:010d}" for i in range(2)]
+    (summary, resumed), _ = run_pair(tiny(f"run.dir={tmp_path / 'again'}"), resume_from=at)
+    assert summary.steps == 20
+    assert_same(whole, resumed)
+
+
+def test_a_warm_start_that_the_exchange_cannot_take_over_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="the warm start made 3 steps but the run starts at 0"):
+        run_pair(tiny("train.warm_start_steps=3"), initialise=[True, False])

@@ -1,0 +1,45 @@
+"""What a person sees: plain lines at a pace, or one live line."""
+
+import io
+
+from rich.console import Console
+
+from diloco.training.progress import LiveLine, Plain, Status, make_progress
+
+STATUS = Status(
+    name="a", step=12, loss=2.5, lr=1e-3, tokens_per_s=20_000, run_tokens=50, budget=100,
+    versions=(3, 4), sent_bytes=1_500_000, received_bytes=2_000_000, participation=0.75, note="warm start",
+)  # fmt: skip
+
+
+def test_a_status_is_one_line_with_everything() -> None:
+    assert STATUS.line() == (
+        "a step 12 | loss 2.500 | lr 1.00e-03 | 20,000 tokens/s | run 50% of 100 tokens | versions 3-4 | "
+        "up 1.50 MB down 2.00 MB | participation 75% | warm start"
+    )
+
+
+def test_plain_lines_keep_their_pace() -> None:
+    now = [0.0]
+    file = io.StringIO()
+    plain = Plain(file, every_s=5, clock=lambda: now[0])
+    for second in range(12):
+        now[0] = float(second)
+        if plain.wants():
+            plain.show(STATUS)
+    assert len(file.getvalue().splitlines()) == 3
+    plain.close()
+
+
+def test_a_terminal_gets_a_live_line_and_a_pipe_gets_plain_ones() -> None:
+    file = io.StringIO()
+    assert isinstance(make_progress(file, 5), Plain)
+    now = [0.0]
+    live = LiveLine(Console(file=file, force_terminal=True, width=200), clock=lambda: now[0])
+    assert live.wants()
+    live.show(STATUS)
+    assert not live.wants()
+    live.say("[note]")
+    live.close()
+    assert "loss 2.500" in file.getvalue()
+    assert "[note]" in file.getvalue()

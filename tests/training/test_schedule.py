@@ -1,0 +1,38 @@
+"""The inner learning rate, against its formulas."""
+
+import math
+
+import pytest
+
+from diloco.config import parse_config
+from diloco.training.schedule import learning_rate, lr_factor
+
+
+def test_warm_up_is_linear_from_the_first_step() -> None:
+    assert [lr_factor(k, kind="constant", steps=10, warmup_steps=4) for k in (1, 2, 3, 4, 5, 10, 11)] == [
+        0.25, 0.5, 0.75, 1, 1, 1, 1,
+    ]  # fmt: skip
+
+
+def test_cosine_goes_from_the_peak_to_the_final_fraction_and_stays() -> None:
+    def factor(step: int) -> float:
+        return lr_factor(step, kind="cosine", steps=110, warmup_steps=10, final_fraction=0.2)
+
+    assert factor(10) == 1.0
+    assert factor(60) == pytest.approx(0.6)
+    assert factor(35) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2)
+    assert factor(110) == factor(500) == pytest.approx(0.2)
+
+
+def test_wsd_is_stable_and_then_linear() -> None:
+    factors = [
+        lr_factor(k, kind="wsd", steps=20, warmup_steps=2, final_fraction=0.0, decay_fraction=0.25)
+        for k in (1, 2, 15, 16, 18, 20, 25)
+    ]
+    assert factors == pytest.approx([0.5, 1, 1, 0.8, 0.4, 0, 0])
+
+
+def test_a_run_scales_the_peak_and_sets_the_length_by_its_tokens() -> None:
+    config = parse_config('[run]\nname="x"\ntokens=614_400\n[optimizer]\nlr=0.01\n[schedule]\nfinal_fraction=0.5\n')
+    assert learning_rate(config, 50) == 0.01
+    assert learning_rate(config, 600) == pytest.approx(0.005)
