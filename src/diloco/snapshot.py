@@ -44,11 +44,11 @@ class Snapshots:
             return Snapshot(host)
         flat = gather(fragment, tensors)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             host.copy_(flat, non_blocking=True)
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready = torch.cuda.Event()
             ready.record(self._stream)
         return Snapshot(host, ready, flat)
 
