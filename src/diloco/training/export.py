@@ -1,13 +1,15 @@
 """Write a global model as a directory that `transformers` loads with `from_pretrained`."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from diloco.config import RunConfig
 from diloco.core.fragments import Layout, scatter
@@ -40,7 +42,8 @@ def save_pretrained(state: Mapping[str, Tensor], model_config: PreTrainedConfig,
         # Written beside its place and then moved, so that a directory of that name is always whole.
         partial = out_dir.with_name(f".{out_dir.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial)
+        with _without_progress_bar():
+            model.save_pretrained(partial)
         out_dir.mkdir(parents=True, exist_ok=True)
         for file in partial.iterdir():
             file.replace(out_dir / file.name)
@@ -104,3 +107,15 @@ def _vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
     return next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """transformers draws one on standard error for every file it writes."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -13,6 +13,7 @@ from diloco import events as ev
 from diloco.config import RunConfig, dump_config
 from diloco.errors import CheckpointError, ConfigError, StoreError
 from diloco.training.alone import AloneLearner, LearnerLike
+from diloco.training.budget import Budget
 from diloco.training.checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
 from diloco.training.data import Stream, held_out_batches
 from diloco.training.evaluate import evaluate, sample_bytes
@@ -78,6 +79,7 @@ class Trainer:
         self._progress = progress or Silent()
         self._stopping = False
         self._joined = False
+        self._budget = Budget(0, 0)
         self._tokens = 0
         self._inner_s = 0.0
         self._inner_steps = 0
@@ -121,7 +123,7 @@ class Trainer:
         self._stopping = True
 
     def _loop(self) -> str:
-        while self.learner.run_tokens < self.config.run.tokens:
+        while self._run_tokens() < self.config.run.tokens:
             if self._stopping:
                 return "stopped"
             if not self._joined and not self._warming_up:
@@ -140,6 +142,9 @@ class Trainer:
             self._inner_steps += 1
             self._after_step(lr, result, versions)
         return "budget"
+
+    def _run_tokens(self) -> int:
+        return self._budget.spent(self._tokens, self.learner.run_tokens)
 
     @property
     def _warming_up(self) -> bool:
@@ -166,6 +171,7 @@ class Trainer:
             # A late joiner reads its shard from where the run is, so that no two passes differ between learners.
             self._stream.position = self.learner.steps * self._stream.batch
         self._num_joined_versions = sum(self.learner.versions)
+        self._budget = Budget(self._tokens, self.learner.run_tokens)
 
     def _finish(self, reason: str, seconds: float) -> Summary:
         if self.config.checkpoint.every_steps or reason == "stopped":
@@ -182,7 +188,7 @@ class Trainer:
             reason=reason,
             steps=self.learner.steps,
             tokens=self._tokens,
-            run_tokens=self.learner.run_tokens,
+            run_tokens=self._run_tokens(),
             held_out_loss=loss,
             seconds=seconds,
             step_s=self._inner_s / max(1, self._inner_steps),
@@ -229,6 +235,7 @@ class Trainer:
         self._stream.load_state_dict(saved["cursor"])
         restore_random_state(saved["random"])
         self._tokens = saved["tokens"]
+        self._budget = Budget(self._tokens, self.learner.run_tokens)
         how = "" if exact else ", with the run's newest model"
         self._progress.say(f"{self.part.name} resumes at step {self.learner.steps} from {path}{how}")
 
@@ -313,7 +320,7 @@ class Trainer:
             loss=loss,
             lr=lr,
             tokens_per_s=self._trained_here / max(1e-9, self._inner_s),
-            run_tokens=self.learner.run_tokens,
+            run_tokens=self._run_tokens(),
             budget=self.config.run.tokens,
             versions=self.learner.versions,
             sent_bytes=num_bytes.get("contributions", 0),
@@ -331,7 +338,7 @@ class Trainer:
         self._log.append(
             ev.Evaluated(
                 step=self.learner.steps,
-                tokens=self.learner.run_tokens,
+                tokens=self._run_tokens(),
                 loss=loss,
                 num_sequences=sum(len(batch) for batch in self._held_out),
                 versions=self.learner.versions,

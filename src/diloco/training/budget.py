@@ -1,0 +1,23 @@
+"""How much of the run's tokens is spent, between two reports of it."""
+
+
+class Budget:
+    """Estimates the tokens of the whole run now, from what was last heard of it and from what this learner did since.
+
+    A learner hears of the run's tokens about once a second; until then it takes the others to go on at the pace that the
+    last report showed: run(now) ≈ run(heard) + own(since) · Δrun / Δown. Where reports come at every step it is exact.
+    """
+
+    def __init__(self, own: int, heard: int) -> None:
+        self._own = own
+        self._heard = heard
+        self._pace = 1.0
+
+    def spent(self, own: int, heard: int) -> int:
+        """Tokens of the run now; `own` is this learner's count now, `heard` the run's as last reported."""
+        if heard != self._heard:
+            if own > self._own:
+                # At least its own pace: a learner that left takes its tokens with it, but nobody trains backwards.
+                self._pace = max(1.0, (heard - self._heard) / (own - self._own))
+            self._own, self._heard = own, heard
+        return heard + int((own - self._own) * self._pace)
