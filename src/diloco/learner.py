@@ -117,7 +117,7 @@ class Learner:
         measured = None if self.method.exchanged == "gradients" else anchor
         contribution = Contribution(
             self._name, self._incarnation, send.fragment, send.round, send.base, send.tokens, send.steps,
-            self._core.tokens, send.discarded,
+            self._core.tokens, send.discarded, step=self._core.step,
         )  # fmt: skip
 
         residuals = self._residuals  # a new incarnation has others
@@ -349,6 +349,8 @@ class Learner:
             return False
         self._exchange.load_state_dict(state["exchange"])
         self._core.load_state_dict(state["core"])
+        if not state["exchange"]:  # a syncer keeps the books, by incarnation, and this is a new one
+            self._core.reincarnated()
         self._anchors = [state["anchors"][str(f)] for f in range(len(self._anchors))]
         self._residuals.load_state_dict(state["residuals"])
         self._received = {_fragment_and_version(key): theta for key, theta in state["received"].items()}

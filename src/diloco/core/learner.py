@@ -15,11 +15,12 @@ No tensor, clock, socket or thread is in here; `diloco.Learner` drives it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diloco.core.ledger import Ledger
 from diloco.core.schedule import Schedule
+from diloco.core.update import OUT_OF_STEP
 from diloco.errors import CheckpointError, VersionError
 
 
@@ -137,12 +138,19 @@ class LearnerCore:
                 book.ledger.merged += flight.tokens
 
     def rejected(self, fragment: int, round_: int, reason: str) -> bool:
-        """A contribution was refused; its tokens are discarded. Returns whether it was still in flight."""
+        """A contribution was refused: its tokens are discarded, or pending again if it only came out of step.
+
+        Returns whether it was still in flight.
+        """
         book = self.books[fragment]
         for flight in book.flights:
             if flight.round == round_ and not flight.listed:
                 book.flights.remove(flight)
-                book.ledger.discard(flight.tokens, reason)
+                if reason == OUT_OF_STEP:
+                    book.pending_tokens += flight.tokens
+                    book.pending_steps += flight.steps
+                else:
+                    book.ledger.discard(flight.tokens, reason)
                 return True
         return False
 
@@ -200,7 +208,7 @@ class LearnerCore:
         return any(v > version for v in self.books[fragment].received) and version not in self.books[fragment].received
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values from which `load_state_dict` continues exactly. No answer may be received and not adopted."""
+        """Plain values from which `load_state_dict` continues exactly."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -210,9 +218,9 @@ class LearnerCore:
                     "pending_tokens": b.pending_tokens,
                     "pending_steps": b.pending_steps,
                     "overwritten": b.overwritten,
-                    "flights": [vars(flight).copy() for flight in b.flights],
-                    "ledger": {"trained": b.ledger.trained, "merged": b.ledger.merged, "lost": b.ledger.lost,
-                               "discarded": dict(b.ledger.discarded)},
+                    "received": sorted(b.received),
+                    "flights": [asdict(flight) for flight in b.flights],
+                    "ledger": asdict(b.ledger),
                 }
                 for b in self.books
             ],
@@ -231,8 +239,20 @@ class LearnerCore:
             )
         self.step, self.tokens = state["step"], state["tokens"]
         self.books = [
-            FragmentBook(held=b["held"], flights=[Flight(**flight) for flight in b["flights"]],
-                         pending_tokens=b["pending_tokens"], pending_steps=b["pending_steps"],
-                         overwritten=b["overwritten"], ledger=Ledger(**b["ledger"]))
+            FragmentBook(held=b["held"], received=set(b["received"]), flights=[Flight(**flight) for flight in b["flights"]],
+                         pending_tokens=b["pending_tokens"], pending_steps=b["pending_steps"], overwritten=b["overwritten"],
+                         ledger=Ledger(**{**b["ledger"], "discarded": dict(b["ledger"]["discarded"])}))
             for b in state["books"]
         ]  # fmt: skip
+
+    def reincarnated(self) -> None:
+        """After `load_state_dict`, under a new incarnation: the work goes on, but its tokens count no more.
+
+        A syncer counted what the old incarnation had pending as lost with it, and counts an incarnation's tokens from 0.
+        """
+        self.tokens = 0
+        for book in self.books:
+            book.pending_tokens = book.overwritten = 0
+            book.ledger = Ledger()
+            for flight in book.flights:
+                flight.tokens = 0

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from diloco.core.values import Choice, choice_from_dict
-from diloco.errors import ConfigError
+from diloco.core.values import Choice, choice_from_dict, whole_number
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class AllLive(Choice):
     at_least: int = 1
 
     def __post_init__(self) -> None:
-        if self.at_least < 1:
-            raise ConfigError(f"a quorum of at_least={self.at_least} can never be meant; use 1 or more.")
+        whole_number("AllLive(at_least=…)", self.at_least, minimum=1)
 
 
 def quorum_from_dict(values: Mapping[str, object]) -> AllLive:

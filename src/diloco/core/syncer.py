@@ -3,9 +3,14 @@
     events:   joined · left · heartbeat · disconnected · contributed · merged · stored · tick        (each with the time)
     actions:  Accept · Reject · Merge · Store · Publish · Evict · WakeAt                             (values, carried out by the caller)
 
-The life of a round: the first contribution opens it, with the healthy learners of that moment as members; the set only shrinks
-(eviction, departure). When `decide()` says so it is merged; the result is stored; only then is it published and visible. While one
-round of a fragment is merged or stored, contributions to the next are kept.
+The life of a round: the first contribution opens it. Its members are the learners of that moment that will still come past the
+inner step after which it was sent; the set only shrinks (eviction, departure, a learner that passed the step with a contribution to
+another round). When `decide()` says so it is merged; the result is stored; only then is it published and visible. While one round of
+a fragment is merged or stored, contributions to the next are kept.
+
+Why nobody waits for ever: a round waits only for learners at an earlier step than its own, and a learner blocks only on rounds of
+steps it has reached. So of all rounds that are waited for, nobody whom the one with the smallest step waits for is blocked. This
+needs one learner's contributions to arrive in the order of their steps.
 
 No tensor, clock, socket or thread is in here. `exchange.local` and the syncer process drive it, in lock step or under a lock.
 """
@@ -13,6 +18,7 @@ No tensor, clock, socket or thread is in here. `exchange.local` and the syncer p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,8 +26,9 @@ from diloco.core.ledger import Ledger, total
 from diloco.core.merge import weights_of
 from diloco.core.method import Method
 from diloco.core.quorum import Decision, decide
-from diloco.core.update import Contribution
-from diloco.errors import ConfigError, StaleIncarnationError
+from diloco.core.update import OUT_OF_STEP, Contribution
+from diloco.core.values import positive
+from diloco.errors import ConfigError, StaleIncarnationError, VersionError
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Deadlines:
                 raise ConfigError(
                     f"{kind}_floor_s={floor} and {kind}_cap_s={cap} leave no deadline; use 0 < floor <= cap."
                 )
+            positive(f"{kind}_steps", getattr(self, f"{kind}_steps"))
 
     def lost_after_s(self, step_s: float | None) -> float:
         """Seconds of silence after which a learner with this step time is lost."""
@@ -63,7 +71,14 @@ class Deadlines:
 
 @dataclass
 class Member:
-    """A live learner."""
+    """A learner that is not given up.
+
+    Attributes:
+        ready: it has trained since it joined; one that is still starting up delays nobody.
+        ready_step: the inner step known when it became ready: it may have passed that one without contributing.
+        sent: by fragment, the inner step after which its newest contribution was sent.
+        tokens: trained by this incarnation.
+    """
 
     learner: str
     incarnation: int
@@ -74,30 +89,44 @@ class Member:
     waiting: bool = False
     connected: bool = True
     ready: bool = False
+    ready_step: int = 0
     tokens: int = 0
+    sent: dict[int, int] = field(default_factory=dict)
 
     @property
     def healthy(self) -> bool:
-        """Connected and ready (it has trained since it joined): a learner that is still starting up delays nobody."""
+        """Connected and ready."""
         return self.connected and self.ready
+
+    def comes_past(self, fragment: int, step: int) -> bool:
+        """Whether a contribution to the round that others sent after this step can still come.
+
+        A lost connection does not matter here: until its deadline is over a learner may come back, with its work.
+        """
+        return self.ready and max(self.ready_step, self.sent.get(fragment, 0)) < step
 
 
 @dataclass
 class Round:
-    """An open round: who is waited for, and what has come in."""
+    """An open round: after which inner step it was sent (the earliest), who is waited for, and what has come in."""
 
     number: int
     opened_at: float
+    step: int
     members: set[str]
     contributions: dict[str, Contribution] = field(default_factory=dict)
 
 
 @dataclass
 class FragmentState:
-    """One fragment as the syncer sees it. `phase` is "open", "merging" (tensor work under way) or "storing"."""
+    """One fragment as the syncer sees it: `version` is published, `step` is that of the round it came from (0: not known).
+
+    `phase` is that of the round that follows it: "open", "merging" (tensor work under way) or "storing".
+    """
 
     version: int
     phase: Literal["open", "merging", "storing"] = "open"
+    step: int = 0
     rounds: dict[int, Round] = field(default_factory=dict)
 
 
@@ -172,10 +201,12 @@ class SyncerCore:
         method: the run's.
         versions: the version of each fragment.
         deadlines: when a silent learner is given up.
-        roster: learners that were live before a restart; they have until their deadline to come back.
+        roster: learners that were live before a restart; they have until their deadline to come back, and rounds wait for them.
         incarnations: the last incarnation given to each learner ever.
-        ledgers: tokens by learner id, one ledger per fragment, as stored.
+        ledgers: tokens by learner id, one ledger per fragment, as stored together with the roster. What is pending of learners that
+            are not in it was acknowledged before the restart and not merged: it is lost.
         step: the highest inner step known.
+        round_steps: per fragment, after which inner step the contributions to its version were sent, as `round_steps` said.
     """
 
     def __init__(
@@ -188,18 +219,25 @@ class SyncerCore:
         incarnations: Mapping[str, int] | None = None,
         ledgers: Mapping[str, Sequence[Ledger]] | None = None,
         step: int = 0,
+        round_steps: Sequence[int] | None = None,
     ) -> None:
         self.method = method
         self.deadlines = deadlines or Deadlines()
-        self.fragments = [FragmentState(version) for version in versions]
+        self.fragments = [
+            FragmentState(version, step=sent)
+            for version, sent in zip(versions, round_steps or [0] * len(versions), strict=True)
+        ]
         self.members: dict[str, Member] = {member.learner: member for member in roster}
         self.incarnations: dict[str, int] = dict(incarnations or {})
         self.ledgers: dict[str, list[Ledger]] = {learner: list(books) for learner, books in (ledgers or {}).items()}
         self.step = step
         self._settled_trained: dict[str, int] = {}  # tokens of a learner's earlier incarnations
         for learner, books in self.ledgers.items():
-            tokens = self.members[learner].tokens if learner in self.members else 0
-            self._settled_trained[learner] = books[0].trained - tokens
+            member = self.members.get(learner)
+            self._settled_trained[learner] = books[0].trained - (member.tokens if member else 0)
+            if member is None:
+                for ledger in books:
+                    ledger.lose()
 
     # --- membership -------------------------------------------------------------------------------------------------------
 
@@ -241,13 +279,11 @@ class SyncerCore:
         """A sign of life. `tokens`: trained by this incarnation in all; `waiting`: it is blocked on an answer."""
         self.check(learner, incarnation)
         member = self.members[learner]
-        member.seen_at, member.connected = now, True
-        if step > member.step or waiting:
-            member.progressed_at = now
-        member.step, member.waiting, member.step_s = max(step, member.step), waiting, step_s or member.step_s
-        self.step = max(self.step, member.step)
-        self._trained(learner, tokens)
-        return [WakeAt(self._deadline(member))]
+        member.waiting, member.step_s = waiting, step_s or member.step_s
+        self._alive(now, member, step, tokens)
+        if tokens > 0 and not member.ready:
+            member.ready, member.ready_step = True, member.step
+        return self._wake()
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:
         """Its connection broke; it has until its lost deadline to come back."""
@@ -255,12 +291,13 @@ class SyncerCore:
         if member is None or member.incarnation != incarnation:
             return []
         member.connected, member.seen_at = False, now
-        return self._look_again(now)
+        return self._wake()
 
     def left(self, now: float, learner: str, incarnation: int, *, tokens: int) -> list[Action]:
         """It says goodbye. What it was acknowledged for stays; what it had pending is lost with it."""
         self.check(learner, incarnation)
-        self._trained(learner, tokens)
+        member = self.members[learner]
+        self._alive(now, member, member.step, tokens)
         self._remove(learner)
         return self._look_again(now)
 
@@ -281,43 +318,51 @@ class SyncerCore:
     # --- rounds -----------------------------------------------------------------------------------------------------------
 
     def contributed(self, now: float, c: Contribution) -> list[Action]:
-        """A complete, valid contribution is here.
+        """A complete, valid contribution is here; the first action answers it.
 
         Raises:
             StaleIncarnationError: from an incarnation that was evicted or replaced.
+            VersionError: there is no such fragment.
         """
         self.check(c.learner, c.incarnation)
+        if not 0 <= c.fragment < len(self.fragments):
+            raise VersionError(
+                f"there is no fragment {c.fragment}; the run has fragments 0 to {len(self.fragments) - 1}."
+            )
         member = self.members[c.learner]
-        member.seen_at, member.connected = now, True
-        member.ready = True
-        self._trained(c.learner, c.trained)
-        ledger = self.ledgers[c.learner][c.fragment]
+        self._alive(now, member, c.step, c.trained)
+        if not member.ready:
+            member.ready, member.ready_step = True, c.step - 1
+        member.sent[c.fragment] = max(c.step, member.sent.get(c.fragment, 0))
+        return [self._answer(now, c), *self._look_again(now)]
+
+    def _answer(self, now: float, c: Contribution) -> Accept | Reject:
         fragment = self.fragments[c.fragment]
-        if c.round < fragment.version or (c.round == fragment.version and fragment.phase != "open"):
-            known = fragment.rounds.get(c.round)
-            if known is not None and known.contributions.get(c.learner) == c:
-                return [Accept(c, duplicate=True)]
-            return [self._reject(c, ledger, "missed")]
-        if c.round > fragment.version + 1 or not 0 <= c.round - c.base <= 1:
-            return [self._reject(c, ledger, "version")]
-        round_ = fragment.rounds.get(c.round)
-        if round_ is None:
-            members = {m.learner for m in self.members.values() if m.healthy}
-            round_ = fragment.rounds[c.round] = Round(c.round, now, members)
-        earlier = round_.contributions.get(c.learner)
+        version, round_ = fragment.version, fragment.rounds.get(c.round)
+        earlier = round_.contributions.get(c.learner) if round_ else None
+        if earlier == c:
+            return Accept(c, duplicate=True)
+        if not 0 <= c.base <= version or not 0 <= c.round - c.base <= self.method.overlap // self.method.sync_every:
+            return self._reject(c, "version")
+        if c.round < version or (c.round == version and fragment.phase != "open"):
+            # Sent again because the answer was lost: merged since, perhaps before a restart.
+            return Accept(c, duplicate=True) if self._is_counted(c) else self._reject(c, "missed")
+        before = fragment.rounds.get(c.round - 1)
+        if c.step <= (before.step if before else fragment.step):
+            return self._reject(c, OUT_OF_STEP)
         if earlier is not None:
-            return [Accept(c, duplicate=True)] if earlier == c else [self._reject(c, ledger, "twice in one round")]
+            return self._reject(c, "twice in one round")
+        if round_ is None:
+            round_ = fragment.rounds[c.round] = Round(c.round, now, c.step, set(self.members))
         round_.contributions[c.learner] = c
-        return [Accept(c, duplicate=False), *self._look_again(now)]
+        round_.step = min(round_.step, c.step)
+        return Accept(c, duplicate=False)
 
     def merged(self, fragment: int) -> list[Action]:
         """The tensor work of the fragment's round is done; its tokens count as merged in the ledgers that are stored with it."""
         state = self.fragments[fragment]
         state.phase = "storing"
-        for learner, c in state.rounds[state.version].contributions.items():
-            ledger = self.ledgers[learner][fragment]
-            ledger.merged += c.tokens
-            _count_discards(ledger, c)
+        _count_merged(self.ledgers, state.rounds[state.version], fragment)
         return [Store(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
@@ -325,15 +370,18 @@ class SyncerCore:
         state = self.fragments[fragment]
         round_ = state.rounds.pop(state.version)
         state.phase = "open"
-        rejects: list[Action] = [self._reject(c, self.ledgers[c.learner][fragment], reason) for c in round_.contributions.values()]
+        rejects: list[Action] = []
+        for learner, c in round_.contributions.items():
+            _count_discards(self.ledgers[learner][fragment], c)
+            self.ledgers[learner][fragment].discard(c.tokens, reason)
+            rejects.append(Reject(c, reason))
         return [*rejects, *self._look_again(now)]
 
     def stored(self, now: float, fragment: int) -> list[Action]:
         """The new version is durable: publish it and go on with the next round."""
         state = self.fragments[fragment]
         round_ = state.rounds.pop(state.version)
-        state.version += 1
-        state.phase = "open"
+        state.version, state.step, state.phase = state.version + 1, round_.step, "open"
         contributors = tuple(sorted(round_.contributions))
         return [Publish(fragment, state.version, contributors), *self._look_again(now)]
 
@@ -349,17 +397,26 @@ class SyncerCore:
     def _look_again(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for index, state in enumerate(self.fragments):
+            for round_ in state.rounds.values():
+                round_.members = {
+                    name
+                    for name in round_.members
+                    if name in round_.contributions or self._waits_for(name, index, round_)
+                }
             decision = self.decision(now, index)
-            if decision is None:
-                continue
-            if decision.merge is not None:
+            if decision is not None and decision.merge is not None:
                 state.phase = "merging"
                 contributions = tuple(state.rounds[state.version].contributions[learner] for learner in decision.merge)
                 weights = weights_of(self.method.weight, contributions)
                 actions.append(Merge(index, state.version, contributions, tuple(weights), 1.0))
-            elif decision.wait_until is not None:
-                actions.append(WakeAt(decision.wait_until))
-        return actions
+        return actions + self._wake()
+
+    def _waits_for(self, learner: str, fragment: int, round_: Round) -> bool:
+        return learner in self.members and self.members[learner].comes_past(fragment, round_.step)
+
+    def _wake(self) -> list[Action]:
+        """At the next deadline of anybody, whether a round waits for it or not."""
+        return [WakeAt(min(map(self._deadline, self.members.values())))] if self.members else []
 
     # --- helpers ----------------------------------------------------------------------------------------------------------
 
@@ -375,31 +432,58 @@ class SyncerCore:
         return [Evict(learner, member.incarnation, reason, replaced)]
 
     def _remove(self, learner: str) -> None:
-        """Out of every round's member set; acknowledged contributions stay, the rest of its pending tokens is lost."""
+        """Acknowledged contributions stay, the rest of its pending tokens is lost; no round waits for it any more."""
         del self.members[learner]
-        for index, state in enumerate(self.fragments):
-            held = 0
-            for number, round_ in state.rounds.items():
-                round_.members.discard(learner)
-                counted = number == state.version and state.phase == "storing"
-                if learner in round_.contributions and not counted:
-                    held += round_.contributions[learner].tokens
-            ledger = self.ledgers[learner][index]
-            ledger.lost += ledger.pending - held
+        for fragment, ledger in enumerate(self.ledgers[learner]):
+            ledger.lost += ledger.pending - self._acknowledged(learner, fragment)
 
-    def _trained(self, learner: str, tokens: int) -> None:
-        """Tokens are reported per incarnation and only ever grow."""
-        trained = self._settled_trained[learner] + tokens
-        member = self.members[learner]
-        member.tokens = max(tokens, member.tokens)
-        member.ready = member.ready or tokens > 0
-        for ledger in self.ledgers[learner]:
-            ledger.trained = max(ledger.trained, trained)
+    def _acknowledged(self, learner: str, fragment: int) -> int:
+        """Tokens that its contributions here account for and its ledger does not count yet."""
+        state = self.fragments[fragment]
+        stored = state.version if state.phase == "storing" else None
+        rounds = (round_ for number, round_ in state.rounds.items() if number != stored)
+        return sum(c.accounted for round_ in rounds if (c := round_.contributions.get(learner)) is not None)
 
-    def _reject(self, c: Contribution, ledger: Ledger, reason: str) -> Reject:
-        _count_discards(ledger, c)
-        ledger.discard(c.tokens, reason)
+    def _is_counted(self, c: Contribution) -> bool:
+        """Whether the tokens of a contribution are in the books already. All that its learner had trained when it was sent is in it
+        or was accounted for before, so anything that is left uncounted is its own."""
+        ledger = self.ledgers[c.learner][c.fragment]
+        trained = self._settled_trained[c.learner] + c.trained
+        uncounted = trained - (ledger.trained - ledger.pending) - self._acknowledged(c.learner, c.fragment)
+        return uncounted < c.accounted
+
+    def _alive(self, now: float, member: Member, step: int, tokens: int) -> None:
+        """Heard of it, at this step; tokens are reported per incarnation and only ever grow."""
+        member.seen_at, member.connected = now, True
+        if step > member.step or member.waiting:
+            member.progressed_at = now
+        member.step, member.tokens = max(step, member.step), max(tokens, member.tokens)
+        self.step = max(self.step, member.step)
+        for ledger in self.ledgers[member.learner]:
+            ledger.trained = max(ledger.trained, self._settled_trained[member.learner] + tokens)
+
+    def _reject(self, c: Contribution, reason: str) -> Reject:
+        if not self._is_counted(c):
+            ledger = self.ledgers[c.learner][c.fragment]
+            _count_discards(ledger, c)
+            if reason != OUT_OF_STEP:
+                ledger.discard(c.tokens, reason)
         return Reject(c, reason)
+
+    @property
+    def round_steps(self) -> list[int]:
+        """Per fragment, the inner step of the round that its version came from; of the version that is being stored, if one is."""
+        return [
+            state.rounds[state.version].step if state.phase == "storing" else state.step for state in self.fragments
+        ]
+
+    def durable_ledgers(self) -> dict[str, list[Ledger]]:
+        """Copies of the ledgers as they belong to the versions on disk: a round that is being stored does not count yet."""
+        ledgers = deepcopy(self.ledgers)
+        for fragment, state in enumerate(self.fragments):
+            if state.phase == "storing":
+                _count_merged(ledgers, state.rounds[state.version], fragment, sign=-1)
+        return ledgers
 
     @property
     def run_tokens(self) -> int:
@@ -441,6 +525,12 @@ class SyncerCore:
         return {"step": self.step, "tokens": self.run_tokens, "learners": learners, "fragments": fragments}
 
 
-def _count_discards(ledger: Ledger, c: Contribution) -> None:
+def _count_merged(ledgers: Mapping[str, Sequence[Ledger]], round_: Round, fragment: int, *, sign: int = 1) -> None:
+    for learner, c in round_.contributions.items():
+        ledgers[learner][fragment].merged += sign * c.tokens
+        _count_discards(ledgers[learner][fragment], c, sign=sign)
+
+
+def _count_discards(ledger: Ledger, c: Contribution, *, sign: int = 1) -> None:
     for reason, tokens in c.discarded:
-        ledger.discard(tokens, reason)
+        ledger.discard(sign * tokens, reason)

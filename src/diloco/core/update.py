@@ -13,8 +13,7 @@ a segment boundary (`codecs.SEGMENT_ELEMENTS`); every operation is elementwise o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +21,10 @@ from torch import Tensor
 from diloco.core.method import Method
 
 SMALLEST_NORMAL = 2.0**-126  # below it devices disagree on denormals
+
+OUT_OF_STEP = "out of step"
+"""Why a contribution is sent back: the others sent theirs to the round before after this same step of the schedule. The work stays
+with the learner, pending, and goes with its next contribution."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Contribution:
         tokens, steps: work in it, since the learner's previous contribution of this fragment.
         trained: tokens this incarnation has trained in all, when it was sent.
         discarded: tokens of this fragment that adoption has overwritten since the previous contribution, by reason.
+        step: the inner step after which it was sent. Who has passed that step without it is not waited for.
     """
 
     learner: str
@@ -48,9 +52,12 @@ class Contribution:
     steps: int
     trained: int = 0
     discarded: tuple[tuple[str, int], ...] = ()
+    step: int = field(kw_only=True)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def accounted(self) -> int:
+        """Tokens that it accounts for: those whose work is in it, and those given up since the one before."""
+        return self.tokens + sum(tokens for _, tokens in self.discarded)
 
 
 @dataclass(frozen=True)

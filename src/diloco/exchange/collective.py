@@ -262,7 +262,8 @@ class Collective(Exchange):
         frames = self._agree(f"the contribution {place}", said, error)
         self._require_same_digest(c.fragment, held.version, [frame["digest"] for frame in frames])
         contributions = [
-            Contribution(_name(rank), 1, c.fragment, c.round, frame["base"], frame["tokens"], frame["steps"], frame["trained"])
+            Contribution(_name(rank), 1, c.fragment, c.round, frame["base"], frame["tokens"], frame["steps"], frame["trained"],
+                         step=c.step)
             for rank, frame in enumerate(frames)
         ]  # fmt: skip
         weights = weights_of(self._method.weight, contributions)

@@ -327,7 +327,7 @@ class Remote(Exchange):
     def _push(self, c: Contribution, payload: Tensor) -> None:
         header = pb.PushHeader(
             run=self._run, learner=c.learner, incarnation=c.incarnation, fragment=c.fragment, round=c.round, base=c.base,
-            tokens=c.tokens, steps=c.steps, trained=c.trained, num_bytes=payload.numel(),
+            tokens=c.tokens, steps=c.steps, trained=c.trained, step=c.step, num_bytes=payload.numel(),
             discarded=[pb.Discard(reason=reason, tokens=tokens) for reason, tokens in c.discarded],
         )  # fmt: skip
         try:

@@ -181,7 +181,7 @@ class Engine:
                     f"run {self.run!r} has a model already and keeps it; join it without --initialise."
                 )
             states = {f: self.method.outer.init(theta.numel()) for f, theta in enumerate(thetas)}
-            state = {"step": step, "initial_tokens": tokens}
+            state = {"step": step, "initial_tokens": tokens, "round_steps": [0] * len(thetas)}
             self._store.initialise(
                 self.run,
                 self.method.to_dict(),
@@ -582,10 +582,11 @@ class Engine:
             incarnations={row.learner: row.incarnation for row in saved.roster},
             ledgers=saved.ledgers,
             step=int(saved.state["step"]),
+            round_steps=saved.state["round_steps"],
         )
 
     def _state(self) -> dict[str, Any]:
-        return {"step": self.core.step, "initial_tokens": self._initial_tokens}
+        return {"step": self.core.step, "initial_tokens": self._initial_tokens, "round_steps": self.core.round_steps}
 
     def _roster(self) -> list[RosterRow]:
         core = self.core
@@ -606,6 +607,6 @@ class Engine:
     def _save_roster(self) -> None:
         """Who is here must survive a crash, or the first to come back would merge alone."""
         try:
-            self._store.save_roster(self._roster(), self.core.ledgers)
+            self._store.save_roster(self._roster(), self.core.durable_ledgers())
         except StoreError as error:
             log.error("the roster could not be stored: %s", error)

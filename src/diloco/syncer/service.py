@@ -161,7 +161,7 @@ class Service:
         slot = self._engine.allocate(header.fragment, header.num_bytes)
         contribution = Contribution(
             header.learner, header.incarnation, header.fragment, header.round, header.base, header.tokens, header.steps, header.trained,
-            tuple((discard.reason, discard.tokens) for discard in header.discarded),
+            tuple((discard.reason, discard.tokens) for discard in header.discarded), step=header.step,
         )  # fmt: skip
         complete = False
         try:

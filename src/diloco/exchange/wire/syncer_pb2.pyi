@@ -77,7 +77,7 @@ class Discard(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,7 @@ class PushHeader(_message.Message):
     TRAINED_FIELD_NUMBER: _ClassVar[int]
     DISCARDED_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -100,7 +101,8 @@ class PushHeader(_message.Message):
     trained: int
     discarded: _containers.RepeatedCompositeFieldContainer[Discard]
     num_bytes: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    step: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("accepted", "reason")
