@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from diloco.config import RunConfig, dump_config, load_config, parse_config
+from diloco.core.method import method_from_table
 from diloco.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 MINIMAL = '[run]\nname = "demo"\ntokens = 614400\n'
 
 
@@ -89,11 +91,16 @@ def test_overrides_are_toml_values_or_bare_words() -> None:
 
 
 def test_every_key_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text()
+    text = (ROOT / "docs" / "run-file.md").read_text()
     for table, field in RunConfig.model_fields.items():
         section = text.split(f"## [{table}]")[1].split("\n## ")[0]
         for key in getattr(field.annotation, "model_fields", {}):
             assert f"`{key}`" in section, f"{table}.{key}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/run.toml")), ids=lambda path: path.parent.name)
+def test_every_example_is_a_run_file_with_a_method(path: Path) -> None:
+    method_from_table(load_config(path).method)
 
 
 def test_reading_a_run_file_needs_no_torch() -> None:

@@ -112,6 +112,7 @@ class Trainer:
             try:
                 self._prepare()
                 started = time.perf_counter()
+                self._last_logged = (started, self._tokens)
                 reason = self._loop()
                 return self._finish(reason, time.perf_counter() - started)
             finally:
