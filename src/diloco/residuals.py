@@ -21,6 +21,7 @@ class Tentative:
     fragment: int
     round: int
     encoded: bool = False
+    merged: bool = False
     rolled_back: bool = False
     before: Tensor | None = None
 
@@ -67,7 +68,14 @@ class Residuals:
     def commit(self, fragment: int, round_: int) -> None:
         """The contribution to this round was merged."""
         with self._lock:
-            self._open.pop((fragment, round_), None)
+            tentative = self._open.get((fragment, round_))
+            if tentative is None:
+                return
+            tentative.merged = True
+            earlier = self._open.get((fragment, round_ - 1))
+            if earlier is None:  # else the residual still depends on what becomes of that one
+                self._forget_merged(fragment, round_)
+                self._forget_merged(fragment, round_ + 1)
 
     def roll_back(self, fragment: int, round_: int) -> None:
         """It was not: the residual is as before, to the bit; a later contribution that is still on its way keeps what it added."""
@@ -86,6 +94,12 @@ class Residuals:
             assert residual is not None
             self._residuals[fragment] = _moved(residual, later.before, tentative.before)
             later.before = tentative.before
+            self._forget_merged(fragment, round_ + 1)
+
+    def _forget_merged(self, fragment: int, round_: int) -> None:
+        tentative = self._open.get((fragment, round_))
+        if tentative is not None and tentative.merged:
+            del self._open[fragment, round_]
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals as they are once everything sent is merged; `Learner.state_dict` waits for the answers first."""

@@ -12,12 +12,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from diloco.core.fragments import Layout, digest
+from diloco.core.ledger import Ledger
 from diloco.core.method import Method
 from diloco.core.syncer import Accept, Merge, Publish, Reject, Store, SyncerCore
 from diloco.core.update import Contribution, Update, close_round
@@ -38,7 +40,7 @@ def run_local(fn: Callable[[int, Exchange], T], *, learners: int) -> list[T]:
         learners: M ≥ 1.
 
     Raises:
-        The first exception of any learner; the others are stopped.
+        The first exception that any learner raised; the others are stopped, one after the other.
 
     Example:
         >>> results = diloco.run_local(train, learners=4)
@@ -63,10 +65,8 @@ def run_local(fn: Callable[[int, Exchange], T], *, learners: int) -> list[T]:
     with ThreadPoolExecutor(learners, thread_name_prefix="learner") as pool:
         futures = [pool.submit(life, index) for index in range(learners)]
     before.restore()
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in errors:
-        if not isinstance(error, _StoppedError):
-            raise error
+    if run.baton.failed is not None:
+        futures[run.baton.failed].result()
     return [future.result() for future in futures]
 
 
@@ -109,18 +109,23 @@ class _Baton:
         self._ready: list[Callable[[], bool] | None] = [None] * num_learners
         start = _ThreadState.capture()
         self._states = [start] * num_learners
-        self._failed = False
         self._stuck: str | None = None
+        self.failed: int | None = None
+        """The learner that raised first."""
 
     def take(self, index: int) -> None:
-        """Block until it is this learner's turn, and bring its random state back."""
+        """Block until it is this learner's turn, and bring its random state back.
+
+        Raises:
+            ExchangeError: the run ends here, because a learner failed or all of them wait.
+        """
         with self._condition:
-            self._condition.wait_for(lambda: self._turn == index or self._failed or self._stuck is not None)
-            if self._failed:
-                raise _StoppedError("another learner failed.")
-            if self._stuck is not None:
-                raise ExchangeError(self._stuck)
+            self._condition.wait_for(lambda: self._turn == index)
         self._states[index].restore()
+        if self._stuck is not None:
+            raise ExchangeError(self._stuck)
+        if self.failed is not None:
+            raise _StoppedError(f"learner {self.failed} failed.")
 
     def hand_on(self, index: int, ready: Callable[[], bool] | None = None) -> None:
         """Let the others run; comes back when it is this learner's turn again and `ready()` holds."""
@@ -131,28 +136,26 @@ class _Baton:
         self._ready[index] = None
 
     def retire(self, index: int, failed: bool) -> None:
-        """This learner is done; if it failed, the others stop at their next turn."""
+        """This learner, whose turn it is, is done; if it failed, the others stop at their next turn."""
         self._alive[index] = False
-        with self._condition:
-            self._failed = self._failed or failed
-            self._condition.notify_all()
-        if self._turn == index:
-            self._pass_from(index)
+        if failed and self.failed is None:
+            self.failed = index
+        self._pass_from(index)
 
     def _pass_from(self, index: int) -> None:
         with self._condition:
             n = len(self._alive)
             order = [(index + k) % n for k in range(1, n + 1)]
-            runnable = [i for i in order if self._alive[i] and ((check := self._ready[i]) is None or check())]
-            if runnable:
-                self._turn = runnable[0]
-            elif any(self._alive):
-                waiting = ", ".join(str(i) for i in range(n) if self._alive[i])
+            alive = [i for i in order if self._alive[i]]
+            ending = self._stuck is not None or self.failed is not None
+            runnable = [i for i in alive if ending or (check := self._ready[i]) is None or check()]
+            if alive and not runnable:
+                waiting = ", ".join(map(str, sorted(alive)))
                 self._stuck = (
                     f"learners {waiting} all wait and nobody can go on; do all of them take the same number of steps?"
                 )
-            else:
-                self._turn = None
+                runnable = alive
+            self._turn = runnable[0] if runnable else None
             self._condition.notify_all()
 
 
@@ -276,6 +279,7 @@ class Local(Exchange):
                 "theta": run.thetas[f],
                 "outer": dict(run.outer_states[f]),
                 "residual": run.residuals[f],
+                "ledger": asdict(run.core.ledgers[_name(self._index)][f]),
             }
             for f, fragment in enumerate(run.core.fragments)
         }
@@ -287,6 +291,7 @@ class Local(Exchange):
             saved = state[str(f)]
             fragment.version = saved["version"]
             run.thetas[f], run.outer_states[f], run.residuals[f] = saved["theta"], saved["outer"], saved["residual"]
+            run.core.ledgers[_name(self._index)][f] = Ledger(**saved["ledger"])
 
     def close(self) -> None:
         if self._open and self._run.core is not None:
