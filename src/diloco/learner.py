@@ -388,8 +388,11 @@ class Learner:
 
 def _check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, exchange: Exchange) -> None:
     """What cannot work is refused before anything is sent."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ConfigError("FullyShardedDataParallel (FSDP1) is not supported; use DistributedDataParallel.")
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
