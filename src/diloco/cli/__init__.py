@@ -18,6 +18,7 @@ from typer.main import get_command
 from diloco.errors import ConfigError, DilocoError
 
 COMMANDS = {
+    "demo": "Train with a syncer and three learners on this machine, kill one on the way, and compare with data parallel.",
     "syncer": "Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version.",
     "train": "Train one learner's part of the run that RUN_FILE describes.",
     "status": "Show a live run: learners, rounds and whom they wait for, tokens, bytes.",
