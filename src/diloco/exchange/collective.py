@@ -96,10 +96,10 @@ class _Offer:
 
 
 class Collective(Exchange):
-    """An exchange over a `torch.distributed` process group (gloo, NCCL): each of its ranks is one learner.
+    """An exchange over a `torch.distributed` process group, of any backend: each of its ranks is one learner.
 
-    All communication runs on one background thread over a group of its own with the same ranks, in the order of the offers, which
-    the schedule makes the same on every rank. Rank 0's model initialises the run.
+    All communication runs on one background thread over connections of its own (`exchange.group`), in the order of the offers,
+    which the schedule makes the same on every rank. Rank 0's model initialises the run.
 
     Arguments:
         process_group: whose ranks learn together; None: all ranks.
@@ -148,7 +148,7 @@ class Collective(Exchange):
         finally:
             if not joined:
                 self._closed = True
-                self._group.destroy()
+                self._group.disconnect()
         for theta in model.fragments:
             shards = Shards(theta.numel(), self._group.size)
             own = shards.elements(self._group.rank)
@@ -235,7 +235,7 @@ class Collective(Exchange):
         self._closed = True
         if self._worker is not None:
             self._worker.shutdown(wait=True)
-            self._group.destroy()
+            self._group.disconnect()
 
     def _submit(self, job: Callable[[], Any]) -> Future[Any]:
         if self._worker is None or self._closed:

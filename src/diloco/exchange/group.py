@@ -1,7 +1,10 @@
-"""A process group of this library's own, beside the one it is given, so that its traffic never mixes with the user's collectives.
+"""Connections of this library's own between the ranks of a process group, so that its traffic never mixes with the user's collectives.
 
-Everything crosses it as bytes (uint8), by one primitive: an all-to-all with a size for every pair. Tensors are moved to the device
-that the backend needs (NCCL) and back.
+They are gloo's, whatever backend the given group has: what is exchanged starts and ends on the host. The ranks find each other
+through the given group's store. `torch.distributed.new_group` cannot make them: it wants every rank of the world, or else names a
+group after the number of groups its process is in, which need not be the same for two ranks.
+
+Everything crosses as bytes, mostly by one primitive: an all-to-all with a size for every pair.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from diloco import errors
 from diloco.errors import ConfigError, DilocoError, ExchangeError
@@ -28,43 +32,39 @@ TEXT_CHARACTERS = 256
 
 
 class Group:
-    """Collective operations on bytes between the ranks of `parent`. Every method is called by all ranks in the same order.
+    """Collective operations on host tensors between the ranks of `parent`. Every method is called by all ranks in the same order.
 
     Arguments:
         parent: the group whose ranks take part; None: all.
         timeout_s: how long an operation waits for the other ranks.
-        backend: None: the parent's own, for its host tensors where it takes them.
 
     Raises:
         ConfigError: there is no process group, or this process is not in it.
         ExchangeError: (every method) another rank is gone or did not answer in time; names what did not get through.
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None, *, timeout_s: float, backend: str | None = None) -> None:
+    def __init__(self, parent: dist.ProcessGroup | None, *, timeout_s: float) -> None:
         require_process_group()
-        if dist.get_rank(parent) < 0:
+        parent = dist.group.WORLD if parent is None else parent
+        if not isinstance(parent, dist.ProcessGroup) or dist.get_rank(parent) < 0:
             raise ConfigError("this process is not a member of the process group it was given; pass one that it is in.")
-        ranks = dist.get_process_group_ranks(parent)
+        self.rank: int = dist.get_rank(parent)
+        self.size: int = dist.get_world_size(parent)
         self._timeout_s = timeout_s
-        own_backend, self._device = _backend_of(parent) if backend is None else (backend, torch.device("cpu"))
-        with self._named("making a process group"):
-            self._group = dist.new_group(
-                ranks,
-                timeout=timedelta(seconds=timeout_s),
-                backend=own_backend,
-                use_local_synchronization=len(ranks) < dist.get_world_size(),
-            )
-        self.rank: int = dist.get_rank(self._group)
-        self.size: int = dist.get_world_size(self._group)
+        with self._named("connecting the ranks"):
+            # Ranks make their groups one after the other, so the first `size` arrivals belong to the first group, and so on.
+            store = parent.get_group_store()
+            number = (store.add("diloco/arrivals", 1) - 1) // self.size
+            store = PrefixStore(f"diloco/{number}", store)
+            # Any: torch's stubs leave its methods out.
+            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
 
     def all_to_all(self, send: Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], what: str) -> Tensor:
-        """`send` (uint8) is cut into one part per rank; returns the parts from all ranks, in rank order, on the host."""
-        received = torch.empty(sum(receive_bytes), dtype=torch.uint8, device=self._device)
+        """`send` (uint8) is cut into one part per rank; returns the parts from all ranks, in rank order."""
+        received = torch.empty(sum(receive_bytes), dtype=torch.uint8)
         with self._named(what):
-            dist.all_to_all_single(
-                received, send.to(self._device), list(receive_bytes), list(send_bytes), group=self._group
-            )
-            return received.cpu()
+            self._gloo.alltoall_base(received, send, list(receive_bytes), list(send_bytes)).wait()
+        return received
 
     def gather(self, part: Tensor, sizes_bytes: Sequence[int], what: str) -> Tensor:
         """Every rank's `part` (uint8, of the size that `sizes_bytes` says for the rank), joined in rank order."""
@@ -85,27 +85,21 @@ class Group:
         return [json.loads(to_bytes(part)) for part in parts]
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
-        """`tensor` (host, contiguous, any dtype) becomes rank 0's, in place."""
-        if tensor.numel() == 0:
-            return
-        raw = as_bytes(tensor)
-        with self._named(what):
-            moved = raw.to(self._device)
-            dist.broadcast(moved, group=self._group, group_src=0)
-            if moved.data_ptr() != raw.data_ptr() and self.rank != 0:
-                raw.copy_(moved)
+        """`tensor` (contiguous, any dtype) becomes rank 0's, in place."""
+        if tensor.numel():
+            with self._named(what):
+                self._gloo.broadcast([as_bytes(tensor)], dist.BroadcastOptions()).wait()
 
     def sum(self, values: Sequence[int], what: str) -> list[int]:
         """The sum over ranks of each whole number."""
-        numbers = torch.tensor(values, dtype=torch.int64, device=self._device)
+        numbers = torch.tensor(values, dtype=torch.int64)
         with self._named(what):
-            dist.all_reduce(numbers, group=self._group)
-            return [int(number) for number in numbers.tolist()]
+            self._gloo.allreduce([numbers], dist.AllreduceOptions()).wait()
+        return [int(number) for number in numbers.tolist()]
 
-    def destroy(self) -> None:
+    def disconnect(self) -> None:
         """Close the connections; ranks that still wait for this one get an error at once."""
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        self._gloo = None
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -156,12 +150,3 @@ def split(joined: Tensor, sizes_bytes: Sequence[int]) -> list[Tensor]:
     parts = joined.split(list(sizes_bytes))
     starts = accumulate(sizes_bytes, initial=0)
     return [part if start % 8 == 0 else part.clone() for part, start in zip(parts, starts, strict=False)]
-
-
-def _backend_of(parent: dist.ProcessGroup | None) -> tuple[str, torch.device]:
-    """The parent's backend for host tensors, or else its first one with this process's device for it."""
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(parent).split(","))
-    if "cpu" in backends:
-        return backends["cpu"], torch.device("cpu")
-    kind, backend = next(iter(backends.items()))
-    return backend, torch.device(kind, torch.get_device_module(kind).current_device())

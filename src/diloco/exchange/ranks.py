@@ -1,7 +1,7 @@
 """A job of several ranks (DDP) as one learner: rank 0 speaks with the others, and all ranks do the same at the same boundary.
 
 Every rank runs the same `Learner` on the same `LearnerCore`. Only rank 0 touches the wrapped exchange; what it answers, events and
-errors alike, is broadcast as JSON and tensors over a gloo group of its own. A step without news costs one all-reduce of three numbers:
+errors alike, is broadcast as JSON and tensors over connections of its own. A step without news costs one all-reduce of three numbers:
 the step's tokens, the size of the news, and the tokens of the whole run.
 """
 
@@ -42,7 +42,7 @@ class Ranks(Exchange):
     """
 
     def __init__(self, exchange: Exchange, process_group: dist.ProcessGroup | None) -> None:
-        self._group = Group(process_group, timeout_s=TIMEOUT_S, backend="gloo")
+        self._group = Group(process_group, timeout_s=TIMEOUT_S)
         self._first = self._group.rank == 0
         self._exchange = exchange
         self.gradients = exchange.gradients
@@ -144,7 +144,7 @@ class Ranks(Exchange):
             if self._first:
                 self._exchange.close()
         finally:
-            self._group.destroy()
+            self._group.disconnect()
 
     # --- rank 0 and the others --------------------------------------------------------------------------------------------
 
@@ -252,7 +252,10 @@ def _event_out(event: Event, tensors: list[Tensor]) -> dict[str, Any]:
 def _event_in(said: Mapping[str, Any], tensors: Sequence[Tensor]) -> Event:
     match said["event"]:
         case "arrived":
-            listed = {"contributors": tuple(said["update"]["contributors"]), "weights": tuple(said["update"]["weights"])}
+            listed = {
+                "contributors": tuple(said["update"]["contributors"]),
+                "weights": tuple(said["update"]["weights"]),
+            }
             return Arrived(Update(**(said["update"] | listed)), tensors[said["first"]])
         case "rejected":
             return Rejected(said["fragment"], said["round"], said["reason"])

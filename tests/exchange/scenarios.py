@@ -1,0 +1,189 @@
+"""What learners live through in the contract tests, the same on every exchange. Importable by processes that pytest does not run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import diloco
+from diloco import Learner, Method
+from diloco.errors import DilocoError
+from diloco.exchange.base import Exchange
+
+LEARNERS = 3
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run. `fault` happens to learner 1: another "layout", another "method", a "nan" gradient, or an "error" in its own code.
+
+    `resume_at`: the run is saved after this step and goes on over new exchanges.
+    """
+
+    name: str
+    method: dict[str, Any]
+    steps: int = 14
+    dtype: str = "float32"
+    inner: str = "adamw"
+    fault: str = ""
+    resume_at: int = 0
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.resume_at else 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Result:
+    """One learner's end: its tensors by name, plain facts, and the error that ended it, as [type, text]."""
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+    error: list[str] | None = None
+
+
+class Net(nn.Module):
+    """110 thousand parameters, so four codec segments, and every kind of tensor that is not trained."""
+
+    def __init__(self, width: int = 160) -> None:
+        super().__init__()
+        self.embed = nn.Linear(24, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.head = nn.Linear(width, 33)
+        self.scale = nn.Parameter(torch.rand(width), requires_grad=False)
+        self.register_buffer("shift", torch.rand(33))
+        self.register_buffer("seed", torch.randint(0, 1000, ()))
+        self.register_buffer("empty", torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) * self.scale
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x) + self.shift
+
+
+def make_model(scenario: Scenario, index: int) -> Net:
+    """Every learner starts from other values; the run's are learner 0's."""
+    torch.manual_seed(100 + index)
+    width = 161 if scenario.fault == "layout" and index == 1 else 160
+    return Net(width).to(getattr(torch, scenario.dtype))
+
+
+def make_optimizer(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if scenario.inner == "sgd":
+        return torch.optim.SGD(parameters, lr=0.05)
+    return torch.optim.AdamW(parameters, lr=3e-3)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, learner: Learner, index: int, step: int) -> None:
+    """An inner step on data that only this learner has, then the boundary."""
+    generator = torch.Generator().manual_seed(1000 * index + step)
+    dtype = next(model.parameters()).dtype
+    x, y = torch.randn(6, 24, generator=generator).to(dtype), torch.randn(6, 33, generator=generator).to(dtype)
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    learner.step(tokens=10 + 7 * index)
+
+
+def live(scenario: Scenario, part: int, index: int, exchange: Exchange, carried: dict[str, Any]) -> Result:
+    """A learner's life, or the part of it before or after a restart; `carried` is what it saved in between."""
+    method = Method.from_dict(scenario.method)
+    if scenario.fault == "method" and index == 1:
+        method = replace(method, sync_every=method.sync_every + 1)
+    model = make_model(scenario, index)
+    optimizer = make_optimizer(scenario, model)
+    first, last = 1, scenario.steps
+    if scenario.resume_at:
+        first, last = (1, scenario.resume_at) if part == 0 else (scenario.resume_at + 1, scenario.steps)
+    with Learner(model, optimizer, method=method, exchange=exchange) as learner:
+        if part == 1:
+            model.load_state_dict(carried["model"])
+            optimizer.load_state_dict(carried["optimizer"])
+            carried["exact"] = learner.load_state_dict(carried["learner"])
+        for step in range(first, last + 1):
+            if scenario.fault and index == 1 and step == 7:
+                if scenario.fault == "error":
+                    raise ArithmeticError("the training code failed")
+                with torch.no_grad():
+                    model.head.bias[3] = torch.nan
+            train_step(model, optimizer, learner, index, step)
+        if part + 1 < scenario.parts:
+            carried["learner"] = learner.state_dict()
+            carried["model"] = {name: value.clone() for name, value in model.state_dict().items()}
+            carried["optimizer"] = optimizer.state_dict()
+        result = finish(model, learner)
+        learner.close()
+    exchange.close()
+    return result
+
+
+def finish(model: nn.Module, learner: Learner) -> Result:
+    """Everything that must be the same on every exchange, once the answers that are on their way have come."""
+    learner.state_dict()
+    metrics = learner.metrics()
+    tensors = {f"parameters.{name}": value.detach().clone() for name, value in model.state_dict().items()}
+    tensors |= {f"global.{name}": value for name, value in learner.global_state_dict().items()}
+    kept = ("learner", "steps", "tokens", "versions", "merges", "ledger", "run_tokens", "num_bytes")
+    return Result(tensors, {key: metrics[key] for key in kept})
+
+
+def failed(error: Exception) -> Result:
+    return Result({}, {}, [type(error).__name__, str(error)])
+
+
+FAILURES = (DilocoError, ArithmeticError)
+"""What a life may end with; anything else is a bug and ends the test."""
+
+
+def _scenarios() -> list[Scenario]:
+    by_layer = diloco.ByLayer(layers=2)
+    methods = {
+        "data parallel": diloco.DataParallel(),
+        "data parallel, e3m0": diloco.DataParallel(codec="e3m0"),
+        "data parallel, by layer": replace(
+            diloco.DataParallel(fragments=by_layer, codec=("bf16", "fp32")), offsets=(1, 1, 1)
+        ),
+        "local sgd": diloco.LocalSGD(sync_every=4),
+        "local sgd, tokens": diloco.LocalSGD(sync_every=4, weight="tokens"),
+        "diloco": diloco.DiLoCo(sync_every=4),
+        "diloco, sgd": diloco.DiLoCo(sync_every=4, outer=diloco.SGD(lr=0.5)),
+        "diloco, adam": diloco.DiLoCo(sync_every=4, outer=diloco.Adam(lr=0.01), codec=("fp32", "int8")),
+        "diloco, H overlap": diloco.DiLoCo(sync_every=4, overlap=4, codec="int4"),
+        "diloco, tokens and feedback": diloco.DiLoCo(sync_every=4, weight="tokens", codec="e3m0", error_feedback=True),
+        "streaming, overlap 0": diloco.StreamingDiLoCo(sync_every=6, overlap=0, fragments=by_layer),
+        "streaming, overlap 1": diloco.StreamingDiLoCo(sync_every=6, overlap=1, fragments=by_layer, mix=0.0),
+        "streaming, overlap 4": diloco.StreamingDiLoCo(sync_every=6, overlap=4, fragments=by_layer, error_feedback=True),
+        "streaming, overlap H": diloco.StreamingDiLoCo(sync_every=6, overlap=6, fragments=by_layer),
+        "streaming, offsets": diloco.StreamingDiLoCo(
+            sync_every=6, overlap=3, offsets=(5, 1, 1), fragments=by_layer, weight="tokens", codec=("int8", "bf16")
+        ),
+        "streaming, balanced": diloco.StreamingDiLoCo(sync_every=6, overlap=2, fragments=diloco.Balanced(6), codec="int4"),
+    }  # fmt: skip
+    methods |= {
+        f"diloco, {codec}": diloco.DiLoCo(sync_every=5, codec=codec)
+        for codec in ("bf16", "fp16", "int8", "int4", "e3m0")
+    }
+    scenarios = [Scenario(name, method.to_dict()) for name, method in methods.items()]
+    streaming = methods["streaming, overlap 4"].to_dict()
+    return [
+        *scenarios,
+        Scenario("parameters", diloco.DataParallel(average="parameters").to_dict(), inner="sgd"),
+        Scenario("bf16 parameters", methods["diloco, H overlap"].to_dict(), dtype="bfloat16"),
+        Scenario("resumed", streaming, resume_at=8),
+        Scenario("resumed, adam", methods["diloco, adam"].to_dict(), resume_at=9),
+        Scenario("other layout", methods["diloco"].to_dict(), fault="layout"),
+        Scenario("other method", methods["diloco"].to_dict(), fault="method"),
+        Scenario("nan", methods["diloco, tokens and feedback"].to_dict(), fault="nan"),
+        Scenario("error", streaming, fault="error"),
+    ]
+
+
+SCENARIOS = {scenario.name: scenario for scenario in _scenarios()}

@@ -1,0 +1,100 @@
+"""The contract of an exchange: the same method and data give the same bits, and nobody is left hanging. A new one is a line in WORLDS."""
+
+import pytest
+import torch
+from tests.exchange.scenarios import LEARNERS, SCENARIOS, Result, Scenario, make_model
+from tests.exchange.worlds import WORLDS, in_process
+
+TRAINED = [name for name, scenario in SCENARIOS.items() if not scenario.fault]
+
+Results = dict[str, list[Result]]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Results:
+    """Every scenario in one process."""
+    return {name: in_process([scenario], None)[name] for name, scenario in SCENARIOS.items()}
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Every scenario over one exchange."""
+    return WORLDS[request.param](list(SCENARIOS.values()), tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_same_bits_on_every_exchange(name: str, results: Results, reference: Results) -> None:
+    for mine, theirs in zip(results[name], reference[name], strict=True):
+        assert mine.error is None
+        assert mine.tensors.keys() == theirs.tensors.keys()
+        different = [key for key, value in mine.tensors.items() if not torch.equal(value, theirs.tensors[key])]
+        assert not different
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_same_books_on_every_exchange(name: str, results: Results, reference: Results) -> None:
+    for mine, theirs in zip(results[name], reference[name], strict=True):
+        for key in ("learner", "steps", "tokens", "versions", "merges", "ledger"):
+            assert mine.facts[key] == theirs.facts[key], key
+        for ledger in mine.facts["ledger"]:
+            accounted = ledger["pending"] + ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
+            assert accounted == ledger["trained"] == mine.facts["tokens"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_learners_hold_one_global_model(name: str, results: Results) -> None:
+    first, *others = results[name]
+    for other in others:
+        assert first.facts["versions"] == other.facts["versions"]
+        for key in (key for key in first.tensors if key.startswith("global.")):
+            assert torch.equal(first.tensors[key], other.tensors[key]), key
+
+
+def test_training_moves_every_parameter(results: Results) -> None:
+    """Guards the comparisons above: the runs are not equal because nothing happened."""
+    for name in TRAINED:
+        start = make_model(SCENARIOS[name], 0).state_dict()
+        for key, value in start.items():
+            moved = not torch.equal(results[name][2].tensors[f"global.{key}"], value)
+            assert moved == (key not in ("scale", "shift", "seed", "empty")), f"{name}: {key}"
+
+
+def test_frozen_tensors_become_learner_0s(results: Results) -> None:
+    scenario = SCENARIOS["diloco"]
+    start = make_model(scenario, 0).state_dict()
+    for result in results["diloco"]:
+        for key in ("scale", "shift", "seed", "empty"):
+            assert torch.equal(result.tensors[f"parameters.{key}"], start[key])
+
+
+def test_a_resumed_run_continues_with_the_same_bits(results: Results) -> None:
+    for resumed, whole in (("resumed", "streaming, overlap 4"), ("resumed, adam", "diloco, adam")):
+        for mine, theirs in zip(results[resumed], results[whole], strict=True):
+            assert mine.error is None
+            different = [key for key, value in mine.tensors.items() if not torch.equal(value, theirs.tensors[key])]
+            assert not different
+            assert mine.facts["ledger"] == theirs.facts["ledger"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("other layout", "LayoutError", ["learner-000", "learner-001", "'embed.weight'", "(160, 24)", "(161, 24)"]),
+        ("other method", "ConfigError", ["learner-000", "learner-001", "sync_every is 4 here and 5 there"]),
+        ("nan", "NonFiniteError", ["NaN"]),
+    ],
+)
+def test_what_cannot_go_on_ends_every_learner(name: str, kind: str, words: list[str], results: Results) -> None:
+    for result in results[name]:
+        assert result.error is not None
+        assert result.error[0] == kind
+        assert all(word in result.error[1] for word in words), result.error[1]
+
+
+def test_an_error_in_one_learners_code_leaves_nobody_hanging(results: Results) -> None:
+    assert len(results["error"]) == LEARNERS
+    assert results["error"][1].error == ["ArithmeticError", "the training code failed"]
+
+
+def test_every_scenario_differs() -> None:
+    assert len({str(Scenario(**(s.to_dict() | {"name": ""}))) for s in SCENARIOS.values()}) == len(SCENARIOS)

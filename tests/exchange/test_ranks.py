@@ -1,0 +1,146 @@
+"""A DDP job of two ranks is one learner, beside a learner of one rank: real processes over gloo."""
+
+import pytest
+import torch
+from tests.exchange import ranks_life
+from tests.exchange.ranks_life import METHODS, RESUMED, STEPS, backward, tokens_of
+from tests.exchange.scenarios import Result, Scenario, finish, make_model, make_optimizer
+from tests.exchange.worlds import read, start_processes
+
+import diloco
+from diloco.core.update import Update
+from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, Rejoined
+from diloco.exchange.ranks import _event_in, _event_out
+
+Results = dict[str, list[Result]]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Three processes that go through ranks_life.py; the single learner's dies at last."""
+    directory = tmp_path_factory.mktemp("ranks")
+    start_processes(ranks_life.__name__, directory, 3, expect=(0, 0, 9))
+    names = [*METHODS, "resumed, own", "resumed, shared", "refuses", "diverges", "dials_from_rank_0_only"]
+    results = {name: [read(directory, name, rank) for rank in range(3)] for name in names}
+    lost = "loses_the_other_learner"
+    return results | {lost: [read(directory, lost, rank) for rank in range(2)]}
+
+
+def in_process(name: str) -> list[Result]:
+    """The same two learners by `run_local`; the first takes the mean gradient of both ranks' data, as DDP does."""
+
+    def life(index: int, exchange: Exchange) -> Result:
+        ranks = (0, 1) if index == 0 else (2,)
+        model = make_model(Scenario("", {}), ranks[0])
+        optimizer = make_optimizer(Scenario("", {}), model)
+        with diloco.Learner(model, optimizer, method=METHODS[name], exchange=exchange) as learner:
+            for step in range(1, STEPS + 1):
+                for rank in ranks:
+                    backward(model, rank, step, scale=1 / len(ranks))
+                optimizer.step()
+                optimizer.zero_grad()
+                learner.step(tokens=sum(map(tokens_of, ranks)))
+            return finish(model, learner)
+
+    return diloco.run_local(life, learners=2)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_ranks_of_a_learner_hold_the_same_bits(name: str, world: Results) -> None:
+    first, second, _ = world[name]
+    for key, value in first.tensors.items():
+        assert torch.equal(value, second.tensors[key]), key
+    for key in ("learner", "steps", "tokens", "versions", "merges", "ledger", "run_tokens"):
+        assert first.facts[key] == second.facts[key], key
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_learner_of_two_ranks_trains_like_one_of_one(name: str, world: Results) -> None:
+    reference = in_process(name)
+    for mine, theirs in zip((world[name][0], world[name][2]), reference, strict=True):
+        different = [key for key, value in theirs.tensors.items() if not torch.equal(value, mine.tensors[key])]
+        assert not different
+        for key in ("learner", "steps", "tokens", "versions", "merges", "ledger"):
+            assert mine.facts[key] == theirs.facts[key], key
+
+
+def test_tokens_of_all_ranks_and_learners_are_summed(world: Results) -> None:
+    job, single = tokens_of(0) + tokens_of(1), tokens_of(2)
+    assert [result.facts["tokens"] for result in world["diloco"]] == [STEPS * job, STEPS * job, STEPS * single]
+    known_after = [0, 0, 3, 3, 3, 6, 6, 6, 9, 9]  # steps
+    assert world["diloco"][2].facts["run_tokens"] == [(job + single) * steps for steps in known_after]
+
+
+def test_only_rank_0_sends_and_receives(world: Results) -> None:
+    for name in METHODS:
+        first, second, other = (result.facts["num_bytes"] for result in world[name])
+        assert first["contributions"] > 0
+        assert other["contributions"] > 0
+        assert second == {}
+
+
+@pytest.mark.parametrize("name", ["resumed, own", "resumed, shared"])
+def test_a_resumed_job_continues_with_the_same_bits(name: str, world: Results) -> None:
+    for mine, whole in zip(world[name], world[RESUMED], strict=True):
+        for key, value in whole.tensors.items():
+            assert torch.equal(value, mine.tensors[key]), key
+        assert mine.facts["ledger"] == whole.facts["ledger"]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("layout", "LayoutError", "learner-000 and learner-001 do not hold the same model: tensor 'embed.weight'"),
+        ("method", "ConfigError", "sync_every is 3 here and 7 there"),
+        ("rank's method", "ConfigError", "rank 1 of this learner was given another method than rank 0"),
+        ("checkpoint", "CheckpointError", "the checkpoint is of rank 1 of its learner; give rank 0 its own"),
+    ],
+)
+def test_an_error_is_raised_on_every_rank(what: str, kind: str, words: str, world: Results) -> None:
+    first, second, _ = (result.facts.get(what) for result in world["refuses"])
+    assert first == second
+    assert first[0] == kind
+    assert words in first[1]
+
+
+def test_the_other_learner_hears_of_it(world: Results) -> None:
+    facts = world["refuses"][2].facts
+    for what in ("layout", "method"):
+        assert facts[what] == world["refuses"][0].facts[what]
+    assert facts["checkpoint"][0] == "ExchangeError"  # the job left instead of loading one
+
+
+def test_a_diverged_model_is_an_error_on_every_rank(world: Results) -> None:
+    errors = [result.facts["error"] for result in world["diverges"]]
+    assert errors[0] == errors[1] == errors[2]
+    assert errors[0][0] == "NonFiniteError"
+    assert "failed on learner-000" in errors[0][1]
+
+
+def test_only_rank_0_asks_the_exchange(world: Results) -> None:
+    for result in world["dials_from_rank_0_only"][:2]:
+        assert result.facts["error"] == ["UnknownRunError", "rank 0 found no run."]
+
+
+def test_a_lost_learner_is_an_error_on_every_rank(world: Results) -> None:
+    first, second = (result.facts["error"] for result in world["loses_the_other_learner"])
+    assert first == second
+    assert first[0] == "ExchangeError"
+
+
+def test_every_event_crosses_as_plain_values_and_tensors() -> None:
+    model = Model((torch.rand(5), torch.rand(3)), {"b": torch.rand(2, 2), "n": torch.tensor(7)})
+    opened = Opened("site-a", 3, 40, (2, 1), model, run_tokens=1234)
+    update = Update(1, 4, 5, ("site-a", "site-b"), (1.0, 2.5), 0.5, "d1", lossless=False)
+    events: list[Event] = [Rejoined(opened, "replaced"), Rejected(1, 4, "missed"), Arrived(update, torch.rand(3))]
+    tensors: list[torch.Tensor] = []
+    said = [_event_out(event, tensors) for event in events]
+    rejoined, rejected, arrived = (_event_in(each, tensors) for each in said)
+    assert isinstance(rejoined, Rejoined)
+    assert (rejoined.reason, rejoined.opened.versions, rejoined.opened.run_tokens) == ("replaced", (2, 1), 1234)
+    assert rejoined.opened.model.fragments[1] is model.fragments[1]
+    assert rejoined.opened.model.static["n"] is model.static["n"]
+    assert rejected == events[1]
+    assert isinstance(arrived, Arrived)
+    assert arrived.update == update
+    assert arrived.theta is events[2].theta

@@ -1,0 +1,126 @@
+"""Ways to run a scenario's learners: in this process, and as processes of their own over a process group.
+
+python -m tests.exchange.worlds DIRECTORY RANK WORLD_SIZE      one of those processes: runs every scenario in DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tests.exchange.scenarios import FAILURES, LEARNERS, Result, Scenario, failed, live
+
+import diloco
+from diloco.exchange.base import Exchange
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 90
+World = Callable[[Sequence[Scenario], Path], dict[str, list[Result]]]
+
+
+def in_process(scenarios: Sequence[Scenario], _: Path) -> dict[str, list[Result]]:
+    """`diloco.run_local`, which raises the first learner's error for all."""
+    return {scenario.name: _local(scenario) for scenario in scenarios}
+
+
+def _local(scenario: Scenario) -> list[Result]:
+    carried: list[dict[str, Any]] = [{} for _ in range(LEARNERS)]
+    results: list[Result] = []
+    for part in range(scenario.parts):
+
+        def life(index: int, exchange: Exchange, part: int = part) -> Result:
+            return live(scenario, part, index, exchange, carried[index])
+
+        try:
+            results = diloco.run_local(life, learners=LEARNERS)
+        except FAILURES as error:
+            return [failed(error)] * LEARNERS
+    return results
+
+
+def over_gloo(scenarios: Sequence[Scenario], directory: Path) -> dict[str, list[Result]]:
+    """`diloco.Collective` in one process per learner."""
+    (directory / "scenarios.json").write_text(json.dumps([scenario.to_dict() for scenario in scenarios]))
+    start_processes("tests.exchange.worlds", directory, LEARNERS)
+    return {scenario.name: [read(directory, scenario.name, rank) for rank in range(LEARNERS)] for scenario in scenarios}
+
+
+WORLDS: dict[str, World] = {"local": in_process, "collective": over_gloo}
+
+
+# --- processes ------------------------------------------------------------------------------------------------------------
+
+
+def start_processes(module: str, directory: Path, world_size: int, expect: Sequence[int] = ()) -> None:
+    """Run `python -m module DIRECTORY RANK WORLD_SIZE` for every rank to its end, with warnings as errors.
+
+    `expect`: the exit status of each rank; by default all 0.
+    """
+    command = [sys.executable, "-W", "error", "-m", module, str(directory)]
+    logs = [directory / f"rank{rank}.log" for rank in range(world_size)]
+    with ExitStack() as stack:
+        processes = []
+        for rank, log in enumerate(logs):
+            output = stack.enter_context(log.open("w"))
+            process = subprocess.Popen([*command, str(rank), str(world_size)], stdout=output, stderr=output, cwd=ROOT)
+            stack.callback(_stop, process)
+            processes.append(process)
+        deadline = time.monotonic() + TIMEOUT_S
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        statuses = [process.poll() for process in processes]
+    expected = list(expect) or [0] * world_size
+    assert statuses == expected, "\n".join(f"{log.name}:\n{log.read_text()}" for log in logs)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def join_world(directory: Path, rank: int, world_size: int) -> None:
+    """The default process group, found through a file."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )  # fmt: skip
+
+
+def write(directory: Path, name: str, rank: int, result: Result) -> None:
+    stem = directory / f"{name.replace(' ', '_')}.{rank}"
+    save_file({key: value.contiguous() for key, value in result.tensors.items()}, f"{stem}.safetensors")
+    Path(f"{stem}.json").write_text(json.dumps({"facts": result.facts, "error": result.error}))
+
+
+def read(directory: Path, name: str, rank: int) -> Result:
+    stem = directory / f"{name.replace(' ', '_')}.{rank}"
+    plain = json.loads(Path(f"{stem}.json").read_text())
+    return Result(load_file(f"{stem}.safetensors"), plain["facts"], plain["error"])
+
+
+def _main(directory: Path, rank: int, world_size: int) -> None:
+    join_world(directory, rank, world_size)
+    for values in json.loads((directory / "scenarios.json").read_text()):
+        scenario = Scenario(**values)
+        carried: dict[str, Any] = {}
+        for part in range(scenario.parts):
+            try:
+                result = live(scenario, part, rank, diloco.Collective(timeout_s=30), carried)
+            except FAILURES as error:
+                result = failed(error)
+            write(directory, scenario.name, rank, result)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
