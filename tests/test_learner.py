@@ -55,7 +55,8 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 def assert_same(mine: Any, theirs: Any, path: str = "") -> None:
     """Equal to the bit, whatever the nesting."""
     if isinstance(mine, Tensor):
-        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), path
+        assert mine.dtype == theirs.dtype, path
+        assert torch.equal(mine, theirs), path
     elif isinstance(mine, dict):
         assert mine.keys() == theirs.keys(), path
         for key, value in mine.items():

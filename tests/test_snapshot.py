@@ -39,7 +39,8 @@ def test_displacement_from_the_anchor_rounded_to_the_parameters_dtype(dtype: tor
     kept = anchor.clone()
     displacement = snapshots.displacement(fragment, anchor, snapshot)
 
-    assert displacement.dtype == torch.float32 and displacement.device.type == "cpu"
+    assert displacement.dtype == torch.float32
+    assert displacement.device.type == "cpu"
     assert torch.equal(displacement, expected)
     assert torch.equal(anchor, kept)
 

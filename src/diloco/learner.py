@@ -306,6 +306,7 @@ class Learner:
         Waits for answers that are on their way, so that a resumed run continues with the same bits. Take the model's and the
         inner optimizer's state at the same boundary.
         """
+        self._take_in()
         self._wait_while(lambda: not self._all_answered())
         self._report(waiting=False)
         return {

@@ -1,0 +1,243 @@
+"""`Learner` when the others do not do as hoped: refusals, merges without it, late answers, being given up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import diloco
+from diloco import Learner, Method
+from diloco.core.fragments import Layout
+from diloco.core.update import Contribution, Update
+from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, Rejoined, Report, required_method
+
+FEEDBACK = diloco.DiLoCo(sync_every=2, overlap=1, codec=("int4", "fp32"), error_feedback=True)
+
+
+class Script(Exchange):
+    """The others, as a test tells them: what it says arrives at the learner's next look. Payloads are encoded when it says so."""
+
+    def __init__(self, *, step: int = 0, version: int = 0) -> None:
+        self.inbox: deque[Event] = deque()
+        self.offers: list[tuple[Contribution, Callable[[], Tensor]]] = []
+        self.reports: list[Report] = []
+        self.on_wait: Callable[[], None] | None = None
+        self._step, self._version = step, version
+
+    def method(self, given: Method | None) -> Method:
+        return required_method(given)
+
+    def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
+        self.num_elements = layout.fragments[0].numel
+        return self.opened(1, self._step, self._version)
+
+    def opened(self, incarnation: int, step: int, version: int) -> Opened:
+        return Opened("me", incarnation, step, (version,), Model((self.theta(version),), {}))
+
+    def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
+        self.offers.append((contribution, payload))
+
+    def poll(self) -> Sequence[Event]:
+        events = tuple(self.inbox)
+        self.inbox.clear()
+        return events
+
+    def wait(self) -> None:
+        assert self.on_wait is not None, "the learner would block for ever"
+        self.on_wait()
+
+    def report(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def close(self) -> None:
+        pass
+
+    def theta(self, version: int) -> Tensor:
+        """The global model at a version."""
+        return torch.full((self.num_elements,), float(version))
+
+    def publish(self, version: int, *contributors: str) -> None:
+        update = Update(0, version - 1, version, contributors, (1.0,) * len(contributors), 1.0, "", lossless=True)
+        self.inbox.append(Arrived(update, self.theta(version)))
+
+
+def start(method: Method = FEEDBACK, **opened: int) -> tuple[Script, Learner]:
+    model = nn.Linear(40, 3)
+    script = Script(**opened)
+    return script, Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), method=method, exchange=script)
+
+
+def step(learner: Learner, times: int = 1) -> None:
+    for _ in range(times):
+        with torch.no_grad():
+            for parameter in learner.model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        learner.step(tokens=10)
+
+
+def residuals_of(learner: Learner) -> Any:
+    return learner._residuals.state_dict()
+
+
+def ledger_of(learner: Learner) -> dict[str, Any]:
+    ledger: dict[str, Any] = learner.metrics()["ledger"][0]
+    return ledger
+
+
+def stands_at(learner: Learner, version: int) -> bool:
+    return learner.versions == (version,) and all(bool((p == version).all()) for p in learner.model.parameters())
+
+
+def test_a_merge_with_this_learner_keeps_the_residual() -> None:
+    script, learner = start()
+    step(learner, 2)
+    ((contribution, payload),) = script.offers
+    assert (contribution.round, contribution.base, contribution.tokens, contribution.steps) == (0, 0, 20, 2)
+    payload()
+    kept = residuals_of(learner)["0"]
+    assert kept.any()
+    script.publish(1, "me", "you")
+    step(learner)
+    assert stands_at(learner, 1)
+    assert residuals_of(learner)["0"] is kept
+    assert learner.metrics()["merges"] == 1
+    assert ledger_of(learner) == {"trained": 30, "pending": 0, "merged": 20, "lost": 0, "discarded": {"overlap": 10}}
+
+
+def test_a_merge_without_it_rolls_back() -> None:
+    script, learner = start()
+    step(learner, 2)
+    script.offers[0][1]()
+    script.publish(1, "you")
+    step(learner)
+    assert stands_at(learner, 1)
+    assert residuals_of(learner) == {}
+    assert learner.metrics()["merges"] == 0
+    assert ledger_of(learner) == {"trained": 30, "pending": 0, "merged": 0, "lost": 0,
+                                  "discarded": {"missed": 20, "overlap": 10}}  # fmt: skip
+    step(learner)
+    assert script.offers[1][0].base == 1
+    assert script.offers[1][0].discarded == (("overlap", 10),)
+
+
+def test_a_merge_without_it_rolls_back_before_the_state_is_saved() -> None:
+    """The answer is here and not yet adopted: a resumed learner must not feed back what was never merged."""
+    method = replace(FEEDBACK, sync_every=4, overlap=3)
+    script, learner = start(method)
+    step(learner, 4)
+    script.offers[0][1]()
+    script.publish(1, "you")
+    assert learner.state_dict()["residuals"] == {}
+    assert learner.versions == (0,)
+
+
+def test_a_refusal_before_the_encoder_got_to_it() -> None:
+    script, learner = start()
+    step(learner, 2)
+    script.inbox.append(Rejected(0, 0, "missed"))
+    step(learner)  # the answer was due now, and is not waited for any more
+    script.offers[0][1]()
+    assert residuals_of(learner) == {}
+    assert ledger_of(learner)["discarded"] == {"missed": 20}
+    step(learner)
+    assert script.offers[1][0].round == 0  # tried again, as far as it knows
+    script.publish(1, "you")
+    script.inbox.append(Rejected(0, 0, "missed"))
+    step(learner)
+    assert stands_at(learner, 1)
+    step(learner)
+    assert script.offers[2][0].round == 1
+
+
+def test_it_waits_only_for_what_is_due_and_says_so() -> None:
+    script, learner = start()
+
+    def answer() -> None:
+        assert script.reports[-1].waiting
+        script.publish(1, "me")
+
+    step(learner, 2)
+    assert learner.metrics()["num_blocked"] == 0
+    script.on_wait = answer
+    step(learner)
+    assert stands_at(learner, 1)
+    assert not script.reports[-1].waiting
+    metrics = learner.metrics()
+    assert metrics["num_blocked"] == 1
+    assert 0 < metrics["blocked_s"] < 60
+
+
+def test_without_waiting_a_late_answer_is_adopted_when_it_comes() -> None:
+    script, learner = start(replace(FEEDBACK, wait=False))
+    step(learner, 5)
+    assert learner.versions == (0,)
+    assert len(script.offers) == 1  # further work stays pending while the first answer is out
+    script.publish(1, "me")
+    step(learner)
+    assert stands_at(learner, 1)
+    assert ledger_of(learner) == {"trained": 60, "pending": 0, "merged": 20, "lost": 0, "discarded": {"overlap": 40}}
+
+
+def test_given_up_it_starts_again_from_the_newest_model() -> None:
+    script, learner = start()
+    step(learner, 2)
+    _, stale = script.offers[0]
+    script.inbox.append(Rejoined(script.opened(incarnation=2, step=40, version=9), "nothing heard"))
+    step(learner)
+    assert stands_at(learner, 9)
+    assert learner.steps == 40
+    metrics = learner.metrics()
+    assert (metrics["incarnation"], metrics["tokens"], metrics["merges"]) == (2, 0, 0)
+    assert ledger_of(learner)["trained"] == 0
+    step(learner, 2)
+    stale()  # an encoder that comes to it only now
+    assert residuals_of(learner) == {}
+    contribution, payload = script.offers[1]
+    assert (contribution.incarnation, contribution.round, contribution.base, contribution.step) == (2, 9, 9, 42)
+    payload()
+    assert residuals_of(learner).keys() == {"0"}
+
+
+def test_a_run_that_went_on_is_joined_where_it_is() -> None:
+    script, learner = start()
+    step(learner, 2)
+    script.publish(1, "me")
+    saved = learner.state_dict()
+
+    same, resumed = start(version=1)
+    assert resumed.load_state_dict(saved)
+    assert (resumed.steps, resumed.versions) == (2, (0,))  # version 1 is here, and due after the next step
+    step(resumed)
+    assert stands_at(resumed, 1)
+    assert same.offers == []
+
+    ahead, late = start(version=5, step=30)
+    assert not late.load_state_dict(saved)
+    assert stands_at(late, 5)
+    assert late.steps == 30
+    assert late.metrics()["tokens"] == 0
+    step(late, 2)
+    assert (ahead.offers[0][0].round, ahead.offers[0][0].base) == (5, 5)
+
+
+def test_nothing_is_kept_of_the_model_it_started_from() -> None:
+    """A learner that joined holds its anchors, not a second copy of everything."""
+    _, learner = start()
+    assert learner._start_model is not None
+    step(learner)
+    assert learner._start_model is None
+
+
+def test_snapshots_are_taken_at_the_boundary() -> None:
+    """What is encoded later is what the parameters were when they were sent."""
+    script, learner = start(diloco.DiLoCo(sync_every=2, overlap=2))
+    step(learner, 2)
+    sent = torch.cat([p.detach().flatten() for p in learner.model.parameters()])
+    step(learner)
+    payload = script.offers[0][1]()
+    assert torch.equal(payload.view(torch.float32), script.theta(0) - sent)
