@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from diloco.core.adopt import Adopt
 from diloco.core.fragments import Layout, gather, make_layout, scatter
 from diloco.core.learner import LearnerCore, Send
 from diloco.core.method import Method
@@ -169,17 +170,10 @@ class Learner:
 
     def _adopt(self, fragment: int, version: int) -> None:
         theta = self._received[fragment, version]
-        layout = self.layout.fragments[fragment]
         if self.method.exchanged == "gradients":
-            for name, value in scatter(layout, theta).items():
-                gradient = self._parameters[name].grad
-                assert gradient is not None
-                gradient.copy_(value)
-        elif self.method.adopt.keeps_pending:
-            local = gather(layout, self._parameters)
-            self._write(fragment, self.method.adopt.adopt(local, theta.to(local.device)))
+            self._write(fragment, theta, {name: p.grad for name, p in self._parameters.items() if p.grad is not None})
         else:
-            self._write(fragment, theta)
+            self._write(fragment, theta, self._parameters, self.method.adopt)
         self._anchors[fragment] = theta
         for flight in self._core.adopted(fragment, version):
             if not flight.listed:
@@ -187,9 +181,15 @@ class Learner:
         self._received = {key: value for key, value in self._received.items() if key[0] != fragment or key[1] > version}
 
     @torch.no_grad()
-    def _write(self, fragment: int, flat: Tensor) -> None:
-        for name, value in scatter(self.layout.fragments[fragment], flat).items():
-            self._parameters[name].copy_(value)
+    def _write(self, fragment: int, flat: Tensor, tensors: Mapping[str, Tensor], adopt: Adopt | None = None) -> None:
+        """A fragment's tensors become `adopt` of themselves and `flat`, or `flat`.
+
+        Tensor by tensor, so that what is made on the way stays in a processor's cache.
+        """
+        layout = self.layout.fragments[fragment]
+        for name, value in scatter(layout, flat.to(tensors[layout.names[0]].device)).items():
+            own = tensors[name]
+            own.copy_(value if adopt is None else adopt.adopt(own.float(), value.to(own.device)))
 
     def _exchange_gradients(self) -> None:
         """Before an inner step: every gradient becomes the mean over learners."""
@@ -238,7 +238,7 @@ class Learner:
         # Where gradients are exchanged, a fragment's later versions are gradients, and the model is the learners' own.
         if self.method.exchanged != "gradients" or not any(opened.versions):
             for fragment, theta in enumerate(opened.model.fragments):
-                self._write(fragment, theta)
+                self._write(fragment, theta, self._parameters)
         self._static.adopt(opened.model.static)
 
     def _own_model(self) -> Model:
