@@ -27,7 +27,7 @@ STREAMING = diloco.StreamingDiLoCo(sync_every=4, overlap=2, fragments=diloco.ByL
 class Trainer:
     """A model, its optimizer and its learner over a new Collective."""
 
-    def __init__(self, rank: int, method: Method, timeout_s: float = 30.0, steps: int = 0) -> None:
+    def __init__(self, rank: int, method: Method, timeout_s: float = 60.0, steps: int = 0) -> None:
         scenario = Scenario("", method.to_dict())
         self.rank = rank
         self.step = 0
@@ -140,7 +140,8 @@ def notices_a_learner_that_stops_early(rank: int) -> dict[str, Any]:
 
 def notices_a_silent_learner(rank: int) -> dict[str, Any]:
     """Learner 1 does not come back from its step until the others have given it up."""
-    trainer = Trainer(rank, diloco.DiLoCo(sync_every=2), timeout_s=1.0)
+    dist.barrier()  # all begin together: connecting has the same time limit
+    trainer = Trainer(rank, diloco.DiLoCo(sync_every=2), timeout_s=3.0)
     error = [] if rank == 1 else error_of(lambda: trainer.train(2))
     dist.barrier()
     trainer.learner.close()

@@ -59,7 +59,7 @@ class Trainer:
         self.model: nn.Module = self.module
         if self.rank < 2:
             self.model = DistributedDataParallel(self.module, process_group=groups.job)
-        exchange = Collective(groups.learners, timeout_s=30)
+        exchange = Collective(groups.learners, timeout_s=60)
         self.learner = Learner(self.model, self.optimizer, method=method, exchange=exchange)
 
     def train(self, steps: int) -> None:

@@ -15,6 +15,8 @@ from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS
 from diloco.errors import ConfigError
 from diloco.exchange.collective import Shards
 
+pytestmark = pytest.mark.timeout(300)  # includes a world of processes
+
 WORLD_SIZE = 3
 Facts = list[dict[str, Any]]
 
@@ -130,7 +132,7 @@ def test_a_silent_learner_is_an_error_for_the_others(world: dict[str, Facts]) ->
     for facts in (world["notices_a_silent_learner"][rank] for rank in (0, 2)):
         assert facts["error"][0] == "ExchangeError"
         assert "the contribution of fragment 0 in round 0 did not get through" in facts["error"][1]
-        assert "silent for more than 1 s" in facts["error"][1]
+        assert "silent for more than 3 s" in facts["error"][1]
 
 
 def test_closing_finishes_what_others_wait_for(world: dict[str, Facts]) -> None:

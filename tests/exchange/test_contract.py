@@ -5,6 +5,8 @@ import torch
 from tests.exchange.scenarios import LEARNERS, SCENARIOS, Result, Scenario, make_model
 from tests.exchange.worlds import WORLDS, in_process
 
+pytestmark = pytest.mark.timeout(300)  # includes a world of processes
+
 TRAINED = [name for name, scenario in SCENARIOS.items() if not scenario.fault]
 
 Results = dict[str, list[Result]]

@@ -12,6 +12,8 @@ from diloco.core.update import Update
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, Rejoined
 from diloco.exchange.ranks import _event_in, _event_out
 
+pytestmark = pytest.mark.timeout(300)  # includes a world of processes
+
 Results = dict[str, list[Result]]
 
 

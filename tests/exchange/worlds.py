@@ -23,7 +23,9 @@ import diloco
 from diloco.exchange.base import Exchange
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 90
+TIMEOUT_S = 240.0
+"""For a whole world; it takes some 10 s on two idle cores, most of them to import torch."""
+
 World = Callable[[Sequence[Scenario], Path], dict[str, list[Result]]]
 
 
@@ -92,7 +94,7 @@ def join_world(directory: Path, rank: int, world_size: int) -> None:
     """The default process group, found through a file."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
     )  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def _main(directory: Path, rank: int, world_size: int) -> None:
         carried: dict[str, Any] = {}
         for part in range(scenario.parts):
             try:
-                result = live(scenario, part, rank, diloco.Collective(timeout_s=30), carried)
+                result = live(scenario, part, rank, diloco.Collective(timeout_s=60), carried)
             except FAILURES as error:
                 result = failed(error)
             write(directory, scenario.name, rank, result)
