@@ -22,7 +22,9 @@ from rich.table import Table
 RUN_FILE = Path(__file__).parent.parent / "examples" / "two-sites" / "run.toml"
 SITES = {"site-a": "10.77.0.1", "site-b": "10.77.0.2"}
 METHODS = {
-    "DiLoCo, fp32": ['method={preset = "DiLoCo", sync_every = 30, outer = {type = "Nesterov", lr = 0.7, momentum = 0.9}}'],
+    "DiLoCo, fp32": [
+        'method={preset = "DiLoCo", sync_every = 30, outer = {type = "Nesterov", lr = 0.7, momentum = 0.9}}'
+    ],
     "DiLoCo, E3M0": [
         'method={preset = "DiLoCo", sync_every = 30, codec = "e3m0", outer = {type = "Nesterov", lr = 0.7, momentum = 0.9}}'
     ],
@@ -64,13 +66,21 @@ def main() -> None:
 def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
     """One run: a syncer and two learners until the tokens are spent."""
     tokens = 2 * 128 * steps
-    common = [f"run.tokens={tokens}", "train.global_batch=2", "evaluate.sequences=32", "train.log_every_s=600", *overrides]
+    common = [
+        f"run.tokens={tokens}",
+        "train.global_batch=2",
+        "evaluate.sequences=32",
+        "train.log_every_s=600",
+        *overrides,
+    ]
     with tempfile.TemporaryDirectory() as directory, two_sites(rate), ExitStack() as stack:
         work = Path(directory)
         subprocess.run([_diloco(), "keys", "new", "keys", "--host", SITES["site-a"], "--learner", "site-a", "--learner", "site-b"],
                        cwd=work, check=True, capture_output=True)  # fmt: skip
         settings = [*common, f"syncer.address={SITES['site-a']}:7700", 'method.quorum={type = "AllLive", at_least = 2}']
-        stack.callback(_stop, _start(work, "site-a", ["syncer", str(RUN_FILE), "--address", "0.0.0.0:7700"], settings, "syncer"))
+        stack.callback(
+            _stop, _start(work, "site-a", ["syncer", str(RUN_FILE), "--address", "0.0.0.0:7700"], settings, "syncer")
+        )
         before = _link_bytes()
         learners = {
             site: _start(
@@ -99,14 +109,44 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
 def two_sites(rate: str) -> Iterator[None]:
     """Two namespaces and a link of this rate each way, with a token bucket's queue of 50 ms."""
     try:
-        for site, ip in SITES.items():
+        for site in SITES:
             _run("ip", "netns", "add", site)
-        _run("ip", "link", "add", "link-a", "netns", "site-a", "type", "veth", "peer", "name", "link-b", "netns", "site-b")
+        _run(
+            "ip",
+            "link",
+            "add",
+            "link-a",
+            "netns",
+            "site-a",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "link-b",
+            "netns",
+            "site-b",
+        )
         for (site, ip), link in zip(SITES.items(), ("link-a", "link-b"), strict=True):
             _run("ip", "-n", site, "link", "set", "lo", "up")
             _run("ip", "-n", site, "addr", "add", f"{ip}/24", "dev", link)
             _run("ip", "-n", site, "link", "set", link, "up")
-            _run("tc", "-n", site, "qdisc", "add", "dev", link, "root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
+            _run(
+                "tc",
+                "-n",
+                site,
+                "qdisc",
+                "add",
+                "dev",
+                link,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "64kb",
+                "latency",
+                "50ms",
+            )
         yield
     finally:
         for site in SITES:
@@ -125,7 +165,9 @@ def _link_bytes() -> int:
 def _start(work: Path, site: str, command: list[str], settings: list[str], name: str) -> subprocess.Popen[bytes]:
     overrides = [argument for setting in settings for argument in ("--set", setting)]
     with open(work / f"{name}.out", "wb") as out, open(work / f"{name}.log", "wb") as log:
-        return subprocess.Popen(["ip", "netns", "exec", site, _diloco(), *command, *overrides], cwd=work, stdout=out, stderr=log)
+        return subprocess.Popen(
+            ["ip", "netns", "exec", site, _diloco(), *command, *overrides], cwd=work, stdout=out, stderr=log
+        )
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -30,7 +30,9 @@ class Timeline:
     @property
     def step(self) -> int:
         """The furthest step of any learner."""
-        return max((steps[-1].step for name, steps in self.steps.items() if name.startswith("learner") and steps), default=0)
+        return max(
+            (steps[-1].step for name, steps in self.steps.items() if name.startswith("learner") and steps), default=0
+        )
 
     def is_merging(self, learner: str) -> bool:
         """Whether the learner is in the newest merge."""
@@ -42,7 +44,9 @@ class Timeline:
 
     def num_live(self, at: float) -> int:
         """Learners that were there at a time."""
-        return sum(any(start <= at and (end is None or at < end) for start, end in spans) for spans in self.presence.values())
+        return sum(
+            any(start <= at and (end is None or at < end) for start, end in spans) for spans in self.presence.values()
+        )
 
 
 def read_timeline(directory: Path) -> Timeline:
@@ -116,4 +120,7 @@ def baseline_bytes(timeline: Timeline, tokens_per_full_step: int) -> int:
 def participation(timeline: Timeline) -> dict[str, float]:
     """By learner, the share of all merges that it was in."""
     names = sorted(timeline.presence)
-    return {name: sum(name in merge.contributors for merge in timeline.merges) / max(1, len(timeline.merges)) for name in names}
+    return {
+        name: sum(name in merge.contributors for merge in timeline.merges) / max(1, len(timeline.merges))
+        for name in names
+    }

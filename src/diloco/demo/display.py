@@ -39,13 +39,20 @@ class Display:
             self._live.update(_panel(phase, timeline, now - self._started))
         elif now - self._last_line >= LINE_EVERY_S or phase.startswith("kill"):
             self._last_line = now
-            self._console.print(f"[{now - self._started:5.0f} s] {phase}{_numbers(timeline)}", highlight=False, markup=False, soft_wrap=True)
+            self._console.print(
+                f"[{now - self._started:5.0f} s] {phase}{_numbers(timeline)}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 def _numbers(timeline: Timeline | None) -> str:
     if timeline is None:
         return ""
-    steps = ", ".join(f"{name} step {steps[-1].step} loss {steps[-1].loss:.2f}" for name, steps in timeline.steps.items() if steps)
+    steps = ", ".join(
+        f"{name} step {steps[-1].step} loss {steps[-1].loss:.2f}" for name, steps in timeline.steps.items() if steps
+    )
     num_bytes = sum(timeline.traffic.values())
     return f"; {steps}; {len(timeline.merges)} merges, {num_bytes / 1e6:.1f} MB" if steps else ""
 
@@ -60,6 +67,8 @@ def _panel(phase: str, timeline: Timeline | None, elapsed_s: float) -> Group:
         if steps:
             state = "in the run" if name in live else "gone" if name in timeline.presence else "not in the run yet"
             merged = "yes" if timeline.is_merging(name) else ""
-            table.add_row(name, state, str(steps[-1].step), f"{steps[-1].loss:.3f}", f"{steps[-1].tokens_per_s:,.0f}", merged)
+            table.add_row(
+                name, state, str(steps[-1].step), f"{steps[-1].loss:.3f}", f"{steps[-1].tokens_per_s:,.0f}", merged
+            )
     num_bytes = sum(timeline.traffic.values())
     return Group(title, table, Text(f"{len(timeline.merges)} merges, {num_bytes / 1e6:.2f} MB on the wire"))

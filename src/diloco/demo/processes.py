@@ -60,7 +60,9 @@ class Family:
             if code is None or code == 0:
                 continue
             if code > 0:
-                raise ExchangeError(f"{child.name} failed with exit code {code}; the end of its log says why:\n{self.tail(child.name)}")
+                raise ExchangeError(
+                    f"{child.name} failed with exit code {code}; the end of its log says why:\n{self.tail(child.name)}"
+                )
             if child.killed_at is None:
                 child.killed_at = time.monotonic()
                 child.kills += 1

@@ -77,6 +77,7 @@ class Plan:
     """How long the demo is. A quarter of the steps is the warm start, as the papers' runs start from a trained model."""
 
     steps: int
+    kill_after: float  # share of the common part
     quick: bool
 
     @property
@@ -85,12 +86,12 @@ class Plan:
 
     @property
     def kill_at_step(self) -> int:
-        """A third of the way through the common part: late enough to have merged, early enough to come back."""
-        return self.warm_start_steps + (self.steps - self.warm_start_steps) // 3
+        """Late enough to have merged, early enough to come back."""
+        return self.warm_start_steps + round(self.kill_after * (self.steps - self.warm_start_steps))
 
 
-FULL = Plan(steps=2400, quick=False)
-QUICK = Plan(steps=840, quick=True)
+FULL = Plan(steps=1800, kill_after=0.3, quick=False)
+QUICK = Plan(steps=840, kill_after=0.15, quick=True)
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,18 @@ def tell(directory: Path, plan: Plan, seed: int, say: Say) -> Outcome:
         family.start("syncer", ["syncer", run_file])
         for shard in range(NUM_LEARNERS):
             name = f"learner-{shard}"
-            command = ["train", run_file, "--name", name, "--shard", str(shard), "--json", "--set", "checkpoint.every_steps=60"]
-            command += ["--initialise", "--set", f"evaluate.every_steps={SYNC_EVERY * 2}"] if shard == 0 else []
+            command = [
+                "train",
+                run_file,
+                "--name",
+                name,
+                "--shard",
+                str(shard),
+                "--json",
+                "--set",
+                "checkpoint.every_steps=60",
+            ]
+            command += ["--initialise", "--set", f"evaluate.every_steps={plan.steps // 20}"] if shard == 0 else []
             family.start(name, command, [*command, "--resume"])
         killed = False
         while not all(family.children[f"learner-{shard}"].done for shard in range(NUM_LEARNERS)):
@@ -158,7 +169,9 @@ def tell(directory: Path, plan: Plan, seed: int, say: Say) -> Outcome:
 def _prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
     if directory.exists():
         marker = directory / "run.toml"
-        if any(directory.iterdir()) and not (marker.exists() and marker.read_text().startswith("# Written by `diloco demo`")):
+        if any(directory.iterdir()) and not (
+            marker.exists() and marker.read_text().startswith("# Written by `diloco demo`")
+        ):
             raise ConfigError(f"{directory} holds something that is not a demo; choose another directory with --dir")
         shutil.rmtree(directory)
     directory.mkdir(parents=True)

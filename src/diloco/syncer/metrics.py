@@ -157,7 +157,7 @@ class _Snapshots(Collector):
     def __init__(self) -> None:
         self.learners: tuple[LearnerSample, ...] = ()
         self.ledgers: tuple[Ledger, ...] = ()
-        self.bytes: Mapping[tuple[str, str, str], int] = {}
+        self.bytes: Mapping[tuple[str, str, Direction], int] = {}
 
     def collect(self) -> Iterator[Metric]:
         learners, ledgers, totals = self.learners, self.ledgers, self.bytes
