@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from diloco.errors import AuthError, ConfigError, DilocoError, ExchangeError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import is_loopback, split_address
-from diloco.exchange.wire.frames import read_header, read_into
+from diloco.exchange.wire.frames import read_header, read_into, room
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
 
 R = TypeVar("R", bound=Message)
@@ -68,14 +68,14 @@ class Connection:
         except grpc.RpcError as error:
             raise _mapped(error, self.address) from error
 
-    def pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, bytearray]:
+    def pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
         """Fetch one part of the model. Raises as `call`, and CorruptPayloadError for damaged bytes."""
         try:
             stub = self._channel(channel).unary_stream(path("Pull"), _serialize, None)
             stream: Iterator[bytes] = iter(stub(request, metadata=self._metadata))
             header = read_header(stream, pb.PullHeader)
-            buffer = bytearray(header.num_bytes)
-            read_into(stream, memoryview(buffer))
+            buffer = room(header.num_bytes)
+            read_into(stream, buffer)
         except grpc.RpcError as error:
             raise _mapped(error, self.address) from error
         return header, buffer

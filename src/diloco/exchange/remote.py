@@ -387,8 +387,8 @@ class Remote(Exchange):
         for key in [key for key in self._offered if key[0] == fragment and key[1] < version]:
             self._offered.pop(key, None)
 
-    def _retry_pull(self, request: pb.PullRequest, channel: str) -> tuple[pb.PullHeader, bytearray]:
-        pulled: list[tuple[pb.PullHeader, bytearray]] = []
+    def _retry_pull(self, request: pb.PullRequest, channel: str) -> tuple[pb.PullHeader, memoryview]:
+        pulled: list[tuple[pb.PullHeader, memoryview]] = []
 
         def attempt() -> pb.PullHeader:
             pulled.append(self._connection.pull(channel, request))

@@ -14,7 +14,7 @@ from diloco.core.fragments import Layout
 from diloco.core.update import Contribution
 from diloco.errors import CorruptPayloadError, DilocoError, LayoutError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames, read_header, read_into, tensor_of
+from diloco.exchange.wire.frames import bytes_of, frames, read_header, read_into, room, tensor_of
 from diloco.exchange.wire.rpc import SERVICE, abort
 from diloco.syncer.auth import Authenticator, Role
 from diloco.syncer.engine import Engine
@@ -137,11 +137,11 @@ class Service:
             raise CorruptPayloadError(
                 f"the model has parts of {list(header.part_bytes[:-1])} bytes and its layout needs {expected}."
             )
-        buffer = bytearray(sum(header.part_bytes))
-        read_into(stream, memoryview(buffer))
+        buffer = room(sum(header.part_bytes))
+        read_into(stream, buffer)
         thetas, start = [], 0
         for num_bytes in expected:
-            thetas.append(tensor_of(memoryview(buffer)[start : start + num_bytes], torch.float32))
+            thetas.append(tensor_of(buffer[start : start + num_bytes], torch.float32))
             start += num_bytes
         for fragment, theta in zip(layout.fragments, thetas, strict=True):
             if not torch.isfinite(theta).all():
@@ -149,7 +149,7 @@ class Service:
                     f"fragment {fragment.index} of the initial model is not finite; start from other weights."
                 )
         self._engine.initialise(
-            layout, thetas, bytes(memoryview(buffer)[start:]), learner=header.learner, source=header.source, step=header.step,
+            layout, thetas, bytes(buffer[start:]), learner=header.learner, source=header.source, step=header.step,
             tokens=header.tokens,
         )  # fmt: skip
         return pb.InitialiseReply()

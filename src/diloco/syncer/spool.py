@@ -11,21 +11,21 @@ from pathlib import Path
 from torch import Tensor
 
 from diloco.errors import StoreError
-from diloco.exchange.wire.frames import tensor_of
+from diloco.exchange.wire.frames import room, tensor_of
 
 
 class Slot:
     """Room for one payload. Fill `buffer`, read `tensor`, then `release`."""
 
-    def __init__(self, buffer: bytearray | mmap.mmap, in_memory: bool) -> None:
-        self._buffer: bytearray | mmap.mmap | None = buffer
+    def __init__(self, buffer: memoryview, in_memory: bool) -> None:
+        self._buffer: memoryview | None = buffer
         self.num_bytes = len(buffer)
         self.in_memory = in_memory
 
     @property
     def buffer(self) -> memoryview:
         assert self._buffer is not None
-        return memoryview(self._buffer)
+        return self._buffer
 
     @property
     def tensor(self) -> Tensor:
@@ -33,7 +33,7 @@ class Slot:
         return tensor_of(self.buffer)
 
     def drop(self) -> None:
-        self._buffer = None  # a mapped file goes when the last tensor over it does
+        self._buffer = None  # memory and file go when the last tensor over them does
 
 
 class Spool:
@@ -65,7 +65,7 @@ class Spool:
             fits = self._held_bytes + num_bytes <= self._budget_bytes or num_bytes == 0
             if fits:
                 self._held_bytes += num_bytes
-        return Slot(bytearray(num_bytes), True) if fits else Slot(self._map(num_bytes), False)
+        return Slot(room(num_bytes), True) if fits else Slot(self._map(num_bytes), False)
 
     def release(self, slot: Slot) -> None:
         """The payload is not needed any more."""
@@ -74,11 +74,11 @@ class Spool:
             with self._lock:
                 self._held_bytes -= slot.num_bytes
 
-    def _map(self, num_bytes: int) -> mmap.mmap:
+    def _map(self, num_bytes: int) -> memoryview:
         try:
             with tempfile.TemporaryFile(dir=self._directory) as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
-                return mmap.mmap(file.fileno(), num_bytes)
+                return memoryview(mmap.mmap(file.fileno(), num_bytes))
         except OSError as error:
             raise StoreError(
                 f"a contribution of {num_bytes} bytes does not fit into {self._directory} ({error}); free disk space or raise spool_bytes."

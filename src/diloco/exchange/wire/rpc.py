@@ -59,10 +59,13 @@ def is_retryable(error: grpc.RpcError) -> bool:
     return call.code() in RETRYABLE and ERROR_KEY not in dict(call.trailing_metadata() or ())
 
 
+MAX_MESSAGE_BYTES = 6 << 20
+"""What either end accepts as one message; the layout of a model with many tensors is the longest."""
+
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.use_local_subchannel_pool", 1),  # one TCP connection per channel
-    ("grpc.max_receive_message_length", 6 << 20),
-    ("grpc.max_send_message_length", 6 << 20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -72,8 +75,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),  # two syncers on one port would share its learners
-    ("grpc.max_receive_message_length", 6 << 20),
-    ("grpc.max_send_message_length", 6 << 20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
