@@ -20,7 +20,7 @@ from typing import Any
 
 from diloco.core.ledger import Ledger
 from diloco.core.schedule import Schedule
-from diloco.core.update import OUT_OF_STEP
+from diloco.core.update import MISSED, OUT_OF_STEP, TWICE
 from diloco.errors import CheckpointError, VersionError
 
 
@@ -117,9 +117,9 @@ class LearnerCore:
         book = self.books[fragment]
         # τ = H keeps one answer on its way while the next displacement is sent. Any further one is late: the work stays
         # pending and goes with the next send.
-        if len(book.flights) > self.schedule.overlap // self.schedule.sync_every:
+        round_ = book.flights[-1].round + 1 if book.flights else book.held
+        if round_ - book.held > self.schedule.overlap // self.schedule.sync_every:
             return None
-        round_ = book.held + len(book.flights)
         flight = Flight(round_, book.held, book.pending_tokens, book.pending_steps, self.step + self.schedule.overlap)
         book.flights.append(flight)
         discarded = (("overlap", book.overwritten),) if book.overwritten else ()
@@ -140,19 +140,23 @@ class LearnerCore:
     def rejected(self, fragment: int, round_: int, reason: str) -> bool:
         """A contribution was refused: its tokens are discarded, or pending again if it only came out of step.
 
+        Where the round goes on without it, its answer is waited for all the same: a learner that ran ahead would be late again.
         Returns whether it was still in flight.
         """
         book = self.books[fragment]
-        for flight in book.flights:
-            if flight.round == round_ and not flight.listed:
-                book.flights.remove(flight)
-                if reason == OUT_OF_STEP:
-                    book.pending_tokens += flight.tokens
-                    book.pending_steps += flight.steps
-                else:
-                    book.ledger.discard(flight.tokens, reason)
-                return True
-        return False
+        flight = next((each for each in book.flights if each.round == round_ and not each.listed), None)
+        if flight is None:
+            return False
+        if reason == OUT_OF_STEP:
+            book.pending_tokens += flight.tokens
+            book.pending_steps += flight.steps
+        else:
+            book.ledger.discard(flight.tokens, reason)
+        if reason in (MISSED, TWICE):
+            flight.tokens = 0
+        else:
+            book.flights.remove(flight)
+        return True
 
     def waiting(self) -> tuple[tuple[int, int], ...]:
         """(fragment, version) of every answer that is due now, not here, and waited for."""
@@ -184,7 +188,7 @@ class LearnerCore:
         book.flights = [flight for flight in book.flights if flight.round >= version]
         for flight in settled:
             if not flight.listed:
-                book.ledger.discard(flight.tokens, "missed")
+                book.ledger.discard(flight.tokens, MISSED)
         if not self.keeps_pending:
             book.ledger.discard(book.pending_tokens, "overlap")
             book.overwritten += book.pending_tokens

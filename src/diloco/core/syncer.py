@@ -3,20 +3,26 @@
     events:   joined · left · heartbeat · disconnected · contributed · merged · stored · tick        (each with the time)
     actions:  Accept · Reject · Merge · Store · Publish · Evict · WakeAt                             (values, carried out by the caller)
 
-The life of a round: the first contribution opens it. Its members are the learners of that moment that will still come past the
-inner step after which it was sent; the set only shrinks (eviction, departure, a learner that passed the step with a contribution to
-another round). When `decide()` says so it is merged; the result is stored; only then is it published and visible. While one round of
-a fragment is merged or stored, contributions to the next are kept.
+The life of a round: the first contribution opens it, with everybody who trains at that moment as members; the set only shrinks
+(eviction, departure). When `decide()` says so it is merged; the result is stored; only then is it published and visible. While one
+round of a fragment is merged or stored, contributions to the next are kept.
 
-Why nobody waits for ever: a round waits only for learners at an earlier step than its own, and a learner blocks only on rounds of
-steps it has reached. So of all rounds that are waited for, nobody whom the one with the smallest step waits for is blocked. This
-needs one learner's contributions to arrive in the order of their steps.
+Learners block on the rounds they contributed to, so rounds of several fragments must not wait for each other in a circle. All
+learners send the fragments in one order, that of the inner steps, but one that joins may be a little behind the others, or ahead:
+
+    behind: it contributes after a step after which the others contributed to the round before. Its contribution is sent back, it
+            keeps the work, and goes on to the step where the others are.
+    ahead:  it had passed the step of a round before it counted as training. Such a round does not wait for it.
+
+Should there be a circle nevertheless (a restart forgets who was where), everybody is blocked: then a round stops waiting for those
+who are blocked in a round of a later step. All this needs a learner's contributions to arrive in order.
 
 No tensor, clock, socket or thread is in here. `exchange.local` and the syncer process drive it, in lock step or under a lock.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -26,7 +32,7 @@ from diloco.core.ledger import Ledger, total
 from diloco.core.merge import weights_of
 from diloco.core.method import Method
 from diloco.core.quorum import Decision, decide
-from diloco.core.update import OUT_OF_STEP, Contribution
+from diloco.core.update import MISSED, OUT_OF_STEP, TWICE, Contribution
 from diloco.core.values import positive
 from diloco.errors import ConfigError, StaleIncarnationError, VersionError
 
@@ -97,13 +103,6 @@ class Member:
     def healthy(self) -> bool:
         """Connected and ready."""
         return self.connected and self.ready
-
-    def comes_past(self, fragment: int, step: int) -> bool:
-        """Whether a contribution to the round that others sent after this step can still come.
-
-        A lost connection does not matter here: until its deadline is over a learner may come back, with its work.
-        """
-        return self.ready and max(self.ready_step, self.sent.get(fragment, 0)) < step
 
 
 @dataclass
@@ -283,7 +282,7 @@ class SyncerCore:
         self._alive(now, member, step, tokens)
         if tokens > 0 and not member.ready:
             member.ready, member.ready_step = True, member.step
-        return self._wake()
+        return self._look_again(now) if waiting else self._wake()
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:
         """Its connection broke; it has until its lost deadline to come back."""
@@ -331,6 +330,7 @@ class SyncerCore:
             )
         member = self.members[c.learner]
         self._alive(now, member, c.step, c.trained)
+        member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
         if not member.ready:
             member.ready, member.ready_step = True, c.step - 1
         member.sent[c.fragment] = max(c.step, member.sent.get(c.fragment, 0))
@@ -346,12 +346,15 @@ class SyncerCore:
             return self._reject(c, "version")
         if c.round < version or (c.round == version and fragment.phase != "open"):
             # Sent again because the answer was lost: merged since, perhaps before a restart.
-            return Accept(c, duplicate=True) if self._is_counted(c) else self._reject(c, "missed")
-        before = fragment.rounds.get(c.round - 1)
-        if c.step <= (before.step if before else fragment.step):
+            return Accept(c, duplicate=True) if self._is_counted(c) else self._reject(c, MISSED)
+        if c.round == version:
+            after_step: float = fragment.step
+        else:  # to the round after the one that is open, by a learner that had to contribute to that one first
+            after_step = fragment.rounds[version].step if version in fragment.rounds else math.inf
+        if c.step <= after_step:
             return self._reject(c, OUT_OF_STEP)
         if earlier is not None:
-            return self._reject(c, "twice in one round")
+            return self._reject(c, TWICE)
         if round_ is None:
             round_ = fragment.rounds[c.round] = Round(c.round, now, c.step, set(self.members))
         round_.contributions[c.learner] = c
@@ -366,22 +369,22 @@ class SyncerCore:
         return [Store(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The round cannot be merged (its result is not finite): reject what is in it and stay at the version."""
+        """The round cannot be merged (its result is not finite): stay at the version, and reject what is in it or counts on it."""
         state = self.fragments[fragment]
-        round_ = state.rounds.pop(state.version)
-        state.phase = "open"
-        rejects: list[Action] = []
-        for learner, c in round_.contributions.items():
-            _count_discards(self.ledgers[learner][fragment], c)
-            self.ledgers[learner][fragment].discard(c.tokens, reason)
-            rejects.append(Reject(c, reason))
-        return [*rejects, *self._look_again(now)]
+        contributions = [c for round_ in state.rounds.values() for c in round_.contributions.values()]
+        state.rounds, state.phase = {}, "open"
+        for c in contributions:
+            _count_discards(self.ledgers[c.learner][fragment], c)
+            self.ledgers[c.learner][fragment].discard(c.tokens, reason)
+        return [*(Reject(c, reason) for c in contributions), *self._look_again(now)]
 
     def stored(self, now: float, fragment: int) -> list[Action]:
         """The new version is durable: publish it and go on with the next round."""
         state = self.fragments[fragment]
         round_ = state.rounds.pop(state.version)
         state.version, state.step, state.phase = state.version + 1, round_.step, "open"
+        for member in self.members.values():
+            member.waiting = member.waiting and member.learner not in round_.contributions
         contributors = tuple(sorted(round_.contributions))
         return [Publish(fragment, state.version, contributors), *self._look_again(now)]
 
@@ -398,11 +401,7 @@ class SyncerCore:
         actions: list[Action] = []
         for index, state in enumerate(self.fragments):
             for round_ in state.rounds.values():
-                round_.members = {
-                    name
-                    for name in round_.members
-                    if name in round_.contributions or self._waits_for(name, index, round_)
-                }
+                round_.members = {learner for learner in round_.members if self._belongs(learner, index, round_)}
             decision = self.decision(now, index)
             if decision is not None and decision.merge is not None:
                 state.phase = "merging"
@@ -411,8 +410,32 @@ class SyncerCore:
                 actions.append(Merge(index, state.version, contributions, tuple(weights), 1.0))
         return actions + self._wake()
 
-    def _waits_for(self, learner: str, fragment: int, round_: Round) -> bool:
-        return learner in self.members and self.members[learner].comes_past(fragment, round_.step)
+    def _belongs(self, learner: str, fragment: int, round_: Round) -> bool:
+        """Whether a member stays one. A lost connection does not matter: until its deadline a learner may come back with its work."""
+        member = self.members.get(learner)
+        if member is None or learner in round_.contributions:
+            return member is not None
+        return member.ready and member.ready_step < round_.step and not self._is_in_circle(member, fragment, round_)
+
+    def _is_in_circle(self, member: Member, fragment: int, round_: Round) -> bool:
+        """Whether all learners are blocked, and this one in a round that comes after `round_` in the order of steps."""
+        if not all(each.waiting for each in self.members.values() if each.ready):
+            return False
+        for state in self.fragments:
+            other = state.rounds.get(state.version)
+            c = other.contributions.get(member.learner) if other else None
+            if (
+                other is None
+                or c is None
+                or other is round_
+                or state.phase != "open"
+                or c.incarnation != member.incarnation
+            ):
+                continue
+            passed = member.sent.get(fragment, 0) >= c.step  # of several fragments that are sent after one step
+            if other.step > round_.step or (other.step == round_.step and passed):
+                return True
+        return False
 
     def _wake(self) -> list[Action]:
         """At the next deadline of anybody, whether a round waits for it or not."""

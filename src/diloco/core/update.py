@@ -26,6 +26,10 @@ OUT_OF_STEP = "out of step"
 """Why a contribution is sent back: the others sent theirs to the round before after this same step of the schedule. The work stays
 with the learner, pending, and goes with its next contribution."""
 
+MISSED = "missed"
+TWICE = "twice in one round"
+"""Why a contribution is discarded: the round is closed, or has one of an earlier incarnation. Its answer comes all the same."""
+
 
 @dataclass(frozen=True)
 class Contribution:
