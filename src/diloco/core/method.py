@@ -93,8 +93,9 @@ class Method:
         Schedule(max(self.sync_every, 0), num_offsets, self.overlap, self.offsets)  # refuses impossible numbers
 
     def schedule(self, num_fragments: int) -> Schedule:
-        """The schedule for a model that was cut into `num_fragments` fragments."""
-        return Schedule(self.sync_every, num_fragments, self.overlap, self.offsets)
+        """The schedule for a model that was cut into `num_fragments` fragments; with H = 1 all of them go at every step."""
+        offsets = (1,) * num_fragments if self.offsets is None and self.sync_every == 1 else self.offsets
+        return Schedule(self.sync_every, num_fragments, self.overlap, offsets)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only (JSON, TOML); `Method.from_dict` gives the same method back."""
