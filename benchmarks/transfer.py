@@ -1,0 +1,307 @@
+"""Push and pull through a real syncer against a bare socket, with and without TLS, as ratios measured in the same run.
+
+A syncer process serves a model of one fragment. Learners send real contributions (header, admission, checksum, content check, room in the
+spool's memory) and fetch real updates. The clock runs while a contribution is on its way; the round then waits for the other learner, so
+no merge and no disk is in it. Merging and storing happen between the transfers and have rows of their own. The socket carries as many bytes
+between as many processes, in turns with the syncer, and does nothing with them. Both use TLS 1.3 with the cipher that gRPC chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.rawsocket import RawSocket, client_context, tls_of
+from diloco.core.codecs import E3M0, FP32, Codec
+from diloco.core.fragments import Fragment, Layout, Placement, TensorSpec
+from diloco.core.method import Method
+from diloco.core.outer import SGD, Nesterov
+from diloco.core.quorum import AllLive
+from diloco.core.syncer import Deadlines
+from diloco.exchange.connection import Connection
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.syncer.certificates import make_certificates
+from diloco.syncer.server import Options, Syncer
+
+RUN = "benchmark"
+TLS_PUSH_TARGET = 0.75
+_ROOT = Path(__file__).parent.parent
+_PATIENT = Deadlines(lost_floor_s=3600, lost_cap_s=3600, stalled_floor_s=3600, stalled_cap_s=3600)
+
+
+def run(quick: bool) -> list[dict[str, Any]]:
+    """Rows of name, value, unit, ratio, target, met; a ratio is the median over pairs of socket time ÷ own time."""
+    return (
+        measure(num_bytes=32 << 20, rounds=5, merge_elements=1 << 24)
+        if quick
+        else measure(num_bytes=64 << 20, rounds=15, merge_elements=100_000_000)
+    )
+
+
+def measure(*, num_bytes: int, rounds: int, merge_elements: int) -> list[dict[str, Any]]:
+    """As `run`.
+
+    Arguments:
+        num_bytes: of one contribution and one update, both fp32.
+        rounds: each with two pushes and two pulls, and as many transfers on the socket.
+        merge_elements: of the fragment that is merged from four 4-bit contributions.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
+            folder = Path(name)
+            certificates = make_certificates(["127.0.0.1"])
+            for file, pem in (
+                ("ca", certificates.ca),
+                ("server", certificates.server),
+                ("server-key", certificates.server_key),
+            ):
+                (folder / f"{file}.pem").write_bytes(pem)
+            rows = [row for tls in (True, False) for row in _transfers(folder, tls, num_bytes, rounds)]
+            return rows + _checks(num_bytes // 4) + _merge(folder, merge_elements)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------------
+
+
+def _transfers(folder: Path, tls: bool, num_bytes: int, rounds: int) -> list[dict[str, Any]]:
+    layout = _layout(num_bytes // 4)
+    method = Method(name="transfer", paper="", up=FP32(), down=FP32(), outer=SGD(lr=1.0), quorum=AllLive(at_least=2))
+    theta = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(0))
+    payload, buffer = bytes_of(theta), memoryview(bytearray(num_bytes))
+    push, pull = _Pairs(), _Pairs()
+    with contextlib.ExitStack() as stack:
+        syncer = stack.enter_context(_serving(method, folder / f"fp32-{tls}", folder if tls else None))
+        raw = stack.enter_context(RawSocket(num_bytes, folder, syncer.cipher()) if tls else RawSocket(num_bytes))
+        learners = syncer.learners(layout, theta, 2)
+        for round_ in range(rounds + 1):  # the first one warms up
+            for learner in learners:
+                push.add(lambda: raw.push(payload), lambda: learner.push(round_, theta))  # noqa: B023 - called at once
+            learners[0].wait_for(round_ + 1)
+            for learner in learners:
+                pull.add(lambda: raw.pull(buffer), lambda: learner.pull(round_))  # noqa: B023
+    kind = "TLS" if tls else "plain"
+    return [
+        push.row(f"push, {kind}", num_bytes, TLS_PUSH_TARGET if tls else None),
+        pull.row(f"pull, {kind}", num_bytes, None),
+    ]
+
+
+def _checks(num_elements: int) -> list[dict[str, Any]]:
+    """What a syncer does with a contribution's bytes besides receiving them; a learner checksums them too."""
+    x = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
+    codecs: tuple[Codec, ...] = (FP32(), E3M0())
+    rows = [_speed("CRC-32", 4 * num_elements, lambda: zlib.crc32(bytes_of(x)))]
+    for codec in codecs:
+        payload = codec.encode(x)
+        rows.append(_speed(f"content check, {codec.name}", payload.numel(), lambda: codec.check(payload, num_elements)))  # noqa: B023
+    return rows
+
+
+def _merge(folder: Path, num_elements: int, contributors: int = 4) -> list[dict[str, Any]]:
+    """Four 4-bit contributions to one fragment, merged with Nesterov momentum, answered in 4 bits and stored."""
+    method = Method(
+        name="merge",
+        paper="",
+        up=E3M0(),
+        down=E3M0(),
+        outer=Nesterov(lr=0.7, momentum=0.9),
+        quorum=AllLive(at_least=contributors),
+    )
+    theta = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
+    payload = E3M0().encode(theta)
+    state = folder / "merge"
+    push_s: list[float] = []
+    with _serving(method, state, folder) as syncer:
+        idle_bytes = syncer.memory_bytes("VmRSS")
+        learners = syncer.learners(_layout(num_elements), theta, contributors)
+        for round_ in range(2):  # the second one has a residual too
+            push_s += [_seconds(lambda: learner.push(round_, payload)) for learner in learners]  # noqa: B023
+            learners[0].wait_for(round_ + 1)
+        model_bytes = 4 * num_elements
+        peak = (syncer.memory_bytes("VmHWM") - idle_bytes) / model_bytes
+    last: dict[str, Any] = {}
+    for line in (state / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        last |= {key: event[key] for key in ("merge_s", "persist_s") if key in event}
+    size = f"{num_elements / 1e6:.0f}M elements"
+    return [
+        _row(f"push, TLS, {size} in 4 bits", payload.numel() / statistics.median(push_s) / 1e9, "GB/s"),
+        _row(f"merge {contributors} x {size} in 4 bits", last["merge_s"], "s"),
+        _row(f"store {size}: model, momentum, residual", last["persist_s"], "s"),
+        _row("peak memory of that syncer", peak, "models"),
+    ]
+
+
+@dataclass
+class _Pairs:
+    """Seconds of a transfer over the socket and of the same one through the syncer, one after the other."""
+
+    raw_s: list[float] = field(default_factory=list)
+    own_s: list[float] = field(default_factory=list)
+
+    def add(self, raw: Callable[[], object], own: Callable[[], object]) -> None:
+        """Measure both; they take turns to go first."""
+        pairs = [(raw, self.raw_s), (own, self.own_s)]
+        for action, seconds in pairs if len(self.raw_s) % 2 else pairs[::-1]:
+            seconds.append(_seconds(action))
+
+    def row(self, name: str, num_bytes: int, target: float | None, skip: int = 2) -> dict[str, Any]:
+        raw_s, own_s = self.raw_s[skip:], self.own_s[skip:]
+        ratio = statistics.median(raw / own for raw, own in zip(raw_s, own_s, strict=True))
+        return _row(name, num_bytes / statistics.median(own_s) / 1e9, "GB/s", ratio, target)
+
+
+def _speed(name: str, num_bytes: int, action: Callable[[], object]) -> dict[str, Any]:
+    return _row(name, num_bytes / statistics.median(_seconds(action) for _ in range(5)) / 1e9, "GB/s")
+
+
+def _row(name: str, value: float, unit: str, ratio: float | None = None, target: float | None = None) -> dict[str, Any]:
+    met = None if target is None or ratio is None else ratio >= target
+    return {"name": name, "value": value, "unit": unit, "ratio": ratio, "target": target, "met": met}
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def _layout(num_elements: int) -> Layout:
+    return Layout((Fragment(0, (Placement(TensorSpec("weights", (num_elements,), "float32"), 0),)),), ())
+
+
+# --- a syncer and its learners, as far as bytes go ------------------------------------------------------------------------
+
+
+class _Learner:
+    """One learner's end of the wire."""
+
+    def __init__(self, connection: Connection, name: str, layout: Layout) -> None:
+        self._connection, self._name = connection, name
+        request = pb.JoinRequest(run=RUN, learner=name, layout=json.dumps(layout.to_dict()))
+        self._incarnation = connection.call("joins", "Join", request, pb.JoinReply).incarnation
+
+    def push(self, round_: int, payload: Tensor) -> None:
+        header = pb.PushHeader(
+            run=RUN, learner=self._name, incarnation=self._incarnation, round=round_, base=round_, tokens=1, steps=1,
+            trained=round_ + 1, num_bytes=payload.numel() * payload.element_size(), step=round_ + 1,
+        )  # fmt: skip
+        reply = self._connection.upload("contributions", "Push", frames(header, bytes_of(payload)), pb.PushReply)
+        if not reply.accepted:
+            raise RuntimeError(f"a contribution was not accepted: {reply.reason}")
+
+    def pull(self, base: int) -> None:
+        request = pb.PullRequest(run=RUN, learner=self._name, incarnation=self._incarnation, fragment=0, base=base)
+        self._connection.pull("updates", request)
+
+    def wait_for(self, version: int) -> None:
+        """Until it is published."""
+        request = pb.HeartbeatRequest(run=RUN, learner=self._name, incarnation=self._incarnation)
+        while self._connection.call("control", "Heartbeat", request, pb.HeartbeatReply).versions[0] < version:
+            time.sleep(0.01)
+
+
+class _Syncer:
+    """A syncer process, seen from outside."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str, trust: Path | None) -> None:
+        self._process, self._address, self._trust = process, address, trust
+        self.connections: list[Connection] = []
+
+    def learners(self, layout: Layout, theta: Tensor, number: int) -> list[_Learner]:
+        """Give the run its model; learners that have joined, with connections of their own."""
+        ca = None if self._trust is None else self._trust / "ca.pem"
+        self.connections = [Connection(self._address, token=None, ca=ca, insecure=False) for _ in range(number)]
+        header = pb.InitialiseHeader(
+            run=RUN,
+            learner="0",
+            layout=json.dumps(layout.to_dict()),
+            source="benchmark",
+            part_bytes=[4 * theta.numel(), 0],
+        )
+        self.connections[0].upload("joins", "Initialise", frames(header, bytes_of(theta)), pb.InitialiseReply)
+        return [_Learner(connection, str(index), layout) for index, connection in enumerate(self.connections)]
+
+    def cipher(self) -> str:
+        """What its port answers to an offer of all ciphers of TLS 1.3."""
+        assert self._trust is not None
+        host, port = self._address.split(":")
+        context = client_context(self._trust)
+        context.set_alpn_protocols(["h2"])
+        with context.wrap_socket(socket.create_connection((host, int(port))), server_hostname=host) as connection:
+            return tls_of(connection)[1]
+
+    def memory_bytes(self, field_: str) -> int:
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{field_}:"))
+
+
+@contextlib.contextmanager
+def _serving(method: Method, state: Path, trust: Path | None) -> Iterator[_Syncer]:
+    """A fresh syncer process; with TLS if there is a directory with certificates."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.transfer", "--serve", json.dumps(method.to_dict()), str(state), str(trust or "")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        if not address:
+            raise RuntimeError(f"the syncer did not start (exit code {process.wait()})")
+        syncer = _Syncer(process, address, trust)
+        yield syncer
+        for connection in syncer.connections:
+            connection.close()
+    finally:
+        process.communicate()  # closes its input, which ends it
+
+
+def _serve(method: Method, state: Path, trust: Path | None) -> None:
+    torch.set_num_threads(1)
+    cert, key = (None, None) if trust is None else (trust / "server.pem", trust / "server-key.pem")
+    options = Options(address="127.0.0.1:0", state_dir=state, cert=cert, key=key, deadlines=_PATIENT)
+    with Syncer(RUN, method, options) as syncer:
+        print(syncer.address, flush=True)
+        stop = threading.Event()
+        threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+        syncer.wait(stop)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller transfers")
+    parser.add_argument("--serve", nargs=3, metavar=("METHOD", "STATE", "TRUST"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        method, state, trust = arguments.serve
+        _serve(Method.from_dict(json.loads(method)), Path(state), Path(trust) if trust else None)
+        return
+    for row in run(arguments.quick):
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:6.2f} of a socket"
+        target = "" if row["target"] is None else f"target {row['target']:.2f} {'met' if row['met'] else 'MISSED'}"
+        print(f"{row['name']:52s}{row['value']:8.2f} {row['unit']:7s}{ratio}  {target}")
+
+
+if __name__ == "__main__":
+    main()
