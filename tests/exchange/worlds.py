@@ -1,6 +1,9 @@
 """Ways to run a scenario's learners: in this process, and as processes of their own over a process group.
 
 python -m tests.exchange.worlds DIRECTORY RANK WORLD_SIZE      one of those processes: runs every scenario in DIRECTORY
+
+Over a syncer the same processes dial a `Syncer` per scenario. It runs what exchanges outer gradients; what happens to learners that
+fail is its own business (they are given up, the others go on) and is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,9 @@ from safetensors.torch import load_file, save_file
 from tests.exchange.scenarios import FAILURES, LEARNERS, Result, Scenario, failed, live
 
 import diloco
+from diloco import Method
 from diloco.exchange.base import Exchange
+from diloco.syncer.server import Options, Syncer
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240.0
@@ -56,7 +62,29 @@ def over_gloo(scenarios: Sequence[Scenario], directory: Path) -> dict[str, list[
     return {scenario.name: [read(directory, scenario.name, rank) for rank in range(LEARNERS)] for scenario in scenarios}
 
 
-WORLDS: dict[str, World] = {"local": in_process, "collective": over_gloo}
+def over_syncer(scenarios: Sequence[Scenario], directory: Path) -> dict[str, list[Result]]:
+    """`diloco.connect` in one process per learner; all are there before the first step."""
+    able = [
+        over for s in scenarios if not s.fault and s.method["exchanged"] != "gradients" for over in [_all_present(s)]
+    ]
+    with ExitStack() as stack:
+        addresses = {}
+        for number, scenario in enumerate(able):
+            options = Options("127.0.0.1:0", directory / f"syncer-{number}")
+            syncer = stack.enter_context(Syncer(scenario.name, Method.from_dict(scenario.method), options))
+            addresses[scenario.name] = syncer.address
+        (directory / "addresses.json").write_text(json.dumps(addresses))
+        (directory / "scenarios.json").write_text(json.dumps([scenario.to_dict() for scenario in able]))
+        start_processes("tests.exchange.worlds", directory, LEARNERS)
+    return {scenario.name: [read(directory, scenario.name, rank) for rank in range(LEARNERS)] for scenario in able}
+
+
+def _all_present(scenario: Scenario) -> Scenario:
+    quorum = {"type": "AllLive", "at_least": LEARNERS}
+    return replace(scenario, method={**scenario.method, "quorum": quorum})
+
+
+WORLDS: dict[str, World] = {"local": in_process, "collective": over_gloo, "remote": over_syncer}
 
 
 # --- processes ------------------------------------------------------------------------------------------------------------
@@ -110,18 +138,32 @@ def read(directory: Path, name: str, rank: int) -> Result:
     return Result(load_file(f"{stem}.safetensors"), plain["facts"], plain["error"])
 
 
+def _exchanges(directory: Path, rank: int, world_size: int) -> Callable[[str, int], Exchange]:
+    """How this process reaches the others: by scenario and part."""
+    addresses = directory / "addresses.json"
+    if not addresses.exists():
+        join_world(directory, rank, world_size)
+        return lambda name, part: diloco.Collective(timeout_s=60)
+    address = json.loads(addresses.read_text())
+    return lambda name, part: diloco.connect(
+        address[name], run=name, learner=f"learner-{rank:03d}", initialise=rank == 0 and part == 0, join_timeout_s=60
+    )
+
+
 def _main(directory: Path, rank: int, world_size: int) -> None:
-    join_world(directory, rank, world_size)
+    torch.set_num_threads(1)
+    exchange = _exchanges(directory, rank, world_size)
     for values in json.loads((directory / "scenarios.json").read_text()):
         scenario = Scenario(**values)
         carried: dict[str, Any] = {}
         for part in range(scenario.parts):
             try:
-                result = live(scenario, part, rank, diloco.Collective(timeout_s=60), carried)
+                result = live(scenario, part, rank, exchange(scenario.name, part), carried)
             except FAILURES as error:
                 result = failed(error)
             write(directory, scenario.name, rank, result)
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
