@@ -82,7 +82,6 @@ class Member:
     Attributes:
         ready: it has trained since it joined; one that is still starting up delays nobody.
         ready_step: the inner step known when it became ready: it may have passed that one without contributing.
-        sent: by fragment, the inner step after which its newest contribution was sent.
         tokens: trained by this incarnation.
     """
 
@@ -97,7 +96,6 @@ class Member:
     ready: bool = False
     ready_step: int = 0
     tokens: int = 0
-    sent: dict[int, int] = field(default_factory=dict)
 
     @property
     def healthy(self) -> bool:
@@ -333,7 +331,6 @@ class SyncerCore:
         member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
         if not member.ready:
             member.ready, member.ready_step = True, c.step - 1
-        member.sent[c.fragment] = max(c.step, member.sent.get(c.fragment, 0))
         return [self._answer(now, c), *self._look_again(now)]
 
     def _answer(self, now: float, c: Contribution) -> Accept | Reject:
@@ -401,7 +398,7 @@ class SyncerCore:
         actions: list[Action] = []
         for index, state in enumerate(self.fragments):
             for round_ in state.rounds.values():
-                round_.members = {learner for learner in round_.members if self._belongs(learner, index, round_)}
+                round_.members = {learner for learner in round_.members if self._belongs(learner, round_)}
             decision = self.decision(now, index)
             if decision is not None and decision.merge is not None:
                 state.phase = "merging"
@@ -410,30 +407,26 @@ class SyncerCore:
                 actions.append(Merge(index, state.version, contributions, tuple(weights), 1.0))
         return actions + self._wake()
 
-    def _belongs(self, learner: str, fragment: int, round_: Round) -> bool:
+    def _belongs(self, learner: str, round_: Round) -> bool:
         """Whether a member stays one. A lost connection does not matter: until its deadline a learner may come back with its work."""
         member = self.members.get(learner)
         if member is None or learner in round_.contributions:
             return member is not None
-        return member.ready and member.ready_step < round_.step and not self._is_in_circle(member, fragment, round_)
+        return member.ready and member.ready_step < round_.step and not self._is_in_circle(member, round_)
 
-    def _is_in_circle(self, member: Member, fragment: int, round_: Round) -> bool:
-        """Whether all learners are blocked, and this one in a round that comes after `round_` in the order of steps."""
+    def _is_in_circle(self, member: Member, round_: Round) -> bool:
+        """Whether all learners are blocked, and this one in a round of a later step that those it waits for have not reached."""
         if not all(each.waiting for each in self.members.values() if each.ready):
             return False
         for state in self.fragments:
-            other = state.rounds.get(state.version)
-            c = other.contributions.get(member.learner) if other else None
-            if (
-                other is None
-                or c is None
-                or other is round_
-                or state.phase != "open"
-                or c.incarnation != member.incarnation
-            ):
+            later = state.rounds.get(state.version)
+            if later is None or later.step <= round_.step or state.phase != "open":
                 continue
-            passed = member.sent.get(fragment, 0) >= c.step  # of several fragments that are sent after one step
-            if other.step > round_.step or (other.step == round_.step and passed):
+            c = later.contributions.get(member.learner)
+            missing = [
+                self.members[each] for each in later.members - later.contributions.keys() if each in self.members
+            ]
+            if c and c.incarnation == member.incarnation and all(each.step < later.step for each in missing):
                 return True
         return False
 
