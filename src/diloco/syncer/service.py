@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import grpc
 import torch
 from google.protobuf.message import Message
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from diloco.core.fragments import Layout
 from diloco.core.update import Contribution
@@ -148,6 +150,7 @@ class Service:
                 raise LayoutError(
                     f"fragment {fragment.index} of the initial model is not finite; start from other weights."
                 )
+        _check_static(layout, bytes(memoryview(buffer)[start:]))
         self._engine.initialise(
             layout, thetas, bytes(buffer[start:]), learner=header.learner, source=header.source, step=header.step,
             tokens=header.tokens,
@@ -207,6 +210,20 @@ def _layout(text: str) -> Layout:
         return Layout.from_dict(json.loads(text))
     except json.JSONDecodeError as error:
         raise LayoutError(f"the layout is not JSON ({error}); send Layout.to_dict().") from error
+
+
+def _check_static(layout: Layout, static: bytes) -> None:
+    """The frozen tensors and buffers are what the layout says."""
+    try:
+        tensors = load(static)
+    except SafetensorError as error:
+        raise CorruptPayloadError(
+            f"the static tensors are not a safetensors file ({error}); send them again."
+        ) from error
+    if set(tensors) != {spec.name for spec in layout.static}:
+        raise LayoutError(
+            f"the model brings the static tensors {sorted(tensors)} and its layout names {[s.name for s in layout.static]}."
+        )
 
 
 def _serialize(message: Message) -> bytes:

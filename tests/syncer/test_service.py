@@ -1,0 +1,250 @@
+"""Bad input: each kind is refused with one sentence, and the run is as it was."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.syncer.runs import RUN, Net, Raw, layout, method, start, train
+
+import diloco
+from diloco import errors, events
+from diloco.core.fragments import make_layout
+from diloco.core.syncer import Deadlines
+from diloco.core.update import Contribution
+from diloco.exchange.remote import fetch_model, fetch_status
+from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.syncer.certificates import make_certificates
+from diloco.syncer.engine import Engine
+from diloco.syncer.metrics import SyncerMetrics
+from diloco.syncer.server import Syncer
+from diloco.syncer.spool import Spool
+from diloco.syncer.store import Store
+
+SIZE = layout().fragments[0].numel
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Syncer]:
+    with start(tmp_path, method()) as it:
+        yield it
+
+
+@pytest.fixture
+def raw(syncer: Syncer) -> Iterator[Raw]:
+    it = Raw(syncer.address)
+    it.initialise()
+    it.join()
+    yield it
+    it.connection.close()
+
+
+def good() -> torch.Tensor:
+    return diloco.FP32().encode(torch.ones(SIZE))
+
+
+def poisoned(value: float) -> torch.Tensor:
+    x = torch.ones(SIZE)
+    x[3] = value
+    return x.view(torch.uint8)
+
+
+def truncated(raw: Raw) -> Any:
+    return raw.push_frames(iter([*list(frames(raw.header(4 * SIZE), bytes_of(good())))[:1], b"\0" * 8]))
+
+
+def oversized(raw: Raw) -> Any:
+    return raw.push_frames(frames(raw.header(4 * SIZE), memoryview(bytes(4 * SIZE + 4))))
+
+
+def damaged(raw: Raw) -> Any:
+    header, payload, checksum = frames(raw.header(4 * SIZE), bytes_of(good()))
+    return raw.push_frames(iter([header, bytes([payload[0] ^ 1]) + payload[1:], checksum]))
+
+
+def other_layout(raw: Raw) -> None:
+    raw.join(make_layout(Net(width=9), method().fragments))
+
+
+BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
+    "NaN": (lambda raw: raw.push(poisoned(float("nan"))), errors.PayloadError, "NaN|inf|finite"),
+    "inf": (lambda raw: raw.push(poisoned(float("inf"))), errors.PayloadError, "NaN|inf|finite"),
+    "too short": (lambda raw: raw.push(good()[:-4]), errors.CorruptPayloadError, f"{4 * SIZE} bytes"),
+    "truncated": (truncated, errors.CorruptPayloadError, "ended after 8 of"),
+    "oversized": (oversized, errors.CorruptPayloadError, "more than"),
+    "damaged": (damaged, errors.CorruptPayloadError, "checksum"),
+    "no header": (lambda raw: raw.push_frames(iter([])), errors.CorruptPayloadError, "before its header"),
+    "unknown fragment": (lambda raw: raw.push(good(), fragment=7), errors.LayoutError, "0 to 1, not 7"),
+    "unknown run": (lambda raw: raw.join(run="other"), errors.UnknownRunError, "'tiny', not 'other'"),
+    "other layout": (other_layout, errors.LayoutError, r"'layers.0.weight'.*\(9, 4\).*\(8, 4\)"),
+    "second model": (lambda raw: raw.initialise(2.0), errors.AlreadyInitialisedError, "has a model already"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_refused_and_changes_nothing(kind: str, syncer: Syncer, raw: Raw) -> None:
+    misbehave, expected, words = BAD[kind]
+    before = syncer.engine.status()["fragments"], syncer.engine.versions(), fetch_model(syncer.address, run=RUN)
+    with pytest.raises(expected, match=words) as caught:
+        misbehave(raw)
+    assert "\n" not in str(caught.value)
+    after = syncer.engine.status()["fragments"], syncer.engine.versions(), fetch_model(syncer.address, run=RUN)
+    assert after[:2] == before[:2]
+    assert all(torch.equal(after[2][name], value) for name, value in before[2].items())
+    assert syncer.engine.status()["spooled_bytes"] == 0
+    assert raw.push(good()).accepted
+
+
+def test_a_stale_incarnation_is_refused(syncer: Syncer, raw: Raw) -> None:
+    old = raw.incarnation
+    raw.join()
+    raw.incarnation, new = old, raw.incarnation
+    with pytest.raises(errors.StaleIncarnationError, match="join again"):
+        raw.push(good())
+    raw.incarnation = new
+    assert raw.push(good()).accepted
+
+
+def test_a_damaged_scale_of_a_4_bit_contribution_is_refused(tmp_path: Path) -> None:
+    with start(tmp_path, method(codec="e3m0")) as syncer:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        raw.join()
+        payload = diloco.E3M0().encode(torch.ones(SIZE))
+        payload[:2] = torch.tensor([0x80, 0x7F], dtype=torch.uint8)  # the first block's bf16 scale becomes inf
+        with pytest.raises(errors.CorruptPayloadError):
+            raw.push(payload)
+        assert syncer.engine.versions() == [0, 0]
+        raw.connection.close()
+
+
+def test_an_initial_model_that_is_not_finite_is_refused(syncer: Syncer) -> None:
+    raw = Raw(syncer.address)
+    with pytest.raises(errors.DilocoError, match="not finite"):
+        raw.initialise(float("nan"))
+    assert not syncer.engine.initialised
+    raw.initialise()
+    assert syncer.engine.initialised
+    raw.connection.close()
+
+
+def test_another_method_is_refused_with_the_difference(syncer: Syncer, raw: Raw) -> None:
+    exchange = diloco.connect(syncer.address, run=RUN, learner="x")
+    with pytest.raises(errors.ConfigError, match="overlap is 0 here and 1 there"):
+        diloco.Learner(Net(), torch.optim.SGD(Net().parameters()), exchange=exchange, method=diloco.StreamingDiLoCo(
+            sync_every=4, overlap=0, mix=0.0, codec="fp32", fragments=method().fragments))  # fmt: skip
+    exchange.close()
+
+
+def test_nobody_answers() -> None:
+    exchange = diloco.connect("127.0.0.1:9", run=RUN, join_timeout_s=0.1)
+    with pytest.raises(errors.ExchangeError, match="127.0.0.1:9"):
+        exchange.method(None)
+    exchange.close()
+
+
+def test_a_full_disk_delays_a_version_and_loses_nothing(tmp_path: Path) -> None:
+    full = True
+
+    def at(_: str) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    full = False
+    with Store(tmp_path, at=at) as store, events.EventLog(tmp_path / "events.jsonl", who="syncer") as log:
+        metrics = SyncerMetrics(RUN)
+        engine = Engine(
+            RUN, method(), store, Spool(tmp_path, 1 << 20), deadlines=Deadlines(), events_log=log, metrics=metrics
+        )
+        thetas = [torch.ones(fragment.numel) for fragment in layout().fragments]
+        engine.initialise(layout(), thetas, b"", learner="a", source="test", step=0, tokens=0)
+        incarnation = engine.join("a", layout())
+        full = True
+        slot = engine.allocate(0, 4 * SIZE)
+        slot.buffer[:] = bytes_of(good())
+        assert engine.contribute(Contribution("a", incarnation, 0, 0, 0, 5, 1, 5, step=2), slot) is None
+        assert engine.versions() == [0, 0]
+        assert torch.equal(engine.pull(0, -1)[1], thetas[0])
+        full = False
+        engine.drain()
+        assert engine.versions() == [1, 0]
+        saved = store.load()
+        assert saved is not None
+        assert saved.fragments[0].version == 1
+        engine.stop()
+
+
+def test_contributions_beyond_the_budget_wait_on_disk(tmp_path: Path) -> None:
+    with start(tmp_path, method(at_least=2), spool_bytes=10) as syncer:
+        ones, twos = Raw(syncer.address, "a"), Raw(syncer.address, "b")
+        ones.initialise()
+        ones.join()
+        twos.join()
+        ones.push(good())
+        assert syncer.engine.status()["spooled_bytes"] == 0
+        twos.push(good())
+        syncer.engine.drain()
+        assert syncer.engine.versions() == [1, 0]
+        for it in (ones, twos):
+            it.connection.close()
+
+
+def test_a_damaged_update_is_fetched_again_whole(syncer: Syncer, caplog: pytest.LogCaptureFixture) -> None:
+    pull, damaged_once = syncer.engine.pull, []
+
+    def tampering(fragment: int, base: int) -> Any:
+        update, payload = pull(fragment, base)
+        if base >= 0 and not damaged_once:
+            damaged_once.append(True)
+            payload = payload.clone()
+            payload[0] += 1
+        return update, payload
+
+    syncer.engine.pull = tampering  # type: ignore[method-assign]
+    state, metrics = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 12)
+    assert damaged_once
+    assert "fetching it whole" in caplog.text
+    newest = fetch_model(syncer.address, run=RUN)
+    assert metrics["versions"][0] == syncer.engine.versions()[0] == 3
+    assert torch.equal(state["layers.0.weight"], newest["layers.0.weight"])
+
+
+def test_tls_tokens_and_roles(tmp_path: Path) -> None:
+    from diloco.syncer.auth import TokenEntry, token_sha256, write_tokens
+
+    certificates = make_certificates(["127.0.0.1"])
+    files = {"ca.pem": certificates.ca, "server.pem": certificates.server, "server.key": certificates.server_key}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    entries = [
+        TokenEntry("a", "learner", token_sha256("secret-a"), "a"),
+        TokenEntry("v", "viewer", token_sha256("secret-v")),
+    ]
+    write_tokens(tmp_path / "tokens.toml", entries)
+    options = {"cert": tmp_path / "server.pem", "key": tmp_path / "server.key", "tokens_file": tmp_path / "tokens.toml"}
+    with start(tmp_path, method(), **options) as syncer:
+        ca, address = tmp_path / "ca.pem", syncer.address
+        state, _ = train(
+            0, diloco.connect(address, run=RUN, token="secret-a", learner="a", ca=ca, initialise=True), None, 8
+        )
+        assert fetch_status(address, run=RUN, token="secret-v", ca=ca)["tokens"] == 40
+        assert torch.equal(
+            fetch_model(address, run=RUN, token="secret-v", ca=ca)["layers.0.weight"], state["layers.0.weight"]
+        )
+        for token, words in ((None, "no token"), ("wrong", "not one of"), ("secret-v", "viewer")):
+            stranger = Raw(address, "a", token=token, ca=ca)
+            with pytest.raises(errors.AuthError, match=words):
+                stranger.join()
+            stranger.connection.close()
+        other = Raw(address, "b", token="secret-a", ca=ca)
+        with pytest.raises(errors.AuthError, match="'a' only, not for 'b'"):
+            other.join()
+        other.connection.close()
+        plain = Raw(address, "a", token="secret-a")
+        with pytest.raises(errors.ExchangeError, match=r"is it running|TLS"):
+            plain.join()
+        plain.connection.close()
