@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from benchmarks.rawsocket import RawSocket, client_context, tls_of
@@ -233,14 +234,11 @@ class _Syncer:
         """Give the run its model; learners that have joined, with connections of their own."""
         ca = None if self._trust is None else self._trust / "ca.pem"
         self.connections = [Connection(self._address, token=None, ca=ca, insecure=False) for _ in range(number)]
+        parts = bytes_of(theta), memoryview(save({}))  # the fragment, and no static tensors
         header = pb.InitialiseHeader(
-            run=RUN,
-            learner="0",
-            layout=json.dumps(layout.to_dict()),
-            source="benchmark",
-            part_bytes=[4 * theta.numel(), 0],
-        )
-        self.connections[0].upload("joins", "Initialise", frames(header, bytes_of(theta)), pb.InitialiseReply)
+            run=RUN, learner="0", layout=json.dumps(layout.to_dict()), source="benchmark", part_bytes=[len(part) for part in parts]
+        )  # fmt: skip
+        self.connections[0].upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
         return [_Learner(connection, str(index), layout) for index, connection in enumerate(self.connections)]
 
     def cipher(self) -> str:
