@@ -32,22 +32,27 @@ class Slot:
         """uint8, over the buffer."""
         return tensor_of(self.buffer)
 
-    def drop(self) -> None:
-        self._buffer = None  # memory and file go when the last tensor over them does
+    def drop(self) -> memoryview:
+        """Gives the buffer up; a mapped file goes when the last tensor over it does."""
+        buffer, self._buffer = self.buffer, None
+        return buffer
 
 
 class Spool:
     """Gives out room for payloads.
 
+    Memory is used again by the next payload of the same size: filling fresh pages takes a good part of the time of receiving.
+
     Arguments:
         directory: for the payloads that do not fit; its files are unlinked at once, so that a crash leaves nothing behind.
-        budget_bytes: how much may be held in memory.
+        budget_bytes: how much may be held in memory, payloads and what is kept for the next ones together.
     """
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
         self._directory = directory
         self._budget_bytes = budget_bytes
         self._held_bytes = 0
+        self._free: list[memoryview] = []  # oldest first
         self._lock = threading.Lock()
 
     @property
@@ -65,14 +70,24 @@ class Spool:
             fits = self._held_bytes + num_bytes <= self._budget_bytes or num_bytes == 0
             if fits:
                 self._held_bytes += num_bytes
+                used = next((index for index, buffer in enumerate(self._free) if len(buffer) == num_bytes), None)
+                if used is not None:
+                    return Slot(self._free.pop(used), True)
+                self._keep_within_budget()
         return Slot(room(num_bytes), True) if fits else Slot(self._map(num_bytes), False)
 
     def release(self, slot: Slot) -> None:
-        """The payload is not needed any more."""
-        slot.drop()
+        """The payload is not needed any more: no tensor over it may be used from here on."""
+        buffer = slot.drop()
         if slot.in_memory:
             with self._lock:
                 self._held_bytes -= slot.num_bytes
+                if slot.num_bytes:
+                    self._free.append(buffer)
+
+    def _keep_within_budget(self) -> None:
+        while self._free and self._held_bytes + sum(map(len, self._free)) > self._budget_bytes:
+            self._free.pop(0)
 
     def _map(self, num_bytes: int) -> memoryview:
         try:
