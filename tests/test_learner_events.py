@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import diloco
 from diloco import Learner, Method
 from diloco.core.fragments import Layout
-from diloco.core.update import Contribution, Update
+from diloco.core.update import MISSED, OUT_OF_STEP, Contribution, Update
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, Rejoined, Report, required_method
 
 FEEDBACK = diloco.DiLoCo(sync_every=2, overlap=1, codec=("int4", "fp32"), error_feedback=True)
@@ -139,19 +139,31 @@ def test_a_merge_without_it_rolls_back_before_the_state_is_saved() -> None:
 def test_a_refusal_before_the_encoder_got_to_it() -> None:
     script, learner = start()
     step(learner, 2)
-    script.inbox.append(Rejected(0, 0, "missed"))
-    step(learner)  # the answer was due now, and is not waited for any more
-    script.offers[0][1]()
-    assert residuals_of(learner) == {}
-    assert ledger_of(learner)["discarded"] == {"missed": 20}
-    step(learner)
-    assert script.offers[1][0].round == 0  # tried again, as far as it knows
-    script.publish(1, "you")
-    script.inbox.append(Rejected(0, 0, "missed"))
+    script.inbox.append(Rejected(0, 0, MISSED))
+    script.on_wait = lambda: script.publish(1, "you")  # the round's answer is waited for all the same
     step(learner)
     assert stands_at(learner, 1)
+    assert ledger_of(learner)["discarded"] == {MISSED: 20, "overlap": 10}
+    script.offers[0][1]()
+    assert residuals_of(learner) == {}
     step(learner)
-    assert script.offers[2][0].round == 1
+    assert script.offers[1][0].round == 1
+
+
+def test_work_that_came_out_of_step_goes_with_the_next_contribution() -> None:
+    script, learner = start()
+    step(learner, 2)
+    script.offers[0][1]()
+    script.inbox.append(Rejected(0, 0, OUT_OF_STEP))
+    step(learner)
+    assert residuals_of(learner) == {}
+    assert ledger_of(learner) == {"trained": 30, "pending": 30, "merged": 0, "lost": 0, "discarded": {}}
+    step(learner)
+    contribution = script.offers[1][0]
+    assert (contribution.round, contribution.tokens, contribution.steps) == (0, 40, 4)
+    script.publish(1, "me")
+    step(learner)
+    assert stands_at(learner, 1)
 
 
 def test_it_waits_only_for_what_is_due_and_says_so() -> None:
