@@ -41,11 +41,9 @@ from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Reject
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames, tensor_of
+from diloco.exchange.wire.rpc import HEARTBEAT_S
 
 log = logging.getLogger("diloco")
-
-HEARTBEAT_S = 1.0
-"""Between two signs of life; the first inner step is reported at once."""
 
 LEAVE_TIMEOUT_S = 10.0
 """What `close` waits at most for the syncer to take what is on its way and to hear goodbye."""

@@ -41,6 +41,7 @@ from diloco.errors import (
     LayoutError,
     NotInitialisedError,
     PayloadError,
+    StaleIncarnationError,
     StoreError,
     UnknownRunError,
 )
@@ -286,7 +287,11 @@ class Engine:
             self._spool.release(slot)
             raise
         with self._lock:
-            actions = self.core.contributed(time.monotonic(), contribution)
+            try:
+                actions = self.core.contributed(time.monotonic(), contribution)
+            except StaleIncarnationError:  # given up while it was sending
+                self._spool.release(slot)
+                raise
             first = actions[0]
             if isinstance(first, Accept) and not first.duplicate:
                 self._slots[contribution] = slot
@@ -358,8 +363,13 @@ class Engine:
         with self._lock:
             step, tokens = self.position()
             base: dict[str, Any] = {
-                "run": self.run, "method": self.method.to_dict(), "initialised": self.initialised, "step": step, "tokens": tokens,
-                "initial_tokens": self._initial_tokens, "spooled_bytes": self._spool.held_bytes,
+                "run": self.run,
+                "method": self.method.to_dict(),
+                "initialised": self.initialised,
+                "step": step,
+                "tokens": tokens,
+                "initial_tokens": self._initial_tokens,
+                "spooled_bytes": self._spool.held_bytes,
             }
             if self._core is None:
                 return {**base, "learners": {}, "fragments": []}
@@ -452,8 +462,16 @@ class Engine:
             for slot in slots:
                 self._spool.release(slot)
         contributors = tuple(c.learner for c in action.contributions)
-        update = Update(f, action.round, action.round + 1, contributors, action.weights, action.scale, digest(closed.theta),
-                        self.method.down.lossless)
+        update = Update(
+            f,
+            action.round,
+            action.round + 1,
+            contributors,
+            action.weights,
+            action.scale,
+            digest(closed.theta),
+            self.method.down.lossless,
+        )
         merge_s = time.monotonic() - started
         with self._lock:
             self.core.merged(f)

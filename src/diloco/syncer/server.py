@@ -16,7 +16,7 @@ from diloco.core.method import Method
 from diloco.core.syncer import Deadlines
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import split_address
-from diloco.exchange.wire.rpc import SERVER_OPTIONS
+from diloco.exchange.wire.rpc import HEARTBEAT_S, SERVER_OPTIONS
 from diloco.syncer.auth import Authenticator, check_binding
 from diloco.syncer.engine import Engine
 from diloco.syncer.metrics import SyncerMetrics
@@ -74,6 +74,11 @@ class Syncer:
             raise ConfigError(
                 "a syncer cannot run DataParallel on gradients: it would never hold the model, so nobody could rejoin; "
                 "use Collective over a process group, or a method that exchanges outer gradients."
+            )
+        if options.deadlines.lost_floor_s < 2 * HEARTBEAT_S:
+            raise ConfigError(
+                f"lost_floor_s={options.deadlines.lost_floor_s:g} gives up learners between two heartbeats, which come every "
+                f"{HEARTBEAT_S:g} s; use at least {2 * HEARTBEAT_S:g}."
             )
         auth = None if options.tokens_file is None else Authenticator(options.tokens_file)
         credentials = _credentials(options)

@@ -1,0 +1,219 @@
+"""kill -9, of learners and of the syncer, with real processes: the run goes on and nothing published is lost."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.syncer.runs import RUN, Raw, method, start, train
+
+import diloco
+from diloco import errors, events
+from diloco.core.syncer import Deadlines
+from diloco.exchange.remote import fetch_model, fetch_status
+
+QUICK = Deadlines(lost_floor_s=2.5, lost_cap_s=2.5, stalled_floor_s=60.0, stalled_cap_s=60.0)
+
+RUN_FILE = """
+[run]
+name = "tiny"
+tokens = 1_000_000
+[method]
+preset = "StreamingDiLoCo"
+sync_every = 4
+overlap = 1
+mix = 0.0
+codec = "e3m0"
+fragments = {type = "Named", patterns = [["layers.0.*"], ["layers.1.*"]]}
+quorum = {type = "AllLive", at_least = 2}
+[syncer]
+lost_floor_s = 60.0
+"""
+
+
+def until(condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
+    """Look again until it holds; fails after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        threading.Event().wait(0.02)
+
+
+class SyncerProcess:
+    """`diloco syncer` as a process that can be killed and started again on the same port."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "run.toml").write_text(RUN_FILE)
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        port_file = self.directory / "port"
+        port_file.unlink(missing_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "diloco",
+            "syncer",
+            str(self.directory / "run.toml"),
+            "--address",
+            f"127.0.0.1:{self.port}",
+        ]
+        command += ["--state-dir", str(self.directory / "state"), "--port-file", str(port_file)]
+        with open(self.directory / "syncer.log", "ab") as log:
+            self.process = subprocess.Popen(command, stderr=log, stdout=log)
+        until(lambda: port_file.exists() or self.process.poll() is not None, "the syncer does not start")
+        assert self.process.poll() is None, (self.directory / "syncer.log").read_text()
+        self.port = int(port_file.read_text())
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def syncer_process(directory: Path) -> Iterator[SyncerProcess]:
+    it = SyncerProcess(directory)
+    try:
+        yield it
+    finally:
+        it.process.kill()
+        it.process.wait()
+
+
+def test_a_killed_syncer_comes_back_and_the_run_has_the_same_bits(tmp_path: Path) -> None:
+    """Killed three times at whatever moment it is; compared with a run in one process that nobody disturbed."""
+    steps, kill_at = 40, (5, 18, 30)
+    given = diloco.Method.from_dict(method(at_least=2, codec="e3m0").to_dict())
+    undisturbed = diloco.run_local(lambda index, exchange: train(index, exchange, given, steps), learners=2)
+    reached = [threading.Event() for _ in kill_at]
+    again = [threading.Event() for _ in kill_at]
+
+    def at_step(step: int) -> None:
+        if step in kill_at:
+            reached[kill_at.index(step)].set()
+            again[kill_at.index(step)].wait(1.0)  # so that the kill falls somewhere in the next steps
+
+    with syncer_process(tmp_path) as syncer, ThreadPoolExecutor(2) as pool:
+        lives = [
+            pool.submit(
+                train, index,
+                diloco.connect(syncer.address, run=RUN, learner=f"learner-{index}", initialise=index == 0), None, steps,
+                at_step if index == 0 else None,
+            )
+            for index in range(2)
+        ]  # fmt: skip
+        for event, go in zip(reached, again, strict=True):
+            until(lambda event=event: event.is_set() or any(life.done() for life in lives), "no learner gets there")  # type: ignore[misc]
+            go.set()
+            before = published(tmp_path)
+            syncer.kill()
+            assert published(tmp_path) >= before
+            syncer.start()
+        results = [life.result(timeout=60) for life in lives]
+    for (mine, metrics), (theirs, _) in zip(results, undisturbed, strict=True):
+        assert metrics["incarnation"] == 1
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert published(tmp_path) == (steps // 4, steps // 4) or min(published(tmp_path)) >= steps // 4 - 1
+
+
+def published(directory: Path) -> tuple[int, int]:
+    """The newest version of each fragment that the syncer's events name."""
+    newest = [0, 0]
+    path = directory / "state" / "events.jsonl"
+    for event in events.read_events(path) if path.exists() else []:
+        if isinstance(event, events.Published):
+            newest[event.fragment] = max(newest[event.fragment], event.version)
+    return newest[0], newest[1]
+
+
+@pytest.mark.parametrize("kill_at", [1, 2, 7])
+def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Path) -> None:
+    with start(tmp_path, method(), deadlines=QUICK) as syncer, ThreadPoolExecutor(1) as pool:
+        stop = threading.Event()
+
+        def keep_going(step: int) -> None:
+            if stop.is_set():
+                raise StopIteration
+
+        first = pool.submit(
+            _until_stopped, diloco.connect(syncer.address, run=RUN, learner="survivor", initialise=True), keep_going
+        )
+        victim = subprocess.Popen([sys.executable, "-m", "tests.syncer.runs", syncer.address, str(kill_at)])
+        assert victim.wait(timeout=60) == -signal.SIGKILL
+        versions = syncer.engine.versions()
+        until(lambda: "victim" not in syncer.engine.status()["learners"], "the victim is not given up")
+        until(lambda: min(syncer.engine.versions()) > max(versions) + 2, "the survivor does not go on")
+        _, metrics = train(2, diloco.connect(syncer.address, run=RUN, learner="victim"), None, 12)
+        assert metrics["incarnation"] == 2
+        assert metrics["merges"] > 0
+        stop.set()
+        first.result(timeout=60)
+        syncer.engine.drain()
+        status: dict[str, Any] = fetch_status(syncer.address, run=RUN)
+        for fragment in status["fragments"]:
+            ledger = fragment["ledger"]
+            settled = ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
+            assert ledger["trained"] == ledger["pending"] + settled
+            assert ledger["trained"] == status["tokens"]
+        model = fetch_model(syncer.address, run=RUN)
+        assert all(value.isfinite().all() for value in model.values())
+
+
+def _until_stopped(exchange: Any, at_step: Callable[[int], None]) -> None:
+    try:
+        train(0, exchange, None, 1_000_000, at_step)
+    except StopIteration:
+        return
+
+
+def test_a_second_process_with_the_same_name_replaces_the_first(tmp_path: Path) -> None:
+    with start(tmp_path, method()) as syncer, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(
+            train, 0, diloco.connect(syncer.address, run=RUN, learner="twin", initialise=True), None, 1_000_000
+        )
+        until(lambda: min(syncer.engine.versions() or [0]) > 1, "the first does not train")
+        second = Raw(syncer.address, "twin")
+        second.join()
+        with pytest.raises(errors.StaleIncarnationError, match="its own name"):
+            first.result(timeout=60)
+        second.connection.close()
+
+
+def test_an_evicted_learner_that_lives_rejoins_by_itself(tmp_path: Path) -> None:
+    """It is stopped for longer than its deadline, as by a suspended machine, and goes on as a new incarnation."""
+    with start(tmp_path, method(), deadlines=QUICK) as syncer:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        command = [sys.executable, "-m", "tests.syncer.runs", syncer.address, "1000000"]
+        process = subprocess.Popen(command)
+        try:
+            until(lambda: min(syncer.engine.versions()) > 1, "it does not train")
+            process.send_signal(signal.SIGSTOP)
+            until(lambda: not syncer.engine.status()["learners"], "it is not given up")
+            process.send_signal(signal.SIGCONT)
+            until(
+                lambda: syncer.engine.status()["learners"].get("victim", {}).get("incarnation", 0) >= 2,
+                "it does not rejoin",
+            )
+            versions = syncer.engine.versions()
+            until(lambda: min(syncer.engine.versions()) > max(versions) + 1, "it does not train on")
+        finally:
+            process.kill()
+            process.wait()
+            raw.connection.close()
