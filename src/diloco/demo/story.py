@@ -90,7 +90,7 @@ class Plan:
         return self.warm_start_steps + round(self.kill_after * (self.steps - self.warm_start_steps))
 
 
-FULL = Plan(steps=1800, kill_after=0.3, quick=False)
+FULL = Plan(steps=1500, kill_after=0.3, quick=False)
 QUICK = Plan(steps=840, kill_after=0.15, quick=True)
 
 
