@@ -349,10 +349,42 @@ def read_events(path: str | Path) -> list[Event]:
         content = Path(path).read_bytes()
     except OSError as error:
         raise StoreError(f"cannot read the event log {path} ({error}); check the path") from error
+    return _parse(content, path, first_line=1)
+
+
+class EventTail:
+    """Follows an event log while it grows: each `read` returns the events that were completed since the last one.
+
+    A file that is not there yet has no events. Raises StoreError as `read_events`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._offset = 0
+        self._next_line = 1
+
+    def read(self) -> list[Event]:
+        """Whole lines only: what is being written, or was torn by a kill and will be cut off, waits."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"cannot read the event log {self.path} ({error}); check the path") from error
+        content = content[: content.rfind(b"\n") + 1]
+        events = _parse(content, self.path, first_line=self._next_line)
+        self._offset += len(content)
+        self._next_line += len(events)
+        return events
+
+
+def _parse(content: bytes, path: str | Path, first_line: int) -> list[Event]:
     lines = content.split(b"\n")
     del lines[-1]  # empty, or what a killed writer left behind
     events = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, start=first_line):
         try:
             events.append(_READER.validate_json(line))
         except ValidationError as error:

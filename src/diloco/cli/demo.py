@@ -1,10 +1,16 @@
 """`diloco demo`: the story of a run, on this machine."""
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from diloco.errors import ConfigError, StoreError
 
 
 def command(
@@ -14,31 +20,58 @@ def command(
     quick: Annotated[
         bool, typer.Option("--quick", help="About a minute: fewer steps, and no isolated learner.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the model and the data order.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the model and the data order.")] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to standard error.")
     ] = False,
 ) -> None:
     """Train with a syncer and three learners on this machine, kill one on the way, and compare with data parallel."""
+    for package in ("transformers", "matplotlib"):
+        if find_spec(package) is None:
+            raise ConfigError(f"the demo needs {package}; pip install 'diloco[train,plot]'")
+
     from diloco.demo.display import Display
-    from diloco.demo.report import write_report
-    from diloco.demo.story import FULL, QUICK, tell
+    from diloco.demo.plan import FULL, QUICK
+    from diloco.demo.story import tell
     from diloco.demo.summary import summarise
 
-    with Display(to_stderr=as_json) as display:
-        outcome = tell(directory, QUICK if quick else FULL, seed, display.say)
+    with _interrupted_by_signals(), Display(to_stderr=as_json) as display:
+        outcome = tell(directory, QUICK if quick else FULL, seed, display.show)
     summary = summarise(outcome)
-    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    write_report(directory / "report.html", outcome, summary)
-    if as_json:
-        typer.echo(json.dumps(summary))
-        return
+    display.say("writing the report")
+    from diloco.demo.report import write_report
+
+    try:
+        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        write_report(directory / "report.html", outcome, summary)
+    except OSError as error:
+        raise StoreError(f"cannot write the report to {directory} ({error}); free disk space") from error
+    typer.echo(json.dumps(summary) if as_json else _sentences(summary, directory))
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Being asked to end is like Ctrl-C: the processes are ended first."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _sentences(summary: dict[str, Any], directory: Path) -> str:
     isolated = "" if summary["isolated_loss"] is None else f", isolated learner {summary['isolated_loss']:.4f}"
-    typer.echo(
-        f"held-out loss: global model {summary['global_loss']:.4f}, data parallel {summary['baseline_loss']:.4f} "
+    kills = ", ".join(summary["killed"]) or "nobody"
+    return (
+        f"held-out loss in nats per byte: global model {summary['global_loss']:.4f}, data parallel {summary['baseline_loss']:.4f} "
         f"({summary['loss_gap_percent']:+.1f} %){isolated}\n"
         f"bytes on the wire: {summary['wire_bytes']:,} against {summary['baseline_wire_bytes']:,}, "
         f"{summary['bytes_ratio']:.0f} times fewer\n"
-        f"{summary['kills_survived']} kill(s) survived, {summary['merges']} merges, {summary['tokens']:,} tokens, "
-        f"{summary['seconds']:.0f} s\nsee {directory / 'report.html'} and {directory / 'summary.json'}"
+        f"killed and back: {kills}; {summary['merges']} merges, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s\n"
+        f"see {directory / 'report.html'} and {directory / 'summary.json'}"
     )

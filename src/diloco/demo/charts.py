@@ -8,7 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from diloco.demo.accounting import KINDS, Timeline
+from diloco.demo.accounting import KINDS
+from diloco.demo.timeline import Timeline
 
 GLOBAL, BASELINE, ISOLATED, GREY, KILL = "#1f6feb", "#d97706", "#8b5cf6", "#9aa4b2", "#dc2626"
 KIND_COLOURS = dict(zip(KINDS, ("#1f6feb", "#38bdf8", "#a78bfa", "#94a3b8"), strict=True))
@@ -82,7 +83,7 @@ def timeline_chart(timeline: Timeline) -> str:
                 axes.plot(eviction.t - start, -row, "x", color=KILL, markersize=9, markeredgewidth=2.5)
         for begin, _ in timeline.presence[name][1:]:
             axes.plot(begin - start, -row, ">", color="#16a34a", markersize=8)
-    for restart in timeline.restarts:
+    for restart in timeline.syncer_starts[1:]:
         axes.axvline(restart - start, color=KILL, linewidth=1, linestyle=":")
     axes.set_yticks([-row for row in range(len(names))], names)
     axes.set_ylim(-len(names) + 0.4, 0.6)

@@ -7,24 +7,30 @@ from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.demo.accounting import Timeline
+from diloco.demo.story import Scene
+from diloco.demo.timeline import Timeline, is_learner
 
-LINE_EVERY_S = 2.0
+LINE_EVERY_S = 1.5
+TRAINING = ("warming up", "in the run", "training alone")
+STYLES = {"killed": "bold red", "coming back": "yellow", "in the run": "green", "serving": "green", "done": "dim"}
 
 
 class Display:
-    """`say(phase, timeline)` as often as one likes; a phase is a few words."""
+    """`show(scene)` as often as one likes. A context manager; standard output, or standard error where that is for results."""
 
     def __init__(self, *, to_stderr: bool) -> None:
         self._console = Console(stderr=to_stderr)
         self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
         self._started = self._last_line = time.monotonic()
         self._last_phase = ""
+        self._num_kills = 0
 
     def __enter__(self) -> Self:
+        self.say("starting the processes")
         if self._live is not None:
             self._live.start()
         return self
@@ -33,42 +39,65 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def say(self, phase: str, timeline: Timeline | None) -> None:
-        now = time.monotonic()
+    def show(self, scene: Scene) -> None:
+        """A line when it is time for one, or when something changed that must not be missed."""
         if self._live is not None:
-            self._live.update(_panel(phase, timeline, now - self._started))
-        elif now - self._last_line >= LINE_EVERY_S or phase.startswith("kill"):
-            self._last_line = now
-            self._console.print(
-                f"[{now - self._started:5.0f} s] {phase}{_numbers(timeline)}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            self._live.update(_panel(scene, time.monotonic() - self._started))
+            return
+        for kill in scene.timeline.kills[self._num_kills :]:
+            self.say(f"{kill.name} was killed; it will be started again")
+        self._num_kills = len(scene.timeline.kills)
+        if scene.phase != self._last_phase or time.monotonic() - self._last_line >= LINE_EVERY_S:
+            self._last_phase = scene.phase
+            self.say("; ".join([scene.phase, *_news(scene)]))
+
+    def say(self, text: str) -> None:
+        """One line, with the time."""
+        self._last_line = time.monotonic()
+        line = f"[{self._last_line - self._started:5.1f} s] {text}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _numbers(timeline: Timeline | None) -> str:
-    if timeline is None:
-        return ""
-    steps = ", ".join(
-        f"{name} step {steps[-1].step} loss {steps[-1].loss:.2f}" for name, steps in timeline.steps.items() if steps
+def _news(scene: Scene) -> list[str]:
+    """The numbers of one line: of the processes that train, in order."""
+    timeline = scene.timeline
+    running = [name for name, state in scene.states.items() if state in TRAINING and timeline.newest_step(name)]
+    if not running:
+        return []
+    steps = "/".join(str(timeline.newest_step(name)) for name in running)
+    losses = "/".join(f"{timeline.steps[name][-1].loss:.2f}" for name in running)
+    news = [f"step {steps} of {scene.plan.steps}", f"loss {losses}"]
+    evaluated = timeline.evaluated.get(running[0])
+    if evaluated:
+        news.append(f"held out {evaluated[-1].loss:.3f}")
+    return [*news, _wire(timeline)] if is_learner(running[0]) and timeline.merges else news
+
+
+def _wire(timeline: Timeline) -> str:
+    return f"{len(timeline.merges)} merges, {sum(timeline.traffic.values()) / 1e6:.1f} MB on the wire"
+
+
+def _panel(scene: Scene, elapsed_s: float) -> Group:
+    timeline = scene.timeline
+    table = Table(
+        "process", "state", "step", "", "loss", "held out", "tokens/s", "in the newest merge", box=None, pad_edge=False
     )
-    num_bytes = sum(timeline.traffic.values())
-    return f"; {steps}; {len(timeline.merges)} merges, {num_bytes / 1e6:.1f} MB" if steps else ""
-
-
-def _panel(phase: str, timeline: Timeline | None, elapsed_s: float) -> Group:
-    title = Text(f"{elapsed_s:4.0f} s  {phase}", style="bold")
-    if timeline is None:
-        return Group(title)
-    table = Table("learner", "state", "step", "loss", "tokens/s", "in the newest merge")
-    live = timeline.live_learners()
-    for name, steps in timeline.steps.items():
-        if steps:
-            state = "in the run" if name in live else "gone" if name in timeline.presence else "not in the run yet"
-            merged = "yes" if timeline.is_merging(name) else ""
-            table.add_row(
-                name, state, str(steps[-1].step), f"{steps[-1].loss:.3f}", f"{steps[-1].tokens_per_s:,.0f}", merged
-            )
-    num_bytes = sum(timeline.traffic.values())
-    return Group(title, table, Text(f"{len(timeline.merges)} merges, {num_bytes / 1e6:.2f} MB on the wire"))
+    for name, state in scene.states.items():
+        if name == "syncer":
+            table.add_row(name, Text(state, style=STYLES.get(state, "")))
+            continue
+        step, steps, evaluated = timeline.newest_step(name), timeline.steps.get(name), timeline.evaluated.get(name)
+        table.add_row(
+            name,
+            Text(state, style=STYLES.get(state, "")),
+            str(step),
+            ProgressBar(total=scene.plan.steps, completed=min(step, scene.plan.steps), width=24),
+            f"{steps[-1].loss:.3f}" if steps else "",
+            f"{evaluated[-1].loss:.3f}" if evaluated else "",
+            f"{steps[-1].tokens_per_s:,.0f}" if steps and state != "done" else "",
+            "yes" if is_learner(name) and timeline.is_merging(name) else "",
+        )
+    title = Text(f"{elapsed_s:4.0f} s  {scene.phase}", style="bold")
+    kills = ", ".join(f"{kill.name}" for kill in timeline.kills)
+    footer = Text(_wire(timeline) + (f"; killed and started again: {kills}" if kills else ""), style="dim")
+    return Group(title, table, footer)

@@ -1,4 +1,4 @@
-"""Child processes that are watched: one that dies by a signal is started again, one that fails ends the demo."""
+"""Child processes that are watched: one that is killed is started again, one that fails by itself ends the demo."""
 
 from __future__ import annotations
 
@@ -8,26 +8,42 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from diloco.errors import ExchangeError
+from diloco.errors import RunError
 
 RESTART_AFTER_S = 1.0
+"""As a service manager would: not at once, so that a person sees it gone."""
+
+FINISH_TIMEOUT_S = 20.0
+TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A process died by a signal and was started again. `t` is Unix time in seconds."""
+
+    name: str
+    t: float
 
 
 @dataclass
 class Child:
-    """One process of the demo. `restart` are the arguments it is started with after it was killed."""
+    """One process of the demo.
+
+    Attributes:
+        restart: the arguments to start it with after it was killed, asked for at that moment.
+        serves: it has no end of its own, so ending in good order means that somebody asked it to.
+    """
 
     name: str
-    command: Sequence[str]
-    restart: Sequence[str]
     process: subprocess.Popen[bytes]
-    kills: int = 0
-    killed_at: float | None = None
+    restart: Callable[[], Sequence[str]]
+    serves: bool
+    restart_at: float | None = None  # on the monotonic clock, while it is dead
 
     @property
     def done(self) -> bool:
@@ -39,60 +55,70 @@ class Child:
 class Family:
     """All processes of one demo. Leaving the context ends them.
 
-    Raises:
-        ExchangeError: from `watch`, when a process fails by itself; shows the end of its log.
+    They have sessions of their own, so that a Ctrl-C in the terminal reaches the demo alone, which then ends them.
     """
 
     directory: Path
     children: dict[str, Child] = field(default_factory=dict)
+    kills: list[Kill] = field(default_factory=list)
 
-    def start(self, name: str, command: Sequence[str], restart: Sequence[str] | None = None) -> Child:
-        """Run `python -m diloco` with these arguments; output goes to `logs/`."""
-        child = Child(name, command, restart or command, self._spawn(name, command))
-        self.children[name] = child
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        restart: Callable[[], Sequence[str]] | None = None,
+        serves: bool = False,
+    ) -> None:
+        """Run `python -m diloco` with these arguments; standard output and error go to `logs/`."""
+        process = self._spawn(name, command)
+        self.children[name] = Child(name, process, restart or (lambda: command), serves)
         self._write_pids()
-        return child
 
     def watch(self) -> None:
-        """Start again what was killed; call it often."""
+        """Start again what was killed; call it often.
+
+        Raises:
+            RunError: a process failed by itself; shows the end of its log.
+        """
         for child in self.children.values():
             code = child.process.poll()
-            if code is None or code == 0:
+            if code is None or (code == 0 and not child.serves):
                 continue
             if code > 0:
-                raise ExchangeError(
-                    f"{child.name} failed with exit code {code}; the end of its log says why:\n{self.tail(child.name)}"
+                raise RunError(
+                    f"{child.name} failed with exit code {code}; the end of {self._log(child.name)} says why:\n{self._tail(child.name)}"
                 )
-            if child.killed_at is None:
-                child.killed_at = time.monotonic()
-                child.kills += 1
-            elif time.monotonic() - child.killed_at >= RESTART_AFTER_S:
-                child.killed_at = None
-                child.process = self._spawn(child.name, child.restart)
+            now = time.monotonic()
+            if child.restart_at is None:
+                child.restart_at = now + RESTART_AFTER_S
+                self.kills.append(Kill(child.name, time.time()))
+            elif now >= child.restart_at:
+                child.restart_at = None
+                child.process = self._spawn(child.name, child.restart())
                 self._write_pids()
 
     def kill(self, name: str) -> None:
         """kill -9."""
         self.children[name].process.send_signal(signal.SIGKILL)
 
+    def is_dead(self, name: str) -> bool:
+        """Whether it was killed and waits to be started again."""
+        return name in self.children and self.children[name].restart_at is not None
+
     def finish(self, name: str) -> None:
-        """Ask a process to end and wait until it has."""
+        """Ask a process to end; one that does not is killed."""
         child = self.children.pop(name)
         child.process.terminate()
-        child.process.wait(timeout=30)
-
-    @property
-    def num_kills(self) -> int:
-        """Processes that were killed and came back."""
-        return sum(child.kills for child in self.children.values())
+        try:
+            child.process.wait(timeout=FINISH_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
 
     def output(self, name: str) -> str:
-        """What a process printed on standard output."""
-        return (self.directory / "logs" / f"{name}.out").read_text()
-
-    def tail(self, name: str) -> str:
-        """The last lines of a process's log."""
-        return "\n".join((self.directory / "logs" / f"{name}.log").read_text(errors="replace").splitlines()[-15:])
+        """What a process printed on standard output since it was last started."""
+        return (self.directory / "logs" / f"{name}.out").read_text(encoding="utf-8")
 
     def __enter__(self) -> Self:
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
@@ -100,17 +126,30 @@ class Family:
 
     def __exit__(self, *_: object) -> None:
         for child in self.children.values():
-            if child.process.poll() is None:
-                child.process.kill()
+            child.process.kill()
         for child in self.children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(timeout=10)
+                child.process.wait(timeout=FINISH_TIMEOUT_S)
 
     def _spawn(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        logs = self.directory / "logs"
-        with open(logs / f"{name}.out", "wb") as out, open(logs / f"{name}.log", "ab") as log:
-            return subprocess.Popen([sys.executable, "-m", "diloco", *command], stdout=out, stderr=log)
+        out_path = self.directory / "logs" / f"{name}.out"
+        with open(out_path, "wb") as out, open(self._log(name), "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "diloco", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _log(self, name: str) -> Path:
+        return self.directory / "logs" / f"{name}.log"
+
+    def _tail(self, name: str) -> str:
+        return "\n".join(self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
 
     def _write_pids(self) -> None:
-        pids = {child.name: child.process.pid for child in self.children.values()}
-        (self.directory / "pids.json").write_text(json.dumps(pids))
+        """For whoever wants to kill one. Appears all at once."""
+        partial = self.directory / ".pids.json"
+        partial.write_text(json.dumps({child.name: child.process.pid for child in self.children.values()}))
+        partial.replace(self.directory / "pids.json")

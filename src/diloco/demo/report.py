@@ -28,7 +28,7 @@ def write_report(path: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
 
 def _page(outcome: Outcome, summary: dict[str, Any]) -> str:
     config, timeline = outcome.config, outcome.timeline
-    sample = outcome.learners["learner-0"]["sample"]
+    sample = outcome.sample
     kills = summary["kills_survived"]
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -48,7 +48,7 @@ over the steps in which m ≥ 2 learners trained. The warm start costs neither a
 {bytes_chart(summary)}
 <h2>Who took part</h2>
 <p>A row per learner: the band is its presence, a tick a merge that it is in, ✕ the moment the syncer gave it up, ▸ its return.
-{"A dotted line is a restart of the syncer." if timeline.restarts else ""}</p>
+{"A dotted line is a restart of the syncer." if timeline.syncer_starts[1:] else ""}</p>
 {timeline_chart(timeline)}
 {_participation(summary)}
 <h2>What the model writes</h2>

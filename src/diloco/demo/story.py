@@ -6,238 +6,233 @@ Everything is a real process: `diloco syncer` and `diloco train` on one run file
 from __future__ import annotations
 
 import json
-import shutil
-import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from diloco import events as ev
-from diloco.config import RunConfig, load_config
-from diloco.demo.accounting import Timeline, read_timeline
+from diloco.config import RunConfig
+from diloco.demo.plan import NUM_LEARNERS, VICTIM, Plan, prepare
 from diloco.demo.processes import Family
-from diloco.errors import ConfigError
+from diloco.demo.served import fetch_served, judge, resolved_method
+from diloco.demo.timeline import Follower, Timeline, is_learner
 
-NUM_LEARNERS = 3
-VICTIM = "learner-2"
-SYNC_EVERY = 30
-SEQUENCES = 18  # of a full step
-LENGTH = 64
+T = TypeVar("T")
 POLL_S = 0.25
 
-RUN_FILE = """\
-# Written by `diloco demo`.
-
-[run]
-name = "demo"
-dir = {directory}
-seed = {seed}
-learners = {learners}
-tokens = {tokens}
-
-[data]
-kind = "stdlib"
-sequence_length = {length}
-
-[train]
-global_batch = {sequences}
-threads = 1
-warm_start_steps = {warm_start_steps}
-
-[schedule]
-kind = "cosine"
-warmup_steps = 50
-steps = {steps}
-
-[optimizer]
-lr = 4e-3
-
-[evaluate]
-sequences = 512
-
-[method]
-preset = "StreamingDiLoCo"
-sync_every = {sync_every}
-overlap = 1
-mix = 0.0
-codec = "e3m0"
-fragments = {{ type = "ByLayer", layers = 1, pattern = "strided" }}
-outer = {{ type = "Nesterov", lr = 0.7, momentum = 0.9 }}
-
-[syncer]
-address = "127.0.0.1:{port}"
-lost_floor_s = 3.0
-"""
+Say = Callable[["Scene"], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How long the demo is. A quarter of the steps is the warm start, as the papers' runs start from a trained model."""
+class Scene:
+    """The demo at one moment, for whoever shows it.
 
-    steps: int
-    kill_after: float  # share of the common part
-    quick: bool
+    Attributes:
+        phase: a few words.
+        states: by process, what it is doing.
+        plan: the planned length.
+    """
 
-    @property
-    def warm_start_steps(self) -> int:
-        return self.steps // 4
-
-    @property
-    def kill_at_step(self) -> int:
-        """Late enough to have merged, early enough to come back."""
-        return self.warm_start_steps + round(self.kill_after * (self.steps - self.warm_start_steps))
-
-
-FULL = Plan(steps=1500, kill_after=0.3, quick=False)
-QUICK = Plan(steps=840, kill_after=0.15, quick=True)
+    phase: str
+    states: dict[str, str]
+    timeline: Timeline
+    plan: Plan
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was measured, before it is summed up."""
+    """What was measured, before it is summed up. Losses are in nats per byte, on the same held-out sequences."""
 
     config: RunConfig
+    plan: Plan
+    method: dict[str, Any]
     timeline: Timeline
+    tokens: int
+    versions: tuple[int, ...]
+    ledger: tuple[dict[str, Any], ...]
     global_loss: float
-    baseline: dict[str, Any]
-    isolated: dict[str, Any] | None
-    learners: dict[str, dict[str, Any]]
-    num_kills: int
+    sample: str
+    learners: dict[str, dict[str, Any]]  # what each learner printed in the end
+    controls: dict[str, dict[str, Any]]  # and each control
     seconds: float
 
 
-Say = Callable[[str, Timeline | None], None]
-
-
 def tell(directory: Path, plan: Plan, seed: int, say: Say) -> Outcome:
-    """Run everything; `say(phase, timeline)` hears about it at least every two seconds.
+    """Run everything; `say(scene)` hears about it several times a second.
 
     Raises:
-        ConfigError: `directory` holds something else. ExchangeError: a process failed.
+        ConfigError: `directory` holds something else. RunError: a process failed by itself.
     """
     started = time.monotonic()
-    config = _prepare(directory, plan, seed)
-    run_file = str(directory / "run.toml")
+    config = prepare(directory, plan, seed)
     with Family(directory) as family:
-        family.start("syncer", ["syncer", run_file])
-        for shard in range(NUM_LEARNERS):
-            name = f"learner-{shard}"
-            command = [
-                "train",
-                run_file,
-                "--name",
-                name,
-                "--shard",
-                str(shard),
-                "--json",
-                "--set",
-                "checkpoint.every_steps=60",
-            ]
-            command += ["--initialise", "--set", f"evaluate.every_steps={plan.steps // 20}"] if shard == 0 else []
-            family.start(name, command, [*command, "--resume"])
-        killed = False
-        while not all(family.children[f"learner-{shard}"].done for shard in range(NUM_LEARNERS)):
-            timeline = read_timeline(directory)
-            if not killed and timeline.is_merging(VICTIM) and timeline.step >= plan.kill_at_step:
-                say(f"kill -9 {VICTIM}", timeline)
-                family.kill(VICTIM)
-                killed = True
-            family.watch()
-            say(_phase(timeline, plan), timeline)
-            time.sleep(POLL_S)
-        learners = {name: json.loads(family.output(name)) for name in family.children if name != "syncer"}
-        say("evaluating the global model", None)
-        global_loss = _evaluate(config)
-        num_kills = family.num_kills
+        stage = _Stage(config, plan, family, Follower(directory), say)
+        stage.start_run()
+        stage.train()
+        learners = {name: json.loads(family.output(name)) for name in stage.learners}
+        served = stage.meanwhile("the run is over: fetching the global model", lambda: fetch_served(config))
         family.finish("syncer")
-        timeline = read_timeline(directory)
-        controls = _controls(family, run_file, timeline, plan, say)
+        judged = _in_background(lambda: judge(config, served.state, plan.sample_bytes))
+        controls = stage.train_controls(served.tokens, max(learner["steps"] for learner in learners.values()))
+        global_loss, sample = stage.meanwhile("evaluating the global model", judged.result)
+        timeline = stage.look()
     return Outcome(
-        config=config,
-        timeline=timeline,
-        global_loss=global_loss,
-        baseline=controls["baseline"],
-        isolated=controls.get("isolated"),
-        learners=learners,
-        num_kills=num_kills,
+        config=config, plan=plan, method=resolved_method(config), timeline=timeline, tokens=served.tokens, versions=served.versions,
+        ledger=served.ledger, global_loss=global_loss, sample=sample, learners=learners, controls=controls,
         seconds=time.monotonic() - started,
-    )
-
-
-def _prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
-    if directory.exists():
-        marker = directory / "run.toml"
-        if any(directory.iterdir()) and not (
-            marker.exists() and marker.read_text().startswith("# Written by `diloco demo`")
-        ):
-            raise ConfigError(f"{directory} holds something that is not a demo; choose another directory with --dir")
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
-    text = RUN_FILE.format(
-        directory=json.dumps(str(directory)), seed=seed, learners=NUM_LEARNERS, tokens=plan.steps * SEQUENCES * LENGTH, length=LENGTH,
-        sequences=SEQUENCES, warm_start_steps=plan.warm_start_steps, steps=plan.steps, sync_every=SYNC_EVERY, port=_free_port(),
     )  # fmt: skip
-    (directory / "run.toml").write_text(text)
-    return load_config(directory / "run.toml")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class _Stage:
+    """Starts the processes and watches them."""
+
+    def __init__(self, config: RunConfig, plan: Plan, family: Family, follower: Follower, say: Say) -> None:
+        self.learners = [f"learner-{shard}" for shard in range(NUM_LEARNERS)]
+        self._config = config
+        self._plan = plan
+        self._family = family
+        self._follower = follower
+        self._say = say
+        self._run_file = str(config.dir / "run.toml")
+
+    # --- scenes
+
+    def start_run(self) -> None:
+        """All at once: the joiners are ready, and wait, when the first learner has warmed up."""
+        self._family.start("syncer", ["syncer", self._run_file], serves=True)
+        for shard, name in enumerate(self.learners):
+            command = self._learner_command(shard, name)
+            if shard == 0:
+                command.append("--initialise")
+            self._family.start(name, command, restart=lambda s=shard, n=name: self._restart_command(s, n))  # type: ignore[misc]
+
+    def train(self) -> None:
+        """Until every learner has left, and one was killed on the way."""
+        killed = False
+        while not self._all_done(self.learners):
+            timeline = self.look()
+            if not killed and timeline.is_merging(VICTIM) and timeline.step >= self._plan.kill_at_step:
+                self._family.kill(VICTIM)
+                killed = True
+                self._show(f"kill -9 {VICTIM}")
+            else:
+                self._show(self._phase(timeline))
+            time.sleep(POLL_S)
+
+    def train_controls(self, tokens: int, steps: int) -> dict[str, dict[str, Any]]:
+        """Data parallel on exactly as many tokens, and a lone learner that makes as many steps as the longest of the run."""
+        common = [
+            "--json",
+            "--set",
+            f"evaluate.every_steps={self._plan.evaluate_every}",
+            "--set",
+            "checkpoint.every_steps=0",
+        ]
+        names = ["baseline"]
+        self._start_control("baseline", ["--alone", "--set", f"run.tokens={tokens}", *common])
+        if self._plan.isolated:
+            names.append("isolated")
+            full = steps * self._config.tokens_per_full_step
+            self._start_control("isolated", ["--isolated", "--shard", "1", "--set", f"run.tokens={full}", *common])
+        while not self._all_done(names):
+            self.look()
+            self._show("the controls: " + " and ".join({"baseline": "data parallel"}.get(name, name) for name in names))
+            time.sleep(POLL_S)
+        return {name: json.loads(self._family.output(name)) for name in names}
+
+    def meanwhile(self, phase: str, work: Callable[[], T]) -> T:
+        """Work in the background while the processes are watched."""
+        future = _in_background(work)
+        while not future.done():
+            self.look()
+            self._show(phase)
+            time.sleep(POLL_S)
+        return future.result()
+
+    def look(self) -> Timeline:
+        """Start again what was killed, and take in what is new."""
+        self._family.watch()
+        timeline = self._follower.read()
+        timeline.kills = self._family.kills
+        return timeline
+
+    # --- commands
+
+    def _learner_command(self, shard: int, name: str) -> list[str]:
+        command = ["train", self._run_file, "--name", name, "--shard", str(shard), "--json"]
+        # One of them is enough to draw the global model's curve.
+        return [*command, "--set", f"evaluate.every_steps={self._plan.evaluate_every}"] if shard == 0 else command
+
+    def _restart_command(self, shard: int, name: str) -> list[str]:
+        """As after any crash: from the newest local checkpoint, where there is one."""
+        command = self._learner_command(shard, name)
+        has_checkpoint = any((self._config.dir / name / "checkpoints").glob("step-*"))
+        if has_checkpoint:
+            command.append("--resume")
+        if shard == 0 and (has_checkpoint or self._follower.read().initialised_at is None):
+            command.append(
+                "--initialise"
+            )  # no effect on a run that has its model, since --resume says whose crash this was
+        return command
+
+    def _start_control(self, name: str, arguments: Sequence[str]) -> None:
+        """A control that is killed begins again: there is nobody to come back to."""
+        command = ["train", self._run_file, *arguments]
+
+        def restart() -> list[str]:
+            (self._config.dir / name / "events.jsonl").unlink(missing_ok=True)
+            self._follower.forget(name)
+            return command
+
+        self._family.start(name, command, restart=restart)
+
+    # --- what to show
+
+    def _all_done(self, names: Sequence[str]) -> bool:
+        return all(self._family.children[name].done for name in names)
+
+    def _show(self, phase: str) -> None:
+        timeline = self._follower.timeline
+        self._say(
+            Scene(phase, {name: self._state(name, timeline) for name in self._family.children}, timeline, self._plan)
+        )
+
+    def _state(self, name: str, timeline: Timeline) -> str:
+        if self._family.is_dead(name):
+            return "killed"
+        if self._family.children[name].done:
+            return "done"
+        if name == "syncer":
+            return "serving" if timeline.initialised_at is not None else "waiting for a model"
+        if not is_learner(name):
+            return "training alone" if timeline.newest_step(name) else "starting"
+        if name in timeline.live_learners():
+            return "in the run"
+        if timeline.initialised_at is None:
+            return "warming up" if timeline.newest_step(name) else "starting"
+        return "coming back" if any(kill.name == name for kill in self._family.kills) else "joining"
+
+    def _phase(self, timeline: Timeline) -> str:
+        if timeline.initialised_at is None:
+            return "learner-0 warms up alone, at the full batch" if timeline.step else "starting the processes"
+        num_live = len(timeline.live_learners())
+        if self._family.is_dead("syncer"):
+            return "the syncer is gone, the learners go on"
+        return f"{num_live} of {NUM_LEARNERS} learners train together" if num_live else "the learners have left"
 
 
-def _phase(timeline: Timeline, plan: Plan) -> str:
-    if timeline.initialised_at is None:
-        return "learner-0 warms up alone, at the full batch" if timeline.step else "starting the processes"
-    live = timeline.live_learners()
-    return f"{len(live)} of {NUM_LEARNERS} learners train together"
+def _in_background(work: Callable[[], T]) -> Future[T]:
+    """On a thread that does not keep the demo from ending."""
+    future: Future[T] = Future()
 
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            future.set_exception(error)
 
-def _evaluate(config: RunConfig) -> float:
-    """Held-out loss of the model that the syncer serves."""
-    from diloco.exchange.remote import fetch_model
-    from diloco.training.data import held_out_batches
-    from diloco.training.evaluate import evaluate
-    from diloco.training.models import build_model
-    from diloco.training.sources import load_corpus
-
-    corpus = load_corpus(config.data)
-    model = build_model(config.model, corpus.vocab_size, LENGTH, config.run.seed)
-    state = model.state_dict()
-    state.update(fetch_model(config.syncer.address, run=config.run.name))
-    for name, tied in tied_names(model).items():
-        state[name] = state[tied]
-    return evaluate(model, state, held_out_batches(corpus, LENGTH, config.evaluate.sequences, batch=32))
-
-
-def tied_names(model: Any) -> dict[str, str]:
-    """Names in `state_dict` that share a parameter with an earlier one."""
-    first: dict[int, str] = {}
-    tied = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if first.setdefault(id(value), name) != name:
-            tied[name] = first[id(value)]
-    return tied
-
-
-def _controls(family: Family, run_file: str, timeline: Timeline, plan: Plan, say: Say) -> dict[str, dict[str, Any]]:
-    """The baseline on exactly the run's tokens, and the learner that never communicates; on a core each."""
-    common = ["--json", "--set", f"evaluate.every_steps={plan.steps // 20}"]
-    names = ["baseline"] if plan.quick else ["baseline", "isolated"]
-    family.start("baseline", ["train", run_file, "--alone", "--set", f"run.tokens={timeline.tokens}", *common])
-    if not plan.quick:
-        family.start("isolated", ["train", run_file, "--isolated", "--shard", "1", *common])
-    while not all(family.children[name].done for name in names):
-        family.watch()
-        steps = {name: _newest_step(family.directory / name / "events.jsonl") for name in names}
-        say("controls: " + ", ".join(f"{name} at step {step} of {plan.steps}" for name, step in steps.items()), None)
-        time.sleep(POLL_S)
-    return {name: json.loads(family.output(name)) for name in names}
-
-
-def _newest_step(path: Path) -> int:
-    steps = [event.step for event in ev.read_events(path) if isinstance(event, ev.Stepped)] if path.exists() else []
-    return steps[-1] if steps else 0
+    threading.Thread(target=run, name="demo-background", daemon=True).start()
+    return future

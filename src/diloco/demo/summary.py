@@ -5,39 +5,46 @@ from __future__ import annotations
 from typing import Any
 
 from diloco.demo.accounting import KINDS, baseline_bytes, participation
-from diloco.demo.story import NUM_LEARNERS, Outcome
+from diloco.demo.plan import NUM_LEARNERS
+from diloco.demo.story import Outcome
 
 
 def summarise(outcome: Outcome) -> dict[str, Any]:
     """Plain values. Losses are nats per byte on the same held-out sequences; bytes are those on the sockets, both directions."""
-    timeline = outcome.timeline
+    timeline, config = outcome.timeline, outcome.config
     by_kind = {kind: timeline.traffic.get(kind, 0) for kind in KINDS}
     counted_on = "sockets" if sum(by_kind.values()) else "messages"
     if counted_on == "messages":
         by_kind = _message_bytes(outcome)
     wire_bytes = sum(by_kind.values())
-    baseline_wire_bytes = baseline_bytes(timeline, outcome.config.tokens_per_full_step)
-    baseline_loss = outcome.baseline["held_out_loss"]
+    baseline_wire_bytes = baseline_bytes(timeline, config.tokens_per_full_step)
+    baseline, isolated = outcome.controls["baseline"], outcome.controls.get("isolated")
     return {
         "global_loss": outcome.global_loss,
-        "baseline_loss": baseline_loss,
-        "isolated_loss": None if outcome.isolated is None else outcome.isolated["held_out_loss"],
-        "loss_gap_percent": 100 * (outcome.global_loss / baseline_loss - 1),
-        "tokens": timeline.tokens,
-        "baseline_tokens": outcome.baseline["tokens"],
+        "baseline_loss": baseline["held_out_loss"],
+        "isolated_loss": None if isolated is None else isolated["held_out_loss"],
+        "loss_gap_percent": 100 * (outcome.global_loss / baseline["held_out_loss"] - 1),
+        "tokens": outcome.tokens,
+        "baseline_tokens": baseline["tokens"],
+        "initial_tokens": timeline.initial_tokens,
         "wire_bytes": wire_bytes,
         "wire_bytes_by_kind": by_kind,
         "counted_on": counted_on,
         "baseline_wire_bytes": baseline_wire_bytes,
         "bytes_ratio": baseline_wire_bytes / max(1, wire_bytes),
         "learners": NUM_LEARNERS,
-        "kills_survived": outcome.num_kills,
-        "syncer_restarts": len(timeline.restarts),
+        "kills_survived": len(timeline.kills),
+        "killed": [kill.name for kill in timeline.kills],
+        "syncer_restarts": max(0, len(timeline.syncer_starts) - 1),
         "merges": len(timeline.merges),
+        "versions": list(outcome.versions),
         "participation": participation(timeline),
-        "num_parameters": timeline.num_parameters,
+        "ledger": list(outcome.ledger),
+        "learner_steps": {name: learner["steps"] for name, learner in outcome.learners.items()},
         "blocked_s": {name: learner["metrics"]["blocked_s"] for name, learner in outcome.learners.items()},
-        "method": outcome.config.method,
+        "num_parameters": timeline.num_parameters,
+        "method": outcome.method,
+        "seed": config.run.seed,
         "seconds": outcome.seconds,
     }
 

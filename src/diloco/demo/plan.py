@@ -1,0 +1,147 @@
+"""How long a demo is, and the run file it writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.config import RunConfig, load_config
+from diloco.errors import ConfigError
+
+NUM_LEARNERS = 3
+VICTIM = "learner-2"
+MARK = "# Written by `diloco demo`"
+
+RUN_FILE = """\
+{mark}. `diloco syncer` and `diloco train` run it.
+
+[run]
+name = "demo"
+dir = {directory}
+seed = {seed}
+learners = {learners}
+tokens = {tokens}
+
+[data]
+kind = "stdlib"
+sequence_length = {sequence_length}
+
+[train]
+global_batch = {sequences}
+threads = 1
+warm_start_steps = {warm_start_steps}
+
+[schedule]
+kind = "cosine"
+warmup_steps = {warmup_steps}
+steps = {steps}
+
+[optimizer]
+lr = 4e-3
+
+[evaluate]
+sequences = {held_out}
+sample_bytes = 0
+
+[checkpoint]
+every_steps = {checkpoint_every}
+
+[method]
+preset = "StreamingDiLoCo"
+sync_every = {sync_every}
+overlap = 1
+mix = 0.0
+codec = "e3m0"
+fragments = {{ type = "ByLayer", layers = 1, pattern = "strided" }}
+outer = {{ type = "Nesterov", lr = 0.7, momentum = 0.9 }}
+
+[syncer]
+address = "127.0.0.1:{port}"
+lost_floor_s = 3.0
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a demo. A quarter of the steps is the warm start: the papers' runs start from a trained model, too.
+
+    Attributes:
+        steps: of the run, each over `sequences` sequences of `sequence_length` tokens in all.
+        kill_after: share of the common part after which the victim is killed: late enough to have merged, early enough to come back.
+        isolated: train the learner that never communicates, too.
+    """
+
+    steps: int
+    kill_after: float
+    isolated: bool
+    sync_every: int = 30
+    sequences: int = 18
+    sequence_length: int = 64
+    held_out: int = 512
+    sample_bytes: int = 400
+
+    @property
+    def warm_start_steps(self) -> int:
+        return self.steps // 4
+
+    @property
+    def kill_at_step(self) -> int:
+        return self.warm_start_steps + round(self.kill_after * (self.steps - self.warm_start_steps))
+
+    @property
+    def evaluate_every(self) -> int:
+        """Twenty points on a curve."""
+        return max(1, self.steps // 20)
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Several in the warm start, so that a learner killed in it has something to come back from."""
+        return max(1, min(60, self.warm_start_steps // 3))
+
+
+FULL = Plan(steps=1500, kill_after=0.3, isolated=True)
+QUICK = Plan(steps=840, kill_after=0.15, isolated=False)
+
+
+def prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
+    """An empty directory with the run file in it; an earlier demo there goes.
+
+    Raises:
+        ConfigError: `directory` holds something else, or cannot be written.
+    """
+    run_file = directory / "run.toml"
+    if directory.exists() and not _may_go(directory, run_file):
+        raise ConfigError(f"{directory} holds something that is not a demo; choose another directory with --dir")
+    text = RUN_FILE.format(
+        mark=MARK, directory=json.dumps(str(directory)), seed=seed, learners=NUM_LEARNERS, held_out=plan.held_out,
+        tokens=plan.steps * plan.sequences * plan.sequence_length, sequences=plan.sequences,
+        sequence_length=plan.sequence_length, warm_start_steps=plan.warm_start_steps, warmup_steps=min(50, plan.steps // 12),
+        steps=plan.steps, sync_every=plan.sync_every, checkpoint_every=plan.checkpoint_every, port=_free_port(),
+    )  # fmt: skip
+    try:
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True)
+        run_file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written ({error}); choose another directory with --dir") from error
+    return load_config(run_file)
+
+
+def _may_go(directory: Path, run_file: Path) -> bool:
+    """Whether a path is an empty directory, or one that a demo wrote."""
+    if not directory.is_dir() or directory.is_symlink():
+        return False
+    if run_file.is_file():
+        with open(run_file, encoding="utf-8", errors="replace") as file:
+            return file.readline().startswith(MARK)
+    return not any(directory.iterdir())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,148 @@
+"""What a run's event files say, sorted out: who was there, who was in which merge, losses, bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diloco import events as ev
+from diloco.demo.processes import Kill
+
+Span = tuple[float, float | None]
+Counts = dict[str, int]
+
+
+@dataclass
+class Timeline:
+    """The events of one run. Times are Unix seconds, bytes are those that the syncer counted on its sockets.
+
+    Attributes:
+        presence: by learner, when it was part of the run; the end is open while it is.
+        steps, evaluated: by process (learners, baseline, isolated), in the order they were written.
+        kills: of processes that were started again; the demo itself records them.
+    """
+
+    initialised_at: float | None = None
+    initialiser: str = ""
+    initial_tokens: int = 0
+    num_parameters: int = 0
+    ended_at: float = 0.0
+    merges: list[ev.Merged] = field(default_factory=list)
+    presence: dict[str, list[Span]] = field(default_factory=dict)
+    evictions: list[ev.Evicted] = field(default_factory=list)
+    syncer_starts: list[float] = field(default_factory=list)
+    steps: dict[str, list[ev.Stepped]] = field(default_factory=dict)
+    evaluated: dict[str, list[ev.Evaluated]] = field(default_factory=dict)
+    kills: list[Kill] = field(default_factory=list)
+    _settled: Counts = field(default_factory=dict)
+    _newest: dict[str, ev.Traffic] = field(default_factory=dict)
+
+    def take(self, process: str, event: ev.Event) -> None:
+        """Sort one event in."""
+        match event:
+            case ev.Stepped():
+                self.steps.setdefault(process, []).append(event)
+            case ev.Evaluated():
+                self.evaluated.setdefault(process, []).append(event)
+            case _ if process == "syncer":
+                self._take_syncers(event)
+            case _:
+                pass
+
+    def _take_syncers(self, event: ev.Event) -> None:
+        self.ended_at = event.t
+        match event:
+            case ev.SyncerStarted():
+                self._settle()
+                self.syncer_starts.append(event.t)
+            case ev.Initialised():
+                self.initialised_at, self.initial_tokens = event.t, event.tokens
+                self.initialiser, self.num_parameters = event.learner, event.num_parameters
+            case ev.Joined():
+                self._close_span(event.learner, event.t)
+                self.presence.setdefault(event.learner, []).append((event.t, None))
+            case ev.Left():
+                self._close_span(event.learner, event.t)
+            case ev.Evicted():
+                self._close_span(event.learner, event.t)
+                self.evictions.append(event)
+            case ev.Merged():
+                self.merges.append(event)
+            case ev.Traffic():
+                self._newest[event.learner] = event
+            case _:
+                pass
+
+    def _close_span(self, learner: str, at: float) -> None:
+        """A syncer that was killed wrote no goodbye, so a span may be open still."""
+        spans = self.presence.get(learner, [])
+        if spans and spans[-1][1] is None:
+            spans[-1] = (spans[-1][0], at)
+
+    def _settle(self) -> None:
+        """Counts are totals of one syncer process: keep its last ones when the next process begins."""
+        self._settled = self.traffic
+        self._newest = {}
+
+    @property
+    def traffic(self) -> Counts:
+        """Bytes by kind, both directions, over all syncer processes."""
+        totals = dict(self._settled)
+        for event in self._newest.values():
+            for counts in (event.sent_bytes, event.received_bytes):
+                for kind, num_bytes in counts.items():
+                    totals[kind] = totals.get(kind, 0) + num_bytes
+        return totals
+
+    @property
+    def step(self) -> int:
+        """The furthest step of any learner."""
+        return max((self.newest_step(name) for name in self.steps if is_learner(name)), default=0)
+
+    def newest_step(self, process: str) -> int:
+        """Of the last step event; 0 before there is one."""
+        steps = self.steps.get(process)
+        return steps[-1].step if steps else 0
+
+    def is_merging(self, learner: str) -> bool:
+        """Whether the learner is in the newest merge."""
+        return bool(self.merges) and learner in self.merges[-1].contributors
+
+    def live_learners(self) -> list[str]:
+        """Learners that joined and neither left nor were given up."""
+        return sorted(name for name, spans in self.presence.items() if spans[-1][1] is None)
+
+    def num_live(self, at: float) -> int:
+        """Learners that were part of the run at a time."""
+        return sum(
+            any(start <= at and (end is None or at < end) for start, end in spans) for spans in self.presence.values()
+        )
+
+
+class Follower:
+    """Reads the event files under a run's directory as they grow."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._tails: dict[str, ev.EventTail] = {}
+        self.timeline = Timeline()
+
+    def read(self) -> Timeline:
+        """Take in what is new. Returns the one timeline, grown."""
+        for path in sorted(self._directory.glob("*/events.jsonl")):
+            process = path.parent.name
+            tail = self._tails.setdefault(process, ev.EventTail(path))
+            for event in tail.read():
+                self.timeline.take(process, event)
+        return self.timeline
+
+    def forget(self, process: str) -> None:
+        """A process begins again from nothing."""
+        self._tails.pop(process, None)
+        self.timeline.steps.pop(process, None)
+        self.timeline.evaluated.pop(process, None)
+
+
+def is_learner(process: str) -> bool:
+    """Whether a directory's name is that of a learner of the run, and not of a control."""
+    return process.startswith("learner-")
