@@ -1,6 +1,7 @@
 """What the demo computes from event files, and its page. The demo itself: `make demo` (slow)."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from diloco import events as ev
-from diloco.demo.accounting import baseline_bytes, participation, read_timeline
+from diloco.demo.accounting import baseline_bytes, participation, ring_all_reduce_bytes
+from diloco.demo.plan import QUICK, prepare
 from diloco.demo.processes import Family
-from diloco.errors import ConfigError, ExchangeError
+from diloco.demo.timeline import Follower, Timeline
+from diloco.errors import ConfigError, RunError
 
 
 def step(t: float, number: int, tokens: int) -> ev.Stepped:
@@ -22,6 +25,10 @@ def merged(t: float, version: int, *contributors: str) -> ev.Merged:
         t=t, fragment=0, round=version - 1, version=version, contributors=contributors, weights=(1.0,) * len(contributors),
         tokens=(1,) * len(contributors),
     )  # fmt: skip
+
+
+def read(directory: Path) -> Timeline:
+    return Follower(directory).read()
 
 
 @pytest.fixture
@@ -56,50 +63,102 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_bytes_are_summed_over_syncer_processes(run: Path) -> None:
-    timeline = read_timeline(run)
+    timeline = read(run)
     assert timeline.traffic == {"updates": 11, "contributions": 7, "control": 2}
-    assert timeline.restarts == [40]
-    assert timeline.tokens == 400
+    assert timeline.syncer_starts == [1, 40]
+    assert timeline.initial_tokens == 100
 
 
 def test_the_baseline_pays_only_where_two_or_more_trained(run: Path) -> None:
     """learner-0: 30 tokens alone (free), 30 with one other, 30 with two, 30 with one; learner-1: 30 with one, 30 with two others."""
     two, three = (30 + 30 + 30) / 90, (30 + 30) / 90
-    assert baseline_bytes(read_timeline(run), tokens_per_full_step=90) == round((two * 4 * 1 + three * 4 * 2) * 1000)
+    assert baseline_bytes(read(run), tokens_per_step=90) == round((two * 4 * 1 + three * 4 * 2) * 1000)
 
 
 def test_participation_is_counted_over_all_merges(run: Path) -> None:
-    assert participation(read_timeline(run)) == {"learner-0": 1.0, "learner-1": 1.0, "learner-2": 0.5}
+    assert participation(read(run)) == {"learner-0": 1.0, "learner-1": 1.0, "learner-2": 0.5}
 
 
 def test_presence(run: Path) -> None:
-    timeline = read_timeline(run)
+    timeline = read(run)
     assert timeline.live_learners() == ["learner-0", "learner-1"]
     assert [timeline.num_live(t) for t in (4, 8, 15, 25, 35)] == [0, 1, 2, 3, 2]
 
 
+def test_a_ring_moves_each_value_twice_but_for_ones_own_share() -> None:
+    """Per learner 2·(M − 1)/M·2·N bytes: nothing alone, N·2 with one other, towards N·4 with many."""
+    assert [ring_all_reduce_bytes(m, 1000) / max(m, 1) for m in (0, 1, 2, 4)] == [0, 0, 2000, 3000]
+
+
+def test_a_resumed_learner_is_not_paid_for_tokens_it_counts_down(tmp_path: Path) -> None:
+    with ev.EventLog(tmp_path / "syncer" / "events.jsonl", who="syncer") as log:
+        log.append(ev.Initialised(t=1, learner="x", source="", layout_digest="", num_parameters=1000))
+        log.append(ev.Joined(t=1, learner="learner-0", incarnation=1))
+        log.append(ev.Joined(t=1, learner="learner-1", incarnation=1))
+    with ev.EventLog(tmp_path / "learner-0" / "events.jsonl", who="learner-0") as log:
+        for t, tokens in ((2, 30), (3, 60), (4, 40), (5, 70)):  # killed after 60 tokens, back at a checkpoint before 40
+            log.append(step(t, 1, tokens))
+    assert baseline_bytes(read(tmp_path), tokens_per_step=90) == 4 * 1000
+
+
+def test_a_follower_takes_every_event_once(run: Path) -> None:
+    follower = Follower(run)
+    before = len(follower.read().merges)
+    with ev.EventLog(run / "syncer" / "events.jsonl", who="syncer") as log:
+        log.append(merged(60, 3, "learner-0"))
+    with open(run / "syncer" / "events.jsonl", "ab") as file:
+        file.write(b'{"t":61,"kind":"mer')  # in the middle of a write
+    assert len(follower.read().merges) == len(follower.read().merges) == before + 1
+    with ev.EventLog(run / "syncer" / "events.jsonl", who="syncer") as log:  # cuts the torn line off
+        log.append(merged(62, 4, "learner-0"))
+    assert [merge.t for merge in follower.read().merges] == [25, 35, 60, 62]
+
+
+def test_a_rejoin_ends_the_presence_that_a_killed_syncer_left_open(run: Path) -> None:
+    with ev.EventLog(run / "syncer" / "events.jsonl", who="syncer") as log:
+        log.append(ev.Joined(t=60, learner="learner-1", incarnation=2))
+    assert read(run).presence["learner-1"] == [(10, 60), (60, None)]
+
+
 def test_a_killed_process_comes_back_and_a_failed_one_is_shown(tmp_path: Path) -> None:
     with Family(tmp_path) as family:
-        child = family.start("methods", ["methods", "--json"])
+        family.start("methods", ["methods"], restart=lambda: ["methods", "--json"])
         family.kill("methods")
-        child.process.wait(timeout=30)
-        while not child.done:
+        family.children["methods"].process.wait(timeout=30)
+        while not family.children["methods"].done:
             family.watch()
-        assert family.num_kills == 1
+        assert [kill.name for kill in family.kills] == ["methods"]
         assert json.loads(family.output("methods"))
-        failing = family.start("failing", ["train", str(tmp_path / "none.toml")])
-        failing.process.wait(timeout=30)
-        with pytest.raises(ExchangeError, match=r"(?s)failing failed with exit code 2.*none\.toml"):
+        family.start("failing", ["train", str(tmp_path / "none.toml")])
+        family.children["failing"].process.wait(timeout=30)
+        with pytest.raises(RunError, match=r"(?s)failing failed with exit code 2.*none\.toml"):
             family.watch()
 
 
-def test_a_directory_with_something_else_is_left_alone(tmp_path: Path) -> None:
-    from diloco.demo.story import QUICK, tell
+def test_leaving_ends_every_process(tmp_path: Path) -> None:
+    run_file = prepare(tmp_path / "demo", QUICK, seed=0).dir / "run.toml"
+    with Family(tmp_path / "demo") as family:
+        family.start("syncer", ["syncer", str(run_file)], serves=True)
+        assert json.loads((tmp_path / "demo" / "pids.json").read_text()) == {
+            "syncer": family.children["syncer"].process.pid
+        }
+    assert family.children["syncer"].process.returncode == -signal.SIGKILL
 
+
+def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match="not a demo"):
-        tell(tmp_path, QUICK, 0, lambda phase, timeline: None)
+        prepare(tmp_path, QUICK, seed=0)
     assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+    demo = tmp_path / "demo"
+    assert prepare(demo, QUICK, seed=3).run.seed == 3
+    (demo / "old").write_text("")
+    assert prepare(demo, QUICK, seed=4).run.seed == 4
+    assert sorted(path.name for path in demo.iterdir()) == ["run.toml"]
+    (demo / "run.toml").write_text("[run]\n")  # somebody's own run
+    with pytest.raises(ConfigError, match="not a demo"):
+        prepare(demo, QUICK, seed=0)
 
 
 @pytest.mark.slow
