@@ -24,9 +24,10 @@ class Ledger:
         return self.trained - self.merged - self.lost - sum(self.discarded.values())
 
     def discard(self, tokens: int, reason: str) -> None:
-        """Count tokens whose work was given up."""
-        if tokens:
-            self.discarded[reason] = self.discarded.get(reason, 0) + tokens
+        """Count tokens whose work was given up; a negative number takes that back."""
+        total = self.discarded.pop(reason, 0) + tokens
+        if total:
+            self.discarded[reason] = total
 
     def lose(self) -> None:
         """Everything still pending went with the learner."""

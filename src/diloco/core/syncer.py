@@ -422,11 +422,10 @@ class SyncerCore:
             later = state.rounds.get(state.version)
             if later is None or later.step <= round_.step or state.phase != "open":
                 continue
-            c = later.contributions.get(member.learner)
             missing = [
                 self.members[each] for each in later.members - later.contributions.keys() if each in self.members
             ]
-            if c and c.incarnation == member.incarnation and all(each.step < later.step for each in missing):
+            if member.learner in later.contributions and all(each.step < later.step for each in missing):
                 return True
         return False
 
@@ -437,10 +436,8 @@ class SyncerCore:
     # --- helpers ----------------------------------------------------------------------------------------------------------
 
     def _deadline(self, member: Member) -> float:
-        lost = member.seen_at + self.deadlines.lost_after_s(member.step_s)
-        if member.waiting or not member.connected:
-            return lost
-        return min(lost, member.progressed_at + self.deadlines.stalled_after_s(member.step_s))
+        lost_at = member.seen_at + self.deadlines.lost_after_s(member.step_s)
+        return min(lost_at, member.progressed_at + self.deadlines.stalled_after_s(member.step_s))
 
     def _evict(self, now: float, learner: str, reason: str, *, replaced: bool) -> list[Action]:
         member = self.members[learner]

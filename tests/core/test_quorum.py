@@ -1,0 +1,55 @@
+"""decide(): who is merged, who is waited for and until when, and what people are told."""
+
+import itertools
+
+import pytest
+
+from diloco.core.quorum import AllLive, decide, quorum_from_dict
+from diloco.errors import ConfigError
+
+NOW = 10.0
+DEADLINES = {"a": 16.0, "b": 13.25, "c": 40.0, "d": 9.0}
+
+# contributed, members, at_least -> merge, wait until, reason
+TABLE = [
+    ("ab", "ab", 1, "ab", None, "all 2 learners of the round have contributed"),
+    ("a", "a", 1, "a", None, "all 1 learners of the round have contributed"),
+    ("ba", "ab", 1, "ab", None, "all 2 learners of the round have contributed"),
+    ("abc", "ab", 1, "abc", None, "all 3 learners of the round have contributed"),  # a joiner that came in time
+    ("a", "", 1, "a", None, "all 1 learners of the round have contributed"),  # every member is gone, the work is not
+    ("a", "ab", 1, None, 13.25, "waiting for b; b is given up in 3.2 s"),
+    ("c", "abc", 1, None, 13.25, "waiting for a, b; b is given up in 3.2 s"),
+    ("ab", "abd", 1, None, 9.0, "waiting for d; d is given up in 0.0 s"),  # overdue; the next tick gives it up
+    ("c", "ab", 1, None, 13.25, "waiting for a, b; b is given up in 3.2 s"),  # a joiner alone decides nothing
+    ("a", "a", 2, None, None, "1 of at least 2 learners have contributed"),
+    ("ac", "a", 2, "ac", None, "all 2 learners of the round have contributed"),
+    ("ab", "abc", 2, None, 40.0, "waiting for c; c is given up in 30.0 s"),
+    ("abc", "abc", 4, None, None, "3 of at least 4 learners have contributed"),
+]
+
+
+@pytest.mark.parametrize(("contributed", "members", "at_least", "merge", "wait_until", "reason"), TABLE)
+def test_decisions(
+    contributed: str, members: str, at_least: int, merge: str | None, wait_until: float | None, reason: str
+) -> None:
+    decision = decide(NOW, contributed, members, DEADLINES, AllLive(at_least))
+    assert decision.merge == (None if merge is None else tuple(merge))
+    assert decision.wait_until == wait_until
+    assert decision.reason == reason
+
+
+def test_the_order_of_arrival_never_matters() -> None:
+    answers = {decide(NOW, order, "abc", DEADLINES, AllLive()) for order in itertools.permutations("abc")}
+    assert {answer.merge for answer in answers} == {("a", "b", "c")}
+
+
+@pytest.mark.parametrize("at_least", [0, -1, 1.5, True])
+def test_a_quorum_of_nobody_is_refused(at_least: object) -> None:
+    with pytest.raises(ConfigError, match="at_least"):
+        AllLive(at_least=at_least)  # type: ignore[arg-type]
+
+
+def test_a_quorum_is_a_value() -> None:
+    assert quorum_from_dict(AllLive(at_least=3).to_dict()) == AllLive(at_least=3)
+    with pytest.raises(ConfigError, match="did you mean 'at_least'"):
+        quorum_from_dict({"type": "AllLive", "atleast": 3})

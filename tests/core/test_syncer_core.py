@@ -1,0 +1,682 @@
+"""SyncerCore by scripted events in virtual time: rounds, members, deadlines, incarnations, restarts, and the books."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+
+from diloco.core.ledger import Ledger
+from diloco.core.method import DiLoCo, StreamingDiLoCo
+from diloco.core.quorum import AllLive
+from diloco.core.syncer import (
+    Accept,
+    Action,
+    Deadlines,
+    Evict,
+    Member,
+    Merge,
+    Publish,
+    Reject,
+    Store,
+    SyncerCore,
+    WakeAt,
+)
+from diloco.core.update import Contribution
+from diloco.errors import ConfigError, StaleIncarnationError, VersionError
+
+A = TypeVar("A", bound=Action)
+DEADLINES = Deadlines(
+    lost_steps=20.0, lost_floor_s=6.0, lost_cap_s=120.0, stalled_steps=50.0, stalled_floor_s=60.0, stalled_cap_s=3600.0
+)
+H = 10
+
+
+class Run:
+    """A SyncerCore, and learners that take tokens=10 a step."""
+
+    def __init__(
+        self, *learners: str, fragments: int = 1, overlap: int = 0, at_least: int = 1, ready: bool = True
+    ) -> None:
+        method = DiLoCo(sync_every=H, overlap=overlap, quorum=AllLive(at_least=at_least))
+        self.core = SyncerCore(method, [0] * fragments, deadlines=DEADLINES)
+        for learner in learners:
+            self.core.joined(0.0, learner)
+            if ready:
+                self.beat(0.0, learner, step=0, tokens=1)
+
+    def beat(
+        self,
+        now: float,
+        learner: str,
+        *,
+        step: int,
+        tokens: int = 1,
+        step_s: float | None = None,
+        waiting: bool = False,
+    ) -> list[Action]:
+        incarnation = self.core.incarnations[learner]
+        return self.core.heartbeat(now, learner, incarnation, step=step, tokens=tokens, step_s=step_s, waiting=waiting)
+
+    def c(self, learner: str, round_: int, *, step: int = 0, fragment: int = 0, base: int | None = None, tokens: int = 100,
+          trained: int | None = None, discarded: int = 0, incarnation: int | None = None) -> Contribution:  # fmt: skip
+        step = step or (round_ + 1) * H
+        return Contribution(
+            learner, incarnation or self.core.incarnations[learner], fragment, round_, round_ if base is None else base,
+            tokens, tokens // 10, trained or tokens * (round_ + 1), (("overlap", discarded),) if discarded else (), step=step,
+        )  # fmt: skip
+
+    def send(self, now: float, learner: str, round_: int, **values: int) -> list[Action]:
+        return self.core.contributed(now, self.c(learner, round_, **values))
+
+    def publish(self, now: float, fragment: int = 0) -> list[Action]:
+        self.core.merged(fragment)
+        return self.core.stored(now, fragment)
+
+    def ledger(self, learner: str, fragment: int = 0) -> dict[str, object]:
+        return self.core.ledgers[learner][fragment].as_dict()
+
+    def reason(self, now: float, fragment: int = 0) -> object:
+        return self.core.status(now)["fragments"][fragment]["reason"]
+
+    def phase(self, fragment: int = 0) -> str:
+        return self.core.fragments[fragment].phase
+
+
+def only(kind: type[A], actions: Iterable[Action]) -> A:
+    (found,) = [action for action in actions if isinstance(action, kind)]
+    return found
+
+
+def kinds(actions: Iterable[Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+# --- the life of a round --------------------------------------------------------------------------------------------------
+
+
+def test_a_round_is_merged_stored_and_only_then_published() -> None:
+    run = Run("a", "b")
+    assert run.reason(0.0) == "no contribution yet"
+    assert run.send(1.0, "b", 0)[0] == Accept(run.c("b", 0), duplicate=False)
+    assert run.reason(1.0) == "waiting for a; a is given up in 5.0 s"
+    merge = only(Merge, run.send(2.0, "a", 0))
+    assert merge == Merge(0, 0, (run.c("a", 0), run.c("b", 0)), (1.0, 1.0), 1.0)
+    assert run.reason(2.0) == "merging"
+    assert run.core.merged(0) == [Store(0, 1)]
+    assert run.reason(2.0) == "storing"
+    assert run.core.fragments[0].version == 0
+    assert run.core.stored(3.0, 0)[0] == Publish(0, 1, ("a", "b"))
+    assert run.core.fragments[0].version == 1
+    assert run.reason(3.0) == "no contribution yet"
+    assert run.ledger("a") == {"trained": 100, "pending": 0, "merged": 100, "lost": 0, "discarded": {}}
+
+
+def test_contributions_count_by_tokens_where_the_method_says_so() -> None:
+    run = Run("a", "b")
+    run.core.method = replace(run.core.method, weight="tokens")
+    run.send(1.0, "b", 0, tokens=300)
+    assert only(Merge, run.send(1.0, "a", 0, tokens=100)).weights == (100.0, 300.0)
+
+
+def test_fragments_have_rounds_of_their_own() -> None:
+    run = Run("a", "b", fragments=2, overlap=9)
+    for learner in "ab":
+        run.send(1.0, learner, 0, fragment=0, step=5)
+    run.send(2.0, "a", 0, fragment=1, step=10)
+    assert (run.phase(0), run.phase(1)) == ("merging", "open")
+    run.publish(3.0, 0)
+    assert [fragment.version for fragment in run.core.fragments] == [1, 0]
+    assert run.core.round_steps == [5, 0]
+
+
+# --- who is in a round ----------------------------------------------------------------------------------------------------
+
+
+def test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "a", 0)
+    run.core.joined(1.5, "c")
+    run.beat(1.6, "c", step=3, tokens=10)
+    assert run.core.fragments[0].rounds[0].members == {"a", "b"}
+    assert only(Merge, run.send(2.0, "b", 0)).contributions == (run.c("a", 0), run.c("b", 0))
+    late = run.send(2.1, "c", 0, tokens=70, trained=80)
+    assert late[0] == Reject(run.c("c", 0, tokens=70, trained=80), "missed")
+    run.publish(3.0)
+    run.send(4.0, "a", 1)  # the next round waits for it
+    assert run.core.fragments[0].rounds[1].members == {"a", "b", "c"}
+
+    run = Run("a", "b")
+    run.send(1.0, "a", 0)
+    run.core.joined(1.5, "c")
+    assert isinstance(run.send(1.9, "c", 0)[0], Accept)
+    assert [c.learner for c in only(Merge, run.send(2.0, "b", 0)).contributions] == ["a", "b", "c"]
+
+
+def test_a_learner_that_never_stepped_delays_nobody() -> None:
+    run = Run("a")
+    run.core.joined(0.5, "b")
+    run.core.heartbeat(0.9, "b", 1, step=0, tokens=0, step_s=None, waiting=False)
+    assert kinds(run.send(1.0, "a", 0))[:2] == ["Accept", "Merge"]
+
+
+def test_fixed_membership_waits_for_everybody_from_the_start() -> None:
+    run = Run()
+    for learner in "ab":
+        run.core.joined(0.0, learner, ready=True)
+    run.send(0.0, "a", 0)
+    assert run.core.fragments[0].rounds[0].members == {"a", "b"}
+
+
+def test_a_lost_connection_is_no_reason_to_leave_a_learners_work_out() -> None:
+    run = Run("a", "b")
+    run.core.disconnected(0.5, "b", 1)
+    run.send(1.0, "a", 0)
+    assert run.phase() == "open"
+    assert [c.learner for c in only(Merge, run.send(3.0, "b", 0)).contributions] == ["a", "b"]
+    assert run.core.members["b"].healthy
+
+
+def test_at_least_keeps_a_survivor_from_becoming_a_solo_run() -> None:
+    run = Run("a", "b", at_least=2)
+    run.send(1.0, "a", 0)
+    run.core.left(2.0, "b", 1, tokens=40)
+    assert run.reason(2.0) == "1 of at least 2 learners have contributed"
+    run.core.joined(3.0, "c")
+    assert "Merge" in kinds(run.send(9.0, "c", 0))
+
+
+def test_one_that_had_passed_the_step_before_it_was_ready_is_not_waited_for() -> None:
+    """The first contribution took so long to arrive that a joiner, who started behind it, is past that step already."""
+    run = Run("a")
+    run.core.joined(0.0, "b")
+    run.beat(0.5, "b", step=10, tokens=10)
+    assert "Merge" in kinds(run.send(1.0, "a", 0, step=10))
+    run.publish(2.0)
+    run.send(3.0, "a", 1, step=20)
+    assert run.core.fragments[0].rounds[1].members == {"a", "b"}
+
+
+def test_one_that_is_a_send_behind_is_sent_back_with_its_work() -> None:
+    """Others contributed after step 10 to round 0. A joiner at step 8 holds version 1 and reaches step 10 after them."""
+    run = Run("a", fragments=2)
+    run.send(1.0, "a", 0, fragment=1, step=10)
+    run.publish(1.0, 1)
+    run.core.joined(1.0, "b")
+    run.beat(1.5, "b", step=8, tokens=10)
+    early = run.c("b", 1, fragment=1, step=10, tokens=30, trained=30)
+    assert run.core.contributed(2.0, early)[0] == Reject(early, "out of step")
+    assert run.ledger("b", 1)["pending"] == 30
+    run.send(3.0, "a", 1, fragment=1, step=20)
+    assert run.core.fragments[1].rounds[1].members == {"a", "b"}
+    assert "Merge" in kinds(run.send(4.0, "b", 1, fragment=1, step=20, tokens=130, trained=130))
+
+
+def test_rounds_that_wait_for_each_other_in_a_circle_let_go() -> None:
+    """b is blocked in a round of a later step than the one that a is blocked in, which waits for b."""
+    run = Run("a", "b", fragments=2)
+    run.send(1.0, "a", 0, fragment=0, step=5)
+    run.send(1.0, "b", 0, fragment=1, step=10)
+    assert (run.phase(0), run.phase(1)) == ("open", "open")
+    run.beat(2.0, "a", step=5, tokens=100, waiting=True)
+    assert "Merge" in kinds(run.beat(2.0, "b", step=10, tokens=100, waiting=True))
+    assert (run.phase(0), run.phase(1)) == ("merging", "open")
+    run.publish(3.0, 0)
+    assert "Merge" in kinds(run.send(4.0, "a", 0, fragment=1, step=10))
+
+
+def test_no_circle_while_anybody_trains_or_a_contribution_is_on_its_way() -> None:
+    run = Run("a", "b", "c", fragments=2, overlap=9)
+    run.send(1.0, "a", 0, fragment=0, step=5)
+    run.send(1.0, "b", 0, fragment=1, step=10)
+    run.beat(2.0, "a", step=14, tokens=100, waiting=True)
+    run.beat(2.0, "b", step=14, tokens=100, waiting=True)
+    assert run.core.fragments[0].rounds[0].members == {"a", "b", "c"}  # c trains
+    run.beat(3.0, "c", step=14, tokens=100, waiting=True)
+    assert run.core.fragments[0].rounds[0].members == {
+        "a",
+        "b",
+        "c",
+    }  # a and c have sent fragment 1: it is being uploaded
+
+
+def test_a_learner_is_known_to_be_blocked_only_as_long_as_it_says_so() -> None:
+    run = Run("a", "b")
+    run.beat(1.0, "a", step=9, waiting=True)
+    run.send(2.0, "a", 0)
+    assert not run.core.members["a"].waiting  # it went on and sent
+    run.beat(3.0, "a", step=10, waiting=True)
+    run.send(4.0, "b", 0)
+    run.beat(4.0, "b", step=10, waiting=True)
+    assert run.core.members["b"].waiting
+    run.publish(5.0)
+    assert not any(member.waiting for member in run.core.members.values())
+
+
+def test_a_round_counts_as_of_its_earliest_step() -> None:
+    """Two learners may count steps a whole interval apart; the one that is behind is not out of step."""
+    run = Run("a", "b")
+    for round_ in (0, 1):
+        run.send(1.0, "a", round_, step=20 + H * round_)
+        assert "Merge" in kinds(run.send(1.0, "b", round_, step=10 + H * round_))
+        run.publish(2.0)
+        assert run.core.round_steps == [10 + H * round_]
+
+
+# --- who is given up ------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_learner_is_waited_for_until_its_deadline() -> None:
+    run = Run("a", "b", "c")
+    run.send(1.0, "a", 0)
+    run.core.disconnected(2.0, "c", 1)
+    assert only(WakeAt, run.send(3.0, "b", 0)).at == 7.0  # a was heard of at 1
+    run.beat(6.5, "a", step=10, waiting=True)
+    assert only(WakeAt, run.beat(6.5, "b", step=10, waiting=True)).at == 8.0
+    assert run.reason(7.0) == "waiting for c; c is given up in 1.0 s"
+    assert "Merge" not in kinds(run.core.tick(7.9))
+    actions = run.core.tick(8.0)
+    assert only(Evict, actions) == Evict("c", 1, "nothing heard for 6.0 s", replaced=False)
+    assert [c.learner for c in only(Merge, actions).contributions] == ["a", "b"]
+    assert only(WakeAt, actions).at == 12.5
+
+
+@pytest.mark.parametrize(
+    ("step_s", "lost_s", "stalled_s"),
+    [
+        (None, 6.0, 3600.0),
+        (0.01, 6.0, 60.0),
+        (1.0, 20.0, 60.0),
+        (2.0, 40.0, 100.0),
+        (30.0, 120.0, 1500.0),
+        (100.0, 120.0, 3600.0),
+    ],
+)
+def test_deadlines_are_measured_in_steps_within_a_floor_and_a_cap(
+    step_s: float | None, lost_s: float, stalled_s: float
+) -> None:
+    assert DEADLINES.lost_after_s(step_s) == lost_s
+    assert DEADLINES.stalled_after_s(step_s) == stalled_s
+    run = Run("a")
+    assert only(WakeAt, run.beat(100.0, "a", step=1, step_s=step_s)).at == 100.0 + min(lost_s, stalled_s)
+
+
+def test_heartbeats_without_steps_are_a_stall() -> None:
+    run = Run("a", "b")
+    run.beat(0.0, "a", step=1, step_s=0.5)
+    for now in range(1, 60):
+        actions = run.beat(float(now), "a", step=1, step_s=0.5)
+        run.beat(float(now), "b", step=now, step_s=0.5)
+        assert kinds(run.core.tick(float(now))) == ["WakeAt"]
+    assert only(WakeAt, actions).at == 60.0
+    run.beat(59.9, "b", step=60)
+    assert only(Evict, run.core.tick(60.0)) == Evict("a", 1, "no step for 60.0 s", replaced=False)
+
+
+def test_a_waiting_learner_is_not_stalled() -> None:
+    run = Run("a", "b")
+    run.send(0.0, "a", 0)
+    for now in range(1, 4000, 2):
+        run.beat(float(now), "a", step=10, step_s=0.5, waiting=True)
+        run.beat(float(now), "b", step=now, step_s=0.5)
+        assert kinds(run.core.tick(float(now))) == ["WakeAt"]
+    run.beat(4000.0, "a", step=10, step_s=0.5)  # from here on it has work to do
+    run.beat(4055.0, "a", step=10, step_s=0.5)
+    assert run.core._deadline(run.core.members["a"]) == pytest.approx(3999.0 + 60.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lost_floor_s": 0.0}, {"stalled_cap_s": 1.0}, {"lost_steps": 0.0}, {"stalled_steps": -1.0}]
+)
+def test_deadlines_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))[:4]):
+        Deadlines(**wrong)
+
+
+def test_a_step_time_once_measured_stays() -> None:
+    run = Run("a")
+    run.beat(0.0, "a", step=1, step_s=2.0)
+    assert only(WakeAt, run.beat(10.0, "a", step=2, step_s=None)).at == 50.0
+
+
+def test_every_event_that_leaves_somebody_here_says_when_to_wake() -> None:
+    run = Run("a", "b")
+    incarnation, joined = run.core.joined(1.0, "c")
+    steps = [
+        joined, run.beat(1.0, "a", step=1), run.send(2.0, "a", 0), run.core.disconnected(2.0, "b", 1), run.core.tick(2.5),
+        run.core.left(3.0, "c", incarnation, tokens=0), run.publish(4.0) if run.phase() == "merging" else run.core.tick(4.0),
+    ]  # fmt: skip
+    for actions in steps:
+        assert only(WakeAt, actions).at <= 8.0
+    run.core.left(5.0, "a", 1, tokens=100)
+    assert "WakeAt" not in kinds(run.core.left(5.0, "b", 1, tokens=1))
+
+
+# --- incarnations ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_evicted_learner_is_refused_and_nothing_changes() -> None:
+    run = Run("a", "b")
+    run.core.disconnected(0.0, "b", 1)
+    run.beat(5.0, "a", step=1)
+    run.core.tick(6.0)
+    before = deepcopy(run.core.__dict__)
+    stale = [
+        lambda: run.send(7.0, "b", 0), lambda: run.beat(7.0, "b", step=5), lambda: run.core.left(7.0, "b", 1, tokens=500),
+        lambda: run.core.check("b", 1),
+    ]  # fmt: skip
+    for event in stale:
+        with pytest.raises(StaleIncarnationError, match="incarnation 1 of learner 'b' is not part of the run any more"):
+            event()
+    assert run.core.disconnected(7.0, "b", 1) == []
+    assert run.core.__dict__ == before
+    assert not run.core.is_replaced("b", 1)
+    assert run.core.joined(8.0, "b")[0] == 2
+    assert run.core.is_replaced("b", 1)
+    with pytest.raises(StaleIncarnationError):
+        run.send(9.0, "b", 0, incarnation=1)
+
+
+def test_a_newer_incarnation_replaces_a_live_one() -> None:
+    run = Run("a", "b")
+    run.beat(1.0, "b", step=4, tokens=40)
+    incarnation, actions = run.core.joined(2.0, "b")
+    assert incarnation == 2
+    assert only(Evict, actions) == Evict("b", 1, "replaced by a newer incarnation", replaced=True)
+    assert run.ledger("b") == {"trained": 40, "pending": 0, "merged": 0, "lost": 40, "discarded": {}}
+    assert run.core.members["b"].step == run.core.step == 4
+    run.beat(3.0, "b", step=6, tokens=20)
+    assert run.ledger("b")["trained"] == 60
+    assert run.core.run_tokens == 61
+
+
+def test_what_an_evicted_learner_was_acknowledged_for_is_merged() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "b", 0, tokens=100, trained=100)
+    run.beat(2.0, "b", step=13, tokens=130)
+    run.beat(6.0, "a", step=9)
+    run.core.tick(8.0)
+    assert run.ledger("b") == {"trained": 130, "pending": 100, "merged": 0, "lost": 30, "discarded": {}}
+    merge = only(Merge, run.send(9.0, "a", 0))
+    assert [c.learner for c in merge.contributions] == ["a", "b"]
+    run.publish(10.0)
+    assert run.ledger("b") == {"trained": 130, "pending": 0, "merged": 100, "lost": 30, "discarded": {}}
+
+
+@pytest.mark.parametrize("phase", ["open", "merging", "storing"])
+def test_tokens_that_a_contribution_gave_up_are_not_lost_as_well(phase: str) -> None:
+    """Evicted in any phase of the round, a learner's tokens are counted once."""
+    run = Run("a", "b")
+    run.send(1.0, "b", 0, tokens=80, discarded=20, trained=100)
+    if phase != "open":
+        run.send(1.0, "a", 0)
+    if phase == "storing":
+        run.core.merged(0)
+    run.beat(2.0, "b", step=11, tokens=110)
+    run.core.joined(3.0, "b")
+    assert run.ledger("b")["lost"] == 10
+    if phase == "open":
+        run.send(4.0, "a", 0)
+    if phase != "storing":
+        run.core.merged(0)
+    run.core.stored(5.0, 0)
+    assert run.ledger("b") == {"trained": 110, "pending": 0, "merged": 80, "lost": 10, "discarded": {"overlap": 20}}
+
+
+def test_an_early_contribution_of_an_evicted_learner_is_merged_in_its_round() -> None:
+    run = Run("a", "b", overlap=H)
+    for learner in "ab":
+        run.send(1.0, learner, 0, step=10)
+    run.send(2.0, "b", 1, base=0, step=20)
+    run.core.joined(3.0, "b")
+    run.publish(4.0)
+    assert run.ledger("b") == {"trained": 200, "pending": 100, "merged": 100, "lost": 0, "discarded": {}}
+    assert "Merge" in kinds(run.send(5.0, "a", 1, base=0, step=20))
+    run.publish(6.0)
+    assert run.ledger("b")["merged"] == 200
+
+
+def test_two_incarnations_contribute_once_to_a_round() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "b", 0)
+    run.core.joined(2.0, "b")
+    second = run.c("b", 0, tokens=50, trained=60)
+    assert run.core.contributed(3.0, second)[0] == Reject(second, "twice in one round")
+    assert run.core.contributed(3.5, second)[0] == Reject(second, "twice in one round")  # sent again
+    merge = only(Merge, run.send(4.0, "a", 0))
+    assert [c.incarnation for c in merge.contributions] == [1, 1]
+    run.publish(5.0)
+    assert run.ledger("b") == {
+        "trained": 160, "pending": 10, "merged": 100, "lost": 0, "discarded": {"twice in one round": 50}
+    }  # fmt: skip
+
+
+def test_a_goodbye_leaves_acknowledged_work_behind() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "b", 0)
+    run.core.left(2.0, "b", 1, tokens=120)
+    assert "b" not in run.core.members
+    assert run.ledger("b") == {"trained": 120, "pending": 100, "merged": 0, "lost": 20, "discarded": {}}
+    assert len(only(Merge, run.send(3.0, "a", 0)).contributions) == 2
+    with pytest.raises(StaleIncarnationError):
+        run.core.left(4.0, "b", 1, tokens=120)
+
+
+# --- contributions that do not fit ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["open", "merging", "storing", "published", "two later"])
+def test_a_contribution_sent_again_after_a_reconnect_counts_once(phase: str) -> None:
+    run = Run("a", "b")
+    run.send(1.0, "a", 0, discarded=7, trained=107)
+    if phase != "open":
+        run.send(1.0, "b", 0)
+    if phase == "storing":
+        run.core.merged(0)
+    if phase in ("published", "two later"):
+        run.publish(1.0)
+    if phase == "two later":
+        for learner in "ab":
+            run.send(2.0, learner, 1, trained=300)
+        run.publish(2.0)
+    before = deepcopy(run.core.ledgers)
+    again = run.c("a", 0, discarded=7, trained=107)
+    assert run.core.contributed(3.0, again)[0] == Accept(again, duplicate=True)
+    assert run.core.ledgers == before
+
+
+def test_a_refused_contribution_sent_again_is_discarded_once() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "a", 0)
+    run.core.joined(1.0, "c")
+    run.send(1.5, "b", 0)
+    late = run.c("c", 0, tokens=60, discarded=5, trained=65)
+    assert isinstance(run.core.contributed(2.0, late)[0], Reject)
+    books = {"trained": 65, "pending": 0, "merged": 0, "lost": 0, "discarded": {"overlap": 5, "missed": 60}}
+    assert run.ledger("c") == books
+    run.core.contributed(3.0, late)
+    assert run.ledger("c") == books
+
+
+@pytest.mark.parametrize(
+    ("overlap", "round_", "base"),
+    [(0, 2, 2), (0, 1, 1), (0, 1, 0), (0, 0, -1), (0, -1, -1), (10, 1, 1), (10, 2, 0), (10, 0, 1)],
+)
+def test_version_nonsense_is_rejected(overlap: int, round_: int, base: int) -> None:
+    run = Run("a", "b", overlap=overlap)
+    c = run.c("a", round_, base=base, step=30, trained=100)
+    assert run.core.contributed(1.0, c)[0] == Reject(c, "version")
+    assert run.core.fragments[0].rounds == {}
+    assert run.ledger("a")["discarded"] == {"version": 100}
+
+
+@pytest.mark.parametrize("fragment", [-1, 1])
+def test_a_fragment_that_is_not_there_is_an_error(fragment: int) -> None:
+    run = Run("a")
+    with pytest.raises(VersionError, match="there is no fragment -?1; the run has fragments 0 to 0"):
+        run.send(1.0, "a", 0, fragment=fragment)
+
+
+def test_other_content_for_the_same_round_is_rejected() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "a", 0)
+    other = run.c("a", 0, tokens=120, trained=220)
+    assert run.core.contributed(2.0, other)[0] == Reject(other, "twice in one round")
+
+
+# --- overlap of a whole interval ------------------------------------------------------------------------------------------
+
+
+def test_contributions_to_the_next_round_are_kept_while_one_is_merged_and_stored() -> None:
+    run = Run("a", "b", overlap=H)
+    for learner in "ab":
+        run.send(1.0, learner, 0, step=10)
+    assert kinds(run.send(2.0, "a", 1, base=0, step=20)) == ["Accept", "WakeAt"]
+    run.core.merged(0)
+    assert kinds(run.send(3.0, "b", 1, base=0, step=20)) == ["Accept", "WakeAt"]
+    actions = run.core.stored(4.0, 0)
+    assert kinds(actions) == ["Publish", "Merge", "WakeAt"]
+    assert only(Merge, actions).round == 1
+    assert run.core.round_steps == [10]
+    run.core.merged(0)
+    assert run.core.round_steps == [20]
+
+
+def test_an_early_contribution_needs_the_round_before_it() -> None:
+    run = Run("a", "b", overlap=H)
+    early = run.c("a", 1, base=0, step=20)
+    assert run.core.contributed(1.0, early)[0] == Reject(early, "out of step")
+
+
+def test_an_abandoned_round_takes_what_counts_on_it_along() -> None:
+    run = Run("a", "b", overlap=H)
+    for learner in "ab":
+        run.send(1.0, learner, 0, step=10)
+    run.send(2.0, "a", 1, base=0, step=20)
+    actions = run.core.abandoned(3.0, 0, "not finite")
+    assert kinds(actions) == ["Reject", "Reject", "Reject", "WakeAt"]
+    assert run.phase() == "open"
+    assert run.core.fragments[0].version == 0
+    assert run.core.fragments[0].rounds == {}
+    assert run.ledger("a") == {"trained": 200, "pending": 0, "merged": 0, "lost": 0, "discarded": {"not finite": 200}}
+    assert run.send(4.0, "b", 0, step=20, trained=200)[0] == Accept(
+        run.c("b", 0, step=20, trained=200), duplicate=False
+    )
+
+
+# --- restarts -------------------------------------------------------------------------------------------------------------
+
+
+def restarted(run: Run, now: float, ledgers: dict[str, list[Ledger]]) -> None:
+    """From what the disk holds, as the syncer process does it."""
+    old = run.core
+    roster = [
+        Member(m.learner, m.incarnation, m.step, now, now, connected=False, ready=True, tokens=m.tokens)
+        for m in old.members.values()
+    ]
+    run.core = SyncerCore(
+        old.method, [f.version for f in old.fragments], deadlines=DEADLINES, roster=roster, incarnations=old.incarnations,
+        ledgers=deepcopy(ledgers), step=old.step, round_steps=[f.step for f in old.fragments],
+    )  # fmt: skip
+
+
+def test_after_a_restart_the_first_to_come_back_does_not_merge_alone() -> None:
+    run = Run("a", "b", "c")
+    restarted(run, 100.0, run.core.durable_ledgers())
+    assert only(WakeAt, run.core.tick(100.0)).at == 106.0
+    assert "Merge" not in kinds(run.send(101.0, "a", 0))
+    assert run.reason(101.0) == "waiting for b, c; b is given up in 5.0 s"
+    run.send(105.0, "b", 0)
+    actions = run.core.tick(106.0)
+    assert only(Evict, actions).learner == "c"
+    assert [c.learner for c in only(Merge, actions).contributions] == ["a", "b"]
+
+
+def test_after_a_restart_those_who_stay_away_are_given_up() -> None:
+    run = Run("a", "b")
+    run.beat(1.0, "a", step=3, tokens=30)
+    restarted(run, 100.0, run.core.durable_ledgers())
+    actions = run.core.tick(106.0)
+    assert kinds(actions) == ["Evict", "Evict"]
+    assert run.ledger("a")["lost"] == 30
+    assert run.core.joined(107.0, "a")[0] == 2
+    assert run.core.step == 3
+
+
+def test_after_a_restart_a_merged_contribution_sent_again_is_known() -> None:
+    run = Run("a", "b")
+    for learner in "ab":
+        run.send(1.0, learner, 0)
+    run.publish(2.0)
+    restarted(run, 100.0, run.core.durable_ledgers())
+    assert run.send(101.0, "a", 0)[0] == Accept(run.c("a", 0), duplicate=True)
+    assert run.ledger("a")["pending"] == 0
+
+
+def test_what_is_being_stored_does_not_count_as_merged_on_disk() -> None:
+    """A syncer that dies while it stores has the version before; the contributions are offered again."""
+    run = Run("a", "b")
+    for learner in "ab":
+        run.send(1.0, learner, 0, discarded=9, trained=109)
+    run.core.merged(0)
+    assert run.ledger("a")["merged"] == 100
+    on_disk = run.core.durable_ledgers()
+    assert on_disk["a"][0].as_dict() == {
+        "trained": 109, "pending": 109, "merged": 0, "lost": 0, "discarded": {}
+    }  # fmt: skip
+    restarted(run, 100.0, on_disk)
+    for learner in "ab":
+        actions = run.send(101.0, learner, 0, discarded=9, trained=109)
+        assert actions[0] == Accept(run.c(learner, 0, discarded=9, trained=109), duplicate=False)
+    assert "Merge" in kinds(actions)
+    run.publish(102.0)
+    assert run.ledger("a") == {"trained": 109, "pending": 0, "merged": 100, "lost": 0, "discarded": {"overlap": 9}}
+
+
+def test_acknowledged_work_of_the_dead_is_lost_with_the_syncer() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "b", 0)
+    run.core.left(2.0, "b", 1, tokens=100)
+    assert run.ledger("b")["pending"] == 100
+    restarted(run, 100.0, run.core.durable_ledgers())
+    assert run.ledger("b") == {"trained": 100, "pending": 0, "merged": 0, "lost": 100, "discarded": {}}
+
+
+def test_tokens_are_reported_per_incarnation_and_never_shrink() -> None:
+    run = Run("a")
+    run.beat(1.0, "a", step=5, tokens=50)
+    run.beat(1.1, "a", step=4, tokens=40)  # overtaken on the way
+    assert run.core.run_tokens == 50
+    restarted(run, 100.0, run.core.durable_ledgers())
+    run.beat(101.0, "a", step=6, tokens=60)
+    assert run.core.run_tokens == 60
+    run.core.joined(102.0, "a")
+    run.beat(103.0, "a", step=7, tokens=10)
+    assert run.core.run_tokens == 70
+
+
+def test_the_status_is_for_people_and_programs() -> None:
+    run = Run("b", "a", fragments=2)
+    run.beat(1.0, "a", step=7, tokens=70, step_s=0.5)
+    run.send(2.0, "b", 0, step=5, tokens=50, trained=50)
+    status = run.core.status(3.0)
+    assert status["step"] == 7
+    assert status["tokens"] == 120
+    assert list(status["learners"]) == ["a", "b"]
+    assert status["learners"]["a"] == {
+        "incarnation": 1, "step": 7, "tokens": 70, "healthy": True, "waiting": False, "step_s": 0.5, "silent_s": 2.0,
+        "given_up_in_s": 8.0,
+    }  # fmt: skip
+    assert status["fragments"][0]["contributed"] == ["b"]
+    assert status["fragments"][0]["members"] == ["a", "b"]
+    assert status["fragments"][0]["reason"] == "waiting for a; a is given up in 8.0 s"
+    assert status["fragments"][1]["ledger"]["trained"] == 120
+
+
+def test_streaming_methods_make_the_same_machine() -> None:
+    core = SyncerCore(StreamingDiLoCo(sync_every=12, overlap=5), [3, 4, 5])
+    assert [fragment.version for fragment in core.fragments] == [3, 4, 5]
+    assert core.tick(0.0) == []
