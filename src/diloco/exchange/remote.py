@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -184,7 +184,7 @@ class Remote(Exchange):
                 run=self._run, learner=self._learner, layout=json.dumps(self._layout.to_dict()), source=self._initial.source,
                 step=self._initial.step, tokens=self._initial.tokens, part_bytes=[len(part) for part in parts],
             )  # fmt: skip
-            self._connection.upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
+            self._give(lambda: frames(header, *parts))
             self._counts["joins"] += sum(len(part) for part in parts)
             return
         said = False
@@ -198,6 +198,23 @@ class Remote(Exchange):
                 said = True
             self._connection.closing.wait(0.3)
             description = self._describe()
+
+    def _give(self, stream: Callable[[], Iterator[bytes]]) -> None:
+        """Upload the initial model, again when the syncer was lost on the way and came back without it."""
+        lost = False
+
+        def attempt() -> Message:
+            nonlocal lost
+            if lost:
+                request = pb.DescribeRequest(run=self._run)
+                found = self._connection.call("control", "Describe", request, pb.DescribeReply)
+                if found.initialised:  # it was durable; only the answer did not arrive
+                    log.warning("the syncer was lost while run %r was given its model, and has it", self._run)
+                    return found
+            lost = True
+            return self._connection.upload("joins", "Initialise", stream(), pb.InitialiseReply)
+
+        self._retry(attempt)
 
     def _join(self) -> Opened:
         """As a new incarnation: everything from the syncer, losslessly."""

@@ -1,0 +1,126 @@
+"""The connection breaks while a run is given its model: it gets it once, and the learner goes on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from tests.syncer.runs import RUN, method, start, train
+
+import diloco
+
+
+class CutOnce:
+    """A relay before a syncer that breaks one connection, the first over which `limit_bytes` went up.
+
+    `keeps_answers`: that connection's upload arrives in full, but nothing comes back; it breaks when `is_over` says so.
+    """
+
+    def __init__(self, port: int, limit_bytes: int, keeps_answers: bool, is_over: Callable[[], bool]) -> None:
+        self._port = port
+        self._limit_bytes = limit_bytes
+        self._keeps_answers = keeps_answers
+        self._is_over = is_over
+        self._lock = threading.Lock()
+        self._marked: socket.socket | None = None
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.has_cut = False
+        self._sockets: list[socket.socket] = [self._listener]
+        self._threads: list[threading.Thread] = []
+        self._run(self._accept)
+
+    def _run(self, target: Callable[..., None], *args: socket.socket) -> None:
+        thread = threading.Thread(target=target, args=args)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        for client in self._clients():
+            server = socket.create_connection(("127.0.0.1", self._port))
+            self._sockets += [client, server]
+            self._run(self._up, client, server)
+            self._run(self._down, client, server)
+
+    def _clients(self) -> Iterator[socket.socket]:
+        while True:
+            try:
+                yield self._listener.accept()[0]
+            except OSError:
+                return
+
+    def _up(self, client: socket.socket, server: socket.socket) -> None:
+        total = 0
+        while data := _read(client):
+            total += len(data)
+            with self._lock:
+                if total > self._limit_bytes and self._marked is None:
+                    self._marked = client
+            if self._marked is client and not self._keeps_answers:
+                break
+            if not _write(server, data):
+                break
+            if self._marked is client:
+                self._run(self._cut_when_over, client, server)
+        self._cut(client, server)
+
+    def _down(self, client: socket.socket, server: socket.socket) -> None:
+        while data := _read(server):
+            if self._marked is not client and not _write(client, data):
+                break
+        self._cut(client, server)
+
+    def _cut_when_over(self, client: socket.socket, server: socket.socket) -> None:
+        waiting = threading.Event()
+        while not self._is_over():
+            waiting.wait(0.01)
+        self._cut(client, server)
+
+    def _cut(self, *ends: socket.socket) -> None:
+        self.has_cut = self.has_cut or self._marked in ends
+        for end in ends:
+            _hang_up(end)
+
+    def close(self) -> None:
+        for end in self._sockets:
+            _hang_up(end)
+        for thread in self._threads:
+            thread.join()
+        for end in self._sockets:
+            end.close()
+
+
+def _hang_up(end: socket.socket) -> None:
+    """Wakes whoever reads it, too."""
+    with suppress(OSError):  # the other side was quicker
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _write(end: socket.socket, data: bytes) -> bool:
+    try:
+        end.sendall(data)
+    except OSError:
+        return False
+    return True
+
+
+def _read(end: socket.socket) -> bytes:
+    try:
+        return end.recv(1 << 16)
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize("answer_lost", [False, True], ids=["upload breaks off", "answer is lost"])
+def test_a_run_is_given_its_model_across_a_broken_connection(answer_lost: bool, tmp_path: Path) -> None:
+    with start(tmp_path, method()) as syncer:
+        # Shaking hands takes some hundred bytes; the layout alone, which leads the upload, is longer than this.
+        with closing(CutOnce(syncer.port, 600, answer_lost, lambda: syncer.engine.initialised)) as relay:
+            exchange = diloco.connect(f"127.0.0.1:{relay.port}", run=RUN, learner="first", initialise=True)
+            train(0, exchange, None, steps=8)
+            assert relay.has_cut
+        assert syncer.engine.versions() == [2, 2]
