@@ -1,4 +1,4 @@
-"""A training method is a frozen value that answers seven questions; presets are functions that return one.
+"""A training method is a frozen value that answers eight questions; presets are functions that return one.
 
     question                                          fields of `Method`
     how is the model cut?                             fragments
@@ -19,20 +19,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from diloco.core.adopt import Adopt, Mix, Replace, adopt_from_dict
 from diloco.core.codecs import FP32, Codec, codec_from_name
 from diloco.core.fragments import ByLayer, Fragmentation, Whole, fragmentation_from_dict
-from diloco.core.merge import Mean, Merge, merge_from_dict
+from diloco.core.merge import WEIGHTS, Mean, Merge, merge_from_dict
 from diloco.core.outer import SGD, Nesterov, Outer, outer_from_dict
 from diloco.core.quorum import AllLive, quorum_from_dict
 from diloco.core.schedule import Schedule
 from diloco.core.values import nearest
 from diloco.errors import ConfigError
 
-WEIGHTS = ("uniform", "tokens")
 Exchanged = Literal["outer gradients", "gradients", "parameters"]
+EXCHANGED: tuple[Exchanged, ...] = get_args(Exchanged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,24 +78,48 @@ class Method:
     adopt: Adopt = Replace()
 
     def __post_init__(self) -> None:
-        if self.weight not in WEIGHTS:
-            raise ConfigError(f"weight is {self.weight!r}; use one of {', '.join(WEIGHTS)}.")
+        for name, value, known in (("weight", self.weight, WEIGHTS), ("exchanged", self.exchanged, EXCHANGED)):
+            if value not in known:
+                raise ConfigError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}.")
+        for name in ("wait", "error_feedback"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; use true or false.")
         if self.error_feedback and self.up.lossless:
             raise ConfigError(
                 f"error_feedback has nothing to feed back with the lossless codec {self.up.name!r}; drop it or choose a lossy one."
             )
-        if self.exchanged == "gradients" and (self.sync_every != 1 or self.overlap != 0):
-            raise ConfigError(
-                f"averaging gradients needs sync_every=1 and overlap=0, got {self.sync_every} and {self.overlap}; "
-                "use LocalSGD or DiLoCo to communicate less often."
-            )
+        if self.exchanged != "outer gradients":
+            self._require_plain_averaging()
         num_offsets = 1 if self.offsets is None else len(self.offsets)
-        Schedule(max(self.sync_every, 0), num_offsets, self.overlap, self.offsets)  # refuses impossible numbers
+        Schedule(self.sync_every, num_offsets, self.overlap, self.offsets)  # refuses impossible numbers
+
+    def _require_plain_averaging(self) -> None:
+        """What is averaged at every step is averaged, and nothing else is done to it."""
+        plain = {
+            "sync_every": 1,
+            "overlap": 0,
+            "wait": True,
+            "weight": "uniform",
+            "outer": SGD(lr=1.0),
+            "adopt": Replace(),
+        }
+        for name, value in plain.items():
+            if getattr(self, name) != value:
+                raise ConfigError(
+                    f"averaging {self.exchanged} needs {name}={value!r}, not {getattr(self, name)!r}; "
+                    "use LocalSGD or DiLoCo for anything but averaging at every step."
+                )
 
     def schedule(self, num_fragments: int) -> Schedule:
-        """The schedule for a model that was cut into `num_fragments` fragments; with H = 1 all of them go at every step."""
-        offsets = (1,) * num_fragments if self.offsets is None and self.sync_every == 1 else self.offsets
-        return Schedule(self.sync_every, num_fragments, self.overlap, offsets)
+        """The schedule for a model that was cut into `num_fragments` fragments.
+
+        Raises:
+            ConfigError: more fragments than there are steps to send them after, or another number of offsets.
+        """
+        every_step = self.sync_every == 1 and self.offsets is None  # all fragments are sent after every step
+        return Schedule(
+            self.sync_every, num_fragments, self.overlap, (1,) * num_fragments if every_step else self.offsets
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only (JSON, TOML); `Method.from_dict` gives the same method back."""

@@ -1,0 +1,184 @@
+"""Methods are values: the papers' defaults, round trips, differences in words, and combinations that are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.core.adopt import Mix, Replace
+from diloco.core.codecs import CODECS, E3M0, FP32, Int4
+from diloco.core.fragments import Balanced, ByLayer, Named, Whole
+from diloco.core.method import (
+    PRESETS,
+    DataParallel,
+    DiLoCo,
+    LocalSGD,
+    Method,
+    StreamingDiLoCo,
+    method_from_table,
+)
+from diloco.core.outer import SGD, Adam, Nesterov
+from diloco.core.quorum import AllLive
+from diloco.core.update import advance, close_round
+from diloco.errors import ConfigError
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "DataParallel": {"exchanged": "gradients", "sync_every": 1, "outer": SGD(lr=1.0)},
+    "LocalSGD": {"sync_every": 8, "outer": SGD(lr=1.0)},
+    # arXiv 2311.08105: H = 500, outer Nesterov 0.7 / 0.9
+    "DiLoCo": {"sync_every": 500, "outer": Nesterov(lr=0.7, momentum=0.9)},
+    # arXiv 2501.18512: H = 100, τ = 1, α = 0.5, three strided layers, FP4 E3M0, outer Nesterov 0.4 / 0.9
+    "StreamingDiLoCo": {
+        "sync_every": 100, "overlap": 1, "adopt": Mix(0.5), "fragments": ByLayer(layers=3, pattern="strided"), "up": E3M0(),
+        "down": E3M0(), "outer": Nesterov(lr=0.4, momentum=0.9),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_their_papers_defaults(name: str) -> None:
+    method = PRESETS[name]()
+    plain = {field.name: getattr(Method(name="", paper=""), field.name) for field in fields(Method)}
+    expected = {**plain, **DEFAULTS[name], "name": name, "paper": method.paper}
+    assert {field.name: getattr(method, field.name) for field in fields(Method)} == expected
+    assert any(year in method.paper for year in ("20", "arXiv"))
+    assert method.paper.split(",")[0] in (PRESETS[name].__doc__ or "") or name == "DataParallel"
+
+
+MANY = [
+    *(preset() for preset in PRESETS.values()),
+    DataParallel(average="parameters"),
+    DataParallel(codec="int8", fragments=Balanced(3)),
+    LocalSGD(sync_every=3, weight="tokens", codec=("bf16", "fp32")),
+    DiLoCo(
+        sync_every=30, overlap=30, codec="int4", error_feedback=True, outer=Adam(lr=0.1), quorum=AllLive(at_least=2)
+    ),
+    StreamingDiLoCo(
+        sync_every=12, offsets=(3, 6, 12), mix=0.0, fragments=Named([["a.*"], ["b.*"], ["c"]]), codec=Int4(block=128)
+    ),
+    replace(DiLoCo(), wait=False),
+]
+
+
+@pytest.mark.parametrize("method", MANY, ids=lambda method: method.name)
+def test_a_method_survives_json(method: Method) -> None:
+    again = Method.from_dict(json.loads(json.dumps(method.to_dict())))
+    assert again == method
+    assert hash(again) == hash(method)
+    assert method.difference(again) is None
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_takes_every_codec(name: str, codec: str) -> None:
+    method = PRESETS[name](codec=codec)
+    assert (method.up, method.down) == (CODECS[codec], CODECS[codec])
+    theta, payload = torch.zeros(70), method.up.encode(torch.ones(70))
+    closed = close_round(method, theta, method.outer.init(70), None, [payload], [1.0])
+    assert torch.equal(advance(method, theta, closed.payload), closed.theta)
+
+
+def test_codecs_may_differ_by_direction() -> None:
+    for given in (("int4", "fp32"), ["int4", "fp32"], {"up": "int4"}, (Int4(), FP32())):
+        method = DiLoCo(codec=given)
+        assert (method.up, method.down) == (Int4(), FP32())
+    with pytest.raises(ConfigError, match="unknown codec direction 'upp'; did you mean 'up'"):
+        DiLoCo(codec={"upp": "int4"})
+
+
+def test_the_presets_keywords_are_the_methods_fields() -> None:
+    method = StreamingDiLoCo(
+        sync_every=24, overlap=2, offsets=[6, 12, 18, 24], mix=0.25, fragments={"type": "Balanced", "num_fragments": 4}, codec="int8",
+        outer={"type": "SGD", "lr": 0.5}, error_feedback=True, weight="tokens", quorum=AllLive(at_least=3),
+    )  # fmt: skip
+    assert method.schedule(4).offsets == (6, 12, 18, 24)
+    assert method.adopt == Mix(0.25)
+    assert method.fragments == Balanced(4)
+    assert method.outer == SGD(lr=0.5)
+    assert (method.weight, method.quorum.at_least, method.error_feedback) == ("tokens", 3, True)
+    assert LocalSGD(mix=0.0).adopt == Replace()
+    assert StreamingDiLoCo(fragments=Whole()).fragments == Whole()
+
+
+def test_a_table_names_a_preset_and_its_keywords() -> None:
+    table = {
+        "preset": "StreamingDiLoCo",
+        "sync_every": 30,
+        "codec": {"up": "e3m0", "down": "bf16"},
+        "quorum": {"type": "AllLive", "at_least": 2},
+    }
+    method = method_from_table(table)
+    assert method == StreamingDiLoCo(sync_every=30, codec=("e3m0", "bf16"), quorum=AllLive(at_least=2))
+    assert method_from_table({"preset": "DataParallel", "average": "parameters"}) == DataParallel(average="parameters")
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({}, "names no preset; set preset to one of DataParallel, LocalSGD, DiLoCo, StreamingDiLoCo"),
+        ({"preset": "Diloco"}, "there is no preset 'Diloco'; did you mean 'DiLoCo'?"),
+        ({"preset": 3}, "there is no preset 3"),
+        ({"preset": "DiLoCo", "sync_evry": 3}, "unknown DiLoCo keyword 'sync_evry'; did you mean 'sync_every'?"),
+        ({"preset": "LocalSGD", "outer": {"type": "SGD", "lr": 1.0}}, "unknown LocalSGD keyword 'outer'"),
+        ({"preset": "DataParallel", "sync_every": 1}, "unknown DataParallel keyword 'sync_every'"),
+        ({"preset": "DiLoCo", "codec": "e3m1"}, "no codec 'e3m1'; did you mean 'e3m0'?"),
+        ({"preset": "DiLoCo", "outer": {"type": "Nestrov", "lr": 1.0}}, "did you mean 'Nesterov'?"),
+        ({"preset": "DiLoCo", "quorum": {"type": "AllLive", "at_least": 0}}, "at least 1"),
+        ({"preset": "DataParallel", "average": "gradient"}, "average is 'gradient'; use 'gradients' or 'parameters'"),
+    ],
+)
+def test_a_wrong_table_is_an_error_that_helps(table: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        method_from_table(table)
+    assert says in str(caught.value)
+
+
+def test_unknown_fields_are_named() -> None:
+    with pytest.raises(ConfigError, match="unknown method field 'sync_evry'; did you mean 'sync_every'"):
+        Method.from_dict({**DiLoCo().to_dict(), "sync_evry": 3})
+
+
+def test_a_difference_is_said_in_words() -> None:
+    here, there = DiLoCo(sync_every=100), DiLoCo(sync_every=50, codec=("int4", "fp32"))
+    assert here.difference(there) == "sync_every is 100 here and 50 there, up is 'fp32' here and 'int4' there"
+    assert here.difference(replace(here, name="mine", paper="none")) is None
+    assert LocalSGD(sync_every=500).difference(DiLoCo(outer=SGD(lr=1.0))) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: DiLoCo(sync_every=0), "sync_every must be a whole number of at least 1, not 0"),
+        (lambda: DiLoCo(sync_every=-3), "sync_every must be a whole number of at least 1, not -3"),
+        (lambda: DiLoCo(sync_every=10.0), "sync_every must be a whole number"),  # type: ignore[arg-type]
+        (lambda: DiLoCo(sync_every=10, overlap=11), "overlap=11 exceeds sync_every=10"),
+        (lambda: DiLoCo(sync_every=10, offsets=[11]), "offset 11 must be a whole number from 0 to sync_every=10"),
+        (lambda: DiLoCo(mix=1.5), "Mix\\(alpha=…\\) must be a number from 0 to 1"),
+        (lambda: DiLoCo(weight="token"), "weight is 'token'; use one of 'uniform', 'tokens'"),
+        (lambda: DiLoCo(error_feedback=True), "error_feedback has nothing to feed back with the lossless codec 'fp32'"),
+        (lambda: DiLoCo(error_feedback=1, codec="int4"), "error_feedback is 1; use true or false"),  # type: ignore[arg-type]
+        (lambda: replace(DiLoCo(), wait="no"), "wait is 'no'; use true or false"),
+        (lambda: replace(DiLoCo(), exchanged="weights"), "exchanged is 'weights'; use one of"),
+        (lambda: replace(DataParallel(), sync_every=2), "averaging gradients needs sync_every=1, not 2"),
+        (lambda: replace(DataParallel(), overlap=1), "averaging gradients needs overlap=0, not 1"),
+        (lambda: replace(DataParallel(), outer=Nesterov()), "averaging gradients needs outer=SGD\\(lr=1.0\\), not Nesterov"),
+        (lambda: replace(DataParallel(), adopt=Mix(0.5)), "averaging gradients needs adopt=Replace\\(\\)"),
+        (lambda: replace(DataParallel(), weight="tokens"), "averaging gradients needs weight='uniform'"),
+        (lambda: replace(DataParallel(), wait=False), "averaging gradients needs wait=True"),
+        (lambda: replace(DataParallel(average="parameters"), sync_every=4), "averaging parameters needs sync_every=1"),
+        (lambda: StreamingDiLoCo(sync_every=4).schedule(5), "sync_every=4 is less than the 5 fragments"),
+        (lambda: StreamingDiLoCo(offsets=(50, 100)).schedule(3), "needs one offset for each of the 3 fragments"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(make: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+def test_every_fragment_is_sent_after_every_step_where_there_is_only_one() -> None:
+    schedule = DataParallel(fragments=Balanced(3)).schedule(3)
+    assert schedule.due(1) == schedule.due(7) == ((0, 1, 2), (0, 1, 2))

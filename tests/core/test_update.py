@@ -1,0 +1,199 @@
+"""The arithmetic of a round: what is published is what its owner holds, whole or in shards, and nothing is written to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS, Codec
+from diloco.core.fragments import digest
+from diloco.core.method import DataParallel, DiLoCo, LocalSGD, Method
+from diloco.core.outer import SGD, Adam, Nesterov, Outer
+from diloco.core.update import SMALLEST_NORMAL, Closed, advance, close_round, flush_denormals
+from diloco.errors import CorruptPayloadError, NonFiniteError
+
+N = 2 * SEGMENT_ELEMENTS + 1001
+LEARNERS = 3
+OUTERS = (SGD(lr=1.0), Nesterov(lr=0.7, momentum=0.9), Adam(lr=0.1))
+
+
+def method(up: str, down: str, outer: Outer = OUTERS[1]) -> Method:
+    return DiLoCo(codec=(up, down), outer=outer)
+
+
+def payloads(codec: Codec, num_elements: int, scale: float = 0.01) -> list[Tensor]:
+    return [codec.encode(scale * torch.randn(num_elements)) for _ in range(LEARNERS)]
+
+
+@pytest.mark.parametrize("down", CODECS)
+@pytest.mark.parametrize("up", CODECS)
+def test_every_holder_of_a_version_has_the_same_bits(up: str, down: str) -> None:
+    """Over several rounds, `advance` from the payload gives the owner's theta bit for bit, for every pair of codecs."""
+    how = method(up, down)
+    theta = anchor = torch.randn(1003)
+    closed = Closed(theta, how.outer.init(theta.numel()), None, torch.empty(0, dtype=torch.uint8))
+    for _ in range(4):
+        closed = close_round(
+            how, closed.theta, closed.outer_state, closed.residual, payloads(how.up, 1003), [1.0, 2.0, 1.0]
+        )
+        assert closed.payload.numel() == how.down.encoded_bytes(1003)
+        anchor = advance(how, anchor, closed.payload)
+        assert digest(anchor) == digest(closed.theta)
+        assert (closed.residual is None) == how.down.lossless
+
+
+@pytest.mark.parametrize("outer", OUTERS, ids=lambda outer: type(outer).__name__)
+@pytest.mark.parametrize(("up", "down"), [("fp32", "fp32"), ("int4", "fp32"), ("e3m0", "e3m0"), ("int8", "bf16")])
+def test_shards_give_the_bits_of_the_whole(up: str, down: str, outer: Outer) -> None:
+    """Every rank of a process group closes the round of its own run of segments; joined, they are the round of the whole."""
+    how = method(up, down, outer)
+    theta, contributions = torch.randn(N), payloads(how.up, N)
+    whole = close_round(how, theta, outer.init(N), None, contributions, [1.0] * LEARNERS)
+    cuts = [(0, 1), (1, 2), (2, 3)]
+    parts = []
+    for first, last in cuts:
+        elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, N))
+        span = how.up.segment_span(N, first, last)
+        shard = theta[elements]
+        parts.append(
+            close_round(
+                how, shard, outer.init(shard.numel()), None, [each[span] for each in contributions], [1.0] * LEARNERS
+            )
+        )
+    assert torch.equal(torch.cat([part.theta for part in parts]), whole.theta)
+    assert torch.equal(torch.cat([part.payload for part in parts]), whole.payload)
+    for name, value in whole.outer_state.items():
+        pieces = [part.outer_state[name] for part in parts]
+        assert torch.equal(torch.cat(pieces) if value.dim() else pieces[0], value)
+    if whole.residual is not None:
+        assert torch.equal(torch.cat([part.residual for part in parts if part.residual is not None]), whole.residual)
+
+
+@pytest.mark.parametrize("down", [name for name, codec in CODECS.items() if not codec.lossless])
+def test_what_a_lossy_update_leaves_out_comes_with_a_later_one(down: str) -> None:
+    """Σ decoded changes + residual = Σ true changes, so the published model never drifts away from the exact one.
+
+    The exact one takes the same merged outer gradients; SGD, because its steps do not depend on where the model is.
+    """
+    how = method("fp32", down, SGD(lr=1.0))
+    theta = exact = torch.randn(501)
+    state: Mapping[str, Tensor] = {}
+    residual: Tensor | None = None
+    worst = 0.0
+    for _ in range(60):
+        delta = 0.01 * torch.randn(501)
+        exact = exact - delta
+        closed = close_round(how, theta, state, residual, [how.up.encode(delta)], [1.0])
+        theta, residual = closed.theta, closed.residual
+        assert residual is not None
+        worst = max(worst, float(residual.abs().max()))
+        # 60 fp32 additions of numbers below 4, each off by at most 2⁻²³ · 4 / 2, on either side
+        torch.testing.assert_close(theta + residual, exact, rtol=0, atol=60 * 2 * 2.0**-22)
+    assert worst < 0.08  # and what is owed stays of the order of one change (0.01 a coordinate, 4 bits in blocks)
+
+
+def test_denormals_become_plus_zero() -> None:
+    tiny = torch.tensor([2.0**-127, -(2.0**-140), -0.0, SMALLEST_NORMAL, -SMALLEST_NORMAL, 1.0])
+    flushed = flush_denormals(tiny.clone())
+    assert flushed.tolist() == [0.0, 0.0, 0.0, SMALLEST_NORMAL, -SMALLEST_NORMAL, 1.0]
+    assert not torch.signbit(flushed[:3]).any()
+
+
+@pytest.mark.parametrize("down", ["fp32", "int8"])
+def test_published_values_hold_no_denormals(down: str) -> None:
+    how = method("fp32", down, SGD(lr=1.0))
+    theta = torch.tensor([2.0**-126, 1.0])
+    closed = close_round(how, theta, {}, None, [how.up.encode(torch.tensor([2.0**-127, 0.0]))], [1.0])
+    assert closed.theta[0] in (0.0, 2.0**-126)
+    assert digest(advance(how, theta, closed.payload)) == digest(closed.theta)
+
+
+@pytest.mark.parametrize("down", ["fp32", "int8"])
+def test_with_gradients_the_answer_is_their_mean(down: str) -> None:
+    how = DataParallel(codec=("fp32", down))
+    gradients = [torch.randn(70) for _ in range(LEARNERS)]
+    closed = close_round(how, torch.randn(70), {}, None, [how.up.encode(g) for g in gradients], [1.0] * LEARNERS)
+    mean = (gradients[0] + gradients[1] + gradients[2]) / 3
+    if how.down.lossless:
+        assert torch.equal(closed.theta, mean)
+    else:
+        assert closed.residual is not None
+        torch.testing.assert_close(closed.theta + closed.residual, mean, rtol=0, atol=2.0**-22)  # one rounding each way
+    assert digest(advance(how, torch.randn(70), closed.payload)) == digest(closed.theta)  # whatever is held
+
+
+def test_the_scale_multiplies_the_merged_outer_gradient_once() -> None:
+    how = method("fp32", "fp32", SGD(lr=1.0))
+    theta, delta = torch.randn(10), torch.randn(10)
+    closed = close_round(how, theta, {}, None, [how.up.encode(delta)], [1.0], scale=0.25)
+    assert torch.equal(closed.theta, theta - 0.25 * delta)
+
+
+def test_one_learner_of_lr_1_publishes_its_own_parameters() -> None:
+    """LocalSGD with M = 1: Θ − (Θ − θ). Not bit for bit θ: the displacement is rounded once."""
+    how = LocalSGD()
+    theta, local = torch.randn(100), torch.randn(100)
+    closed = close_round(how, theta, {}, None, [how.up.encode(theta - local)], [1.0])
+    torch.testing.assert_close(closed.theta, local, rtol=0, atol=2.0**-21)  # one rounding of a number below 8
+
+
+def bits(tensors: list[Tensor]) -> list[bytes]:
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize("down", ["fp32", "e3m0"])
+@pytest.mark.parametrize("outer", OUTERS, ids=lambda outer: type(outer).__name__)
+@pytest.mark.parametrize("bad", ["none", "nan", "short", "overflow"])
+def test_inputs_stay_as_they_are_whatever_comes_of_it(bad: str, outer: Outer, down: str) -> None:
+    how = method("fp32", down, outer)
+    theta, state, residual = torch.randn(64), outer.init(64), torch.randn(64) if down != "fp32" else None
+    contributions = payloads(how.up, 64, scale=1.0)
+    if bad == "nan":
+        contributions[1].view(torch.float32)[5] = torch.nan
+    if bad == "short":
+        contributions[1] = contributions[1][:-4]
+    if bad == "overflow":
+        contributions = [how.up.encode(torch.full((64,), 3e38)) for _ in range(LEARNERS)]
+    values = [theta, *state.values(), *([] if residual is None else [residual]), *contributions]
+    before = bits(values)
+
+    def close() -> Closed:
+        return close_round(how, theta, state, residual, contributions, [1.0] * LEARNERS)
+
+    if bad == "none":
+        assert torch.isfinite(close().theta).all()
+    else:
+        with pytest.raises((NonFiniteError, CorruptPayloadError)):
+            close()
+    assert bits(values) == before
+
+
+@pytest.mark.parametrize("down", ["fp32", "e3m0"])
+def test_an_outer_step_that_overflows_is_refused(down: str) -> None:
+    how = method("fp32", down, SGD(lr=100.0))
+    with pytest.raises(NonFiniteError):
+        close_round(how, torch.zeros(4), {}, None, [how.up.encode(torch.full((4,), 3e37))], [1.0])
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_damaged_update_is_refused(name: str) -> None:
+    how = method("fp32", name)
+    closed = close_round(how, torch.randn(64), how.outer.init(64), None, payloads(how.up, 64), [1.0] * LEARNERS)
+    with pytest.raises(CorruptPayloadError):
+        advance(how, torch.randn(64), closed.payload[:-1])
+
+
+def test_an_update_may_be_kept_while_the_next_is_computed() -> None:
+    """theta is published: what comes later must not change it."""
+    how = replace(method("fp32", "fp32"), weight="uniform")
+    first = close_round(how, torch.randn(64), how.outer.init(64), None, payloads(how.up, 64), [1.0] * LEARNERS)
+    kept = first.theta.clone()
+    advanced = advance(how, torch.zeros(64), first.payload)
+    close_round(how, first.theta, first.outer_state, None, payloads(how.up, 64), [1.0] * LEARNERS)
+    assert torch.equal(first.theta, kept)
+    first.payload.zero_()
+    assert torch.equal(advanced, kept)
