@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import html
-import json
 from pathlib import Path
 from typing import Any
 
 from diloco.demo.charts import bytes_chart, loss_chart, timeline_chart
+from diloco.demo.served import PROMPT
 from diloco.demo.story import Outcome
 
 STYLE = """
-body{font:16px/1.55 system-ui,sans-serif;color:#1f2937;max-width:860px;margin:2.5rem auto;padding:0 1.2rem;background:#fff}
-h1{font-size:1.7rem;margin-bottom:.2rem} h2{font-size:1.15rem;margin:2.2rem 0 .3rem} p{margin:.4rem 0}
-.lead{color:#4b5563} .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:.8rem;margin:1.3rem 0}
-.card{border:1px solid #e5e7eb;border-radius:10px;padding:.8rem 1rem} .card b{display:block;font-size:1.55rem;line-height:1.3}
-.card span{color:#6b7280;font-size:.85rem} svg{width:100%;height:auto} pre{background:#f6f8fa;border-radius:8px;padding:.9rem;
-overflow-x:auto;font-size:.85rem;white-space:pre-wrap} table{border-collapse:collapse;font-size:.92rem}
-td,th{border-bottom:1px solid #e5e7eb;padding:.3rem .9rem .3rem 0;text-align:left} td.n{text-align:right;font-variant-numeric:tabular-nums}
+body{font:16px/1.55 system-ui,sans-serif;color:#1f2937;max-width:880px;margin:2.5rem auto;padding:0 1.2rem;background:#fff}
+h1{font-size:1.8rem;margin-bottom:.2rem} h2{font-size:1.15rem;margin:2.4rem 0 .3rem} p{margin:.4rem 0}
+.lead{color:#4b5563} .note{color:#6b7280;font-size:.9rem}
+.cards{display:grid;grid-template-columns:repeat(3,1fr);gap:.8rem;margin:1.4rem 0}
+.card{border:1px solid #e5e7eb;border-radius:10px;padding:.8rem 1rem} .card b{display:block;font-size:1.7rem;line-height:1.3}
+.card span{color:#6b7280;font-size:.85rem;line-height:1.35;display:block} svg{width:100%;height:auto;margin-top:.4rem}
+svg text{font-family:system-ui,sans-serif!important} pre{background:#f6f8fa;border-radius:8px;padding:.9rem;font-size:.85rem;
+white-space:pre-wrap;overflow-wrap:anywhere} pre b{color:#1f6feb} table{border-collapse:collapse;font-size:.9rem;margin:.6rem 0}
+td,th{border-bottom:1px solid #e5e7eb;padding:.3rem 1.1rem .3rem 0;text-align:left;vertical-align:top} th{font-weight:600}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums} code{font-size:.92em}
+@media(max-width:640px){.cards{grid-template-columns:repeat(2,1fr)}}
 """
 
 
@@ -28,70 +32,125 @@ def write_report(path: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
 
 def _page(outcome: Outcome, summary: dict[str, Any]) -> str:
     config, timeline = outcome.config, outcome.timeline
-    sample = outcome.sample
-    kills = summary["kills_survived"]
+    full = config.tokens_per_full_step
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>diloco demo</title><style>{STYLE}</style></head><body>
-<h1>One model, three learners, a kill</h1>
-<p class="lead">A byte-level language model of {summary["num_parameters"]:,} parameters on the source text of Python's standard library.
-One learner warmed up alone for {config.train.warm_start_steps} steps and initialised the run; two joined; {kills}
-process{"es were" if kills != 1 else " was"} killed with <code>kill -9</code> and came back. The control is data parallel on the same
-{summary["tokens"]:,} tokens with the same total batch.</p>
+<h1>One model, three learners{", a kill" if summary["kills_survived"] else ""}</h1>
+<p class="lead">A byte-level language model of {summary["num_parameters"]:,} parameters learns the source text of Python's standard
+library. One learner warms up alone for {config.train.warm_start_steps} steps and initialises the run; two more join, and the three
+exchange 4-bit outer gradients through a syncer. {_killed(summary)} The yardstick is data parallel on the same
+{summary["baseline_tokens"]:,} tokens with the same total batch.</p>
 <div class="cards">{_cards(summary)}</div>
 <h2>Loss</h2>
-<p>Of the global model (never of one learner), on held-out files.</p>
-{loss_chart(timeline, config)}
+<p>On held-out files; of the global model, never of one learner's own.{_isolated_note(summary)}</p>
+{loss_chart(timeline, full, (outcome.tokens, outcome.global_loss))}
 <h2>Bytes on the wire</h2>
 <p>{_counted(summary)} Data parallel would have needed a ring all-reduce in bf16 at every step: 2·(m−1)/m·2·N bytes a learner and step,
-over the steps in which m ≥ 2 learners trained. The warm start costs neither anything.</p>
+over the steps in which m ≥ 2 learners trained. The warm start costs neither of them anything.</p>
 {bytes_chart(summary)}
 <h2>Who took part</h2>
-<p>A row per learner: the band is its presence, a tick a merge that it is in, ✕ the moment the syncer gave it up, ▸ its return.
-{"A dotted line is a restart of the syncer." if timeline.syncer_starts[1:] else ""}</p>
+<p>A row per process. A band is a learner's presence in the run, a tick a merge that it is in; <b style="color:#dc2626">✖</b> is a
+<code>kill -9</code>, <b style="color:#16a34a">▶</b> the return. In the syncer's row every merge is a tick, and
+<b style="color:#d97706">amber</b> where a planned learner is missing from it.</p>
 {timeline_chart(timeline)}
 {_participation(summary)}
+<h2>Where the tokens went</h2>
+<p>Per fragment, every token that was trained after the warm start is merged into the global model, or accounted for otherwise:
+overwritten while an answer was on its way, lost with a learner that was killed or left before its next exchange, or pending.</p>
+{_ledger(summary)}
 <h2>What the model writes</h2>
-<pre>{html.escape(sample)}</pre>
-<h2>The method</h2>
-<pre>{html.escape(json.dumps(summary["method"], indent=1))}</pre>
+<pre><b>{html.escape(PROMPT)}</b>{html.escape(outcome.sample)}</pre>
+<h2>The method, resolved</h2>
+{_values(summary["method"])}
 <h2>How it was measured</h2>
-<p>Syncer and learners were separate processes on this machine, joined by loopback. All losses are means over the same
-{config.evaluate.sequences} held-out sequences of {config.data.sequence_length} bytes. The global model is the one the syncer served at
-the end. Learning rates, H and the outer optimizer were not tuned on these sequences. It took {summary["seconds"]:.0f} s.
-The same numbers are in <code>summary.json</code>.</p>
+<p>The syncer, the learners and the controls were separate processes on this machine, one torch thread each, joined by loopback. All
+losses are means over the same {config.evaluate.sequences} held-out sequences of {config.data.sequence_length} bytes. The final loss is that
+of the model which the syncer served when the run was over; the curve before it was evaluated by learner-0 on the global model it held.
+The baseline sees the union of the learners' data in the same order, with the same seed and schedule. The isolated learner starts from
+the same warm-started model and makes as many steps as the longest learner of the run. Seed {summary["seed"]}; it took
+{summary["seconds"]:.0f} s. The same numbers are in <code>summary.json</code>, every event in the <code>events.jsonl</code> files.</p>
 </body></html>
 """
 
 
+def _killed(summary: dict[str, Any]) -> str:
+    killed = summary["killed"]
+    if not killed:
+        return "Nobody was killed."
+    names = ", ".join(
+        f"{name} ({killed.count(name)} times)" if killed.count(name) > 1 else name for name in dict.fromkeys(killed)
+    )
+    return f"Killed with <code>kill -9</code> on the way, and back: {html.escape(names)}."
+
+
 def _cards(summary: dict[str, Any]) -> str:
+    isolated, kills = summary["isolated_loss"], summary["kills_survived"]
+    alone = "a learner that never communicates" if isolated is not None else "no isolated learner with --quick"
     cards = [
         (f"{summary['global_loss']:.3f}", "held-out loss of the global model, nats per byte"),
-        (f"{summary['baseline_loss']:.3f}", f"data parallel; the global model is {summary['loss_gap_percent']:+.1f} %"),
-    ]
-    if summary["isolated_loss"] is not None:
-        cards.append((f"{summary['isolated_loss']:.3f}", "a learner that never communicates"))
-    cards += [
+        (f"{summary['baseline_loss']:.3f}", f"data parallel; the global model is at {summary['loss_gap_percent']:+.1f} %"),
         (f"{summary['bytes_ratio']:.0f}×", "fewer bytes on the wire than data parallel, joins included"),
-        (
-            f"{summary['kills_survived']}",
-            "kill -9 survived"
-            + (f", {summary['syncer_restarts']} of the syncer" if summary["syncer_restarts"] else ""),
-        ),
+        ("–" if isolated is None else f"{isolated:.3f}", alone),
+        (f"{kills}", "process killed, and back" if kills == 1 else "times a process was killed, and back"),
         (f"{summary['merges']}", "merges of a fragment"),
-    ]
+    ]  # fmt: skip
     return "".join(f'<div class="card"><b>{number}</b><span>{text}</span></div>' for number, text in cards)
+
+
+def _isolated_note(summary: dict[str, Any]) -> str:
+    if summary["isolated_loss"] is None:
+        return ""
+    return " The isolated learner goes on alone after the warm start, on a third of the tokens: its curve is drawn at the run's step."
 
 
 def _counted(summary: dict[str, Any]) -> str:
     if summary["counted_on"] == "sockets":
         return "Counted by the kernel on the syncer's sockets, framing and retransmissions included."
-    return "This system does not count bytes per socket: these are message sizes as the learners counted them."
+    return "This system does not count bytes per socket: these are message sizes as the learners counted them, without framing."
 
 
 def _participation(summary: dict[str, Any]) -> str:
-    rows = "".join(
-        f'<tr><td>{name}</td><td class="n">{100 * share:.0f} %</td><td class="n">{summary["blocked_s"].get(name, 0.0):.1f}</td></tr>'
+    rows = [
+        (name, f"{100 * share:.0f} %", f"{summary['learner_steps'].get(name, 0):,}", f"{summary['blocked_s'].get(name, 0.0):.1f}")
         for name, share in summary["participation"].items()
+    ]  # fmt: skip
+    note = (
+        '<p class="note">Blocked seconds are of the learner\'s last process. They include waiting for a processor.</p>'
     )
-    return f"<table><tr><th>learner</th><th>in merges</th><th>seconds blocked</th></tr>{rows}</table>"
+    return _table(("learner", "in merges", "at step", "seconds blocked"), rows) + note
+
+
+def _ledger(summary: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"fragment {index}", f"{summary['versions'][index]}", f"{books['trained']:,}", f"{books['merged']:,}",
+            f"{sum(books['discarded'].values()):,}", f"{books['lost']:,}", f"{books['pending']:,}",
+        )
+        for index, books in enumerate(summary["ledger"])
+    ]  # fmt: skip
+    return _table(("", "version", "trained", "merged", "overwritten", "lost", "pending"), rows)
+
+
+def _values(values: dict[str, Any]) -> str:
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{key} {text(inner)}" for key, inner in value.items())
+        return "–" if value is None else str(value)
+
+    rows = "".join(
+        f"<tr><th>{html.escape(key)}</th><td>{html.escape(text(value))}</td></tr>" for key, value in values.items()
+    )
+    return f"<table>{rows}</table>"
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """The first column is text, the others are numbers."""
+    head = "".join(f"<th{'' if place == 0 else ' class=n'}>{text}</th>" for place, text in enumerate(heads))
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{'' if place == 0 else ' class=n'}>{html.escape(text)}</td>" for place, text in enumerate(row))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
