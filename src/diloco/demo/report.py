@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def _values(values: dict[str, Any]) -> str:
     return f"<table>{rows}</table>"
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The first column is text, the others are numbers."""
     head = "".join(f"<th{'' if place == 0 else ' class=n'}>{text}</th>" for place, text in enumerate(heads))
     body = "".join(
