@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from tests.syncer.runs import Raw, layout, method, start
 
-from diloco.errors import StoreError
+from diloco.errors import StaleIncarnationError, StoreError
+from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.syncer.spool import Slot, Spool
 
 SIZE = 4096
@@ -70,3 +75,27 @@ def test_an_empty_payload_needs_no_budget(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="free disk space or raise spool_bytes"):
         Spool(tmp_path / "gone", 0).allocate(SIZE)
+
+
+def test_a_learner_replaced_while_it_sends_leaves_no_room_taken(tmp_path: Path) -> None:
+    with start(tmp_path, method()) as syncer:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        raw.join()
+        payload = torch.zeros(layout().fragments[0].numel)
+        header = raw.header(4 * payload.numel())
+
+        def interrupted() -> Iterator[bytes]:
+            head, chunk, checksum = frames(header, bytes_of(payload))
+            yield head
+            deadline = time.monotonic() + 10
+            while syncer.engine.status()["spooled_bytes"] == 0 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            raw.join()
+            yield chunk
+            yield checksum
+
+        with pytest.raises(StaleIncarnationError):
+            raw.push_frames(interrupted())
+        assert syncer.engine.status()["spooled_bytes"] == 0
+        raw.connection.close()

@@ -1,0 +1,54 @@
+"""The benchmarks run and their rows have the one form that the table reads; what they measure is for `make bench` to say."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import __main__ as bench
+from benchmarks import transfer
+from rich.console import Console
+
+
+@pytest.fixture(scope="module")
+def transfer_rows() -> list[dict[str, Any]]:
+    return transfer.measure(num_bytes=1 << 20, rounds=1, merge_elements=100_000)
+
+
+def test_every_transfer_has_a_row(transfer_rows: list[dict[str, Any]]) -> None:
+    names = [row["name"] for row in transfer_rows]
+    assert names[:4] == ["push, TLS", "pull, TLS", "push, plain", "pull, plain"]
+    assert len(set(names)) == len(names)
+    for row in transfer_rows:
+        assert set(row) == {"name", "value", "unit", "ratio", "target", "met"}
+        assert math.isfinite(row["value"])
+        assert row["value"] > 0
+        assert (row["target"] is None) == (row["met"] is None)
+    assert [row["name"] for row in transfer_rows if row["target"]] == ["push, TLS"]
+
+
+def test_the_table_shows_every_row_with_its_verdict(transfer_rows: list[dict[str, Any]]) -> None:
+    step = {"name": "a step", "ratio": 1.2, "low": 1.1, "high": 1.3, "bare_step_s": 0.05, "target": 1.1, "met": False}
+    codec = {"name": "e3m0 decode", "gb_per_s": 4.2, "ratio": 0.5, "target": 0.4, "met": True}
+    console = Console(record=True, width=140)
+    bench.show({"transfer": transfer_rows, "codecs": [codec], "step": [step]}, console)
+    text = console.export_text()
+    assert all(row["name"] in text for row in transfer_rows)
+    line = {row["name"]: next(line for line in text.splitlines() if row["name"] in line) for row in (step, codec)}
+    assert line["a step"].split()[-6:] == ["1.200", "[1.100,", "1.300]", "≤", "1.10", "missed"]
+    assert line["e3m0 decode"].split()[-5:] == ["GB/s", "0.500", "≥", "0.40", "met"]
+
+
+def test_json_names_the_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    num_threads = torch.get_num_threads()
+    monkeypatch.setattr(transfer, "run", lambda quick: [{"quick": quick}])
+    try:
+        bench.main(["--json", "--quick", "--only", "transfer"])
+    finally:
+        torch.set_num_threads(num_threads)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["rows"] == {"transfer": [{"quick": True}]}
+    assert {"cpu", "cores", "torch"} <= set(printed["machine"])
