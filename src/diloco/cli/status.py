@@ -54,6 +54,7 @@ def _read_token(path: Path) -> str:
 
 
 def _print(status: dict[str, Any]) -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
@@ -66,33 +67,43 @@ def _print(status: dict[str, Any]) -> None:
         console.print("no model yet: start one learner with --initialise")
         return
     num_bytes: dict[str, dict[str, dict[str, int]]] = status["num_bytes"] or {}
-    names = [*learners, *sorted(name for name in num_bytes if name not in learners and name)]
-    table = Table(
-        "learner", "state", "step", "s/step", "tokens", "last heard", "in newest merges", "bytes in", "bytes out"
-    )
-    for name in names:
-        it = learners.get(name)
+    gone = sorted(name for name in num_bytes if name not in learners and name not in ("", "viewers"))
+    table = Table("learner", "state", "step", "s/step", "tokens", "heard", "in merges", "in", "out", box=SIMPLE)
+    for name in [*learners, *gone]:
+        it = learners.get(name, {})
         kinds = num_bytes.get(name, {}).values()
         received, sent = (sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent"))
         in_merges = sum(name in fragment["last_contributors"] for fragment in fragments)
-        state = "gone" if it is None else "waiting" if it["waiting"] else "healthy" if it["healthy"] else "starting"
+        state = "gone" if not it else "waiting" if it["waiting"] else "healthy" if it["healthy"] else "starting"
         table.add_row(
             name,
             state,
-            "" if it is None else f"{it['step']:,}",
-            "" if it is None or it["step_s"] is None else f"{it['step_s']:.3g}",
-            "" if it is None else f"{it['tokens']:,}",
-            "" if it is None else f"{it['silent_s']:.1f} s ago",
+            f"{it['step']:,}" if it else "",
+            f"{it['step_s']:.2g}" if it and it["step_s"] is not None else "",
+            _short(it["tokens"]) if it else "",
+            f"{it['silent_s']:.1f} s" if it else "",
             f"{in_merges} of {len(fragments)}",
-            f"{received:,}" if num_bytes else "not counted here",
-            f"{sent:,}" if num_bytes else "",
+            f"{_short(received)}B" if num_bytes else "?",
+            f"{_short(sent)}B" if num_bytes else "?",
         )
     console.print(table)
-    table = Table("fragment", "version", "in its newest merge", "tokens merged", "pending", "discarded", "lost", "now")
+    table = Table("fragment", "version", "merged", "pending", "discarded", "lost", "newest merge, and now", box=SIMPLE)
     for it in fragments:
         ledger = it["ledger"]
-        table.add_row(
-            str(it["fragment"]), str(it["version"]), ", ".join(it["last_contributors"]) or "-", f"{ledger['merged']:,}",
-            f"{ledger['pending']:,}", f"{sum(ledger['discarded'].values()):,}", f"{ledger['lost']:,}", it["reason"],
-        )  # fmt: skip
+        discarded = sum(ledger["discarded"].values())
+        tokens = (_short(count) for count in (ledger["merged"], ledger["pending"], discarded, ledger["lost"]))
+        members = ", ".join(it["last_contributors"]) or "none yet"
+        table.add_row(str(it["fragment"]), str(it["version"]), *tokens, f"{members}; {it['reason']}")
     console.print(table)
+    console.print(
+        "in merges: fragments whose newest merge has the learner; in, out: bytes on the syncer's sockets; the rest are tokens"
+    )
+
+
+def _short(count: float) -> str:
+    """1,234,567 as 1.23M."""
+    for unit in ("", "k", "M", "G"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T"

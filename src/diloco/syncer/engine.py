@@ -586,6 +586,7 @@ class Engine:
         fragments = [saved.fragments[f] for f in range(len(self.layout.fragments))]
         self._held = [Held(f.theta, f.outer_state, f.residual, f.digest, deque(maxlen=KEPT_UPDATES)) for f in fragments]
         self._initial_tokens = int(saved.state["initial_tokens"])
+        self._last_contributors = {it.fragment: it.contributors for it in self._store.history()}
         now = time.monotonic()
         roster = [
             Member(row.learner, row.incarnation, row.step, now, now, connected=False, ready=True, tokens=row.tokens)
