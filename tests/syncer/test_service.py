@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,13 @@ def test_tls_tokens_and_roles(tmp_path: Path) -> None:
         with pytest.raises(errors.ExchangeError, match=r"is it running|TLS"):
             plain.join()
         plain.connection.close()
+
+
+def test_the_bytes_of_a_tensor_keep_it_alive() -> None:
+    tensor = torch.full((1000,), 3.0)
+    alive = weakref.ref(tensor)
+    view = bytes_of(tensor)
+    del tensor
+    assert alive() is not None
+    del view
+    assert alive() is None

@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from google.protobuf.message import DecodeError, Message
@@ -25,7 +25,7 @@ H = TypeVar("H", bound=Message)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, without a copy; valid while the tensor lives."""
+    """The bytes of a contiguous host tensor, without a copy; the view keeps the tensor alive."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ConfigError(
             f"a {tensor.device.type} tensor with strides {tensor.stride()} cannot be sent; make it contiguous on the CPU."
@@ -33,7 +33,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+    memory: Any = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return memoryview(memory).cast("B")
 
 
 def tensor_of(buffer: bytearray | memoryview, dtype: torch.dtype = torch.uint8) -> Tensor:
