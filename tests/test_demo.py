@@ -1,17 +1,24 @@
 """What the demo computes from event files, and its page. The demo itself: `make demo` (slow)."""
 
+import html
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from diloco import events as ev
 from diloco.demo.accounting import baseline_bytes, participation, ring_all_reduce_bytes
-from diloco.demo.plan import QUICK, prepare
+from diloco.demo.plan import QUICK, Plan, prepare
 from diloco.demo.processes import Family
+from diloco.demo.report import write_report
+from diloco.demo.story import Scene, tell
+from diloco.demo.summary import summarise
 from diloco.demo.timeline import Follower, Timeline
 from diloco.errors import ConfigError, RunError
 
@@ -159,6 +166,68 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     (demo / "run.toml").write_text("[run]\n")  # somebody's own run
     with pytest.raises(ConfigError, match="not a demo"):
         prepare(demo, QUICK, seed=0)
+
+
+@pytest.mark.timeout(400)
+def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
+    """The whole story with real processes, with the syncer and the learner that initialised the run killed by somebody else."""
+    plan = Plan(steps=160, kill_after=0.1, isolated=False, sync_every=10, held_out=32, sample_bytes=20)
+    killed: list[str] = []
+    phases: list[str] = []
+
+    def kill_from_outside(scene: Scene) -> None:
+        phases.append(scene.phase)
+        due = {"syncer": len(scene.timeline.merges) >= 5, "learner-0": len(scene.timeline.syncer_starts) > 1}
+        for name, is_due in due.items():
+            if is_due and name not in killed and scene.states.get(name) in ("serving", "in the run"):
+                killed.append(name)
+                os.kill(json.loads((tmp_path / "demo" / "pids.json").read_text())[name], signal.SIGKILL)
+
+    outcome = tell(tmp_path / "demo", plan, 0, kill_from_outside)
+    summary = summarise(outcome)
+
+    assert set(killed) == {"syncer", "learner-0"} <= set(summary["killed"])
+    assert summary["kills_survived"] == len(summary["killed"])
+    assert summary["syncer_restarts"] == 1
+    # Every version that was ever published is in the model that was served in the end, each published once.
+    published = [
+        e for e in ev.read_events(tmp_path / "demo" / "syncer" / "events.jsonl") if isinstance(e, ev.Published)
+    ]
+    assert sorted((e.fragment, e.version) for e in published) == [
+        (fragment, version + 1) for fragment, newest in enumerate(summary["versions"]) for version in range(newest)
+    ]
+    for books in summary["ledger"]:
+        spent = books["merged"] + books["lost"] + books["pending"] + sum(books["discarded"].values())
+        assert books["trained"] == spent == summary["tokens"] - summary["initial_tokens"]
+    assert summary["tokens"] <= summary["baseline_tokens"] < summary["tokens"] + 18 * 64  # it makes whole steps
+    assert summary["wire_bytes"] == sum(summary["wire_bytes_by_kind"].values()) > 0
+    assert summary["global_loss"] < 4.0  # uniform bytes cost 5.5
+    assert "starting the processes" in phases
+
+    write_report(tmp_path / "report.html", outcome, summary)
+    page = (tmp_path / "report.html").read_text()
+    assert {url.split("/")[2] for url in re.findall(r"https?://[^\"\s<>]+", page)} == {
+        "www.w3.org"
+    }  # names of XML dialects
+    assert page.count("<svg") == 3
+    assert html.escape(outcome.sample) in page
+
+
+def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "diloco", "demo", "--quick", "--dir", str(tmp_path / "demo")]
+    pids_file = tmp_path / "demo" / "pids.json"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as demo:
+        deadline = time.monotonic() + 60
+        while not (pids_file.exists() and len(json.loads(pids_file.read_text())) == 4):
+            assert demo.poll() is None
+            assert time.monotonic() < deadline
+        demo.send_signal(signal.SIGINT)
+        assert demo.stdout is not None
+        demo.stdout.read()
+        assert demo.wait(timeout=60) == 130
+    for pid in json.loads(pids_file.read_text()).values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @pytest.mark.slow

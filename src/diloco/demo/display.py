@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.demo.story import Scene
+from diloco.demo.story import STARTING, Scene
 from diloco.demo.timeline import Timeline, is_learner
 
 LINE_EVERY_S = 1.5
@@ -30,7 +30,8 @@ class Display:
         self._num_kills = 0
 
     def __enter__(self) -> Self:
-        self.say("starting the processes")
+        self._last_phase = STARTING
+        self.say(STARTING)
         if self._live is not None:
             self._live.start()
         return self

@@ -22,6 +22,7 @@ from diloco.demo.timeline import Follower, Timeline, is_learner
 
 T = TypeVar("T")
 POLL_S = 0.25
+STARTING = "starting the processes"
 
 Say = Callable[["Scene"], None]
 
@@ -211,17 +212,23 @@ class _Stage:
             return "training alone" if timeline.newest_step(name) else "starting"
         if name in timeline.live_learners():
             return "in the run"
+        if name in timeline.left:
+            return "finishing"
+        if any(kill.name == name for kill in self._family.kills):
+            return "coming back"
         if timeline.initialised_at is None:
             return "warming up" if timeline.newest_step(name) else "starting"
-        return "coming back" if any(kill.name == name for kill in self._family.kills) else "joining"
+        return "joining"
 
     def _phase(self, timeline: Timeline) -> str:
         if timeline.initialised_at is None:
-            return "learner-0 warms up alone, at the full batch" if timeline.step else "starting the processes"
-        num_live = len(timeline.live_learners())
+            return "learner-0 warms up alone, at the full batch" if timeline.step else STARTING
         if self._family.is_dead("syncer"):
             return "the syncer is gone, the learners go on"
-        return f"{num_live} of {NUM_LEARNERS} learners train together" if num_live else "the learners have left"
+        if timeline.left:
+            return "the tokens are spent, the learners say goodbye"
+        num_live = len(timeline.live_learners())
+        return f"{num_live} of {NUM_LEARNERS} learners train together"
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:

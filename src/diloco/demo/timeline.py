@@ -18,6 +18,7 @@ class Timeline:
 
     Attributes:
         presence: by learner, when it was part of the run; the end is open while it is.
+        left: learners that said goodbye and did not come back.
         steps, evaluated: by process (learners, baseline, isolated), in the order they were written.
         kills: of processes that were started again; the demo itself records them.
     """
@@ -29,6 +30,7 @@ class Timeline:
     ended_at: float = 0.0
     merges: list[ev.Merged] = field(default_factory=list)
     presence: dict[str, list[Span]] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
     evictions: list[ev.Evicted] = field(default_factory=list)
     syncer_starts: list[float] = field(default_factory=list)
     steps: dict[str, list[ev.Stepped]] = field(default_factory=dict)
@@ -61,8 +63,10 @@ class Timeline:
             case ev.Joined():
                 self._close_span(event.learner, event.t)
                 self.presence.setdefault(event.learner, []).append((event.t, None))
+                self.left.discard(event.learner)
             case ev.Left():
                 self._close_span(event.learner, event.t)
+                self.left.add(event.learner)
             case ev.Evicted():
                 self._close_span(event.learner, event.t)
                 self.evictions.append(event)
