@@ -332,8 +332,8 @@ class Engine:
             for update, payload in held.updates:
                 if update.base == base and update.version <= version:
                     return update, payload
-            contributors: tuple[str, ...] = held.updates[-1][0].contributors if held.updates else ()
-            whole = Update(fragment, -1, version, contributors, (), 1.0, held.digest, lossless=True)
+            contributors = self._last_contributors.get(fragment, ())  # known after a restart too
+            whole = Update(fragment, version - 1, version, contributors, (), 1.0, held.digest, lossless=True)
             return whole, held.theta
 
     def watch(self, learner: str, incarnation: int) -> queue.SimpleQueue[Notice | None]:
