@@ -56,7 +56,7 @@ overlap = 1
 mix = 0.0
 codec = "e3m0"
 fragments = {{ type = "ByLayer", layers = 1, pattern = "strided" }}
-outer = {{ type = "Nesterov", lr = 0.7, momentum = 0.9 }}
+outer = {{ type = "Nesterov", lr = 0.9, momentum = 0.8 }}
 
 [syncer]
 address = "127.0.0.1:{port}"
