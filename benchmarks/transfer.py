@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,7 @@ from diloco.core.quorum import AllLive
 from diloco.core.syncer import Deadlines
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.frames import bytes_of, checksum_of, frames
 from diloco.syncer.certificates import make_certificates
 from diloco.syncer.server import Options, Syncer
 
@@ -112,7 +111,7 @@ def _checks(num_elements: int) -> list[dict[str, Any]]:
     """What a syncer does with a contribution's bytes besides receiving them; a learner checksums them too."""
     x = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
     codecs: tuple[Codec, ...] = (FP32(), E3M0())
-    rows = [_speed("CRC-32", 4 * num_elements, lambda: zlib.crc32(bytes_of(x)))]
+    rows = [_speed("checksum", 4 * num_elements, lambda: checksum_of(bytes_of(x)))]
     for codec in codecs:
         payload = codec.encode(x)
         rows.append(_speed(f"content check, {codec.name}", payload.numel(), lambda: codec.check(payload, num_elements)))  # noqa: B023
@@ -136,7 +135,7 @@ def _merge(folder: Path, num_elements: int, contributors: int = 4) -> list[dict[
     with _serving(method, state, folder) as syncer:
         idle_bytes = syncer.memory_bytes("VmRSS")
         learners = syncer.learners(_layout(num_elements), theta, contributors)
-        for round_ in range(2):  # the second one has a residual too
+        for round_ in range(2):  # the second one has a residual too, and connections and memory that have been used
             push_s += [_seconds(lambda: learner.push(round_, payload)) for learner in learners]  # noqa: B023
             learners[0].wait_for(round_ + 1)
         model_bytes = 4 * num_elements
@@ -147,7 +146,7 @@ def _merge(folder: Path, num_elements: int, contributors: int = 4) -> list[dict[
         last |= {key: event[key] for key in ("merge_s", "persist_s") if key in event}
     size = f"{num_elements / 1e6:.0f}M elements"
     return [
-        _row(f"push, TLS, {size} in 4 bits", payload.numel() / statistics.median(push_s) / 1e9, "GB/s"),
+        _row(f"push, TLS, {size} in 4 bits", payload.numel() / statistics.median(push_s[contributors:]) / 1e9, "GB/s"),
         _row(f"merge {contributors} x {size} in 4 bits", last["merge_s"], "s"),
         _row(f"store {size}: model, momentum, residual", last["persist_s"], "s"),
         _row("peak memory of that syncer", peak, "models"),
