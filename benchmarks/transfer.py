@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ from diloco.core.quorum import AllLive
 from diloco.core.syncer import Deadlines
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, checksum_of, frames
+from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.syncer.certificates import make_certificates
 from diloco.syncer.server import Options, Syncer
 
@@ -111,7 +112,7 @@ def _checks(num_elements: int) -> list[dict[str, Any]]:
     """What a syncer does with a contribution's bytes besides receiving them; a learner checksums them too."""
     x = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
     codecs: tuple[Codec, ...] = (FP32(), E3M0())
-    rows = [_speed("checksum", 4 * num_elements, lambda: checksum_of(bytes_of(x)))]
+    rows = [_speed("CRC-32", 4 * num_elements, lambda: zlib.crc32(bytes_of(x)))]
     for codec in codecs:
         payload = codec.encode(x)
         rows.append(_speed(f"content check, {codec.name}", payload.numel(), lambda: codec.check(payload, num_elements)))  # noqa: B023
@@ -281,8 +282,13 @@ def _serve(method: Method, state: Path, trust: Path | None) -> None:
     with Syncer(RUN, method, options) as syncer:
         print(syncer.address, flush=True)
         stop = threading.Event()
-        threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+        threading.Thread(target=_set_at_the_end_of_input, args=(stop,), daemon=True).start()
         syncer.wait(stop)
+
+
+def _set_at_the_end_of_input(stop: threading.Event) -> None:
+    sys.stdin.read()
+    stop.set()
 
 
 def main() -> None:
