@@ -12,6 +12,8 @@ import torch
 from diloco.core.adopt import Mix, Replace
 from diloco.core.codecs import CODECS, E3M0, FP32, Int4
 from diloco.core.fragments import Balanced, ByLayer, Named, Whole
+from diloco.core.layout import Placement, TensorSpec
+from diloco.core.merge import Encoded
 from diloco.core.method import (
     PRESETS,
     DataParallel,
@@ -78,7 +80,14 @@ def test_every_preset_takes_every_codec(name: str, codec: str) -> None:
     method = PRESETS[name](codec=codec)
     assert (method.up, method.down) == (CODECS[codec], CODECS[codec])
     theta, payload = torch.zeros(70), method.up.encode(torch.ones(70))
-    closed = close_round(method, theta, method.outer.init(70), None, [payload], [1.0])
+    closed = close_round(
+        method,
+        theta,
+        method.outer.init(70),
+        None,
+        [Encoded("a", (payload,), 1.0)],
+        [Placement(TensorSpec("w", (70,), "float32"), 0)],
+    )
     assert torch.equal(advance(method, theta, closed.payload), closed.theta)
 
 

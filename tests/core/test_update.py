@@ -11,6 +11,8 @@ from torch import Tensor
 
 from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS, Codec
 from diloco.core.fragments import digest
+from diloco.core.layout import Placement, TensorSpec
+from diloco.core.merge import Encoded
 from diloco.core.method import DataParallel, DiLoCo, LocalSGD, Method
 from diloco.core.outer import SGD, Adam, Nesterov, Outer
 from diloco.core.update import SMALLEST_NORMAL, Closed, advance, close_round, flush_denormals
@@ -29,6 +31,17 @@ def payloads(codec: Codec, num_elements: int, scale: float = 0.01) -> list[Tenso
     return [codec.encode(scale * torch.randn(num_elements)) for _ in range(LEARNERS)]
 
 
+def places(num_elements: int) -> tuple[Placement, ...]:
+    return (Placement(TensorSpec("w", (num_elements,), "float32"), 0),)
+
+
+def brought(payloads: list[Tensor], weights: list[float] | None = None) -> list[Encoded]:
+    shares = weights or [1.0] * len(payloads)
+    return [
+        Encoded(f"learner-{i}", (each,), share) for i, (each, share) in enumerate(zip(payloads, shares, strict=True))
+    ]
+
+
 @pytest.mark.parametrize("down", CODECS)
 @pytest.mark.parametrize("up", CODECS)
 def test_every_holder_of_a_version_has_the_same_bits(up: str, down: str) -> None:
@@ -38,7 +51,12 @@ def test_every_holder_of_a_version_has_the_same_bits(up: str, down: str) -> None
     closed = Closed(theta, how.outer.init(theta.numel()), None, torch.empty(0, dtype=torch.uint8))
     for _ in range(4):
         closed = close_round(
-            how, closed.theta, closed.outer_state, closed.residual, payloads(how.up, 1003), [1.0, 2.0, 1.0]
+            how,
+            closed.theta,
+            closed.outer_state,
+            closed.residual,
+            brought(payloads(how.up, 1003), [1.0, 2.0, 1.0]),
+            places(1003),
         )
         assert closed.payload.numel() == how.down.encoded_bytes(1003)
         anchor = advance(how, anchor, closed.payload)
@@ -52,7 +70,7 @@ def test_shards_give_the_bits_of_the_whole(up: str, down: str, outer: Outer) -> 
     """Every rank of a process group closes the round of its own run of segments; joined, they are the round of the whole."""
     how = method(up, down, outer)
     theta, contributions = torch.randn(N), payloads(how.up, N)
-    whole = close_round(how, theta, outer.init(N), None, contributions, [1.0] * LEARNERS)
+    whole = close_round(how, theta, outer.init(N), None, brought(contributions), places(N))
     cuts = [(0, 1), (1, 2), (2, 3)]
     parts = []
     for first, last in cuts:
@@ -61,7 +79,12 @@ def test_shards_give_the_bits_of_the_whole(up: str, down: str, outer: Outer) -> 
         shard = theta[elements]
         parts.append(
             close_round(
-                how, shard, outer.init(shard.numel()), None, [each[span] for each in contributions], [1.0] * LEARNERS
+                how,
+                shard,
+                outer.init(shard.numel()),
+                None,
+                brought([each[span] for each in contributions]),
+                places(shard.numel()),
             )
         )
     assert torch.equal(torch.cat([part.theta for part in parts]), whole.theta)
@@ -87,7 +110,7 @@ def test_what_a_lossy_update_leaves_out_comes_with_a_later_one(down: str) -> Non
     for _ in range(60):
         delta = 0.01 * torch.randn(501)
         exact = exact - delta
-        closed = close_round(how, theta, state, residual, [how.up.encode(delta)], [1.0])
+        closed = close_round(how, theta, state, residual, brought([how.up.encode(delta)]), places(501))
         theta, residual = closed.theta, closed.residual
         assert residual is not None
         worst = max(worst, float(residual.abs().max()))
@@ -107,7 +130,7 @@ def test_denormals_become_plus_zero() -> None:
 def test_published_values_hold_no_denormals(down: str) -> None:
     how = method("fp32", down, SGD(lr=1.0))
     theta = torch.tensor([2.0**-126, 1.0])
-    closed = close_round(how, theta, {}, None, [how.up.encode(torch.tensor([2.0**-127, 0.0]))], [1.0])
+    closed = close_round(how, theta, {}, None, brought([how.up.encode(torch.tensor([2.0**-127, 0.0]))]), places(2))
     assert closed.theta[0] in (0.0, 2.0**-126)
     assert digest(advance(how, theta, closed.payload)) == digest(closed.theta)
 
@@ -116,7 +139,7 @@ def test_published_values_hold_no_denormals(down: str) -> None:
 def test_with_gradients_the_answer_is_their_mean(down: str) -> None:
     how = DataParallel(codec=("fp32", down))
     gradients = [torch.randn(70) for _ in range(LEARNERS)]
-    closed = close_round(how, torch.randn(70), {}, None, [how.up.encode(g) for g in gradients], [1.0] * LEARNERS)
+    closed = close_round(how, torch.randn(70), {}, None, brought([how.up.encode(g) for g in gradients]), places(70))
     mean = (gradients[0] + gradients[1] + gradients[2]) / 3
     if how.down.lossless:
         assert torch.equal(closed.theta, mean)
@@ -129,7 +152,7 @@ def test_with_gradients_the_answer_is_their_mean(down: str) -> None:
 def test_the_scale_multiplies_the_merged_outer_gradient_once() -> None:
     how = method("fp32", "fp32", SGD(lr=1.0))
     theta, delta = torch.randn(10), torch.randn(10)
-    closed = close_round(how, theta, {}, None, [how.up.encode(delta)], [1.0], scale=0.25)
+    closed = close_round(how, theta, {}, None, brought([how.up.encode(delta)]), places(10), scale=0.25)
     assert torch.equal(closed.theta, theta - 0.25 * delta)
 
 
@@ -137,7 +160,7 @@ def test_one_learner_of_lr_1_publishes_its_own_parameters() -> None:
     """LocalSGD with M = 1: Θ − (Θ − θ). Not bit for bit θ: the displacement is rounded once."""
     how = LocalSGD()
     theta, local = torch.randn(100), torch.randn(100)
-    closed = close_round(how, theta, {}, None, [how.up.encode(theta - local)], [1.0])
+    closed = close_round(how, theta, {}, None, brought([how.up.encode(theta - local)]), places(100))
     torch.testing.assert_close(closed.theta, local, rtol=0, atol=2.0**-21)  # one rounding of a number below 8
 
 
@@ -162,7 +185,7 @@ def test_inputs_stay_as_they_are_whatever_comes_of_it(bad: str, outer: Outer, do
     before = bits(values)
 
     def close() -> Closed:
-        return close_round(how, theta, state, residual, contributions, [1.0] * LEARNERS)
+        return close_round(how, theta, state, residual, brought(contributions), places(64))
 
     if bad == "none":
         assert torch.isfinite(close().theta).all()
@@ -176,13 +199,13 @@ def test_inputs_stay_as_they_are_whatever_comes_of_it(bad: str, outer: Outer, do
 def test_an_outer_step_that_overflows_is_refused(down: str) -> None:
     how = method("fp32", down, SGD(lr=100.0))
     with pytest.raises(NonFiniteError):
-        close_round(how, torch.zeros(4), {}, None, [how.up.encode(torch.full((4,), 3e37))], [1.0])
+        close_round(how, torch.zeros(4), {}, None, brought([how.up.encode(torch.full((4,), 3e37))]), places(4))
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_damaged_update_is_refused(name: str) -> None:
     how = method("fp32", name)
-    closed = close_round(how, torch.randn(64), how.outer.init(64), None, payloads(how.up, 64), [1.0] * LEARNERS)
+    closed = close_round(how, torch.randn(64), how.outer.init(64), None, brought(payloads(how.up, 64)), places(64))
     with pytest.raises(CorruptPayloadError):
         advance(how, torch.randn(64), closed.payload[:-1])
 
@@ -190,10 +213,10 @@ def test_a_damaged_update_is_refused(name: str) -> None:
 def test_an_update_may_be_kept_while_the_next_is_computed() -> None:
     """theta is published: what comes later must not change it."""
     how = replace(method("fp32", "fp32"), weight="uniform")
-    first = close_round(how, torch.randn(64), how.outer.init(64), None, payloads(how.up, 64), [1.0] * LEARNERS)
+    first = close_round(how, torch.randn(64), how.outer.init(64), None, brought(payloads(how.up, 64)), places(64))
     kept = first.theta.clone()
     advanced = advance(how, torch.zeros(64), first.payload)
-    close_round(how, first.theta, first.outer_state, None, payloads(how.up, 64), [1.0] * LEARNERS)
+    close_round(how, first.theta, first.outer_state, None, brought(payloads(how.up, 64)), places(64))
     assert torch.equal(first.theta, kept)
     first.payload.zero_()
     assert torch.equal(advanced, kept)

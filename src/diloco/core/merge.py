@@ -1,7 +1,7 @@
 """Merging: one outer gradient out of those of several learners.
 
-Contributions arrive encoded and stay so: a merge decodes them a few segments at a time, in the order given, into one
-scratch vector. Its memory does not grow with the number of learners, the order of arrival does not matter (the
+Contributions arrive encoded and stay so: a merge decodes them a few segments at a time, in the order given, into
+scratch vectors. Its memory does not grow with the number of learners, the order of arrival does not matter (the
 caller passes them in learner-id order), and merging a run of whole segments gives the bits of that part of the whole.
 """
 
@@ -9,63 +9,124 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
+from diloco.core.layout import Placement, TensorSpec
 from diloco.core.values import Choice, choice_from_dict, nearest
-from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
+from diloco.errors import ConfigError, CorruptPayloadError, LayoutError, NonFiniteError
 
 RUN_SEGMENTS = 8
 """How many segments are decoded at once: enough to spread the cost of a call, few enough for a processor's cache."""
 
 
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """What one learner brings to a merge.
+
+    Attributes:
+        learner: its name.
+        payloads: uint8 vectors, each the encoding of the same elements; what they decode to is added up, in this order
+            (work that came too late for the round before, then fresh work).
+        weight: how much it counts; finite, not negative.
+        staleness: versions between the oldest base it was measured from and the round.
+        tensors: indices into the merge's `places` of the tensors that this learner trains; None: all of them.
+    """
+
+    learner: str
+    payloads: tuple[Tensor, ...]
+    weight: float
+    staleness: int = 0
+    tensors: frozenset[int] | None = None
+
+
 class Merge(Choice):
     """How the outer gradients of several learners become one."""
 
-    @abstractmethod
-    def merge(self, codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], num_elements: int) -> Tensor:
-        """Decode and merge.
+    elementwise: ClassVar[bool]
+    """True: merging a run of whole segments gives the bits of that part of the whole. False: it needs whole fragments."""
 
-        `payloads` are uint8 vectors, each the encoding by `codec` of `num_elements` fp32 elements (a fragment, or a
-        run of whole segments of one), in learner-id order; `weights` are finite, not negative, not all zero. Returns
-        a flat fp32 vector of shape (num_elements,). Raises ConfigError on unusable weights and
-        CorruptPayloadError on a payload of the wrong size or with inf or NaN in it, both naming the contribution's
-        index, and NonFiniteError when the merge itself overflows.
+    @abstractmethod
+    def merge(
+        self,
+        codec: Codec,
+        contributions: Sequence[Encoded],
+        places: Sequence[Placement],
+        num_elements: int,
+        momentum: Tensor | None = None,
+    ) -> Tensor:
+        """Decode and merge; a flat fp32 vector of shape (num_elements,).
+
+        Arguments:
+            codec: what the payloads are encoded with.
+            contributions: one of each learner, in learner-id order; at least one of them counts (weight above 0).
+            places: the tensors of these `num_elements` elements, in order and without gaps: those of a fragment, or those
+                of a run of whole segments of it, clipped (`shard_of`), where the merge is elementwise.
+            momentum: the outer optimizer's (`Outer.momentum_of`), fp32 [num_elements], where it keeps one.
+
+        Each tensor is merged over the learners that train it, with their weights; one that nobody trains gets 0.
+
+        Raises:
+            ConfigError: unusable weights.
+            LayoutError: places that do not cover the elements, or a contribution that names a tensor that is not there.
+            CorruptPayloadError: a payload of the wrong size or with inf or NaN in it; names the learner.
+            NonFiniteError: the merge itself overflows.
         """
 
 
 @dataclass(frozen=True)
 class Mean(Merge):
-    """The weighted mean: Δ = (Σ_m w_m·Δ_m) / (Σ_m w_m), summed in fp32 in the order given.
+    """The weighted mean: Δ = (Σ_m w_m·Δ_m) / (Σ_m w_m), per tensor over those who train it, summed in fp32 in the order given.
 
     Weights are divided by the largest first, so equal weights are exactly 1 and one contributor's outer gradient is
     returned bit for bit. DiLoCo (arXiv 2311.08105, algorithm 1) with uniform weights; weights by tokens for unequal
-    shards.
+    shards; per-tensor contributors as for learners that train a part of the experts (SPES, arXiv 2602.11543).
 
-    >>> payloads = [codec.encode(torch.tensor([1.0, 2.0])), codec.encode(torch.tensor([3.0, 6.0]))]
-    >>> Mean().merge(codec, payloads, [1.0, 3.0], num_elements=2)   # [2.5, 5.0]
+    >>> one, two = (codec.encode(torch.tensor(values)) for values in ([1.0, 2.0], [3.0, 6.0]))
+    >>> Mean().merge(codec, [Encoded("a", (one,), 1.0), Encoded("b", (two,), 3.0)], places, num_elements=2)   # [2.5, 5.0]
     """
 
-    def merge(self, codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], num_elements: int) -> Tensor:
-        shares = _relative_weights(payloads, weights)
-        device = payloads[0].device
-        # A tensor, not a number: a GPU would multiply by a number's reciprocal, which rounds differently.
-        total = torch.tensor(math.fsum(shares), dtype=torch.float32, device=device)
+    elementwise: ClassVar[bool] = True
+
+    def merge(
+        self,
+        codec: Codec,
+        contributions: Sequence[Encoded],
+        places: Sequence[Placement],
+        num_elements: int,
+        momentum: Tensor | None = None,
+    ) -> Tensor:
+        stretches = _stretches(codec, contributions, places, num_elements)
+        device = contributions[0].payloads[0].device
         merged = torch.empty(num_elements, dtype=torch.float32, device=device)
-        scratch = torch.empty(min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), dtype=torch.float32, device=device)
-        _check_sizes(codec, payloads, num_elements)
+        reader = _Reader(codec, min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), device)
         for part, span in _runs(codec, num_elements):
             sum_ = merged[part]
-            decoded = scratch[: sum_.numel()]
-            _decode(codec, 0, payloads[0][span], sum_)
-            sum_.mul_(shares[0])
-            for index in range(1, len(payloads)):
-                _decode(codec, index, payloads[index][span], decoded)
-                sum_.add_(decoded.mul_(shares[index]))
-            _require_finite(sum_.div_(total))
+            inside = [piece for stretch in stretches if (piece := stretch.within(part)) is not None]
+            for index, contribution in enumerate(contributions):
+                theirs = [piece for piece in inside if index in piece.shares]
+                if not theirs:
+                    continue
+                if len(inside) == 1 and index == theirs[0].first:
+                    reader.read(contribution, span, sum_).mul_(theirs[0].shares[index])
+                    continue
+                decoded = reader.read(contribution, span, reader.scratch[: sum_.numel()])
+                for piece in theirs:
+                    share, target = decoded[piece.elements].mul_(piece.shares[index]), sum_[piece.elements]
+                    if index == piece.first:
+                        target.copy_(share)
+                    else:
+                        target.add_(share)
+            for piece in inside:
+                if piece.shares:
+                    # A tensor, not a number: a GPU would multiply by a number's reciprocal, which rounds differently.
+                    sum_[piece.elements].div_(torch.tensor(piece.total, dtype=torch.float32, device=device))
+                else:
+                    sum_[piece.elements].zero_()
+            _require_finite(sum_)
         return merged
 
 
@@ -77,50 +138,216 @@ def merge_from_dict(values: Mapping[str, object]) -> Merge:
     return choice_from_dict("merge", MERGES, values)
 
 
-class _HasTokens(Protocol):
-    @property
-    def tokens(self) -> int: ...
+WEIGHTS = ("uniform", "tokens", "tokens^2/steps", "discounted")
 
 
-WEIGHTS = ("uniform", "tokens")
+def weights_of(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness: Sequence[int]) -> list[float]:
+    """How much each learner's contribution counts.
 
+        "uniform"         1: i.i.d. shards (DiLoCo, arXiv 2311.08105)
+        "tokens"          the tokens it was trained on: unequal shards (same paper, section 3.2)
+        "tokens^2/steps"  tokens · (tokens / steps), quantity times rate: learners of unequal speed (Decoupled DiLoCo,
+                          arXiv 2604.21428)
+        "discounted"      tokens / (1 + 0.25·staleness): work on older versions counts less
 
-def weights_of(kind: str, contributions: Sequence[_HasTokens]) -> list[float]:
-    """How much each contribution counts: "uniform" (1 each) or "tokens" (the tokens it was trained on).
-
-    DiLoCo weighs i.i.d. shards uniformly and unequal ones by their number of examples (arXiv 2311.08105, section 3.2).
+    `staleness` is in versions, all three have one entry per learner. Raises ConfigError for another kind, and for tokens
+    without steps.
     """
     match kind:
         case "uniform":
-            return [1.0 for _ in contributions]
+            return [1.0 for _ in tokens]
         case "tokens":
-            return [float(contribution.tokens) for contribution in contributions]
+            return [float(each) for each in tokens]
+        case "tokens^2/steps":
+            return [_tokens_times_rate(*each) for each in zip(tokens, steps, strict=True)]
+        case "discounted":
+            return [each / (1 + 0.25 * age) for each, age in zip(tokens, staleness, strict=True)]
     raise ConfigError(f"{kind!r} is not a known weight{nearest(kind, WEIGHTS)}")
 
 
-def _relative_weights(payloads: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
-    """The weights divided by the largest: in [0, 1], equal ones exactly 1."""
-    if not payloads or len(weights) != len(payloads):
+class _Contribution(Protocol):
+    @property
+    def learner(self) -> str: ...
+    @property
+    def round(self) -> int: ...
+    @property
+    def base(self) -> int: ...
+    @property
+    def tensors(self) -> tuple[int, ...] | None: ...
+
+
+def encoded_of(
+    contributions: Sequence[_Contribution],
+    weights: Sequence[float],
+    payloads: Sequence[Tensor],
+    tensors: range | None = None,
+) -> list[Encoded]:
+    """What each learner brings: its contributions (next to each other, late before fresh) become one.
+
+    `weights` has one entry per learner, `payloads` one per contribution. `tensors`: where the payloads are of a shard, the
+    indices of its tensors in the fragment (`shard_of`). Raises ConfigError when the numbers do not fit.
+    """
+    learners = list(dict.fromkeys(contribution.learner for contribution in contributions))
+    if len(weights) != len(learners) or len(payloads) != len(contributions):
         raise ConfigError(
-            f"a merge needs a contribution and one weight for each, not {len(payloads)} and {len(weights)}."
+            f"{len(contributions)} contributions of {len(learners)} learners need as many payloads and weights,"
+            f" not {len(payloads)} and {len(weights)}."
         )
-    for index, weight in enumerate(weights):
-        if not math.isfinite(weight) or weight < 0:
-            raise ConfigError(f"the weight of contribution {index} must be finite and not negative, not {weight!r}.")
-    largest = max(weights)
+    encoded = []
+    for learner, weight in zip(learners, weights, strict=True):
+        own = [i for i, contribution in enumerate(contributions) if contribution.learner == learner]
+        trained = [contributions[i].tensors for i in own]
+        indices = {index for each in trained if each is not None for index in each}
+        if tensors is not None:
+            indices = {index - tensors.start for index in indices if index in tensors}
+        encoded.append(
+            Encoded(
+                learner,
+                tuple(payloads[i] for i in own),
+                weight,
+                max(contributions[i].round - contributions[i].base for i in own),
+                None if None in trained else frozenset(indices),
+            )
+        )
+    return encoded
+
+
+def shard_of(places: Sequence[Placement], elements: slice) -> tuple[tuple[Placement, ...], range]:
+    """The tensors of a shard of a fragment: those that intersect `elements`, clipped to it (then one-dimensional) and with
+    offsets relative to its start, and their indices in `places`."""
+    start, stop = elements.start, elements.stop
+    found = [i for i, place in enumerate(places) if max(start, place.offset) < min(stop, _end(place))]
+    indices = range(found[0], found[-1] + 1) if found else range(0)
+    clipped = []
+    for place in places[indices.start : indices.stop]:
+        first, last = max(start, place.offset), min(stop, _end(place))
+        spec = place.spec
+        if last - first != spec.numel:
+            spec = TensorSpec(spec.name, (last - first,), spec.dtype)
+        clipped.append(Placement(spec, first - start))
+    return tuple(clipped), indices
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Neighbouring tensors that the same learners train. `shares`: by index of the contribution, in [0, 1], the largest is 1."""
+
+    elements: slice
+    shares: Mapping[int, float]
+    total: float
+
+    @property
+    def first(self) -> int:
+        return next(iter(self.shares))
+
+    def within(self, run: slice) -> "_Stretch | None":
+        """The part of it in a run, relative to the run's start; None if there is none."""
+        start, stop = max(self.elements.start, run.start), min(self.elements.stop, run.stop)
+        if start >= stop:
+            return None
+        return _Stretch(slice(start - run.start, stop - run.start), self.shares, self.total)
+
+
+def _stretches(
+    codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int
+) -> list[_Stretch]:
+    """Check everything that can be checked before decoding, and say who trains what."""
+    _check(codec, contributions, places, num_elements)
+    if all(contribution.tensors is None for contribution in contributions):
+        return [_stretch(contributions, range(len(contributions)), slice(0, num_elements))]
+    stretches: list[tuple[list[int], slice]] = []
+    for index, place in enumerate(places):
+        trained_by = [i for i, each in enumerate(contributions) if each.tensors is None or index in each.tensors]
+        if stretches and stretches[-1][0] == trained_by:
+            stretches[-1] = trained_by, slice(stretches[-1][1].start, _end(place))
+        else:
+            stretches.append((trained_by, slice(place.offset, _end(place))))
+    return [_stretch(contributions, trained_by, elements) for trained_by, elements in stretches]
+
+
+def _stretch(contributions: Sequence[Encoded], trained_by: Sequence[int], elements: slice) -> _Stretch:
+    """Weights divided by the largest of those who train it, so equal ones are exactly 1; nobody's where all are 0."""
+    largest = max((contributions[i].weight for i in trained_by), default=0.0)
     if largest == 0:
-        raise ConfigError(f"the weights of all {len(weights)} contributions are 0; at least one must count.")
-    return [weight / largest for weight in weights]
+        return _Stretch(elements, {}, 0.0)
+    shares = {i: contributions[i].weight / largest for i in trained_by}
+    return _Stretch(elements, shares, math.fsum(shares.values()))
 
 
-def _check_sizes(codec: Codec, payloads: Sequence[Tensor], num_elements: int) -> None:
+def _check(codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int) -> None:
+    if not contributions:
+        raise ConfigError("a merge needs at least one contribution.")
+    for each in contributions:
+        if not math.isfinite(each.weight) or each.weight < 0:
+            raise ConfigError(f"the weight of {each.learner} must be finite and not negative, not {each.weight!r}.")
+        if not each.payloads:
+            raise ConfigError(f"{each.learner} brings no payload to the merge; leave it out.")
+        for index in each.tensors or ():
+            if not 0 <= index < len(places):
+                raise LayoutError(
+                    f"{each.learner} trains tensor {index}, and there are tensors 0 to {len(places) - 1}."
+                )
+    if not any(each.weight for each in contributions):
+        raise ConfigError(f"the weights of all {len(contributions)} contributions are 0; at least one must count.")
+    end = 0
+    for place in places:
+        if place.offset != end:
+            raise LayoutError(
+                f"tensor {place.spec.name!r} begins at element {place.offset}, and the one before ends at {end}."
+            )
+        end = _end(place)
+    if end != num_elements:
+        raise LayoutError(f"the tensors of a merge have {end} elements together, and its contributions {num_elements}.")
+    _check_sizes(codec, contributions, num_elements)
+
+
+def _check_sizes(codec: Codec, contributions: Sequence[Encoded], num_elements: int) -> None:
     expected_bytes = codec.encoded_bytes(num_elements)
-    for index, payload in enumerate(payloads):
+    for learner, payload in ((each.learner, payload) for each in contributions for payload in each.payloads):
         if payload.dtype != torch.uint8 or payload.shape != (expected_bytes,):
             raise CorruptPayloadError(
-                f"contribution {index} is {tuple(payload.shape)} {str(payload.dtype).removeprefix('torch.')},"
+                f"the contribution of {learner} is {tuple(payload.shape)} {str(payload.dtype).removeprefix('torch.')},"
                 f" and {num_elements} elements in {codec.name} are {expected_bytes} bytes."
             )
+
+
+class _Reader:
+    """Decodes runs of contributions into vectors that are used over and over."""
+
+    def __init__(self, codec: Codec, num_elements: int, device: torch.device) -> None:
+        self._codec = codec
+        self._num_elements = num_elements
+        self._late: Tensor | None = None
+        self.scratch = torch.empty(num_elements, dtype=torch.float32, device=device)
+
+    def read(self, contribution: Encoded, span: slice, out: Tensor) -> Tensor:
+        """What a learner brings, in this span of payload bytes: the sum over its payloads, written into `out`."""
+        self._decode(contribution, contribution.payloads[0][span], out)
+        for payload in contribution.payloads[1:]:
+            if self._late is None:
+                self._late = torch.empty_like(self.scratch)
+            out.add_(self._decode(contribution, payload[span], self._late[: out.numel()]))
+        return out
+
+    def _decode(self, contribution: Encoded, payload: Tensor, out: Tensor) -> Tensor:
+        try:
+            return self._codec.decode(payload, out.numel(), out)
+        except CorruptPayloadError as error:
+            raise CorruptPayloadError(
+                f"the contribution of {contribution.learner} cannot be merged: {error}"
+            ) from error
+
+
+def _tokens_times_rate(tokens: int, steps: int) -> float:
+    if tokens == 0:
+        return 0.0
+    if steps < 1:
+        raise ConfigError(f"{tokens} tokens in {steps} steps have no rate; report the steps with the tokens.")
+    return tokens * (tokens / steps)
+
+
+def _end(place: Placement) -> int:
+    return place.offset + place.spec.numel
 
 
 def _runs(codec: Codec, num_elements: int) -> Iterator[tuple[slice, slice]]:
@@ -130,13 +357,6 @@ def _runs(codec: Codec, num_elements: int) -> Iterator[tuple[slice, slice]]:
         last = min(first + RUN_SEGMENTS, num_segments)
         elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, num_elements))
         yield elements, codec.segment_span(num_elements, first, last)
-
-
-def _decode(codec: Codec, index: int, payload: Tensor, out: Tensor) -> None:
-    try:
-        codec.decode(payload, out.numel(), out)
-    except CorruptPayloadError as error:
-        raise CorruptPayloadError(f"contribution {index} cannot be merged: {error}") from error
 
 
 def _require_finite(merged: Tensor) -> None:

@@ -43,6 +43,10 @@ class Outer(Choice):
         Raises LayoutError when lengths or dtypes do not fit.
         """
 
+    def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
+        """The decaying sum or mean of outer gradients in a state, fp32 [num_elements]; None if this optimizer keeps none."""
+        return None
+
 
 @dataclass(frozen=True)
 class SGD(Outer):
@@ -96,6 +100,9 @@ class Nesterov(Outer):
         direction = momentum.mul(self.momentum).add_(delta)
         return _descend(params, direction.mul_(self.lr)), {"momentum": momentum}
 
+    def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
+        return state["momentum"]
+
 
 @dataclass(frozen=True)
 class Adam(Outer):
@@ -134,6 +141,9 @@ class Adam(Outer):
         denominator = second.sqrt().div_(correction).add_(self.eps)
         update = first.div(denominator).mul_(self.lr / (1 - beta1**step))
         return _descend(params, update), {"first_moment": first, "second_moment": second, "step": torch.tensor(step)}
+
+    def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
+        return state["first_moment"]
 
 
 OUTER_OPTIMIZERS: tuple[type[Outer], ...] = (SGD, Nesterov, Adam)

@@ -277,7 +277,10 @@ class SyncerCore:
             if decision is not None and decision.merge is not None:
                 state.phase = "merging"
                 contributions = tuple(state.rounds[state.version].contributions[learner] for learner in decision.merge)
-                weights = weights_of(self.method.weight, contributions)
+                weights = weights_of(
+                    self.method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
+                    [each.round - each.base for each in contributions],
+                )  # fmt: skip
                 actions.append(Merge(index, state.version, contributions, tuple(weights), 1.0))
         return actions + self._wake()
 

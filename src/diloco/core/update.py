@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from diloco.core.layout import Placement
+from diloco.core.merge import Encoded
 from diloco.core.method import Method
 
 SMALLEST_NORMAL = 2.0**-126  # below it devices disagree on denormals
@@ -45,6 +47,7 @@ class Contribution:
         trained: tokens this incarnation has trained in all, when it was sent.
         discarded: tokens of this fragment that adoption has overwritten since the previous contribution, by reason.
         step: the inner step after which it was sent. Who has passed that step without it is not waited for.
+        tensors: indices, in the fragment, of the tensors that this learner trains; None: all of them.
     """
 
     learner: str
@@ -57,6 +60,7 @@ class Contribution:
     trained: int = 0
     discarded: tuple[tuple[str, int], ...] = ()
     step: int = field(kw_only=True)
+    tensors: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     @property
     def accounted(self) -> int:
@@ -89,12 +93,16 @@ class Update:
 
 @dataclass(frozen=True)
 class Closed:
-    """A round's result: the new global fragment, the state that stays with its owner, and the bytes to publish."""
+    """A round's result: the new global fragment, the state that stays with its owner, and the bytes to publish.
+
+    `refused`: the learners whose contributions were left out.
+    """
 
     theta: Tensor
     outer_state: Mapping[str, Tensor]
     residual: Tensor | None
     payload: Tensor
+    refused: tuple[str, ...] = ()
 
 
 def close_round(
@@ -102,8 +110,8 @@ def close_round(
     theta: Tensor,
     outer_state: Mapping[str, Tensor],
     residual: Tensor | None,
-    payloads: Sequence[Tensor],
-    weights: Sequence[float],
+    contributions: Sequence[Encoded],
+    places: Sequence[Placement],
     scale: float = 1.0,
 ) -> Closed:
     """Merge, take the outer step and encode the answer; inputs stay as they are.
@@ -112,14 +120,15 @@ def close_round(
         theta: fp32 [n], the global fragment at the round's version.
         outer_state: of `method.outer`, flat fp32 [n] each.
         residual: fp32 [n], what earlier lossy updates left out; None stands for zeros.
-        payloads: uint8, one per contributor, encoded with `method.up`, in learner-id order.
-        weights: one per contributor.
+        contributions: one of each learner, encoded with `method.up`, in learner-id order.
+        places: the tensors of the fragment, or of the shard (`core.merge.shard_of`).
         scale: multiplies the merged outer gradient once, before the outer step.
 
     Raises:
         NonFiniteError, CorruptPayloadError: a payload that cannot be used.
     """
-    merged = method.merge.merge(method.up, payloads, weights, theta.numel())
+    momentum = method.outer.momentum_of(outer_state)
+    merged = method.merge.merge(method.up, contributions, places, theta.numel(), momentum)
     if scale != 1.0:
         merged = merged.mul_(scale)
     if method.exchanged == "gradients":  # the answer is the mean itself, a change from nothing

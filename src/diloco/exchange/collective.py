@@ -28,7 +28,8 @@ from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.fragments import Layout, digest
-from diloco.core.merge import weights_of
+from diloco.core.layout import Placement
+from diloco.core.merge import Encoded, encoded_of, shard_of, weights_of
 from diloco.core.method import Method
 from diloco.core.update import Closed, Contribution, Update, advance, close_round
 from diloco.errors import CheckpointError, ConfigError, DigestError, DilocoError, ExchangeError, LayoutError
@@ -69,13 +70,15 @@ class Shards:
 
 @dataclass
 class _Fragment:
-    """What this rank keeps of a fragment: the whole of it, and of its own shard what a syncer keeps."""
+    """What this rank keeps of a fragment: the whole of it, and of its own shard (`places`, `tensors`: `shard_of`) what a syncer keeps."""
 
     shards: Shards
     version: int
     theta: Tensor
     digest: str
     outer_state: Mapping[str, Tensor]
+    places: tuple[Placement, ...]
+    tensors: range
     residual: Tensor | None = None
 
 
@@ -149,11 +152,12 @@ class Collective(Exchange):
             if not joined:
                 self._closed = True
                 self._group.disconnect()
-        for theta in model.fragments:
+        for fragment, theta in zip(layout.fragments, model.fragments, strict=True):
             shards = Shards(theta.numel(), self._group.size)
             own = shards.elements(self._group.rank)
             outer_state = method.outer.init(own.stop - own.start)
-            self._fragments.append(_Fragment(shards, 0, theta, digest(theta), outer_state))
+            places, tensors = shard_of(fragment.tensors, own)
+            self._fragments.append(_Fragment(shards, 0, theta, digest(theta), outer_state, places, tensors))
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-collective")
         return Opened(_name(self._group.rank), 1, 0, tuple(0 for _ in layout.fragments), model)
 
@@ -266,9 +270,13 @@ class Collective(Exchange):
                          step=c.step)
             for rank, frame in enumerate(frames)
         ]  # fmt: skip
-        weights = weights_of(self._method.weight, contributions)
-        mine = self._scatter(held.shards, encoded, f"the contribution {place}")
-        closed, error = _attempt(lambda: self._close(held, mine, weights))
+        weights = weights_of(
+            self._method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
+            [each.round - each.base for each in contributions],
+        )  # fmt: skip
+        parts = self._scatter(held.shards, encoded, f"the contribution {place}")
+        mine = encoded_of(contributions, weights, parts, held.tensors)
+        closed, error = _attempt(lambda: self._close(held, mine))
         self._agree(f"the merge {place}", {}, error)
         answer = self._gather(held.shards, closed.payload, f"the merge {place}")
         theta = advance(self._method, held.theta, answer)
@@ -282,12 +290,12 @@ class Collective(Exchange):
         held.outer_state, held.residual = closed.outer_state, closed.residual
         return _Round(Arrived(update, theta), sum(each.trained for each in contributions))
 
-    def _close(self, held: _Fragment, payloads: Sequence[Tensor], weights: Sequence[float]) -> Closed:
+    def _close(self, held: _Fragment, contributions: Sequence[Encoded]) -> Closed:
         """As the syncer of this rank's shard."""
         theta = held.theta[held.shards.elements(self._group.rank)]
         if theta.numel() == 0:
             return Closed(theta, held.outer_state, None, torch.empty(0, dtype=torch.uint8))
-        return close_round(self._method, theta, held.outer_state, held.residual, payloads, weights)
+        return close_round(self._method, theta, held.outer_state, held.residual, contributions, held.places)
 
     def _scatter(self, shards: Shards, payload: Tensor, what: str) -> list[Tensor]:
         """Part r of the payload to rank r; returns everybody's part of this rank's shard."""

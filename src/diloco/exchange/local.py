@@ -20,6 +20,7 @@ from torch import Tensor
 
 from diloco.core.fragments import Layout, digest
 from diloco.core.ledger import Ledger
+from diloco.core.merge import encoded_of
 from diloco.core.method import Method
 from diloco.core.syncer import Accept, Merge, Publish, Reject, Store, SyncerCore
 from diloco.core.update import Contribution, Update, close_round
@@ -207,8 +208,9 @@ class _Run:
         f = merge.fragment
         payloads = [self.payloads.pop(c) for c in merge.contributions]
         closed = close_round(
-            self.method, self.thetas[f], self.outer_states[f], self.residuals[f], payloads, merge.weights, merge.scale
-        )
+            self.method, self.thetas[f], self.outer_states[f], self.residuals[f],
+            encoded_of(merge.contributions, merge.weights, payloads), self.layout.fragments[f].tensors, merge.scale,
+        )  # fmt: skip
         self.thetas[f], self.outer_states[f], self.residuals[f] = closed.theta, closed.outer_state, closed.residual
         contributors = tuple(c.learner for c in merge.contributions)
         return Update(f, merge.round, merge.round + 1, contributors, merge.weights, merge.scale, digest(closed.theta),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from diloco import events
 from diloco.core.fragments import Layout, digest
+from diloco.core.merge import encoded_of
 from diloco.core.method import Method
 from diloco.core.syncer import (
     Accept,
@@ -447,10 +448,12 @@ class Engine:
         f = action.fragment
         held = self._held[f]
         started = time.monotonic()
-        payloads = [slot.tensor for slot in slots]
+        assert self.layout is not None
+        places = self.layout.fragments[f].tensors
+        encoded = encoded_of(action.contributions, action.weights, [slot.tensor for slot in slots])
         try:
             closed = close_round(
-                self.method, held.theta, held.outer_state, held.residual, payloads, action.weights, action.scale
+                self.method, held.theta, held.outer_state, held.residual, encoded, places, action.scale
             )
         except PayloadError as error:
             with self._lock:
@@ -458,7 +461,7 @@ class Engine:
             log.error("round %d of fragment %d was abandoned: %s", action.round, f, error)
             return
         finally:
-            payloads.clear()
+            encoded.clear()
             for slot in slots:
                 self._spool.release(slot)
         contributors = tuple(c.learner for c in action.contributions)
