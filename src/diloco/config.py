@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from diloco.errors import ConfigError
 
+MUON_PRESET = "MuLoCo"
+"""The method whose inner optimizer is Muon unless the run file says otherwise."""
+
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -83,13 +86,18 @@ class DataTable(_Table):
         return self
 
 
-class OptimizerTable(_Table):
-    """The inner optimizer, AdamW."""
+class InnerTable(_Table):
+    """The inner optimizer: AdamW for everything, or Muon for the hidden matrices and AdamW for the rest."""
 
-    lr: float = Field(default=4e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
+    optimizer: Literal["adamw", "muon"] | None = None  # default: adamw, and muon under the preset MuLoCo
+    lr: float = Field(default=4e-3, gt=0)  # the peak
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    eps: float = Field(default=1e-8, gt=0)  # AdamW's
+    weight_decay: float = Field(default=0.1, ge=0)  # of matrices
+    muon_lr: float | None = Field(default=None, gt=0)  # Muon's own peak; default: lr
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)  # Nesterov's
+    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"  # torch's adjust_lr_fn
+    muon_steps: int = Field(default=5, gt=0, lt=100)  # Newton-Schulz iterations
 
 
 class ScheduleTable(_Table):
@@ -170,7 +178,7 @@ class RunConfig(_Table):
     run: RunTable
     model: ModelTable = Field(default_factory=ModelTable)
     data: DataTable = Field(default_factory=DataTable)
-    optimizer: OptimizerTable = Field(default_factory=OptimizerTable)
+    inner: InnerTable = Field(default_factory=InnerTable)
     schedule: ScheduleTable = Field(default_factory=ScheduleTable)
     train: TrainTable = Field(default_factory=TrainTable)
     evaluate: EvaluateTable = Field(default_factory=EvaluateTable)
@@ -186,6 +194,12 @@ class RunConfig(_Table):
                 f"train.global_batch = {self.train.global_batch} must be a multiple of "
                 f"run.learners x train.accumulate = {share}"
             )
+        if self.inner_optimizer == "adamw":
+            for key, field in InnerTable.model_fields.items():
+                if key.startswith("muon_") and getattr(self.inner, key) != field.default:
+                    raise ValueError(
+                        f'inner.{key} has no effect with AdamW; set inner.optimizer = "muon" or leave it out'
+                    )
         if self.schedule.warmup_steps >= self.schedule_steps:
             raise ValueError(
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} must be below "
@@ -206,6 +220,13 @@ class RunConfig(_Table):
     def state_dir(self) -> Path:
         """Directory of the syncer's state."""
         return self.syncer.state_dir if self.syncer.state_dir is not None else self.dir / "syncer"
+
+    @property
+    def inner_optimizer(self) -> Literal["adamw", "muon"]:
+        """The inner optimizer that the run file names, or the one that belongs to its method."""
+        if self.inner.optimizer is not None:
+            return self.inner.optimizer
+        return "muon" if self.method.get("preset") == MUON_PRESET else "adamw"
 
     @property
     def learner_batch(self) -> int:

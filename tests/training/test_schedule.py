@@ -33,6 +33,6 @@ def test_wsd_is_stable_and_then_linear() -> None:
 
 
 def test_a_run_scales_the_peak_and_sets_the_length_by_its_tokens() -> None:
-    config = parse_config('[run]\nname="x"\ntokens=614_400\n[optimizer]\nlr=0.01\n[schedule]\nfinal_fraction=0.5\n')
+    config = parse_config('[run]\nname="x"\ntokens=614_400\n[inner]\nlr=0.01\n[schedule]\nfinal_fraction=0.5\n')
     assert learning_rate(config, 50) == 0.01
     assert learning_rate(config, 600) == pytest.approx(0.005)

@@ -39,7 +39,7 @@ kind = "cosine"
 warmup_steps = {warmup_steps}
 steps = {steps}
 
-[optimizer]
+[inner]
 lr = 4e-3
 
 [evaluate]

@@ -1,4 +1,4 @@
-"""The inner step: forward, backward, clip, AdamW. It knows nothing of other learners."""
+"""The inner step: forward, backward, clip, optimizer. It knows nothing of other learners."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from diloco.config import OptimizerTable, TrainTable
+from diloco.config import TrainTable
 from diloco.errors import ConfigError
 from diloco.training.evaluate import next_token_loss
 
@@ -34,18 +34,6 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def make_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only; the fused form is the fastest on CPU and CUDA alike."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": table.weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=table.lr, betas=table.betas, eps=table.eps, fused=True
-    )
-
-
 @dataclass(frozen=True)
 class StepResult:
     """Scalars of one inner step, left on the device so that a step does not wait for them."""
@@ -65,6 +53,7 @@ class InnerStep:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._peaks: list[float] = [group["lr"] for group in optimizer.param_groups]
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._accumulate = table.accumulate
         self._clip = float("inf") if table.clip is None else table.clip
@@ -77,10 +66,13 @@ class InnerStep:
             table.autocast == "auto" and device.type == "cuda" and supported
         )
 
-    def run(self, batch: Tensor, lr: float) -> StepResult:
-        """One optimizer step on int64 `batch` (B, T + 1) in `accumulate` equal micro-batches."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+    def run(self, batch: Tensor, lr_factor: float) -> StepResult:
+        """One optimizer step on int64 `batch` (B, T + 1) in `accumulate` equal micro-batches.
+
+        `lr_factor`: share of its peak learning rate that every parameter group has in this step.
+        """
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * lr_factor
         total = torch.zeros((), device=self._device)
         with flushed_denormals(self._flush):
             for part in batch.to(self._device, non_blocking=True).chunk(self._accumulate):

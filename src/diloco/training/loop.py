@@ -17,10 +17,11 @@ from diloco.training.budget import Budget
 from diloco.training.checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
 from diloco.training.data import Stream, held_out_batches
 from diloco.training.evaluate import evaluate, sample_bytes
-from diloco.training.inner import InnerStep, StepResult, choose_device, make_optimizer
+from diloco.training.inner import InnerStep, StepResult, choose_device
 from diloco.training.models import build_model
+from diloco.training.optimizers import describe_optimizer, load_optimizer, make_optimizer
 from diloco.training.progress import Progress, Silent, Status
-from diloco.training.schedule import learning_rate
+from diloco.training.schedule import learning_rate, schedule_factor
 from diloco.training.sources import load_corpus
 
 CHECKPOINTS = "checkpoints"
@@ -95,7 +96,7 @@ class Trainer:
         model: nn.Module = build_model(config.model, self._corpus.vocab_size, length, config.run.seed)
         self.model = model.to(self._device)
         self.model.train()
-        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.optimizer = make_optimizer(self.model, config)
         self._inner = InnerStep(self.model, self.optimizer, config.train, self._device)
         self._stream = Stream(
             self._corpus, length, config.run.learners, range(config.run.learners), config.learner_batch, config.run.seed
@@ -132,8 +133,8 @@ class Trainer:
                 continue  # the run may be over already
             started = time.perf_counter()
             batch = self._stream.next()
-            lr = learning_rate(self.config, self.learner.steps + 1)
-            result = self._inner.run(batch, lr)
+            step = self.learner.steps + 1
+            result = self._inner.run(batch, schedule_factor(self.config, step))
             versions = self.learner.versions
             tokens = batch[:, 1:].numel()
             self._tokens += tokens
@@ -141,7 +142,7 @@ class Trainer:
             self.learner.step(tokens=tokens)
             self._inner_s += time.perf_counter() - started
             self._inner_steps += 1
-            self._after_step(lr, result, versions)
+            self._after_step(learning_rate(self.config, step), result, versions)
         return "budget"
 
     def _run_tokens(self) -> int:
@@ -200,6 +201,8 @@ class Trainer:
     # --- beginnings
 
     def _prepare(self) -> None:
+        if self.config.inner_optimizer != "adamw":
+            self._progress.say(f"{self.part.name}: {describe_optimizer(self.optimizer, self.config)}")
         if self.part.resume_from is not None:
             self._resume(self.part.resume_from)
         elif not self._warming_up:
@@ -229,9 +232,11 @@ class Trainer:
             self._join()
         try:
             self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
+            load_optimizer(self.optimizer, saved["optimizer"])
         except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{path} does not fit the model of this run ({error}); check [model]") from error
+            raise CheckpointError(
+                f"{path} does not fit the model of this run ({error}); check [model] and [inner]"
+            ) from error
         exact = self.learner.load_state_dict(saved["learner"])
         self._stream.load_state_dict(saved["cursor"])
         restore_random_state(saved["random"])

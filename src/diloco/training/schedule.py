@@ -26,10 +26,10 @@ def lr_factor(
     return 1.0
 
 
-def learning_rate(config: RunConfig, step: int) -> float:
-    """The inner learning rate of a run at a learner's step."""
+def schedule_factor(config: RunConfig, step: int) -> float:
+    """Share of the peak rate of a run at a learner's step; the same for every parameter."""
     schedule = config.schedule
-    return config.optimizer.lr * lr_factor(
+    return lr_factor(
         step,
         kind=schedule.kind,
         steps=config.schedule_steps,
@@ -37,3 +37,8 @@ def learning_rate(config: RunConfig, step: int) -> float:
         final_fraction=schedule.final_fraction,
         decay_fraction=schedule.decay_fraction,
     )
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The inner learning rate (AdamW's) of a run at a learner's step."""
+    return config.inner.lr * schedule_factor(config, step)
