@@ -128,11 +128,8 @@ class Learner:
             return
         fragment = self.layout.fragments[send.fragment]
         snapshot = self._snapshots.take(fragment, tensors)
-        measured = (
-            None
-            if self.method.exchanged == "gradients"
-            else self._origins.get(send.fragment, self._anchors[send.fragment])
-        )
+        anchors = self._anchors if self._eager is None else self._eager.anchors
+        measured = self._origins.get(send.fragment, anchors[send.fragment])
         contribution = Contribution(
             self._name, self._incarnation, send.fragment, send.round, send.base, send.tokens, send.steps,
             self._core.tokens, send.discarded, step=self._core.step, tensors=self._trained[send.fragment],
@@ -142,7 +139,8 @@ class Learner:
         tentative = residuals.offered(send.fragment, send.round)
 
         def payload() -> Tensor:
-            outer_gradient = self._snapshots.displacement(fragment, measured, snapshot)
+            given = None if self.method.exchanged == "gradients" else measured
+            outer_gradient = self._snapshots.displacement(fragment, given, snapshot)
             encoded = residuals.encode(tentative, outer_gradient)
             self._snapshots.give_back(snapshot)
             return encoded
@@ -170,7 +168,7 @@ class Learner:
 
     def _keep_origins(self) -> None:
         """The end of a boundary: what is measured next of a fragment that was sent and has not been adopted starts from here."""
-        if self.method.adopt.needs_origin or (self._core.schedule.intervals_in_flight and self.method.wait):
+        if self.method.adopt.needs_origin or (self._core.schedule.intervals_in_flight and self._eager is None):
             for fragment in self._sent:
                 self._origins[fragment] = gather(self.layout.fragments[fragment], self._parameters).cpu()
         self._sent.clear()
@@ -184,6 +182,7 @@ class Learner:
             self._report(waiting=True)
             self._exchange.wait()
             self._take_in()
+        self._report(waiting=False)
         self._blocked_s += time.monotonic() - started
         self._num_blocked += 1
 
@@ -378,7 +377,6 @@ class Learner:
         """
         self._take_in()
         self._wait_while(lambda: not self._all_answered())
-        self._report(waiting=False)
         return {
             "layout": self.layout.digest(),
             "method": self.method.to_dict(),

@@ -70,6 +70,7 @@ class FragmentBook:
         overwritten: tokens discarded by adoption and not yet reported.
         passed: versions up to this one are passed over: the contribution to it was dropped, and its learner goes on from its own
             parameters.
+        asked: the syncer has called it when there was no work on it.
         push_at: where learners push: the inner step of the next push.
         answered: where learners push: the newest contribution is settled, so the newest version may be adopted.
     """
@@ -81,6 +82,7 @@ class FragmentBook:
     pending_steps: int = 0
     overwritten: int = 0
     passed: int = 0
+    asked: bool = False
     push_at: int = 0
     answered: bool = False
     ledger: Ledger = field(default_factory=Ledger)
@@ -147,24 +149,25 @@ class LearnerCore:
             book.pending_tokens += tokens
             book.pending_steps += 1
             book.ledger.trained += tokens
-        match self.mode:
-            case "scheduled":
-                sends = [self._send(f) for f in self.schedule.sends(self.step)]
-            case "pushed":
-                sends = [self._push(f, sync_every) for f, book in enumerate(self.books) if book.push_at <= self.step]
-            case "called":
-                sends = []
+        if self.mode == "scheduled":
+            sends = [self._send(f) for f in self.schedule.sends(self.step)]
+        elif self.mode == "pushed":
+            sends = [self._push(f, sync_every) for f, book in enumerate(self.books) if book.push_at <= self.step]
+        else:
+            sends = [self.called(f) for f, book in enumerate(self.books) if book.asked]
         return tuple(send for send in sends if send is not None)
 
     def called(self, fragment: int) -> Send | None:
         """The syncer asks for a fragment: all work on it since the last send or adoption.
 
-        None if there is none, or if the newest version was answered already: what was trained since stays pending.
+        None if the version held was answered already: what was trained since stays pending. None if there is no work yet; then it
+        is sent after the next step.
         """
         book = self.books[fragment]
-        if book.pending_steps == 0 or (book.flights and book.flights[-1].base == book.held):
+        if book.flights and book.flights[-1].base == book.held:
             return None
-        return self._offer(fragment, book.held)
+        book.asked = book.pending_steps == 0
+        return None if book.asked else self._offer(fragment, book.held)
 
     def _push(self, fragment: int, sync_every: int | None) -> Send | None:
         book = self.books[fragment]
@@ -278,8 +281,8 @@ class LearnerCore:
         if version not in book.received:
             raise VersionError(f"fragment {fragment} cannot adopt version {version}: it was not received.")
         # Where nobody blocks on a round, a contribution that is not in this version is late, and goes into a later one.
-        late = self.mode != "scheduled"
-        settled = tuple(flight for flight in book.flights if flight.listed or (flight.round < version and not late))
+        scheduled = self.mode == "scheduled"
+        settled = tuple(flight for flight in book.flights if (flight.round < version if scheduled else flight.listed))
         book.flights = [flight for flight in book.flights if flight not in settled]
         for flight in settled:
             if not flight.listed:
@@ -318,6 +321,7 @@ class LearnerCore:
                     "pending_steps": b.pending_steps,
                     "overwritten": b.overwritten,
                     "passed": b.passed,
+                    "asked": b.asked,
                     "push_at": b.push_at,
                     "answered": b.answered,
                     "received": sorted(b.received),
@@ -341,11 +345,13 @@ class LearnerCore:
             )
         self.step, self.tokens = state["step"], state["tokens"]
         self.books = [
-            FragmentBook(held=b["held"], received=set(b["received"]), flights=[Flight(**flight) for flight in b["flights"]],
-                         pending_tokens=b["pending_tokens"], pending_steps=b["pending_steps"], overwritten=b["overwritten"], passed=b["passed"],
-                         push_at=b["push_at"], answered=b["answered"],
-                         ledger=Ledger(**{**b["ledger"], "discarded": dict(b["ledger"]["discarded"])}))
-            for b in state["books"]
+            FragmentBook(**{
+                **book,
+                "received": set(book["received"]),
+                "flights": [Flight(**flight) for flight in book["flights"]],
+                "ledger": Ledger(**{**book["ledger"], "discarded": dict(book["ledger"]["discarded"])}),
+            })
+            for book in state["books"]
         ]  # fmt: skip
 
     def reincarnated(self) -> None:

@@ -185,7 +185,8 @@ def encoded_of(
 ) -> list[Encoded]:
     """What each learner brings: its contributions (next to each other, late before fresh) become one.
 
-    `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in. `tensors`: where the payloads are of a shard, the
+    `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in. `tensors`:
+    where the payloads are of a shard, the
     indices of its tensors in the fragment (`shard_of`). Raises ConfigError when the numbers do not fit.
     """
     learners = list(dict.fromkeys(contribution.learner for contribution in contributions))

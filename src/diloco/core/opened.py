@@ -10,6 +10,7 @@ has another there already is added to it: late and fresh displacements, tokens a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,10 @@ from diloco.core.update import LATE, VERSION, Contribution
 
 if TYPE_CHECKING:
     from diloco.core.syncer import SyncerCore
+
+
+ROUNDING = 1e-6
+"""Steps ÷ learners, summed up, may stay below a whole number by rounding."""
 
 
 def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
@@ -66,13 +71,18 @@ def before_decisions(core: SyncerCore, now: float) -> list[Action]:
     ready = {learner for learner, member in core.members.items() if member.ready}
     calls: list[Action] = []
     for index, state in enumerate(core.fragments):
-        if isinstance(core.method.quorum, Called) and state.phase == "open" and ready and core.clock >= state.turn:
+        if (
+            isinstance(core.method.quorum, Called)
+            and state.phase == "open"
+            and ready
+            and core.clock > state.turn - ROUNDING
+        ):
             round_ = state.rounds.get(state.version)
             if round_ is None:
                 round_ = state.rounds[state.version] = Round(state.version, now, core.step, ready)
             if not round_.called:
                 round_.called, round_.opened_at = True, now
-                state.turn = core.schedule.next_send(index, core.clock)
+                state.turn = core.schedule.next_send(index, core.clock + ROUNDING)
                 calls.append(Call(index, state.version, tuple(sorted(core.members))))
         for round_ in state.rounds.values():
             round_.members = set(ready)
@@ -103,7 +113,7 @@ def reported(core: SyncerCore, steps: int) -> None:
         core.pace.measured(step_s=median(step_times))
 
 
-def scale(core: SyncerCore, round_: Round, weights: tuple[float, ...]) -> float:
+def scale(core: SyncerCore, round_: Round, weights: Sequence[float]) -> float:
     """The part of the live weight that is in the round; those who are not in it count with what they had last reported."""
     if core.method.partial == "full":
         return 1.0

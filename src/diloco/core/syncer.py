@@ -95,7 +95,6 @@ class SyncerCore:
         self.pace = Pace()
         self.merged_rounds = {learner: list(rounds) for learner, rounds in (merged_rounds or {}).items()}
         """By learner, for each fragment: the newest of its contributions that is in a published version, as (incarnation, round)."""
-        self._rules = scheduled if method.quorum.scheduled else opened
         self.deadlines = deadlines or Deadlines()
         self.fragments = [
             FragmentState(version, step=sent, turn=self.schedule.next_send(index, clock))
@@ -112,6 +111,12 @@ class SyncerCore:
             if member is None:
                 for ledger in books:
                     ledger.lose()
+
+    def wind(self, clock: float) -> None:
+        """Set the run clock (of a checkpoint), and every fragment's next turn by it."""
+        self.clock = clock
+        for index, state in enumerate(self.fragments):
+            state.turn = self.schedule.next_send(index, clock)
 
     # --- membership -------------------------------------------------------------------------------------------------------
 
@@ -209,7 +214,7 @@ class SyncerCore:
         member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
         if not member.ready:
             member.ready, member.ready_step = True, c.step - 1
-        answer = self._rules.answer(self, now, c)
+        answer = (scheduled.answer if self.method.quorum.scheduled else opened.answer)(self, now, c)
         if isinstance(answer, Accept):
             member.sent_step[c.fragment] = c.step
         return [answer, *self._look_again(now)]
@@ -271,10 +276,13 @@ class SyncerCore:
 
     def decision(self, now: float, fragment: int) -> Decision | None:
         """Whether the fragment's open round is merged, and if not, why; None if none is open."""
-        return self._rules.decision(self, now, fragment)
+        if self.method.quorum.scheduled:
+            return scheduled.decision(self, now, fragment)
+        return opened.decision(self, now, fragment)
 
     def _look_again(self, now: float) -> list[Action]:
-        actions = self._rules.before_decisions(self, now)
+        before_decisions = scheduled.before_decisions if self.method.quorum.scheduled else opened.before_decisions
+        actions = before_decisions(self, now)
         for index, state in enumerate(self.fragments):
             decision = self.decision(now, index)
             if decision is not None and decision.merge is not None:

@@ -98,6 +98,7 @@ class _Run:
         self.mail: list[deque[Event]] = [deque() for _ in starts_s]
         self.time = VirtualTime(starts_s, step_s, has_news=lambda index: bool(self.mail[index]), on_alarm=self._tick)
         self.starts_s = starts_s
+        self.first = ""
         self.core: SyncerCore | None = None
         self.method: Method
         self.layout: Layout
@@ -201,12 +202,13 @@ class Local(Exchange):
     def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
         run, name = self._run, _name(self._index)
         if run.core is None:
+            run.first = name
             run.start(layout, method, initial())
         assert run.core is not None
         if difference := run.method.difference(method):
-            raise ConfigError(f"the first learner and {name} use different methods: {difference}.")
+            raise ConfigError(f"{run.first} and {name} use different methods: {difference}.")
         if difference := run.layout.first_difference(layout):
-            raise LayoutError(f"the first learner and {name} do not hold the same model: {difference}.")
+            raise LayoutError(f"{run.first} and {name} do not hold the same model: {difference}.")
         self._incarnation = run.join(self._index)
         versions = tuple(fragment.version for fragment in run.core.fragments)
         states = tuple(run.outer_states) if method.outer_at == "learners" else ()
@@ -257,27 +259,30 @@ class Local(Exchange):
         return None if self._run.core is None else self._run.core.run_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        run = self._run
+        run, name = self._run, _name(self._index)
         assert run.core is not None
-        return {
+        fragments = {
             str(f): {
                 "version": fragment.version,
                 "theta": run.thetas[f],
                 "outer": dict(run.outer_states[f]),
                 "residual": run.residuals[f],
-                "ledger": asdict(run.core.ledgers[_name(self._index)][f]),
+                "ledger": asdict(run.core.ledgers[name][f]),
             }
             for f, fragment in enumerate(run.core.fragments)
         }
+        return {"clock": run.core.clock, "step": run.core.members[name].step, "fragments": fragments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        run = self._run
+        run, name = self._run, _name(self._index)
         assert run.core is not None
+        run.core.wind(state["clock"])
+        run.core.members[name].step = state["step"]
         for f, fragment in enumerate(run.core.fragments):
-            saved = state[str(f)]
+            saved = state["fragments"][str(f)]
             fragment.version = saved["version"]
             run.thetas[f], run.outer_states[f], run.residuals[f] = saved["theta"], saved["outer"], saved["residual"]
-            run.core.ledgers[_name(self._index)][f] = Ledger(**saved["ledger"])
+            run.core.ledgers[name][f] = Ledger(**saved["ledger"])
 
     def close(self) -> None:
         run = self._run
