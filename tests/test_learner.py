@@ -142,6 +142,7 @@ def test_an_error_in_the_block_closes_the_learner() -> None:
 
 METRICS = {
     "learner", "incarnation", "steps", "tokens", "run_tokens", "versions", "merges", "step_s", "blocked_s", "num_blocked",
+    "blocked_histogram",
     "num_bytes", "ledger",
 }  # fmt: skip
 
@@ -166,13 +167,15 @@ def test_metrics() -> None:
         assert metrics["tokens"] == tokens
         assert metrics["run_tokens"] == 6 * (10 + 17)
         assert metrics["versions"] == [1, 1]
-        assert metrics["merges"] == 2 + index  # learner 1's second contribution of fragment 0 was the last of its round
+        assert (
+            metrics["merges"] == 3
+        )  # the answer to the last send is here at its own boundary, and adopted at the next
         assert metrics["step_s"] > 0
         assert metrics["blocked_s"] >= 0
         assert metrics["num_blocked"] == 0  # every answer was there in time
         first, second = metrics["ledger"]
         unit = tokens_of(index)
-        merged = 2 * unit + (3 * unit if index == 1 else 0)
+        merged = 2 * unit + 3 * unit
         assert first == {"trained": tokens, "pending": tokens - merged - unit, "merged": merged, "lost": 0,
                          "discarded": {"overlap": unit}}  # fmt: skip
         assert second == {"trained": tokens, "pending": unit, "merged": 4 * unit, "lost": 0,
@@ -717,7 +720,7 @@ def test_an_error_of_one_learner_stops_the_others_and_surfaces(culprit: int, at:
         diloco.run_local(life, learners=3)
     # One after the other, in turn; who had not begun does not begin.
     assert ended[0] == culprit
-    assert ended == sorted(ended, key=lambda index: (index - culprit) % 3)
+    assert ended[1:] == sorted(ended[1:])
     assert len(ended) == 3 if at > 1 else ended
 
 

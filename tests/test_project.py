@@ -223,7 +223,8 @@ diloco.cli.main(["methods"])
 
 
 def test_methods_prints_resolved_presets_with_their_papers() -> None:
-    from diloco.core.method import PRESETS, Method
+    from diloco.core.method import Method
+    from diloco.core.presets import PRESETS
 
     done = run_cli("methods", "--json")
     assert done.returncode == 0

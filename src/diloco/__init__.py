@@ -7,12 +7,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from diloco import errors as errors
-    from diloco.core.adopt import Mix, Replace
+    from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
     from diloco.core.codecs import BF16, E3M0, FP16, FP32, Int4, Int8
     from diloco.core.fragments import Balanced, ByLayer, Named, Whole
     from diloco.core.merge import Mean
-    from diloco.core.method import DataParallel, DiLoCo, LocalSGD, Method, StreamingDiLoCo
+    from diloco.core.method import Method
     from diloco.core.outer import SGD, Adam, Nesterov
+    from diloco.core.presets import (
+        DataParallel,
+        DecoupledDiLoCo,
+        DelayedDiLoCo,
+        DiLoCo,
+        EagerDiLoCo,
+        LocalSGD,
+        MuLoCo,
+        StreamingDiLoCo,
+    )
+    from diloco.core.quorum import AllLive, Called, Pushed
     from diloco.errors import DilocoError
     from diloco.exchange.collective import Collective
     from diloco.exchange.local import run_local
@@ -25,12 +36,14 @@ __all__ = [
     # what a training script holds
     "Learner", "run_local", "Collective", "connect",
     # methods
-    "Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo",
-    # the answers a method is made of: fragments, outer optimizers, merges, adoption, codecs
+    "Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "MuLoCo", "DelayedDiLoCo", "EagerDiLoCo",
+    "DecoupledDiLoCo",
+    # the answers a method is made of: fragments, who calls a merge, outer optimizers, merges, adoption, codecs
     "Whole", "ByLayer", "Balanced", "Named",
+    "AllLive", "Called", "Pushed",
     "SGD", "Nesterov", "Adam",
     "Mean",
-    "Replace", "Mix",
+    "Replace", "Mix", "KeepDisplacement", "Eager",
     "FP32", "BF16", "FP16", "Int8", "Int4", "E3M0",
     # the rest
     "DilocoError", "errors", "__version__",
@@ -41,11 +54,22 @@ _MODULES = {
     "diloco.exchange.local": ("run_local",),
     "diloco.exchange.collective": ("Collective",),
     "diloco.exchange.remote": ("connect",),
-    "diloco.core.method": ("Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo"),
+    "diloco.core.method": ("Method",),
+    "diloco.core.presets": (
+        "DataParallel",
+        "LocalSGD",
+        "DiLoCo",
+        "StreamingDiLoCo",
+        "MuLoCo",
+        "DelayedDiLoCo",
+        "EagerDiLoCo",
+        "DecoupledDiLoCo",
+    ),
+    "diloco.core.quorum": ("AllLive", "Called", "Pushed"),
     "diloco.core.fragments": ("Whole", "ByLayer", "Balanced", "Named"),
     "diloco.core.outer": ("SGD", "Nesterov", "Adam"),
     "diloco.core.merge": ("Mean",),
-    "diloco.core.adopt": ("Replace", "Mix"),
+    "diloco.core.adopt": ("Replace", "Mix", "KeepDisplacement", "Eager"),
     "diloco.core.codecs": ("FP32", "BF16", "FP16", "Int8", "Int4", "E3M0"),
     "diloco.errors": ("DilocoError",),
 }

@@ -7,24 +7,26 @@ snapshot of what is sent and a copy of what is adopted; encoding, sending, recei
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from diloco.core.adopt import Adopt
+from diloco.core.adopt import Adopt, Eager
 from diloco.core.fragments import Layout, gather, make_layout, scatter
-from diloco.core.learner import LearnerCore, Send
+from diloco.core.learner import LearnerCore, Send, mode_of
 from diloco.core.method import Method
-from diloco.core.update import Contribution
+from diloco.core.update import Contribution, Update
+from diloco.eager import EagerSteps
 from diloco.errors import CheckpointError, ConfigError
-from diloco.exchange.base import Arrived, Exchange, Model, Opened, Rejected, Rejoined, Report
+from diloco.exchange.base import Arrived, Called, Exchange, Model, Opened, Rejected, Rejoined, Report
 from diloco.residuals import Residuals
 from diloco.snapshot import Snapshots
 from diloco.static import StaticTensors
-
-MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
+from diloco.trainable import check_trainable, trained_tensors
 
 
 class Learner:
@@ -39,6 +41,8 @@ class Learner:
         inner_optimizer: the optimizer that trains `model` here. Its state stays here and is never reset.
         method: what to run. None: the exchange's own (a syncer brings one); a different one is refused.
         exchange: from `diloco.connect(…)`, `diloco.Collective(…)` or `diloco.run_local(…)`.
+        trains: names of the parameters that this learner trains, as shell patterns; None: all. Others are adopted and never sent,
+            and a merge divides by those who train a tensor. It is for the caller to see that only these change.
 
     Raises:
         ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under a
@@ -59,6 +63,7 @@ class Learner:
         *,
         method: Method | None = None,
         exchange: Exchange,
+        trains: Sequence[str] | None = None,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             from diloco.exchange.ranks import Ranks
@@ -68,19 +73,21 @@ class Learner:
         self.inner_optimizer = inner_optimizer
         self.method = exchange.method(method)
         self._exchange = exchange
-        _check_trainable(model, inner_optimizer, self.method, exchange)
+        check_trainable(model, inner_optimizer, self.method, exchange)
         self.layout: Layout = make_layout(model, self.method.fragments)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._trained = trained_tensors(self.layout, trains)
         self._aliases = _aliases(model)
         self._snapshots = Snapshots(self.layout)
         self._static = StaticTensors(model, self.layout)
         self._blocked_s = 0.0
         self._num_blocked = 0
+        self._blocked = Histogram()
         self._last_step_at: float | None = None
         self._step_s: float | None = None
         self._closed = False
         self._merges = 0
-        self._received: dict[tuple[int, int], Tensor] = {}
+        self._received: dict[tuple[int, int], Arrived] = {}
         self._start_model: Opened | None = None
         self._start(exchange.open(self.layout, self.method, self._own_model))
         self._hook = None
@@ -98,45 +105,73 @@ class Learner:
         self._measure_step()
         self._start_model = None  # from here on the anchors are all that is needed of it
         tokens = self._exchange.sum_tokens(tokens)
+        blocked_s = self._blocked_s
         if self.method.exchanged == "gradients":
             self._core.credit(tokens)
+            self._report(waiting=False)
+            self._exchange.boundary()
         else:
-            for send in self._core.stepped(tokens):
+            for send in self._core.stepped(tokens, sync_every=self._exchange.sync_every):
                 self._send(send, self._parameters)
+            self._report(waiting=False)
             self._settle()
-        self._report(waiting=False)
-        self._exchange.boundary()
+            while self._exchange.boundary():
+                self._settle()
+            self._keep_origins()
+        self._blocked.add(self._blocked_s - blocked_s)
         self._last_step_at = time.monotonic()
 
     def _send(self, send: Send, tensors: Mapping[str, Tensor]) -> None:
+        self._sent[send.fragment] = send
         self._static.check(send.fragment, len(self.layout.fragments))
-        if not self._exchange.sends:
+        if not self._exchange.sends and self._eager is None:
             return
         fragment = self.layout.fragments[send.fragment]
         snapshot = self._snapshots.take(fragment, tensors)
-        anchor = self._anchors[send.fragment]
-        measured = None if self.method.exchanged == "gradients" else anchor
+        anchors = self._anchors if self._eager is None else self._eager.anchors
+        measured = self._origins.get(send.fragment, anchors[send.fragment])
         contribution = Contribution(
             self._name, self._incarnation, send.fragment, send.round, send.base, send.tokens, send.steps,
-            self._core.tokens, send.discarded, step=self._core.step,
+            self._core.tokens, send.discarded, step=self._core.step, tensors=self._trained[send.fragment],
         )  # fmt: skip
 
         residuals = self._residuals  # a new incarnation has others
         tentative = residuals.offered(send.fragment, send.round)
 
         def payload() -> Tensor:
-            outer_gradient = self._snapshots.displacement(fragment, measured, snapshot)
+            given = None if self.method.exchanged == "gradients" else measured
+            outer_gradient = self._snapshots.displacement(fragment, given, snapshot)
             encoded = residuals.encode(tentative, outer_gradient)
             self._snapshots.give_back(snapshot)
             return encoded
 
-        self._exchange.offer(contribution, payload)
+        if self._eager is None:
+            self._exchange.offer(contribution, payload)
+        else:  # the learner steps with it at this very boundary
+            encoded = payload()
+            self._eager.sent(send, encoded, fragment.numel)
+            self._exchange.offer(contribution, lambda: encoded)
 
     def _settle(self) -> None:
+        """Take in what has come, wait for what is due, adopt."""
         self._take_in()
         self._wait_while(lambda: bool(self._core.waiting()))
+        arrived = {}
         for fragment, version in self._core.adoptions():
+            arrived[fragment] = self._received[fragment, version]
             self._adopt(fragment, version)
+        if self._eager is not None:
+            for fragment, send in self._sent.items():
+                anchor = self._eager.step(send, arrived.get(fragment), self._name, self._exchange.num_live)
+                self._write(fragment, anchor, self._parameters)
+            self._sent.clear()
+
+    def _keep_origins(self) -> None:
+        """The end of a boundary: what is measured next of a fragment that was sent and has not been adopted starts from here."""
+        if self.method.adopt.needs_origin or (self._core.schedule.intervals_in_flight and self._eager is None):
+            for fragment in self._sent:
+                self._origins[fragment] = gather(self.layout.fragments[fragment], self._parameters).cpu()
+        self._sent.clear()
 
     def _wait_while(self, missing: Callable[[], bool]) -> None:
         """Block until the answers that are missing are here."""
@@ -147,21 +182,24 @@ class Learner:
             self._report(waiting=True)
             self._exchange.wait()
             self._take_in()
+        self._report(waiting=False)
         self._blocked_s += time.monotonic() - started
         self._num_blocked += 1
 
     def _take_in(self) -> None:
         for event in self._exchange.poll():
             match event:
-                case Arrived(update=update, theta=theta):
-                    listed = self._name in update.contributors
-                    self._received[update.fragment, update.version] = theta
-                    self._core.received(update.fragment, update.version, listed)
-                    if listed:
-                        self._merges += 1
-                        self._residuals.commit(update.fragment, update.base)
-                    else:
+                case Arrived(update=update):
+                    self._received[update.fragment, update.version] = event
+                    listed = self._core.received(update.fragment, update.version, event.merged_round)
+                    self._merges += len(listed)
+                    for flight in listed:
+                        self._residuals.commit(update.fragment, flight.round)
+                    if self._core.mode == "scheduled" and event.merged_round < update.base:
                         self._residuals.roll_back(update.fragment, update.base)
+                case Called(fragment=fragment):
+                    if (send := self._core.called(fragment)) is not None:
+                        self._send(send, self._parameters)
                 case Rejected(fragment=fragment, round=round_, reason=reason):
                     if self._core.rejected(fragment, round_, reason):
                         self._residuals.roll_back(fragment, round_)
@@ -169,12 +207,18 @@ class Learner:
                     self._rejoin(opened)
 
     def _adopt(self, fragment: int, version: int) -> None:
-        theta = self._received[fragment, version]
+        arrived = self._received[fragment, version]
         if self.method.exchanged == "gradients":
-            self._write(fragment, theta, {name: p.grad for name, p in self._parameters.items() if p.grad is not None})
+            gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            self._write(fragment, arrived.theta, gradients)
+        elif self._eager is not None:
+            self._eager.adopted(fragment, arrived)
         else:
-            self._write(fragment, theta, self._parameters, self.method.adopt)
-        self._anchors[fragment] = theta
+            self._write(fragment, arrived.theta, self._parameters, self.method.adopt)
+        self._anchors[fragment] = arrived.theta
+        self._origins.pop(fragment, None)
+        if self._eager is None:
+            self._sent.pop(fragment, None)
         for flight in self._core.adopted(fragment, version):
             if not flight.listed:
                 self._residuals.roll_back(fragment, flight.round)
@@ -187,9 +231,17 @@ class Learner:
         Tensor by tensor, so that what is made on the way stays in a processor's cache.
         """
         layout = self.layout.fragments[fragment]
-        for name, value in scatter(layout, flat.to(tensors[layout.names[0]].device)).items():
+        device = tensors[layout.names[0]].device
+        origins = {}
+        if adopt is not None and adopt.needs_origin and fragment not in self._sent:
+            origins = scatter(layout, self._origins.get(fragment, self._anchors[fragment]).to(device))
+        for name, value in scatter(layout, flat.to(device)).items():
             own = tensors[name]
-            own.copy_(value if adopt is None else adopt.adopt(own.float(), value.to(own.device)))
+            if adopt is None:
+                own.copy_(value)
+            else:
+                local = own.float()  # where the fragment was sent at this very boundary, nothing was trained since
+                own.copy_(adopt.adopt(local, value.to(own.device), origins.get(name, local)))
 
     def _exchange_gradients(self) -> None:
         """Before an inner step: every gradient becomes the mean over learners."""
@@ -202,6 +254,7 @@ class Learner:
         for send in self._core.stepped(0):
             self._send(send, gradients)
         self._settle()
+        self._sent.clear()
 
     def _measure_step(self) -> None:
         """The inner step's own time, without what `step` itself takes: what deadlines are measured in."""
@@ -221,6 +274,7 @@ class Learner:
             wait=self.method.wait,
             keeps_pending=self.method.adopt.keeps_pending,
             step=opened.step,
+            mode=mode_of(self.method),
         )
         self._take_model(opened)
         self._start_model = opened
@@ -235,6 +289,11 @@ class Learner:
         self._received.clear()
         self._residuals = Residuals(self.method, len(self.layout.fragments))
         self._anchors = list(opened.model.fragments)
+        self._origins: dict[
+            int, Tensor
+        ] = {}  # parameters when they were sent, where that is what the next is measured from
+        self._sent: dict[int, Send] = {}  # at this boundary
+        self._eager = EagerSteps(self.method, opened) if isinstance(self.method.adopt, Eager) else None
         # Where gradients are exchanged, a fragment's later versions are gradients, and the model is the learners' own.
         if self.method.exchanged != "gradients" or not any(opened.versions):
             for fragment, theta in enumerate(opened.model.fragments):
@@ -275,7 +334,7 @@ class Learner:
         """
         values: dict[str, Tensor] = {}
         if self.method.exchanged != "gradients":
-            for fragment, anchor in zip(self.layout.fragments, self._anchors, strict=True):
+            for fragment, anchor in zip(self.layout.fragments, self._newest(), strict=True):
                 values.update(scatter(fragment, anchor))
         state = {}
         for name, own in self.model.state_dict().items():
@@ -283,8 +342,17 @@ class Learner:
             state[name] = own.to("cpu", copy=True) if source is None else source.to(own.dtype, copy=True)
         return state
 
+    def _newest(self) -> list[Tensor]:
+        """The global fragments adopted; where learners push, those that have come and wait for this one's own push too."""
+        newest = list(self._anchors)
+        if self._core.mode == "pushed":
+            for (fragment, _), arrived in sorted(self._received.items(), key=lambda each: each[0]):
+                newest[fragment] = arrived.theta
+        return newest
+
     def metrics(self) -> dict[str, Any]:
-        """Plain numbers: steps, tokens, versions, merges this learner was in, seconds blocked, bytes, ledger."""
+        """Plain numbers: steps, tokens, versions, merges this learner was in, seconds blocked in `step` (in all, and how many calls
+        were blocked for how long), bytes, ledger."""
         return {
             "learner": self._name,
             "incarnation": self._incarnation,
@@ -296,6 +364,7 @@ class Learner:
             "step_s": self._step_s,
             "blocked_s": self._blocked_s,
             "num_blocked": self._num_blocked,
+            "blocked_histogram": self._blocked.as_dict(),
             "num_bytes": dict(self._exchange.num_bytes),
             "ledger": [book.ledger.as_dict() for book in self._core.books],
         }
@@ -308,13 +377,14 @@ class Learner:
         """
         self._take_in()
         self._wait_while(lambda: not self._all_answered())
-        self._report(waiting=False)
         return {
             "layout": self.layout.digest(),
             "method": self.method.to_dict(),
             "core": self._core.state_dict(),
             "anchors": {str(f): anchor for f, anchor in enumerate(self._anchors)},
-            "received": {f"{f}.{v}": theta for (f, v), theta in self._received.items()},
+            "origins": {str(f): origin for f, origin in self._origins.items()},
+            "received": {f"{f}.{v}": _arrived_out(arrived) for (f, v), arrived in self._received.items()},
+            "eager": {} if self._eager is None else self._eager.state_dict(),
             "residuals": self._residuals.state_dict(),
             "exchange": self._exchange.state_dict(),
         }
@@ -354,9 +424,12 @@ class Learner:
             self._core.reincarnated()
         self._anchors = [state["anchors"][str(f)] for f in range(len(self._anchors))]
         self._residuals.load_state_dict(state["residuals"])
-        self._received = {_fragment_and_version(key): theta for key, theta in state["received"].items()}
+        self._origins = {int(f): origin for f, origin in state["origins"].items()}
+        if self._eager is not None:
+            self._eager.load_state_dict(state["eager"])
+        self._received = {_fragment_and_version(key): _arrived_in(saved) for key, saved in state["received"].items()}
         for fragment, version in self._received:
-            self._core.received(fragment, version, listed=False)  # its flight knows already
+            self._core.received(fragment, version, -1)  # its flight knows already
         return True
 
     def _all_answered(self) -> bool:
@@ -364,6 +437,7 @@ class Learner:
             (f, flight.round + 1) in self._received
             for f, book in enumerate(self._core.books)
             for flight in book.flights
+            if self._core.mode == "scheduled"  # elsewhere nobody knows when an answer comes
         )
 
     # --- the end ----------------------------------------------------------------------------------------------------------
@@ -387,45 +461,32 @@ class Learner:
             raise ConfigError("this learner is closed; make a new one to train on.")
 
 
-def _check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, exchange: Exchange) -> None:
-    """What cannot work is refused before anything is sent."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
+class Histogram:
+    """How many calls of `step` were blocked for how long."""
 
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise ConfigError("FullyShardedDataParallel (FSDP1) is not supported; use DistributedDataParallel.")
-    trainable = {id(p) for p in model.parameters() if p.requires_grad}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"parameter {name!r} is sharded (FSDP2), which is not supported; use DistributedDataParallel."
-            )
-    optimized = [p for group in optimizer.param_groups for p in group["params"]]
-    if strangers := [p for p in optimized if id(p) not in trainable]:
-        raise ConfigError(
-            f"the inner optimizer trains {len(strangers)} tensor(s) that are not parameters of the model, such as private master "
-            "weights, so adopting a global value would not reach them; give it model.parameters()."
-        )
-    for attribute in MASTER_WEIGHTS:
-        if any(attribute in state for state in optimizer.state.values()) or hasattr(optimizer, attribute):
-            raise ConfigError(
-                f"{type(optimizer).__name__} keeps private master weights ({attribute!r}), which adopting a global value would not "
-                "reach; use an optimizer that trains the model's own parameters."
-            )
-    if method.exchanged == "parameters" and not _is_stateless(optimizer):
-        raise ConfigError(
-            f"averaging parameters at every step equals data parallel only without optimizer state, and {type(optimizer).__name__} "
-            "keeps some; use DataParallel(average='gradients'), or DiLoCo."
-        )
-    if method.exchanged == "gradients" and not exchange.gradients:
-        raise ConfigError(
-            "a syncer cannot run DataParallel on gradients: it would never hold the model, so nobody could rejoin; "
-            "use Collective over a process group, or a method that exchanges outer gradients."
-        )
+    BOUNDS_S = (0.0, 0.001, 0.01, 0.1, 1.0, 10.0)
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(self.BOUNDS_S) + 1)
+
+    def add(self, seconds: float) -> None:
+        """One call."""
+        self._counts[bisect_left(self.BOUNDS_S, seconds)] += 1
+
+    def as_dict(self) -> dict[str, int]:
+        """By upper bound in seconds; "0" were not blocked."""
+        names = [*(f"{bound:g}" for bound in self.BOUNDS_S), "inf"]
+        return dict(zip(names, self._counts, strict=True))
 
 
-def _is_stateless(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups)
+def _arrived_out(arrived: Arrived) -> dict[str, Any]:
+    tensors = {"theta": arrived.theta} | ({} if arrived.mean is None else {"mean": arrived.mean})
+    return {"update": asdict(arrived.update), "merged_round": arrived.merged_round, **tensors}
+
+
+def _arrived_in(saved: Mapping[str, Any]) -> Arrived:
+    listed = {key: tuple(saved["update"][key]) for key in ("contributors", "weights")}
+    return Arrived(Update(**(saved["update"] | listed)), saved["theta"], saved["merged_round"], saved.get("mean"))
 
 
 def _fragment_and_version(key: str) -> tuple[int, int]:

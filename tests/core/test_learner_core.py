@@ -23,7 +23,7 @@ def core(
 def answer(learner: LearnerCore, *, listed: bool = True) -> None:
     """Whatever is waited for arrives at once, and what is due is adopted."""
     for fragment, version in learner.waiting():
-        learner.received(fragment, version, listed)
+        learner.received(fragment, version, version - 1 if listed else -1)
     for fragment, version in learner.adoptions():
         learner.adopted(fragment, version)
 
@@ -75,9 +75,9 @@ def test_several_fragments_are_in_flight() -> None:
     assert [len(book.flights) for book in learner.books] == [1, 1, 1]
     learner.stepped(1)
     assert learner.waiting() == ((0, 1),)
-    learner.received(2, 1, listed=True)  # an answer that comes early is kept until it is due
+    learner.received(2, 1, 0)  # an answer that comes early is kept until it is due
     assert learner.adoptions() == ()
-    learner.received(0, 1, listed=True)
+    learner.received(0, 1, 0)
     assert learner.adoptions() == ((0, 1),)
 
 
@@ -129,7 +129,7 @@ def test_a_contribution_that_came_too_late_waits_for_the_answer_like_the_others(
     assert learner.books[0].ledger.discarded == {reason: 30}
     learner.stepped(10)
     assert learner.waiting() == ((0, 1),)
-    learner.received(0, 1, listed=True)  # as of an earlier incarnation of itself
+    learner.received(0, 1, 0)  # as of an earlier incarnation of itself
     answer(learner)
     assert learner.versions == (1,)
     assert learner.books[0].ledger.merged == 0
@@ -185,7 +185,7 @@ def test_a_refusal_after_the_merge_is_void() -> None:
     learner = core(Schedule(3, 1, 2))
     for _ in range(3):
         learner.stepped(10)
-    learner.received(0, 1, listed=True)
+    learner.received(0, 1, 0)
     assert not learner.rejected(0, 0, MISSED)
     assert learner.books[0].ledger.merged == 30
 
@@ -195,7 +195,7 @@ def test_a_version_without_the_contribution_settles_it_as_missed() -> None:
     learner = core(Schedule(3, 1))
     for _ in range(3):
         learner.stepped(10)
-    learner.received(0, 1, listed=False)
+    learner.received(0, 1, -1)
     assert [flight.listed for flight in learner.adopted(0, 1)] == [False]
     assert learner.books[0].ledger.discarded == {MISSED: 30}
     assert not learner.rejected(0, 0, MISSED)
@@ -205,7 +205,7 @@ def test_a_learner_overtaken_takes_the_newest_version() -> None:
     learner = core(Schedule(3, 1, 1))
     for _ in range(3):
         learner.stepped(10)
-    learner.received(0, 3, listed=False)
+    learner.received(0, 3, -1)
     assert learner.adoptions() == ()  # not due yet
     learner.stepped(10)
     assert learner.waiting() == ()
@@ -213,7 +213,7 @@ def test_a_learner_overtaken_takes_the_newest_version() -> None:
     learner.adopted(0, 3)
     assert learner.versions == (3,)
     assert learner.books[0].flights == []
-    learner.received(0, 1, listed=True)  # what comes after it is old
+    learner.received(0, 1, 0)  # what comes after it is old
     assert learner.adoptions() == ()
     assert books_balance(learner)
 
@@ -221,8 +221,8 @@ def test_a_learner_overtaken_takes_the_newest_version() -> None:
 def test_a_joiner_between_two_rounds_takes_the_newest_version_at_once() -> None:
     learner = core(Schedule(10, 2), version=7, step=13)
     learner.stepped(5)
-    learner.received(0, 8, listed=False)
-    learner.received(0, 9, listed=False)
+    learner.received(0, 8, -1)
+    learner.received(0, 9, -1)
     assert learner.adoptions() == ((0, 9),)
     learner.adopted(0, 9)
     assert learner.versions == (9, 7)
@@ -238,7 +238,7 @@ def test_never_waiting_means_taking_an_answer_when_it_comes() -> None:
         assert learner.stepped(10) == ()  # after step 6 the first one is still on its way: the work goes with the next
         assert learner.waiting() == ()
         assert learner.adoptions() == ()
-    learner.received(0, 1, listed=True)
+    learner.received(0, 1, 0)
     assert learner.adoptions() == ((0, 1),)
     learner.adopted(0, 1)
     assert learner.books[0].ledger.discarded == {"overlap": 30}
@@ -293,7 +293,7 @@ def test_a_saved_learner_continues_identically(schedule: Schedule, wait: bool) -
             if early:
                 for fragment, book in enumerate(each.books):
                     for flight in book.flights:
-                        each.received(fragment, flight.round + 1, listed)
+                        each.received(fragment, flight.round + 1, flight.round if listed else -1)
             if wait or early:
                 answer(each, listed=listed)
         assert sends[0] == sends[1]

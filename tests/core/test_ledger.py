@@ -9,7 +9,7 @@ from copy import deepcopy
 import pytest
 
 from diloco.core.ledger import Ledger, total
-from diloco.core.method import DiLoCo
+from diloco.core.presets import DiLoCo
 from diloco.core.syncer import Accept, Action, Evict, Member, Reject, SyncerCore
 from diloco.core.update import OUT_OF_STEP, Contribution
 

@@ -241,7 +241,7 @@ def test_shards_of_partial_learners_get_the_bits_of_the_whole(data: st.DataObjec
     span = codec.segment_span(num_elements, start, stop)
     clipped, indices = shard_of(places, elements)
     contributions = [Said("a", tensors=tuple(own)), Said("b")]
-    brought = encoded_of(contributions, [1.0, 2.0], [payload[span] for payload in payloads], indices)
+    brought = encoded_of(contributions, [1.0, 2.0], [payload[span] for payload in payloads], 0, indices)
     expected = everything[elements]
     assert torch.equal(Mean().merge(codec, brought, clipped, expected.numel()), expected)
 
@@ -295,7 +295,7 @@ class Said:
 def test_contributions_of_one_learner_become_one() -> None:
     payloads = encoded(FP32(), 4, 3)
     said = [Said("a"), Said("b", base=2, tensors=(0, 1)), Said("b", base=4, tensors=(1, 2)), Said("c", base=4)]
-    one, two, three = encoded_of(said, [1.0, 2.0, 3.0], payloads)
+    one, two, three = encoded_of(said, [1.0, 2.0, 3.0], payloads, 5)
     assert [(each.learner, each.weight, each.staleness) for each in (one, two, three)] == [
         ("a", 1.0, 0),
         ("b", 2.0, 3),
@@ -307,7 +307,7 @@ def test_contributions_of_one_learner_become_one() -> None:
     with pytest.raises(
         ConfigError, match="4 contributions of 3 learners need as many payloads and weights, not 4 and 4"
     ):
-        encoded_of(said, [1.0] * 4, payloads)
+        encoded_of(said, [1.0] * 4, payloads, 7)
 
 
 def test_weights() -> None:

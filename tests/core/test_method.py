@@ -9,22 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.core.adopt import Mix, Replace
-from diloco.core.codecs import CODECS, E3M0, FP32, Int4
+from diloco.core.adopt import Eager, Mix, Replace
+from diloco.core.codecs import BF16, CODECS, E3M0, FP32, Int4
 from diloco.core.fragments import Balanced, ByLayer, Named, Whole
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merge import Encoded
-from diloco.core.method import (
-    PRESETS,
-    DataParallel,
-    DiLoCo,
-    LocalSGD,
-    Method,
-    StreamingDiLoCo,
-    method_from_table,
-)
+from diloco.core.method import Method
 from diloco.core.outer import SGD, Adam, Nesterov
-from diloco.core.quorum import AllLive
+from diloco.core.presets import PRESETS, DataParallel, DiLoCo, LocalSGD, StreamingDiLoCo, method_from_table
+from diloco.core.quorum import AllLive, Called
 from diloco.core.update import advance, close_round
 from diloco.errors import ConfigError
 
@@ -37,6 +30,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "StreamingDiLoCo": {
         "sync_every": 100, "overlap": 1, "adopt": Mix(0.5), "fragments": ByLayer(layers=3, pattern="strided"), "up": E3M0(),
         "down": E3M0(), "outer": Nesterov(lr=0.4, momentum=0.9),
+    },
+    # arXiv 2505.23725: H = 30, outer Nesterov lr 0.7 … 0.9, momentum 0.6 … 0.8
+    "MuLoCo": {"sync_every": 30, "outer": Nesterov(lr=0.8, momentum=0.7)},
+    # arXiv 2502.12996: H = 30, τ = H, outer lr 0.4
+    "DelayedDiLoCo": {"sync_every": 30, "overlap": 30, "outer": Nesterov(lr=0.4, momentum=0.9), "outer_at": "learners"},
+    "EagerDiLoCo": {
+        "sync_every": 30, "overlap": 30, "outer": Nesterov(lr=0.4, momentum=0.9), "outer_at": "learners", "adopt": Eager(),
+    },
+    # arXiv 2604.21428: P = 24, H = 24, τ = 2, K = 1 + grace, radial-directional merge, tokens²/steps
+    "DecoupledDiLoCo": {
+        "sync_every": 24, "overlap": 2, "fragments": Balanced(24), "wait": False, "up": BF16(), "down": BF16(),
+        "weight": "tokens^2/steps", "quorum": Called(at_least=1, grace=0.8), "partial": "scale",
+        "outer": Nesterov(lr=0.7, momentum=0.9),
     },
 }  # fmt: skip
 
@@ -80,15 +86,16 @@ def test_every_preset_takes_every_codec(name: str, codec: str) -> None:
     method = PRESETS[name](codec=codec)
     assert (method.up, method.down) == (CODECS[codec], CODECS[codec])
     theta, payload = torch.zeros(70), method.up.encode(torch.ones(70))
+    state = method.outer.init(70)
     closed = close_round(
         method,
         theta,
-        method.outer.init(70),
+        state,
         None,
         [Encoded("a", (payload,), 1.0)],
         [Placement(TensorSpec("w", (70,), "float32"), 0)],
     )
-    assert torch.equal(advance(method, theta, closed.payload), closed.theta)
+    assert torch.equal(advance(method, theta, state, closed.payload).theta, closed.theta)
 
 
 def test_codecs_may_differ_by_direction() -> None:
@@ -169,7 +176,7 @@ def test_a_difference_is_said_in_words() -> None:
         (lambda: DiLoCo(mix=1.5), "Mix\\(alpha=…\\) must be a number from 0 to 1"),
         (lambda: DiLoCo(weight="token"), "weight is 'token'; use one of 'uniform', 'tokens'"),
         (lambda: DiLoCo(error_feedback=True), "error_feedback has nothing to feed back with the lossless codec 'fp32'"),
-        (lambda: DiLoCo(error_feedback=1, codec="int4"), "error_feedback is 1; use true or false"),  # type: ignore[arg-type]
+        (lambda: DiLoCo(error_feedback=1.5, codec="int4"), "error_feedback must be a number from 0 to 1"),
         (lambda: replace(DiLoCo(), wait="no"), "wait is 'no'; use true or false"),
         (lambda: replace(DiLoCo(), exchanged="weights"), "exchanged is 'weights'; use one of"),
         (lambda: replace(DataParallel(), sync_every=2), "averaging gradients needs sync_every=1, not 2"),

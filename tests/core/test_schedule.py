@@ -195,7 +195,7 @@ def test_torchft_trajectory(overlap: int) -> None:
         ((True, 1), "sync_every must be a whole number of at least 1, not True"),
         ((4, 0), "num_fragments must be a whole number of at least 1, not 0"),
         ((4, 1, -1), "overlap must be a whole number of at least 0, not -1"),
-        ((4, 1, 5), "overlap=5 exceeds sync_every=4"),
+        ((4, 1, 9), "overlap=9 exceeds two periods of sync_every=4"),
         ((2, 3), "sync_every=2 is less than the 3 fragments"),
         ((4, 2, 0, (1,)), r"offsets=\(1,\) needs one offset for each of the 2 fragments"),
         ((4, 2, 0, (1, 5)), "offset 5 must be a whole number from 0 to sync_every=4"),
@@ -242,3 +242,36 @@ def test_peak_number_in_flight(schedule: Schedule) -> None:
     even = Schedule(schedule.sync_every, schedule.num_fragments, schedule.overlap) == schedule
     if even and schedule.sync_every % schedule.num_fragments == 0:
         assert peak == -(-schedule.overlap * schedule.num_fragments // schedule.sync_every)
+
+
+def test_sync_every_may_follow_a_schedule() -> None:
+    schedule = Schedule(sync_every=((0, 3), (6, 4), (13, 2)), num_fragments=2, overlap=1)
+    sent = [(step, schedule.sends(step)) for step in range(1, 18) if schedule.sends(step)]
+    assert sent == [
+        (1, (0,)), (3, (1,)), (4, (0,)), (6, (1,)),  # H = 3: offsets 1 and 3
+        (8, (0,)), (10, (1,)), (12, (0,)),  # H = 4 from step 6: offsets 2 and 4
+        (14, (0,)), (15, (1,)), (16, (0,)), (17, (1,)),  # H = 2 from step 13: offsets 1 and 2
+    ]  # fmt: skip
+    assert [schedule.sync_every_at(step) for step in (1, 6, 7, 13, 14)] == [3, 3, 4, 4, 2]
+    for fragment in range(2):
+        sends = [step for step, fragments in sent if fragment in fragments]
+        for after in range(17):
+            later = [step for step in sends if step > after]
+            if later:
+                assert schedule.next_send(fragment, after) == later[0]
+                assert schedule.next_send(fragment, after + 0.5) == later[0]
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "message"),
+    [
+        (((5, 3),), "start at 0"),
+        (((0, 3), (0, 4)), "ascend"),
+        (((0, 3), (5, 0)), "H of sync_every"),
+        (((0, 3), 7), "pairs"),
+        ((), "names no piece"),
+    ],
+)
+def test_an_impossible_schedule_of_intervals_is_refused(sync_every: tuple[tuple[int, int], ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Schedule(sync_every=sync_every, num_fragments=1)

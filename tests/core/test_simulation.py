@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from tests.core.virtual_world import Weather, World
 
-from diloco.core.method import Method, StreamingDiLoCo
+from diloco.core.method import Method
+from diloco.core.presets import StreamingDiLoCo
 from diloco.core.quorum import AllLive
 
 WEATHERS = {

@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from diloco.core.ledger import Ledger
-from diloco.core.method import DiLoCo, StreamingDiLoCo
+from diloco.core.presets import DiLoCo, StreamingDiLoCo
 from diloco.core.quorum import AllLive
 from diloco.core.syncer import (
     Accept,
@@ -325,7 +325,7 @@ def test_a_waiting_learner_is_not_stalled() -> None:
         assert kinds(run.core.tick(float(now))) == ["WakeAt"]
     run.beat(4000.0, "a", step=10, step_s=0.5)  # from here on it has work to do
     run.beat(4055.0, "a", step=10, step_s=0.5)
-    assert run.core._deadline(run.core.members["a"]) == pytest.approx(3999.0 + 60.0)
+    assert run.core.deadline(run.core.members["a"]) == pytest.approx(3999.0 + 60.0)
 
 
 @pytest.mark.parametrize(

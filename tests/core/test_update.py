@@ -13,8 +13,9 @@ from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS, Codec
 from diloco.core.fragments import digest
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merge import Encoded
-from diloco.core.method import DataParallel, DiLoCo, LocalSGD, Method
+from diloco.core.method import Method
 from diloco.core.outer import SGD, Adam, Nesterov, Outer
+from diloco.core.presets import DataParallel, DiLoCo, LocalSGD
 from diloco.core.update import SMALLEST_NORMAL, Closed, advance, close_round, flush_denormals
 from diloco.errors import CorruptPayloadError, NonFiniteError
 
@@ -59,7 +60,7 @@ def test_every_holder_of_a_version_has_the_same_bits(up: str, down: str) -> None
             places(1003),
         )
         assert closed.payload.numel() == how.down.encoded_bytes(1003)
-        anchor = advance(how, anchor, closed.payload)
+        anchor = advance(how, anchor, {}, closed.payload).theta
         assert digest(anchor) == digest(closed.theta)
         assert (closed.residual is None) == how.down.lossless
 
@@ -132,7 +133,7 @@ def test_published_values_hold_no_denormals(down: str) -> None:
     theta = torch.tensor([2.0**-126, 1.0])
     closed = close_round(how, theta, {}, None, brought([how.up.encode(torch.tensor([2.0**-127, 0.0]))]), places(2))
     assert closed.theta[0] in (0.0, 2.0**-126)
-    assert digest(advance(how, theta, closed.payload)) == digest(closed.theta)
+    assert digest(advance(how, theta, {}, closed.payload).theta) == digest(closed.theta)
 
 
 @pytest.mark.parametrize("down", ["fp32", "int8"])
@@ -146,7 +147,7 @@ def test_with_gradients_the_answer_is_their_mean(down: str) -> None:
     else:
         assert closed.residual is not None
         torch.testing.assert_close(closed.theta + closed.residual, mean, rtol=0, atol=2.0**-22)  # one rounding each way
-    assert digest(advance(how, torch.randn(70), closed.payload)) == digest(closed.theta)  # whatever is held
+    assert digest(advance(how, torch.randn(70), {}, closed.payload).theta) == digest(closed.theta)  # whatever is held
 
 
 def test_the_scale_multiplies_the_merged_outer_gradient_once() -> None:
@@ -207,7 +208,7 @@ def test_a_damaged_update_is_refused(name: str) -> None:
     how = method("fp32", name)
     closed = close_round(how, torch.randn(64), how.outer.init(64), None, brought(payloads(how.up, 64)), places(64))
     with pytest.raises(CorruptPayloadError):
-        advance(how, torch.randn(64), closed.payload[:-1])
+        advance(how, torch.randn(64), {}, closed.payload[:-1])
 
 
 def test_an_update_may_be_kept_while_the_next_is_computed() -> None:
@@ -215,7 +216,7 @@ def test_an_update_may_be_kept_while_the_next_is_computed() -> None:
     how = replace(method("fp32", "fp32"), weight="uniform")
     first = close_round(how, torch.randn(64), how.outer.init(64), None, brought(payloads(how.up, 64)), places(64))
     kept = first.theta.clone()
-    advanced = advance(how, torch.zeros(64), first.payload)
+    advanced = advance(how, torch.zeros(64), {}, first.payload).theta
     close_round(how, first.theta, first.outer_state, None, brought(payloads(how.up, 64)), places(64))
     assert torch.equal(first.theta, kept)
     first.payload.zero_()

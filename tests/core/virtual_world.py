@@ -323,7 +323,7 @@ class World:
         if node.incarnation == incarnation:
             for key in [k for k in node.offered if k[0] == fragment and k[1] < version]:
                 del node.offered[key]
-        self._take(node, incarnation, lambda core: core.received(fragment, version, listed))
+        self._take(node, incarnation, lambda core: core.received(fragment, version, version - 1 if listed else -1))
 
     def _beat(self, node: Node, life: int) -> None:
         if node.life != life or node.done:

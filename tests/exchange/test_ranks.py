@@ -134,7 +134,7 @@ def test_every_event_crosses_as_plain_values_and_tensors() -> None:
     model = Model((torch.rand(5), torch.rand(3)), {"b": torch.rand(2, 2), "n": torch.tensor(7)})
     opened = Opened("site-a", 3, 40, (2, 1), model, run_tokens=1234)
     update = Update(1, 4, 5, ("site-a", "site-b"), (1.0, 2.5), 0.5, "d1", lossless=False)
-    events: list[Event] = [Rejoined(opened, "replaced"), Rejected(1, 4, "missed"), Arrived(update, torch.rand(3))]
+    events: list[Event] = [Rejoined(opened, "replaced"), Rejected(1, 4, "missed"), Arrived(update, torch.rand(3), 3)]
     tensors: list[torch.Tensor] = []
     said = [_event_out(event, tensors) for event in events]
     rejoined, rejected, arrived = (_event_in(each, tensors) for each in said)

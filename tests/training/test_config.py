@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco.config import RunConfig, dump_config, load_config, parse_config
-from diloco.core.method import method_from_table
+from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import diloco
 from diloco.config import RunConfig
-from diloco.core.method import method_from_table
+from diloco.core.presets import method_from_table
 from diloco.errors import CheckpointError, ConfigError
 from diloco.events import Adopted, Evaluated, Finished, RunStarted, Stepped, read_events
 from diloco.exchange.base import Exchange

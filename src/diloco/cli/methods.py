@@ -19,7 +19,7 @@ def command(
     """List the methods with their resolved values and the papers they come from."""
     from rich.console import Console
 
-    from diloco.core.method import PRESETS
+    from diloco.core.presets import PRESETS
 
     methods = [preset() for preset in PRESETS.values()]
     if as_json:

@@ -25,7 +25,7 @@ def command(
     """Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."""
     import logging
 
-    from diloco.core.method import method_from_table
+    from diloco.core.presets import method_from_table
     from diloco.core.syncer import Deadlines
     from diloco.syncer.server import Options, Syncer
 

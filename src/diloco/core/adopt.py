@@ -2,11 +2,17 @@
 
 The learner has trained for τ steps since it sent the fragment, so its parameters θ hold work that the global value Θ
 does not have. The anchor becomes Θ whatever is adopted: the next outer gradient is measured from Θ, before mixing.
+
+    Replace            θ ← Θ                             what was trained after the send is discarded
+    Mix                θ ← α·θ + (1 − α)·Θ
+    KeepDisplacement   θ ← Θ + (θ − θ_sent)              what was trained after the send is kept
+    Eager              θ ← OuterOpt(anchor_m, Δ̃_m)      the learner takes the outer step itself, with its own newest work in it
 """
 
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +24,9 @@ from diloco.errors import LayoutError
 class Adopt(Choice):
     """How local and global parameters become the learner's new parameters."""
 
+    needs_origin: ClassVar[bool] = False
+    """Whether `adopt` asks for the parameters as they were when they were last sent or adopted."""
+
     @property
     @abstractmethod
     def keeps_pending(self) -> bool:
@@ -28,9 +37,10 @@ class Adopt(Choice):
         """
 
     @abstractmethod
-    def adopt(self, local: Tensor, global_: Tensor) -> Tensor:
-        """The learner's new parameters, fp32 of the arguments' shape (any, the same for both, both fp32).
+    def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
+        """The learner's new parameters, fp32 of the arguments' shape (any, the same for all, all fp32).
 
+        `origin`: the parameters when they were last sent; where nothing was sent since the last adoption, what was adopted.
         Neither argument is written to, and the result may be one of them: copy it before changing it. Raises
         LayoutError when the arguments do not fit each other.
         """
@@ -44,7 +54,7 @@ class Replace(Adopt):
     def keeps_pending(self) -> bool:
         return False
 
-    def adopt(self, local: Tensor, global_: Tensor) -> Tensor:
+    def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
         _check_fit(local, global_)
         return global_
 
@@ -68,7 +78,7 @@ class Mix(Adopt):
     def keeps_pending(self) -> bool:
         return self.alpha > 0
 
-    def adopt(self, local: Tensor, global_: Tensor) -> Tensor:
+    def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
         _check_fit(local, global_)
         if self.alpha == 0:
             return global_
@@ -77,7 +87,67 @@ class Mix(Adopt):
         return local.mul(self.alpha).add_(global_.mul(1 - self.alpha))
 
 
-ADOPTIONS: tuple[type[Adopt], ...] = (Replace, Mix)
+@dataclass(frozen=True)
+class KeepDisplacement(Adopt):
+    """θ ← Θ + (θ − θ_sent): the work done while the answer was on its way goes on top of it (arXiv 2605.20866).
+
+    Its tokens stay pending: the next outer gradient, measured from Θ, has that work in it.
+
+    >>> KeepDisplacement().adopt(torch.tensor([4.0]), torch.tensor([8.0]), torch.tensor([5.0]))   # [7.0]
+    """
+
+    needs_origin: ClassVar[bool] = True
+
+    @property
+    def keeps_pending(self) -> bool:
+        return True
+
+    def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
+        _check_fit(local, global_)
+        assert origin is not None
+        _check_fit(local, origin)
+        return local.sub(origin).add_(global_)
+
+
+@dataclass(frozen=True)
+class Eager(Adopt):
+    """θ ← OuterOpt(anchor_m, Δ̃_m): an outer step at every send, with the learner's own newest work in it (arXiv 2502.12996).
+
+    Each learner has an anchor and an outer state of its own, and measures from that anchor. `eager_gradient` is its Δ̃_m; what the
+    step gives is adopted as it is.
+    """
+
+    @property
+    def keeps_pending(self) -> bool:
+        return True
+
+    def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
+        _check_fit(local, global_)
+        return global_
+
+
+def eager_gradient(
+    newest: Tensor, newest_share: float, mean: Tensor | None, listed: Tensor | None, share: float
+) -> Tensor:
+    """Δ̃_m = Δ̄ + s'·Δ_m^(t) − s·Δ_m^(t−H), fp32 flat [n]; arXiv 2502.12996, algorithm 1.
+
+    Before the first mean has arrived it is s'·Δ_m^(t). Subtracted first, so that a lone learner's older work cancels to the bit.
+
+    Arguments:
+        newest: Δ_m^(t), this learner's newest outer gradient, as decoded from what goes on the wire.
+        newest_share: s', the part of the mean that it will have: 1 / M.
+        mean: Δ̄, the merged outer gradient that is due; None: none is.
+        listed: Δ_m^(t−H), this learner's outer gradient in that mean, as decoded; None: it is not in it.
+        share: s, the part of the mean that it had.
+    """
+    own = newest.mul(newest_share)
+    if mean is None:
+        return own
+    others = mean if listed is None else mean.sub(listed.mul(share))
+    return others.add(own)
+
+
+ADOPTIONS: tuple[type[Adopt], ...] = (Replace, Mix, KeepDisplacement, Eager)
 
 
 def adopt_from_dict(values: Mapping[str, object]) -> Adopt:

@@ -1,13 +1,20 @@
 """What a learner does when: sans-I/O bookkeeping of one learner's fragments, versions and tokens.
 
-    events:   stepped(tokens) · received(fragment, version, …) · rejected(fragment, round, reason) · rejoined(versions, step)
+    events:   stepped(tokens) · called(fragment) · received(fragment, version, …) · rejected(fragment, round, …) · rejoined(versions, step)
     answers:  which fragments to send · which answers to wait for · which versions to adopt
 
 One boundary after every inner step:
 
     sends = core.stepped(tokens)          measure and offer these displacements; sends come before applications
+    send = core.called(f)                 the same for a fragment that the syncer calls
     while core.waiting(): …               feed `received` and `rejected` until nothing due is missing (only where the method waits)
     for f, v in core.adoptions(): …       the global fragment f becomes version v on this learner; core.adopted(f, v)
+
+Who says when a fragment is sent decides what is adopted when:
+
+    scheduled   after the schedule's steps; a version is adopted τ steps after the send that it answers
+    called      at the boundary after the syncer's call; every version is adopted at the boundary after it has come
+    pushed      after H own steps; the newest version is adopted once the learner's own work is in one
 
 No tensor, clock, socket or thread is in here; `diloco.Learner` drives it.
 """
@@ -16,11 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from diloco.core.ledger import Ledger
+from diloco.core.method import Method
+from diloco.core.quorum import AllLive, Called
 from diloco.core.schedule import Schedule
-from diloco.core.update import MISSED, OUT_OF_STEP, TWICE
+from diloco.core.update import DROPPED, MISSED, OUT_OF_STEP, TWICE
 from diloco.errors import CheckpointError, VersionError
 
 
@@ -53,15 +62,40 @@ class Send:
 
 @dataclass
 class FragmentBook:
-    """One fragment as one learner sees it."""
+    """One fragment as one learner sees it.
+
+    Attributes:
+        held: the version adopted.
+        received: versions that are here and not adopted.
+        overwritten: tokens discarded by adoption and not yet reported.
+        passed: versions up to this one are passed over: the contribution to it was dropped, and its learner goes on from its own
+            parameters.
+        asked: the syncer has called it when there was no work on it.
+        push_at: where learners push: the inner step of the next push.
+        answered: where learners push: the newest contribution is settled, so the newest version may be adopted.
+    """
 
     held: int
     received: set[int] = field(default_factory=set)
     flights: list[Flight] = field(default_factory=list)
     pending_tokens: int = 0
     pending_steps: int = 0
-    overwritten: int = 0  # tokens discarded by adoption and not yet reported
+    overwritten: int = 0
+    passed: int = 0
+    asked: bool = False
+    push_at: int = 0
+    answered: bool = False
     ledger: Ledger = field(default_factory=Ledger)
+
+
+Mode = Literal["scheduled", "called", "pushed"]
+
+
+def mode_of(method: Method) -> Mode:
+    """Who says when a fragment is sent."""
+    if isinstance(method.quorum, AllLive):
+        return "scheduled"
+    return "called" if isinstance(method.quorum, Called) else "pushed"
 
 
 class LearnerCore:
@@ -73,6 +107,7 @@ class LearnerCore:
         wait: the method's answer to "does a learner block when an answer is due and not there?".
         keeps_pending: the adoption rule's; False discards the tokens trained between a send and its answer.
         step: the inner step to start from; a late joiner starts at the run's.
+        mode: who says when a fragment is sent.
     """
 
     def __init__(
@@ -83,28 +118,64 @@ class LearnerCore:
         wait: bool = True,
         keeps_pending: bool = False,
         step: int = 0,
+        mode: Mode = "scheduled",
     ) -> None:
         self.schedule = schedule
         self.wait = wait
         self.keeps_pending = keeps_pending
+        self.mode = mode
         self.step = step
         self.tokens = 0
-        self.books = [FragmentBook(held=version) for version in versions]
+        self.books = self._new_books(versions)
+
+    def _new_books(self, versions: Sequence[int]) -> list[FragmentBook]:
+        return [
+            FragmentBook(version, push_at=self.schedule.next_send(f, self.step)) for f, version in enumerate(versions)
+        ]
 
     @property
     def versions(self) -> tuple[int, ...]:
         """The version of each fragment that this learner holds."""
         return tuple(book.held for book in self.books)
 
-    def stepped(self, tokens: int) -> tuple[Send, ...]:
-        """One more inner step on `tokens` tokens; returns the fragments to send after it."""
+    def stepped(self, tokens: int, *, sync_every: int | None = None) -> tuple[Send, ...]:
+        """One more inner step on `tokens` tokens; returns the fragments to send after it.
+
+        `sync_every`: where learners push, the inner steps from this push to the next; None: the schedule's H.
+        """
         self.step += 1
         self.tokens += tokens
         for book in self.books:
             book.pending_tokens += tokens
             book.pending_steps += 1
             book.ledger.trained += tokens
-        return tuple(send for f in self.schedule.sends(self.step) if (send := self._send(f)) is not None)
+        if self.mode == "scheduled":
+            sends = [self._send(f) for f in self.schedule.sends(self.step)]
+        elif self.mode == "pushed":
+            sends = [self._push(f, sync_every) for f, book in enumerate(self.books) if book.push_at <= self.step]
+        else:
+            sends = [self.called(f) for f, book in enumerate(self.books) if book.asked]
+        return tuple(send for send in sends if send is not None)
+
+    def called(self, fragment: int) -> Send | None:
+        """The syncer asks for a fragment: all work on it since the last send or adoption.
+
+        None if the version held was answered already: what was trained since stays pending. None if there is no work yet; then it
+        is sent after the next step.
+        """
+        book = self.books[fragment]
+        if book.flights and book.flights[-1].base == book.held:
+            return None
+        book.asked = book.pending_steps == 0
+        return None if book.asked else self._offer(fragment, book.held)
+
+    def _push(self, fragment: int, sync_every: int | None) -> Send | None:
+        book = self.books[fragment]
+        if book.flights and book.flights[-1].base == book.held:
+            return None  # the answer to the last one is still on its way; the work goes with the next
+        book.push_at = self.step + (sync_every or self.schedule.sync_every_at(self.step + 1))
+        book.answered = False
+        return self._offer(fragment, book.held)
 
     def credit(self, tokens: int) -> None:
         """Tokens of a step whose gradients were merged before it was taken (`exchanged="gradients"`)."""
@@ -115,27 +186,35 @@ class LearnerCore:
 
     def _send(self, fragment: int) -> Send | None:
         book = self.books[fragment]
-        # τ = H keeps one answer on its way while the next displacement is sent. Any further one is late: the work stays
-        # pending and goes with the next send.
-        round_ = book.flights[-1].round + 1 if book.flights else book.held
-        if round_ - book.held > self.schedule.overlap // self.schedule.sync_every:
+        # An overlap of whole intervals keeps their answers on their way while the next displacement is sent. Any further one is late:
+        # the work stays pending and goes with the next send.
+        published = max(book.held, book.passed)
+        round_ = book.flights[-1].round + 1 if book.flights else published
+        if round_ - published > self.schedule.intervals_in_flight:
             return None
+        return self._offer(fragment, round_)
+
+    def _offer(self, fragment: int, round_: int) -> Send:
+        book = self.books[fragment]
         flight = Flight(round_, book.held, book.pending_tokens, book.pending_steps, self.step + self.schedule.overlap)
         book.flights.append(flight)
         discarded = (("overlap", book.overwritten),) if book.overwritten else ()
         book.pending_tokens = book.pending_steps = book.overwritten = 0
         return Send(fragment, round_, book.held, flight.tokens, flight.steps, discarded)
 
-    def received(self, fragment: int, version: int, listed: bool) -> None:
-        """A published version is here, decoded; `listed` says whether this learner's contribution is in it."""
+    def received(self, fragment: int, version: int, merged_round: int) -> tuple[Flight, ...]:
+        """A published version is here, decoded. `merged_round`: this learner's contributions up to that round are in it or in an
+        earlier version; −1: none is. Returns the flights of which that is news."""
         book = self.books[fragment]
         if version <= book.held:
-            return
+            return ()
         book.received.add(version)
-        for flight in book.flights:
-            if flight.round + 1 == version and listed and not flight.listed:
-                flight.listed = True
-                book.ledger.merged += flight.tokens
+        listed = tuple(flight for flight in book.flights if flight.round <= merged_round and not flight.listed)
+        for flight in listed:
+            flight.listed = True
+            book.ledger.merged += flight.tokens
+            book.answered = True
+        return listed
 
     def rejected(self, fragment: int, round_: int, reason: str) -> bool:
         """A contribution was refused: its tokens are discarded, or pending again if it only came out of step.
@@ -147,45 +226,64 @@ class LearnerCore:
         flight = next((each for each in book.flights if each.round == round_ and not each.listed), None)
         if flight is None:
             return False
-        if reason == OUT_OF_STEP:
+        if reason in (OUT_OF_STEP, DROPPED):
             book.pending_tokens += flight.tokens
             book.pending_steps += flight.steps
         else:
             book.ledger.discard(flight.tokens, reason)
-        if reason in (MISSED, TWICE):
+        if reason in (MISSED, TWICE) and self.mode == "scheduled":
             flight.tokens = 0
-        else:
-            book.flights.remove(flight)
+            return True
+        book.flights.remove(flight)
+        book.answered = True
+        if reason == DROPPED:
+            book.passed = round_ + 1
         return True
 
     def waiting(self) -> tuple[tuple[int, int], ...]:
         """(fragment, version) of every answer that is due now, not here, and waited for."""
         if not self.wait:
             return ()
+        if self.mode == "pushed":
+            return tuple(
+                (f, b.held + 1) for f, b in enumerate(self.books) if b.flights and not (b.answered and b.received)
+            )
         return tuple((f, v) for f, v in self._due() if v not in self.books[f].received and not self._overtaken(f, v))
 
     def adoptions(self) -> tuple[tuple[int, int], ...]:
         """(fragment, version) to adopt at this boundary.
 
-        A fragment in flight takes exactly the version its flight is for, when it is due. One with nothing in flight (a joiner
-        between two rounds, a rejected contribution) takes the newest version there is.
+        Scheduled: a fragment in flight takes exactly the version its flight is for, when it is due. One with nothing in flight (a
+        joiner between two rounds, a rejected contribution) takes the newest version there is.
         """
-        due = dict(self._due())
+        due = dict(self._due()) if self.mode == "scheduled" else {}
         adopt: list[tuple[int, int]] = []
         for f, book in enumerate(self.books):
+            newest = max((v for v in book.received if v > book.passed), default=None)
             if f in due and due[f] in book.received:
                 adopt.append((f, due[f]))
-            elif book.received and (not book.flights or (f in due and self._overtaken(f, due[f]))):
-                adopt.append((f, max(book.received)))
+            elif newest is not None and self._takes_newest(book, f in due and self._overtaken(f, due[f])):
+                adopt.append((f, newest))
         return tuple(adopt)
+
+    def _takes_newest(self, book: FragmentBook, overtaken: bool) -> bool:
+        match self.mode:
+            case "scheduled":
+                return not book.flights or overtaken
+            case "called":
+                return True
+            case "pushed":
+                return book.answered
 
     def adopted(self, fragment: int, version: int) -> tuple[Flight, ...]:
         """The learner now holds `version`; returns the flights this settles (listed, or missed for good)."""
         book = self.books[fragment]
         if version not in book.received:
             raise VersionError(f"fragment {fragment} cannot adopt version {version}: it was not received.")
-        settled = tuple(flight for flight in book.flights if flight.round < version)
-        book.flights = [flight for flight in book.flights if flight.round >= version]
+        # Where nobody blocks on a round, a contribution that is not in this version is late, and goes into a later one.
+        scheduled = self.mode == "scheduled"
+        settled = tuple(flight for flight in book.flights if (flight.round < version if scheduled else flight.listed))
+        book.flights = [flight for flight in book.flights if flight not in settled]
         for flight in settled:
             if not flight.listed:
                 book.ledger.discard(flight.tokens, MISSED)
@@ -193,7 +291,7 @@ class LearnerCore:
             book.ledger.discard(book.pending_tokens, "overlap")
             book.overwritten += book.pending_tokens
             book.pending_tokens = book.pending_steps = 0
-        book.held = version
+        book.held, book.answered = version, False
         book.received = {v for v in book.received if v > version}
         return settled
 
@@ -201,7 +299,7 @@ class LearnerCore:
         """A new incarnation: newest versions, the run's step, a fresh ledger. What was on its way went with the old one."""
         self.step = max(step, self.step)
         self.tokens = 0
-        self.books = [FragmentBook(held=version) for version in versions]
+        self.books = self._new_books(versions)
 
     def _due(self) -> list[tuple[int, int]]:
         return [(f, book.flights[0].round + 1) for f, book in enumerate(self.books)
@@ -222,6 +320,10 @@ class LearnerCore:
                     "pending_tokens": b.pending_tokens,
                     "pending_steps": b.pending_steps,
                     "overwritten": b.overwritten,
+                    "passed": b.passed,
+                    "asked": b.asked,
+                    "push_at": b.push_at,
+                    "answered": b.answered,
                     "received": sorted(b.received),
                     "flights": [asdict(flight) for flight in b.flights],
                     "ledger": asdict(b.ledger),
@@ -243,10 +345,13 @@ class LearnerCore:
             )
         self.step, self.tokens = state["step"], state["tokens"]
         self.books = [
-            FragmentBook(held=b["held"], received=set(b["received"]), flights=[Flight(**flight) for flight in b["flights"]],
-                         pending_tokens=b["pending_tokens"], pending_steps=b["pending_steps"], overwritten=b["overwritten"],
-                         ledger=Ledger(**{**b["ledger"], "discarded": dict(b["ledger"]["discarded"])}))
-            for b in state["books"]
+            FragmentBook(**{
+                **book,
+                "received": set(book["received"]),
+                "flights": [Flight(**flight) for flight in book["flights"]],
+                "ledger": Ledger(**{**book["ledger"], "discarded": dict(book["ledger"]["discarded"])}),
+            })
+            for book in state["books"]
         ]  # fmt: skip
 
     def reincarnated(self) -> None:

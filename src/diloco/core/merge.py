@@ -180,11 +180,13 @@ def encoded_of(
     contributions: Sequence[_Contribution],
     weights: Sequence[float],
     payloads: Sequence[Tensor],
+    round_: int,
     tensors: range | None = None,
 ) -> list[Encoded]:
     """What each learner brings: its contributions (next to each other, late before fresh) become one.
 
-    `weights` has one entry per learner, `payloads` one per contribution. `tensors`: where the payloads are of a shard, the
+    `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in. `tensors`:
+    where the payloads are of a shard, the
     indices of its tensors in the fragment (`shard_of`). Raises ConfigError when the numbers do not fit.
     """
     learners = list(dict.fromkeys(contribution.learner for contribution in contributions))
@@ -205,7 +207,7 @@ def encoded_of(
                 learner,
                 tuple(payloads[i] for i in own),
                 weight,
-                max(contributions[i].round - contributions[i].base for i in own),
+                max(round_ - contributions[i].base for i in own),
                 None if None in trained else frozenset(indices),
             )
         )

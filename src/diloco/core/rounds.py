@@ -56,6 +56,7 @@ class Member:
         ready: it has trained since it joined; one that is still starting up delays nobody.
         ready_step: the inner step known when it became ready: it may have passed that one without contributing.
         tokens: trained by this incarnation.
+        sent_step: by fragment, the inner step after which it last contributed.
     """
 
     learner: str
@@ -69,6 +70,7 @@ class Member:
     ready: bool = False
     ready_step: int = 0
     tokens: int = 0
+    sent_step: dict[int, int] = field(default_factory=dict)
 
     @property
     def healthy(self) -> bool:
@@ -78,25 +80,52 @@ class Member:
 
 @dataclass
 class Round:
-    """An open round: after which inner step it was sent (the earliest), who is waited for, and what has come in."""
+    """An open round of a fragment.
+
+    Attributes:
+        number: the version that it starts from.
+        opened_at: when its first contribution came, or when it was called.
+        step: after which inner step its contributions were sent (the earliest).
+        members: who is waited for.
+        contributions: the newest of each learner.
+        earlier: what came too late for the round before, of learners that have a newer one here.
+        fresh: who has answered the call, or pushed since the round before was closed.
+        called: the syncer has asked for it.
+        quorum_at: when enough fresh contributions were there.
+        closed_at: when it was closed to be merged.
+    """
 
     number: int
     opened_at: float
     step: int
     members: set[str]
     contributions: dict[str, Contribution] = field(default_factory=dict)
+    earlier: list[Contribution] = field(default_factory=list)
+    fresh: set[str] = field(default_factory=set)
+    called: bool = False
+    quorum_at: float | None = None
+    closed_at: float | None = None
+
+    @property
+    def everything(self) -> tuple[Contribution, ...]:
+        """All contributions, in merge order: by learner, and a learner's late ones before its fresh one."""
+        late = sorted(self.earlier, key=lambda c: (c.incarnation, c.round))
+        by_learner = sorted((*late, *self.contributions.values()), key=lambda c: c.learner)
+        return tuple(by_learner)
 
 
 @dataclass
 class FragmentState:
     """One fragment as the syncer sees it: `version` is published, `step` is that of the round it came from (0: not known).
 
-    `phase` is that of the round that follows it: "open", "merging" (tensor work under way) or "storing".
+    `phase` is that of the round that follows it: "open", "merging" (tensor work under way) or "storing". `turn`: the run clock at
+    which the syncer calls it next, where it calls.
     """
 
     version: int
     phase: Literal["open", "merging", "storing"] = "open"
     step: int = 0
+    turn: int = 0
     rounds: dict[int, Round] = field(default_factory=dict)
 
 
@@ -118,7 +147,10 @@ class Reject:
 
 @dataclass(frozen=True)
 class Merge:
-    """Close the round: merge these contributions (in learner-id order) and take the outer step; then call `merged`."""
+    """Close the round: merge these contributions and take the outer step; then call `merged`.
+
+    In learner-id order; a learner may have several, the late ones first, which are added up. `weights`: one per learner.
+    """
 
     fragment: int
     round: int
@@ -145,6 +177,15 @@ class Publish:
 
 
 @dataclass(frozen=True)
+class Call:
+    """Ask these learners for their work on the fragment, which is at this version."""
+
+    fragment: int
+    version: int
+    learners: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Evict:
     """Tell this incarnation that it is out. `replaced`: a newer one has its place, so it must not come back."""
 
@@ -161,4 +202,4 @@ class WakeAt:
     at: float
 
 
-Action = Accept | Reject | Merge | Store | Publish | Evict | WakeAt
+Action = Accept | Reject | Merge | Store | Publish | Call | Evict | WakeAt

@@ -12,15 +12,53 @@ H, 2H, … steps. torchft's convention, which counts to the application, is o_p 
 At one boundary (after one inner step) sends come before applications: with τ = H a fragment's next outer gradient is
 measured before the answer to the previous one is applied.
 
+H may change over a run: `sync_every = ((0, 30), (1000, 100))` synchronises every 30 inner steps up to step 1000 and every 100 after
+it. Each piece starts counting at its first step.
+
+Where the outer optimizer is on the learners an overlap may be two intervals, τ = 2H (eager updates, arXiv 2502.12996).
+
 Streaming DiLoCo, arXiv 2501.18512, algorithm 2.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import floor
+from typing import ClassVar, NamedTuple, cast
 
 from diloco.core.values import whole_number
 from diloco.errors import ConfigError
+
+SyncEvery = int | tuple[tuple[int, int], ...]
+"""H, or (from_step, H) for each piece of a run."""
+
+MAX_INTERVALS_IN_FLIGHT = 2
+
+
+def sync_every_of(value: object) -> SyncEvery:
+    """Read H from what a run file or a caller gives: a number, or pairs of from_step and H in ascending order, the first from 0.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if not isinstance(value, list | tuple):
+        whole_number("sync_every", value, minimum=1)
+        return cast("int", value)
+    pieces: list[tuple[int, int]] = []
+    for piece in value:
+        if not isinstance(piece, list | tuple) or len(piece) != 2:
+            raise ConfigError(
+                f"sync_every must be a whole number of at least 1 or pairs [from_step, H], not {value!r}."
+            )
+        from_step, every = piece
+        whole_number("from_step of sync_every", from_step, minimum=0)
+        whole_number("H of sync_every", every, minimum=1)
+        if from_step != 0 if not pieces else from_step <= pieces[-1][0]:
+            raise ConfigError(f"the pieces of sync_every start at 0 and ascend, unlike {value!r}.")
+        pieces.append((from_step, every))
+    if not pieces:
+        raise ConfigError("sync_every names no piece; give a whole number, or pairs [from_step, H].")
+    return pieces[0][1] if len(pieces) == 1 else tuple(pieces)
 
 
 class Due(NamedTuple):
@@ -34,10 +72,10 @@ class Due(NamedTuple):
 class Schedule:
     """The communication pattern of one learner.
 
-    sync_every: H ≥ 1, inner steps between two synchronisations of one fragment. num_fragments: P ≥ 1. overlap: τ, 0 ≤
-    τ ≤ H, inner steps between sending and applying. offsets: one integer in 0..H per fragment (0 means H); afterwards
-    `offsets` holds the resolved ones, in 1..H: the first inner step after which each fragment is sent. When τ > H / P
-    several fragments are in flight at once. Raises ConfigError when the numbers cannot work.
+    sync_every: H ≥ 1, inner steps between two synchronisations of one fragment, or pieces of it (see above). num_fragments: P ≥ 1.
+    overlap: τ, 0 ≤ τ ≤ 2H, inner steps between sending and applying. offsets: one integer in 0..H per fragment (0 means H);
+    afterwards `offsets` holds the resolved ones of the first piece, in 1..H: the first inner step after which each fragment is sent.
+    When τ > H / P several fragments are in flight at once. Raises ConfigError when the numbers cannot work.
 
     >>> schedule = Schedule(sync_every=6, num_fragments=2, overlap=1)
     >>> schedule.offsets
@@ -46,52 +84,83 @@ class Schedule:
     (Due(send=(0,), apply=()), Due(send=(), apply=(0,)))
     """
 
-    sync_every: int
+    sync_every: SyncEvery
     num_fragments: int
     overlap: int = 0
     offsets: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        whole_number("sync_every", self.sync_every, minimum=1)
+        object.__setattr__(self, "sync_every", sync_every_of(self.sync_every))
         whole_number("num_fragments", self.num_fragments, minimum=1)
         whole_number("overlap", self.overlap, minimum=0)
-        if self.overlap > self.sync_every:
-            raise ConfigError(
-                f"overlap={self.overlap} exceeds sync_every={self.sync_every}; an overlap is at most one period."
-            )
-        object.__setattr__(self, "offsets", self._resolved_offsets())
+        if self.offsets is not None and len(self._pieces) > 1:
+            raise ConfigError("offsets belong to one sync_every; drop them, or give sync_every one value.")
+        for _, every in self._pieces:
+            if self.overlap > MAX_INTERVALS_IN_FLIGHT * every:
+                raise ConfigError(f"overlap={self.overlap} exceeds two periods of sync_every={every}; lower it.")
+        resolved = [self._resolved_offsets(every) for _, every in self._pieces]
+        object.__setattr__(self, "offsets", resolved[0])
+        object.__setattr__(self, "_resolved", tuple(resolved))
+
+    @property
+    def _pieces(self) -> tuple[tuple[int, int], ...]:
+        return ((0, self.sync_every),) if isinstance(self.sync_every, int) else self.sync_every
+
+    @property
+    def intervals_in_flight(self) -> int:
+        """How many answers to a fragment may still be on their way when its next outer gradient is sent."""
+        return max(self.overlap // every for _, every in self._pieces)
+
+    def sync_every_at(self, step: int) -> int:
+        """H after inner step `step`."""
+        return self._pieces[self._piece(step)][1]
 
     def sends(self, step: int) -> tuple[int, ...]:
         """The fragments sent after inner step `step` (1, 2, 3, …), in ascending order."""
-        return self._phase(step)
+        if step < 1:
+            return ()
+        piece = self._piece(step)
+        start, every = self._pieces[piece]
+        return tuple(p for p, offset in enumerate(self._resolved[piece]) if (step - start - offset) % every == 0)
 
     def applies(self, step: int) -> tuple[int, ...]:
         """The fragments applied after inner step `step`: those sent τ steps earlier."""
-        return self._phase(step - self.overlap)
+        return self.sends(step - self.overlap)
 
     def due(self, step: int) -> Due:
         """What is due after inner step `step`; the sends come first."""
         return Due(self.sends(step), self.applies(step))
 
-    def _phase(self, step: int) -> tuple[int, ...]:
-        if step < 1:
-            return ()
-        assert self.offsets is not None
-        return tuple(p for p, offset in enumerate(self.offsets) if (step - offset) % self.sync_every == 0)
+    def next_send(self, fragment: int, after: float) -> int:
+        """The first inner step later than `after` after which the fragment is sent."""
+        step = floor(after) + 1
+        while True:
+            piece = self._piece(step)
+            start, every = self._pieces[piece]
+            due = step + (start + self._resolved[piece][fragment] - step) % every
+            if piece + 1 == len(self._pieces) or due <= self._pieces[piece + 1][0]:
+                return due
+            step = self._pieces[piece + 1][0] + 1
 
-    def _resolved_offsets(self) -> tuple[int, ...]:
+    def _piece(self, step: int) -> int:
+        """Which piece inner step `step` (≥ 1) belongs to: the last that starts before it."""
+        return max(0, bisect_left(self._pieces, (step, 0)) - 1)
+
+    def _resolved_offsets(self, every: int) -> tuple[int, ...]:
         if self.offsets is None:
-            if self.sync_every < self.num_fragments:
+            if every < self.num_fragments:
                 raise ConfigError(
-                    f"sync_every={self.sync_every} is less than the {self.num_fragments} fragments;"
+                    f"sync_every={every} is less than the {self.num_fragments} fragments;"
                     " use fewer fragments, a larger sync_every, or give offsets."
                 )
-            return tuple((p + 1) * self.sync_every // self.num_fragments for p in range(self.num_fragments))
+            return tuple((p + 1) * every // self.num_fragments for p in range(self.num_fragments))
         if len(self.offsets) != self.num_fragments:
             raise ConfigError(
                 f"offsets={tuple(self.offsets)} needs one offset for each of the {self.num_fragments} fragments."
             )
         for offset in self.offsets:
-            if type(offset) is not int or not 0 <= offset <= self.sync_every:
-                raise ConfigError(f"offset {offset!r} must be a whole number from 0 to sync_every={self.sync_every}.")
-        return tuple(offset or self.sync_every for offset in self.offsets)
+            if type(offset) is not int or not 0 <= offset <= every:
+                raise ConfigError(f"offset {offset!r} must be a whole number from 0 to sync_every={every}.")
+        return tuple(offset or every for offset in self.offsets)
+
+    _resolved: ClassVar[tuple[tuple[int, ...], ...]]

@@ -3,37 +3,28 @@
     events:   joined · left · heartbeat · disconnected · contributed · merged · stored · tick        (each with the time)
     actions:  Accept · Reject · Merge · Store · Publish · Evict · WakeAt                             (values, carried out by the caller)
 
-The life of a round: the first contribution opens it, with everybody who trains at that moment as members; the set only shrinks
-(eviction, departure). When `decide()` says so it is merged; the result is stored; only then is it published and visible. While one
-round of a fragment is merged or stored, contributions to the next are kept.
-
-Learners block on the rounds they contributed to, so rounds of several fragments must not wait for each other in a circle. All
-learners send the fragments in one order, that of the inner steps, but one that joins may be a little behind the others, or ahead:
-
-    behind: it contributes after a step after which the others contributed to the round before. Its contribution is sent back, it
-            keeps the work, and goes on to the step where the others are.
-    ahead:  it had passed the step of a round before it counted as training. Such a round does not wait for it.
-
-Should there be a circle nevertheless (a restart forgets who was where), everybody is blocked: then a round stops waiting for those
-who are blocked in a round of a later step. All this needs a learner's contributions to arrive in order.
+The life of a round: contributions come in; when `decide()` says so it is merged; the result is stored; only then is it published
+and visible. Who opens a round, who belongs to it and what becomes of late work is in `core.scheduled` for rounds that all learners
+contribute to by schedule, and in `core.opened` for those that nobody blocks on.
 
 No tensor, clock, socket or thread is in here. `exchange.local` and the syncer process drive it, in lock step or under a lock.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from diloco.core import opened, scheduled
 from diloco.core.ledger import Ledger, total
 from diloco.core.merge import weights_of
 from diloco.core.method import Method
-from diloco.core.quorum import Decision, decide
+from diloco.core.quorum import Decision, Pace
 from diloco.core.rounds import (
     Accept,
     Action,
+    Call,
     Deadlines,
     Evict,
     FragmentState,
@@ -45,12 +36,13 @@ from diloco.core.rounds import (
     Store,
     WakeAt,
 )
-from diloco.core.update import MISSED, OUT_OF_STEP, TWICE, Contribution
+from diloco.core.update import DROPPED, OUT_OF_STEP, OUTLIER, Contribution
 from diloco.errors import StaleIncarnationError, VersionError
 
 __all__ = [
     "Accept",
     "Action",
+    "Call",
     "Deadlines",
     "Evict",
     "FragmentState",
@@ -78,6 +70,8 @@ class SyncerCore:
             are not in it was acknowledged before the restart and not merged: it is lost.
         step: the highest inner step known.
         round_steps: per fragment, after which inner step the contributions to its version were sent, as `round_steps` said.
+        clock: the run clock, as `clock` said.
+        merged_rounds: as `merged_rounds` said.
     """
 
     def __init__(
@@ -91,12 +85,20 @@ class SyncerCore:
         ledgers: Mapping[str, Sequence[Ledger]] | None = None,
         step: int = 0,
         round_steps: Sequence[int] | None = None,
+        clock: float = 0.0,
+        merged_rounds: Mapping[str, Sequence[tuple[int, int]]] | None = None,
     ) -> None:
         self.method = method
+        self.schedule = method.schedule(len(versions))
+        self.clock = clock
+        """The run clock: inner steps that an average live learner has taken. It paces the rounds that the syncer calls."""
+        self.pace = Pace()
+        self.merged_rounds = {learner: list(rounds) for learner, rounds in (merged_rounds or {}).items()}
+        """By learner, for each fragment: the newest of its contributions that is in a published version, as (incarnation, round)."""
         self.deadlines = deadlines or Deadlines()
         self.fragments = [
-            FragmentState(version, step=sent)
-            for version, sent in zip(versions, round_steps or [0] * len(versions), strict=True)
+            FragmentState(version, step=sent, turn=self.schedule.next_send(index, clock))
+            for index, (version, sent) in enumerate(zip(versions, round_steps or [0] * len(versions), strict=True))
         ]
         self.members: dict[str, Member] = {member.learner: member for member in roster}
         self.incarnations: dict[str, int] = dict(incarnations or {})
@@ -109,6 +111,12 @@ class SyncerCore:
             if member is None:
                 for ledger in books:
                     ledger.lose()
+
+    def wind(self, clock: float) -> None:
+        """Set the run clock (of a checkpoint), and every fragment's next turn by it."""
+        self.clock = clock
+        for index, state in enumerate(self.fragments):
+            state.turn = self.schedule.next_send(index, clock)
 
     # --- membership -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +162,8 @@ class SyncerCore:
         self._alive(now, member, step, tokens)
         if tokens > 0 and not member.ready:
             member.ready, member.ready_step = True, member.step
-        return self._look_again(now) if waiting else self._wake()
+        look = waiting or not self.method.quorum.scheduled
+        return self._look_again(now) if look else self._wake(now)
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:
         """Its connection broke; it has until its lost deadline to come back."""
@@ -162,7 +171,7 @@ class SyncerCore:
         if member is None or member.incarnation != incarnation:
             return []
         member.connected, member.seen_at = False, now
-        return self._wake()
+        return self._wake(now)
 
     def left(self, now: float, learner: str, incarnation: int, *, tokens: int) -> list[Action]:
         """It says goodbye. What it was acknowledged for stays; what it had pending is lost with it."""
@@ -176,7 +185,7 @@ class SyncerCore:
         """Time has passed: give up learners whose deadline is over, and look at every open round again."""
         actions: list[Action] = []
         for member in list(self.members.values()):
-            if now >= self._deadline(member):
+            if now >= self.deadline(member):
                 silent = now - member.seen_at >= self.deadlines.lost_after_s(member.step_s)
                 reason = (
                     f"nothing heard for {now - member.seen_at:.1f} s"
@@ -205,48 +214,35 @@ class SyncerCore:
         member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
         if not member.ready:
             member.ready, member.ready_step = True, c.step - 1
-        return [self._answer(now, c), *self._look_again(now)]
+        answer = (scheduled.answer if self.method.quorum.scheduled else opened.answer)(self, now, c)
+        if isinstance(answer, Accept):
+            member.sent_step[c.fragment] = c.step
+        return [answer, *self._look_again(now)]
 
-    def _answer(self, now: float, c: Contribution) -> Accept | Reject:
-        fragment = self.fragments[c.fragment]
-        version, round_ = fragment.version, fragment.rounds.get(c.round)
-        earlier = round_.contributions.get(c.learner) if round_ else None
-        if earlier == c:
-            return Accept(c, duplicate=True)
-        if not 0 <= c.base <= version or not 0 <= c.round - c.base <= self.method.overlap // self.method.sync_every:
-            return self._reject(c, "version")
-        if c.round < version or (c.round == version and fragment.phase != "open"):
-            # Sent again because the answer was lost: merged since, perhaps before a restart.
-            return Accept(c, duplicate=True) if self._is_counted(c) else self._reject(c, MISSED)
-        if c.round == version:
-            after_step: float = fragment.step
-        else:  # to the round after the one that is open, by a learner that had to contribute to that one first
-            after_step = fragment.rounds[version].step if version in fragment.rounds else math.inf
-        if c.step <= after_step:
-            return self._reject(c, OUT_OF_STEP)
-        if earlier is not None:
-            return self._reject(c, TWICE)
-        if round_ is None:
-            round_ = fragment.rounds[c.round] = Round(c.round, now, c.step, set(self.members))
-        round_.contributions[c.learner] = c
-        round_.step = min(round_.step, c.step)
-        return Accept(c, duplicate=False)
+    def merged(self, fragment: int, refused: Sequence[str] = ()) -> list[Action]:
+        """The tensor work of the fragment's round is done; its tokens count as merged in the ledgers that are stored with it.
 
-    def merged(self, fragment: int) -> list[Action]:
-        """The tensor work of the fragment's round is done; its tokens count as merged in the ledgers that are stored with it."""
+        `refused`: learners whose contributions the method's screen left out.
+        """
         state = self.fragments[fragment]
         state.phase = "storing"
-        _count_merged(self.ledgers, state.rounds[state.version], fragment)
-        return [Store(fragment, state.version + 1)]
+        round_ = state.rounds[state.version]
+        left_out = [c for c in round_.everything if c.learner in refused]
+        for c in left_out:
+            self._discard(c, OUTLIER)
+        round_.earlier = [c for c in round_.earlier if c.learner not in refused]
+        for learner in refused:
+            del round_.contributions[learner]
+        _count_merged(self.ledgers, round_, fragment)
+        return [*(Reject(c, OUTLIER) for c in left_out), Store(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
         """The round cannot be merged (its result is not finite): stay at the version, and reject what is in it or counts on it."""
         state = self.fragments[fragment]
-        contributions = [c for round_ in state.rounds.values() for c in round_.contributions.values()]
+        contributions = [c for round_ in state.rounds.values() for c in round_.everything]
         state.rounds, state.phase = {}, "open"
         for c in contributions:
-            _count_discards(self.ledgers[c.learner][fragment], c)
-            self.ledgers[c.learner][fragment].discard(c.tokens, reason)
+            self._discard(c, reason)
         return [*(Reject(c, reason) for c in contributions), *self._look_again(now)]
 
     def stored(self, now: float, fragment: int) -> list[Action]:
@@ -254,65 +250,75 @@ class SyncerCore:
         state = self.fragments[fragment]
         round_ = state.rounds.pop(state.version)
         state.version, state.step, state.phase = state.version + 1, round_.step, "open"
+        for c in round_.everything:
+            rounds = self.merged_rounds.setdefault(c.learner, [(0, -1)] * len(self.fragments))
+            rounds[fragment] = max(rounds[fragment], (c.incarnation, c.round))
         for member in self.members.values():
             member.waiting = member.waiting and member.learner not in round_.contributions
+        if round_.closed_at is not None:
+            self.pace.measured(sync_s=now - round_.closed_at)
         contributors = tuple(sorted(round_.contributions))
         return [Publish(fragment, state.version, contributors), *self._look_again(now)]
 
+    def merged_round(self, learner: str, incarnation: int, fragment: int) -> int:
+        """The newest round of a contribution of this incarnation that is in the published version or an earlier one; −1: none is."""
+        last, round_ = self.merged_rounds.get(learner, [(0, -1)] * len(self.fragments))[fragment]
+        return round_ if last == incarnation else -1
+
+    def sync_every_of(self, learner: str) -> int:
+        """Inner steps between two pushes of this learner: ⌊v/v_max · H⌋ by measured speed where the method's steps are dynamic."""
+        every = self.schedule.sync_every_at(self.step + 1)
+        member = self.members.get(learner)
+        step_times = [each.step_s for each in self.members.values() if each.step_s]
+        if not self.method.dynamic_steps or member is None or not member.step_s:
+            return every
+        return max(1, int(min(step_times) / member.step_s * every))
+
     def decision(self, now: float, fragment: int) -> Decision | None:
-        """What `decide()` says of the fragment's open round; None if none is open."""
-        state = self.fragments[fragment]
-        round_ = state.rounds.get(state.version)
-        if round_ is None or state.phase != "open":
-            return None
-        deadlines = {m.learner: self._deadline(m) for m in self.members.values()}
-        return decide(now, round_.contributions, round_.members, deadlines, self.method.quorum)
+        """Whether the fragment's open round is merged, and if not, why; None if none is open."""
+        if self.method.quorum.scheduled:
+            return scheduled.decision(self, now, fragment)
+        return opened.decision(self, now, fragment)
 
     def _look_again(self, now: float) -> list[Action]:
-        actions: list[Action] = []
+        before_decisions = scheduled.before_decisions if self.method.quorum.scheduled else opened.before_decisions
+        actions = before_decisions(self, now)
         for index, state in enumerate(self.fragments):
-            for round_ in state.rounds.values():
-                round_.members = {learner for learner in round_.members if self._belongs(learner, round_)}
             decision = self.decision(now, index)
             if decision is not None and decision.merge is not None:
                 state.phase = "merging"
-                contributions = tuple(state.rounds[state.version].contributions[learner] for learner in decision.merge)
-                weights = weights_of(
-                    self.method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
-                    [each.round - each.base for each in contributions],
-                )  # fmt: skip
-                actions.append(Merge(index, state.version, contributions, tuple(weights), 1.0))
-        return actions + self._wake()
+                round_ = state.rounds[state.version]
+                round_.closed_at = now
+                actions.append(self._merge(index, round_))
+        return actions + self._wake(now)
 
-    def _belongs(self, learner: str, round_: Round) -> bool:
-        """Whether a member stays one. A lost connection does not matter: until its deadline a learner may come back with its work."""
-        member = self.members.get(learner)
-        if member is None or learner in round_.contributions:
-            return member is not None
-        return member.ready and member.ready_step < round_.step and not self._is_in_circle(member, round_)
+    def _merge(self, fragment: int, round_: Round) -> Merge:
+        everything = round_.everything
+        learners = sorted(round_.contributions)
+        each = [[c for c in everything if c.learner == learner] for learner in learners]
+        weights = weights_of(
+            self.method.weight,
+            [sum(c.tokens for c in own) for own in each],
+            [sum(c.steps for c in own) for own in each],
+            [max(round_.number - c.base for c in own) for own in each],
+        )
+        if not any(weights):  # work without tokens
+            weights = [1.0] * len(learners)
+        scale = opened.scale(self, round_, weights)
+        return Merge(fragment, round_.number, everything, tuple(weights), scale)
 
-    def _is_in_circle(self, member: Member, round_: Round) -> bool:
-        """Whether all learners are blocked, and this one in a round of a later step that those it waits for have not reached."""
-        if not all(each.waiting for each in self.members.values() if each.ready):
-            return False
-        for state in self.fragments:
-            later = state.rounds.get(state.version)
-            if later is None or later.step <= round_.step or state.phase != "open":
-                continue
-            missing = [
-                self.members[each] for each in later.members - later.contributions.keys() if each in self.members
-            ]
-            if member.learner in later.contributions and all(each.step < later.step for each in missing):
-                return True
-        return False
-
-    def _wake(self) -> list[Action]:
-        """At the next deadline of anybody, whether a round waits for it or not."""
-        return [WakeAt(min(map(self._deadline, self.members.values())))] if self.members else []
+    def _wake(self, now: float) -> list[Action]:
+        """At the next deadline of anybody, whether a round waits for it or not, and at the end of the next grace window."""
+        times = [self.deadline(member) for member in self.members.values()]
+        if not self.method.quorum.scheduled:
+            decisions = (self.decision(now, fragment) for fragment in range(len(self.fragments)))
+            times += [d.wait_until for d in decisions if d is not None and d.wait_until is not None]
+        return [WakeAt(min(times))] if times else []
 
     # --- helpers ----------------------------------------------------------------------------------------------------------
 
-    def _deadline(self, member: Member) -> float:
+    def deadline(self, member: Member) -> float:
+        """When a member is given up if nothing more is heard of it."""
         lost_at = member.seen_at + self.deadlines.lost_after_s(member.step_s)
         return min(lost_at, member.progressed_at + self.deadlines.stalled_after_s(member.step_s))
 
@@ -332,9 +338,9 @@ class SyncerCore:
         state = self.fragments[fragment]
         stored = state.version if state.phase == "storing" else None
         rounds = (round_ for number, round_ in state.rounds.items() if number != stored)
-        return sum(c.accounted for round_ in rounds if (c := round_.contributions.get(learner)) is not None)
+        return sum(c.accounted for round_ in rounds for c in round_.everything if c.learner == learner)
 
-    def _is_counted(self, c: Contribution) -> bool:
+    def is_counted(self, c: Contribution) -> bool:
         """Whether the tokens of a contribution are in the books already. All that its learner had trained when it was sent is in it
         or was accounted for before, so anything that is left uncounted is its own."""
         ledger = self.ledgers[c.learner][c.fragment]
@@ -347,18 +353,26 @@ class SyncerCore:
         member.seen_at, member.connected = now, True
         if step > member.step or member.waiting:
             member.progressed_at = now
-        member.step, member.tokens = max(step, member.step), max(tokens, member.tokens)
+        steps = max(0, step - member.step)
+        member.step, member.tokens = member.step + steps, max(tokens, member.tokens)
         self.step = max(self.step, member.step)
         for ledger in self.ledgers[member.learner]:
             ledger.trained = max(ledger.trained, self._settled_trained[member.learner] + tokens)
+        if steps and not self.method.quorum.scheduled:
+            opened.reported(self, steps)
 
-    def _reject(self, c: Contribution, reason: str) -> Reject:
-        if not self._is_counted(c):
+    def reject(self, c: Contribution, reason: str) -> Reject:
+        """Send a contribution back, and count the tokens that go with it."""
+        if not self.is_counted(c):
             ledger = self.ledgers[c.learner][c.fragment]
             _count_discards(ledger, c)
-            if reason != OUT_OF_STEP:
+            if reason not in (OUT_OF_STEP, DROPPED):
                 ledger.discard(c.tokens, reason)
         return Reject(c, reason)
+
+    def _discard(self, c: Contribution, reason: str) -> None:
+        _count_discards(self.ledgers[c.learner][c.fragment], c)
+        self.ledgers[c.learner][c.fragment].discard(c.tokens, reason)
 
     @property
     def round_steps(self) -> list[int]:
@@ -391,7 +405,7 @@ class SyncerCore:
                 "waiting": m.waiting,
                 "step_s": m.step_s,
                 "silent_s": max(0.0, now - m.seen_at),
-                "given_up_in_s": max(0.0, self._deadline(m) - now),
+                "given_up_in_s": max(0.0, self.deadline(m) - now),
             }
             for m in sorted(self.members.values(), key=lambda m: m.learner)
         }
@@ -416,9 +430,9 @@ class SyncerCore:
 
 
 def _count_merged(ledgers: Mapping[str, Sequence[Ledger]], round_: Round, fragment: int, *, sign: int = 1) -> None:
-    for learner, c in round_.contributions.items():
-        ledgers[learner][fragment].merged += sign * c.tokens
-        _count_discards(ledgers[learner][fragment], c, sign=sign)
+    for c in round_.everything:
+        ledgers[c.learner][fragment].merged += sign * c.tokens
+        _count_discards(ledgers[c.learner][fragment], c, sign=sign)
 
 
 def _count_discards(ledger: Ledger, c: Contribution, *, sign: int = 1) -> None:

@@ -5,6 +5,11 @@
     lossless `down`:  Θ' = Θ*, the payload carries Θ'
     lossy `down`:     payload = encode(Θ* − Θ + e);  Θ' = Θ + decode(payload);  e' = (Θ* − Θ + e) − decode(payload)
 
+Where the outer optimizer is on the learners (`outer_at="learners"`: delayed and eager updates) the merged outer gradient itself is
+published, and everybody who holds the fragment takes the same outer step:
+
+    payload = encode(Δ̄ + e);  Δ̄' = decode(payload);  Θ' = OuterOpt(Θ, Δ̄');  e' = Δ̄ + e − Δ̄'
+
 The syncer adopts what it publishes: Θ' is computed from the payload by the same `advance` that every learner runs, so all
 holders of a version hold the same bits. All tensors are flat fp32 on the host: a whole fragment, or a shard of it that starts at
 a segment boundary (`codecs.SEGMENT_ELEMENTS`); every operation is elementwise or within a segment, so shards give the bits of the whole.
@@ -24,13 +29,23 @@ from diloco.core.method import Method
 
 SMALLEST_NORMAL = 2.0**-126  # below it devices disagree on denormals
 
+# Why a contribution is sent back: the work stays with the learner, pending, and goes with its next contribution.
 OUT_OF_STEP = "out of step"
-"""Why a contribution is sent back: the others sent theirs to the round before after this same step of the schedule. The work stays
-with the learner, pending, and goes with its next contribution."""
+"""The others sent theirs to the round before after this same step of the schedule."""
+DROPPED = "dropped"
+"""It is one of those that `AllLive(drop=…)` leaves out."""
 
+# Why a contribution is discarded.
 MISSED = "missed"
+"""The round is closed. Its answer comes all the same."""
 TWICE = "twice in one round"
-"""Why a contribution is discarded: the round is closed, or has one of an earlier incarnation. Its answer comes all the same."""
+"""The round has one of an earlier incarnation. Its answer comes all the same."""
+LATE = "late"
+"""It was measured from an older version than the newest, and the quorum's `late` is "drop"."""
+VERSION = "version"
+"""Nobody who follows the protocol could send it."""
+OUTLIER = "outlier"
+"""The method's screen refused its norm."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,8 @@ class Update:
         contributors, weights: whose work is in it, in merge order.
         scale: what the merged outer gradient was multiplied by.
         digest: of the new global fragment, fp32.
-        lossless: True: the payload is the new fragment in fp32 and needs no base. False: it is the encoded change from `base`.
+        lossless: True: the payload is the new fragment in fp32 and needs no base. False: it is the encoded change from `base`, or
+            the encoded outer gradient that takes `base` to `version`.
     """
 
     fragment: int
@@ -131,6 +147,10 @@ def close_round(
     merged = method.merge.merge(method.up, contributions, places, theta.numel(), momentum)
     if scale != 1.0:
         merged = merged.mul_(scale)
+    if method.outer_at == "learners":
+        payload, residual, mean = _encoded(method, merged, residual)
+        taken = _outer_step(method, theta, outer_state, mean)
+        return Closed(taken.theta, taken.outer_state, residual, payload)
     if method.exchanged == "gradients":  # the answer is the mean itself, a change from nothing
         theta, target = torch.zeros_like(theta), merged
     else:
@@ -138,26 +158,73 @@ def close_round(
     if method.down.lossless:
         new = flush_denormals(target)
         return Closed(new, outer_state, None, method.down.encode(new))
-    change = target.sub(theta)
+    payload, residual, sent = _encoded(method, target.sub(theta), residual)
+    return Closed(flush_denormals(theta.add(sent)), outer_state, residual, payload)
+
+
+def _encoded(method: Method, change: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Payload, what it leaves out, and what it says; `change` is written to."""
     if residual is not None:
         change = change.add_(residual)
     payload = method.down.encode(change)
-    sent = method.down.decode(payload, theta.numel())
-    return Closed(flush_denormals(theta.add(sent)), outer_state, change.sub_(sent), payload)
+    sent = method.down.decode(payload, change.numel())
+    return payload, None if method.down.lossless else change.sub_(sent), sent
 
 
-def advance(method: Method, anchor: Tensor, payload: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Advanced:
+    """A new version as everybody computes it. `mean`: the merged outer gradient, where that is what is published."""
+
+    theta: Tensor
+    outer_state: Mapping[str, Tensor]
+    mean: Tensor | None = None
+
+
+def advance(method: Method, anchor: Tensor, outer_state: Mapping[str, Tensor], payload: Tensor) -> Advanced:
     """The new global fragment from the one held and an update's payload: the same bits as `close_round`'s.
+
+    `outer_state`: of the outer optimizer at the version held, where it is on the learners; elsewhere it passes through.
 
     Raises:
         CorruptPayloadError: a payload of the wrong size or with non-finite content.
     """
     decoded = method.down.decode(payload, anchor.numel())
+    if method.outer_at == "learners":
+        return _outer_step(method, anchor, outer_state, decoded)
     if method.down.lossless:
-        return decoded
+        return Advanced(decoded, outer_state)
     if method.exchanged == "gradients":
-        return flush_denormals(decoded)
-    return flush_denormals(anchor.add(decoded))
+        return Advanced(flush_denormals(decoded), outer_state)
+    return Advanced(flush_denormals(anchor.add(decoded)), outer_state)
+
+
+def _outer_step(method: Method, theta: Tensor, outer_state: Mapping[str, Tensor], mean: Tensor) -> Advanced:
+    new, state = method.outer.step(outer_state, theta, mean)
+    return Advanced(flush_denormals(new), state, mean)
+
+
+def update_of(
+    method: Method,
+    fragment: int,
+    round_: int,
+    contributions: Sequence[Encoded],
+    closed: Closed,
+    scale: float,
+    digest: str,
+) -> Update:
+    """What is said of a closed round; those whose contributions were refused are not in it."""
+    kept = [each for each in contributions if each.learner not in closed.refused]
+    whole = method.down.lossless and method.outer_at == "syncer"
+    return Update(
+        fragment,
+        round_,
+        round_ + 1,
+        tuple(each.learner for each in kept),
+        tuple(each.weight for each in kept),
+        scale,
+        digest,
+        whole,
+    )
 
 
 def flush_denormals(x: Tensor) -> Tensor:

@@ -81,6 +81,6 @@ def judge(config: RunConfig, state: Mapping[str, Tensor], sample_bytes: int) -> 
 
 def resolved_method(config: RunConfig) -> dict[str, Any]:
     """Every value of the run's method, defaults filled in."""
-    from diloco.core.method import method_from_table
+    from diloco.core.presets import method_from_table
 
     return method_from_table(config.method).to_dict()

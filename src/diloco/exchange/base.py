@@ -5,6 +5,7 @@
     offer(contribution, …)   send a contribution; returns at once
     poll()                   what has happened since the last poll
     wait()                   block until `poll` has something new
+    boundary()               this boundary's work is done; whether there may be more of it at this very moment
     close()
 
 An exchange owns its threads and its copy of the newest global fragments. It encodes, sends, receives and decodes where it likes:
@@ -44,6 +45,7 @@ class Opened:
         versions: of each fragment.
         model: the global model at those versions.
         run_tokens: tokens trained by the run so far.
+        outer_states: of the outer optimizer, by fragment, where it is on the learners; elsewhere empty.
     """
 
     learner: str
@@ -52,14 +54,34 @@ class Opened:
     versions: tuple[int, ...]
     model: Model
     run_tokens: int = 0
+    outer_states: tuple[Mapping[str, Tensor], ...] = ()
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A published version, decoded and verified: `theta` is the new global fragment, flat fp32 on the host, never changed again."""
+    """A published version, decoded and verified; its tensors are flat fp32 on the host and never changed again.
+
+    Attributes:
+        update: what was published.
+        theta: the new global fragment.
+        merged_round: this learner's contributions up to that round are in this version or an earlier one; −1: none is.
+        mean: the merged outer gradient that led to it, where the outer optimizer is on the learners.
+        outer_state: where it is on the learners and the fragment had to be fetched whole: the outer state that belongs to it.
+    """
 
     update: Update
     theta: Tensor
+    merged_round: int
+    mean: Tensor | None = None
+    outer_state: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Called:
+    """The syncer asks for this learner's work on a fragment that is at this version."""
+
+    fragment: int
+    version: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,7 @@ class Rejoined:
     reason: str
 
 
-Event = Arrived | Rejected | Rejoined
+Event = Arrived | Called | Rejected | Rejoined
 
 
 @dataclass
@@ -133,8 +155,19 @@ class Exchange(ABC):
     def report(self, report: Report) -> None:  # noqa: B027  (an exchange without signs of life has nothing to do)
         """The learner's newest state, for signs of life; never blocks."""
 
-    def boundary(self) -> None:  # noqa: B027
-        """The learner has finished a boundary."""
+    def boundary(self) -> bool:
+        """The learner has done what there was to do at this boundary. True: there is more at this very moment, poll again."""
+        return False
+
+    @property
+    def num_live(self) -> int:
+        """Learners that take part, as last heard."""
+        return 1
+
+    @property
+    def sync_every(self) -> int | None:
+        """Where learners push at a pace of their own: inner steps to this one's next push. None: the method's H."""
+        return None
 
     def sum_tokens(self, tokens: int) -> int:
         """Tokens of one step over all ranks of this learner."""

@@ -19,7 +19,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ from diloco.core.fragments import Layout, digest
 from diloco.core.layout import Placement
 from diloco.core.merge import Encoded, encoded_of, shard_of, weights_of
 from diloco.core.method import Method
-from diloco.core.update import Closed, Contribution, Update, advance, close_round
+from diloco.core.quorum import AllLive
+from diloco.core.update import OUTLIER, Closed, Contribution, advance, close_round, update_of
 from diloco.errors import CheckpointError, ConfigError, DigestError, DilocoError, ExchangeError, LayoutError
-from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, required_method
+from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, required_method
 from diloco.exchange.group import (
     FRAME_BYTES,
     TEXT_CHARACTERS,
@@ -47,14 +48,20 @@ from diloco.exchange.group import (
 
 @dataclass(frozen=True)
 class Shards:
-    """How a vector is divided over ranks: rank r owns a run of whole segments; a short vector leaves some ranks with none."""
+    """How a vector is divided over ranks: rank r owns a run of whole segments; a short vector leaves some ranks with none.
+
+    `owner`: the one rank that owns all of it, where a merge needs whole fragments.
+    """
 
     num_elements: int
     num_shards: int
+    owner: int | None = None
 
     def segments(self, rank: int) -> tuple[int, int]:
         """First segment, and the one behind the last."""
         num_segments = -(-self.num_elements // SEGMENT_ELEMENTS)
+        if self.owner is not None:
+            return (0, num_segments) if rank == self.owner else (num_segments, num_segments)
         return rank * num_segments // self.num_shards, (rank + 1) * num_segments // self.num_shards
 
     def elements(self, rank: int) -> slice:
@@ -70,7 +77,10 @@ class Shards:
 
 @dataclass
 class _Fragment:
-    """What this rank keeps of a fragment: the whole of it, and of its own shard (`places`, `tensors`: `shard_of`) what a syncer keeps."""
+    """What this rank keeps of a fragment: the whole of it, and of its own shard (`places`, `tensors`: `shard_of`) what a syncer keeps.
+
+    Where the outer optimizer is on the learners, every rank keeps its whole state.
+    """
 
     shards: Shards
     version: int
@@ -86,7 +96,7 @@ class _Fragment:
 class _Round:
     """A finished round: what the learner gets, and the tokens of all learners when they sent their contributions."""
 
-    event: Arrived
+    events: tuple[Event, ...]
     run_tokens: int
 
 
@@ -153,13 +163,15 @@ class Collective(Exchange):
                 self._closed = True
                 self._group.disconnect()
         for fragment, theta in zip(layout.fragments, model.fragments, strict=True):
-            shards = Shards(theta.numel(), self._group.size)
+            owner = fragment.index % self._group.size if method.needs_whole_fragments else None
+            shards = Shards(theta.numel(), self._group.size, owner)
             own = shards.elements(self._group.rank)
-            outer_state = method.outer.init(own.stop - own.start)
+            outer_state = method.outer.init(theta.numel() if method.outer_at == "learners" else own.stop - own.start)
             places, tensors = shard_of(fragment.tensors, own)
             self._fragments.append(_Fragment(shards, 0, theta, digest(theta), outer_state, places, tensors))
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-collective")
-        return Opened(_name(self._group.rank), 1, 0, tuple(0 for _ in layout.fragments), model)
+        states = tuple(held.outer_state for held in self._fragments) if method.outer_at == "learners" else ()
+        return Opened(_name(self._group.rank), 1, 0, tuple(0 for _ in layout.fragments), model, outer_states=states)
 
     def _compare(self, layout: Layout, method: Method) -> None:
         """The same error on every rank if a method or a model differs from rank 0's, or the group cannot run the method."""
@@ -175,6 +187,10 @@ class Collective(Exchange):
             raise ConfigError(
                 "wait=False needs a syncer that merges without a late learner; use wait=True over a group."
             )
+        if not method.quorum.scheduled:
+            raise ConfigError(f"{type(method.quorum).__name__} needs a syncer; use AllLive over a group.")
+        if isinstance(method.quorum, AllLive) and method.quorum.drop > 0:
+            raise ConfigError("AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer.")
         if method.quorum.at_least > self._group.size:
             raise ConfigError(
                 f"the quorum needs {method.quorum.at_least} learners and the process group has {self._group.size}; lower at_least."
@@ -207,7 +223,7 @@ class Collective(Exchange):
         while self._offers and self._offers[0].result.done():
             round_ = self._offers[0].result.result()  # a failed one stays and is raised again
             self._heard.append((self._offers.popleft().boundaries, round_.run_tokens))
-            events.append(round_.event)
+            events.extend(round_.events)
         return events
 
     def wait(self) -> None:
@@ -217,12 +233,17 @@ class Collective(Exchange):
             )
         wait([self._offers[0].result])
 
-    def boundary(self) -> None:
+    def boundary(self) -> bool:
         # What was sent τ boundaries ago has been waited for. Counting only that keeps the number the same on every rank, so that
         # all of them stop after the same step when they train up to a number of tokens.
         while self._heard and self._heard[0][0] + self._method.overlap <= self._boundaries:
             self._run_tokens = self._heard.popleft()[1]
         self._boundaries += 1
+        return False
+
+    @property
+    def num_live(self) -> int:
+        return self._group.size
 
     @property
     def run_tokens(self) -> int | None:
@@ -262,12 +283,13 @@ class Collective(Exchange):
         held = self._fragments[c.fragment]
         place = f"of fragment {c.fragment} in round {c.round}"
         encoded, error = _attempt(payload)
-        said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.digest}
+        said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.digest,
+                "tensors": None if c.tensors is None else format(sum(1 << i for i in c.tensors), "x")}  # fmt: skip
         frames = self._agree(f"the contribution {place}", said, error)
         self._require_same_digest(c.fragment, held.version, [frame["digest"] for frame in frames])
         contributions = [
             Contribution(_name(rank), 1, c.fragment, c.round, frame["base"], frame["tokens"], frame["steps"], frame["trained"],
-                         step=c.step)
+                         step=c.step, tensors=_indices(frame["tensors"]))
             for rank, frame in enumerate(frames)
         ]  # fmt: skip
         weights = weights_of(
@@ -275,27 +297,42 @@ class Collective(Exchange):
             [each.round - each.base for each in contributions],
         )  # fmt: skip
         parts = self._scatter(held.shards, encoded, f"the contribution {place}")
-        mine = encoded_of(contributions, weights, parts, held.tensors)
+        mine = encoded_of(contributions, weights, parts, c.round, held.tensors)
         closed, error = _attempt(lambda: self._close(held, mine))
-        self._agree(f"the merge {place}", {}, error)
+        refused = (
+            []
+            if closed is None
+            else [rank for rank, each in enumerate(contributions) if each.learner in closed.refused]
+        )
+        told = self._agree(f"the merge {place}", {"refused": refused}, error)
+        refused = sorted({rank for frame in told for rank in frame["refused"]})
         answer = self._gather(held.shards, closed.payload, f"the merge {place}")
-        theta = advance(self._method, held.theta, answer)
-        update = Update(
-            c.fragment, c.round, c.round + 1, tuple(each.learner for each in contributions), tuple(weights), 1.0, digest(theta),
-            self._method.down.lossless,
-        )  # fmt: skip
+        advanced = advance(self._method, held.theta, held.outer_state, answer)
+        closed = replace(closed, refused=tuple(_name(rank) for rank in refused))
+        update = update_of(self._method, c.fragment, c.round, mine, closed, 1.0, digest(advanced.theta))
         digests = [frame["digest"] for frame in self._agree(f"the result {place}", {"digest": update.digest})]
         self._require_same_digest(c.fragment, update.version, digests)
-        held.theta, held.digest, held.version = theta, update.digest, update.version
-        held.outer_state, held.residual = closed.outer_state, closed.residual
-        return _Round(Arrived(update, theta), sum(each.trained for each in contributions))
+        held.theta, held.digest, held.version = advanced.theta, update.digest, update.version
+        held.outer_state = advanced.outer_state if self._method.outer_at == "learners" else closed.outer_state
+        held.residual = closed.residual
+        events: tuple[Event, ...] = (Arrived(update, advanced.theta, c.round, advanced.mean),)
+        if self._group.rank in refused:
+            events = (
+                Rejected(c.fragment, c.round, OUTLIER),
+                Arrived(update, advanced.theta, c.round - 1, advanced.mean),
+            )
+        return _Round(events, sum(each.trained for each in contributions))
 
     def _close(self, held: _Fragment, contributions: Sequence[Encoded]) -> Closed:
         """As the syncer of this rank's shard."""
-        theta = held.theta[held.shards.elements(self._group.rank)]
+        own = held.shards.elements(self._group.rank)
+        theta = held.theta[own]
         if theta.numel() == 0:
             return Closed(theta, held.outer_state, None, torch.empty(0, dtype=torch.uint8))
-        return close_round(self._method, theta, held.outer_state, held.residual, contributions, held.places)
+        state = held.outer_state
+        if self._method.outer_at == "learners":
+            state = {name: value[own] if value.dim() else value for name, value in state.items()}
+        return close_round(self._method, theta, state, held.residual, contributions, held.places)
 
     def _scatter(self, shards: Shards, payload: Tensor, what: str) -> list[Tensor]:
         """Part r of the payload to rank r; returns everybody's part of this rank's shard."""
@@ -415,3 +452,11 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, DilocoError | None]:
 
 def _name(rank: int) -> str:
     return f"learner-{rank:03d}"
+
+
+def _indices(bits: str | None) -> tuple[int, ...] | None:
+    """The positions of the ones in a hexadecimal number."""
+    if bits is None:
+        return None
+    number = int(bits, 16)
+    return tuple(i for i in range(number.bit_length()) if number >> i & 1)

@@ -1,8 +1,8 @@
 """A job of several ranks (DDP) as one learner: rank 0 speaks with the others, and all ranks do the same at the same boundary.
 
 Every rank runs the same `Learner` on the same `LearnerCore`. Only rank 0 touches the wrapped exchange; what it answers, events and
-errors alike, is broadcast as JSON and tensors over connections of its own. A step without news costs one all-reduce of three numbers:
-the step's tokens, the size of the news, and the tokens of the whole run.
+errors alike, is broadcast as JSON and tensors over connections of its own. A step without news costs one all-reduce of five numbers:
+the step's tokens, the size of the news, the tokens of the whole run, the number of live learners and this one's pace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.update import Contribution, Update
 from diloco.errors import CheckpointError, ConfigError, DilocoError
-from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, Rejoined, Report
+from diloco.exchange.base import Arrived, Called, Event, Exchange, Model, Opened, Rejected, Rejoined, Report
 from diloco.exchange.group import Group, error_of, to_bytes, to_tensor
 
 TIMEOUT_S = 24 * 3600.0
@@ -52,6 +52,8 @@ class Ranks(Exchange):
         self._message = _QUIET  # the news as they will be broadcast
         self._announced: int | None = None  # size of the message, where all ranks know it already
         self._run_tokens: int | None = None
+        self._num_live = 1
+        self._sync_every: int | None = None
         self._closed = False
 
     # --- joining ----------------------------------------------------------------------------------------------------------
@@ -80,9 +82,14 @@ class Ranks(Exchange):
     def sum_tokens(self, tokens: int) -> int:
         self._collect_news()
         run_tokens = self._exchange.run_tokens if self._first else None
-        numbers = [tokens, len(self._message.raw), 0 if run_tokens is None else run_tokens + 1]
-        total, self._announced, run_tokens_plus_1 = self._group.sum(numbers, "the tokens of a step")
+        num_live = self._exchange.num_live if self._first else 0
+        sync_every = (self._exchange.sync_every or 0) if self._first else 0
+        numbers = [tokens, len(self._message.raw), 0 if run_tokens is None else run_tokens + 1, num_live, sync_every]
+        total, self._announced, run_tokens_plus_1, self._num_live, sync_every = self._group.sum(
+            numbers, "the tokens of a step"
+        )
         self._run_tokens = run_tokens_plus_1 - 1 if run_tokens_plus_1 else None
+        self._sync_every = sync_every or None
         return total
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
@@ -106,8 +113,17 @@ class Ranks(Exchange):
     def report(self, report: Report) -> None:
         self._on_first(lambda: self._exchange.report(report))
 
-    def boundary(self) -> None:
-        self._on_first(self._exchange.boundary)
+    def boundary(self) -> bool:
+        self._on_first(self._exchange.boundary)  # news of this very moment can wait for the next boundary
+        return False
+
+    @property
+    def num_live(self) -> int:
+        return self._num_live
+
+    @property
+    def sync_every(self) -> int | None:
+        return self._sync_every
 
     @property
     def run_tokens(self) -> int | None:
@@ -148,7 +164,7 @@ class Ranks(Exchange):
 
     # --- rank 0 and the others --------------------------------------------------------------------------------------------
 
-    def _on_first(self, call: Callable[[], None]) -> None:
+    def _on_first(self, call: Callable[[], object]) -> None:
         """Rank 0 alone makes the call; an error is raised by the next poll, on every rank."""
         if self._first and self._failure is None:
             try:
@@ -226,6 +242,7 @@ def _opened_out(opened: Opened, tensors: list[Tensor]) -> dict[str, Any]:
         "run_tokens": opened.run_tokens,
         "first": first,
         "static": list(opened.model.static),
+        "outer_states": [_state_out(state, tensors) for state in opened.outer_states],
     }
 
 
@@ -233,16 +250,34 @@ def _opened_in(said: Mapping[str, Any], tensors: Sequence[Tensor]) -> Opened:
     num_fragments = len(said["versions"])
     own = tensors[said["first"] : said["first"] + num_fragments + len(said["static"])]
     model = Model(tuple(own[:num_fragments]), dict(zip(said["static"], own[num_fragments:], strict=True)))
+    states = tuple(_state_in(state, tensors) for state in said["outer_states"])
     return Opened(
-        said["learner"], said["incarnation"], said["step"], tuple(said["versions"]), model, said["run_tokens"]
+        said["learner"], said["incarnation"], said["step"], tuple(said["versions"]), model, said["run_tokens"], states
     )
+
+
+def _state_out(state: Mapping[str, Tensor], tensors: list[Tensor]) -> dict[str, int]:
+    """Which of `tensors` is which; they are appended to it."""
+    places = {}
+    for name, tensor in state.items():
+        places[name] = len(tensors)
+        tensors.append(tensor)
+    return places
+
+
+def _state_in(places: Mapping[str, int], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {name: tensors[place] for name, place in places.items()}
 
 
 def _event_out(event: Event, tensors: list[Tensor]) -> dict[str, Any]:
     match event:
-        case Arrived(update=update, theta=theta):
-            tensors.append(theta)
-            return {"event": "arrived", "update": asdict(update), "first": len(tensors) - 1}
+        case Arrived(update=update):
+            named = {"theta": event.theta} | ({} if event.mean is None else {"mean": event.mean})
+            state = None if event.outer_state is None else _state_out(event.outer_state, tensors)
+            return {"event": "arrived", "update": asdict(update), "merged_round": event.merged_round,
+                    "tensors": _state_out(named, tensors), "outer_state": state}  # fmt: skip
+        case Called():
+            return {"event": "called", **asdict(event)}
         case Rejected():
             return {"event": "rejected", **asdict(event)}
         case Rejoined(opened=opened, reason=reason):
@@ -256,7 +291,13 @@ def _event_in(said: Mapping[str, Any], tensors: Sequence[Tensor]) -> Event:
                 "contributors": tuple(said["update"]["contributors"]),
                 "weights": tuple(said["update"]["weights"]),
             }
-            return Arrived(Update(**(said["update"] | listed)), tensors[said["first"]])
+            named = _state_in(said["tensors"], tensors)
+            state = None if said["outer_state"] is None else _state_in(said["outer_state"], tensors)
+            return Arrived(
+                Update(**(said["update"] | listed)), named["theta"], said["merged_round"], named.get("mean"), state
+            )
+        case "called":
+            return Called(said["fragment"], said["version"])
         case "rejected":
             return Rejected(said["fragment"], said["round"], said["reason"])
         case kind:

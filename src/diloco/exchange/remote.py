@@ -388,7 +388,7 @@ class Remote(Exchange):
                 new = (
                     tensor_of(buffer, torch.float32)
                     if update.lossless
-                    else advance(self._method, theta, tensor_of(buffer))
+                    else advance(self._method, theta, {}, tensor_of(buffer)).theta
                 )
                 self._verify(fragment, header, new)
             except DigestError as error:
@@ -396,7 +396,7 @@ class Remote(Exchange):
                 header.version, new = self._pull_whole(fragment)
             self._newest[fragment] = (header.version, new)
             self._settle_offers(fragment, header.version)
-            self._tell(Arrived(update, new))
+            self._tell(Arrived(update, new, base_if(update, self._learner)))
 
     def _settle_offers(self, fragment: int, version: int) -> None:
         for key in [key for key in self._offered if key[0] == fragment and key[1] < version]:
@@ -598,3 +598,7 @@ def fetch_status(
         return status
     finally:
         connection.close()
+
+
+def base_if(update: Update, learner: str) -> int:
+    return update.base if learner in update.contributors else -1

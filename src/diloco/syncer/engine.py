@@ -35,7 +35,7 @@ from diloco.core.syncer import (
     SyncerCore,
     WakeAt,
 )
-from diloco.core.update import Closed, Contribution, Update, close_round
+from diloco.core.update import Closed, Contribution, Update, close_round, update_of
 from diloco.errors import (
     AlreadyInitialisedError,
     CorruptPayloadError,
@@ -450,11 +450,12 @@ class Engine:
         started = time.monotonic()
         assert self.layout is not None
         places = self.layout.fragments[f].tensors
-        encoded = encoded_of(action.contributions, action.weights, [slot.tensor for slot in slots])
+        encoded = encoded_of(action.contributions, action.weights, [slot.tensor for slot in slots], action.round)
         try:
             closed = close_round(
                 self.method, held.theta, held.outer_state, held.residual, encoded, places, action.scale
             )
+            update = update_of(self.method, f, action.round, encoded, closed, action.scale, digest(closed.theta))
         except PayloadError as error:
             with self._lock:
                 self._carry_out(self.core.abandoned(time.monotonic(), f, "not finite"))
@@ -464,30 +465,23 @@ class Engine:
             encoded.clear()
             for slot in slots:
                 self._spool.release(slot)
-        contributors = tuple(c.learner for c in action.contributions)
-        update = Update(
-            f,
-            action.round,
-            action.round + 1,
-            contributors,
-            action.weights,
-            action.scale,
-            digest(closed.theta),
-            self.method.down.lossless,
-        )
         merge_s = time.monotonic() - started
         with self._lock:
-            self.core.merged(f)
+            self._carry_out(self.core.merged(f, closed.refused))
             members = self.core.fragments[f].rounds[action.round].members
         self._events.append(
             events.Merged(
                 fragment=f,
                 round=action.round,
                 version=update.version,
-                contributors=contributors,
-                weights=action.weights,
-                tokens=tuple(c.tokens for c in action.contributions),
-                steps=tuple(c.steps for c in action.contributions),
+                contributors=update.contributors,
+                weights=update.weights,
+                tokens=tuple(
+                    sum(c.tokens for c in action.contributions if c.learner == each) for each in update.contributors
+                ),
+                steps=tuple(
+                    sum(c.steps for c in action.contributions if c.learner == each) for each in update.contributors
+                ),
                 members=tuple(sorted(members)),
                 scale=action.scale,
                 merge_s=merge_s,

@@ -1,0 +1,112 @@
+"""Rounds that the schedule calls: everybody who trains contributes to every round, and may block on its answer.
+
+The first contribution opens a round, with everybody who trains at that moment as members; the set only shrinks (eviction, departure).
+While one round of a fragment is merged or stored, contributions to the next are kept.
+
+Learners block on the rounds they contributed to, so rounds of several fragments must not wait for each other in a circle. All
+learners send the fragments in one order, that of the inner steps, but one that joins may be a little behind the others, or ahead:
+
+    behind: it contributes after a step after which the others contributed to the round before. Its contribution is sent back, it
+            keeps the work, and goes on to the step where the others are.
+    ahead:  it had passed the step of a round before it counted as training. Such a round does not wait for it.
+
+Should there be a circle nevertheless (a restart forgets who was where), everybody is blocked: then a round stops waiting for those
+who are blocked in a round of a later step. All this needs a learner's contributions to arrive in order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from diloco.core.quorum import AllLive, Decision, decide
+from diloco.core.rounds import Accept, Action, Member, Reject, Round
+from diloco.core.update import DROPPED, MISSED, OUT_OF_STEP, TWICE, VERSION, Contribution
+
+if TYPE_CHECKING:
+    from diloco.core.syncer import SyncerCore
+
+
+def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
+    """Take a contribution into its round, or say why not."""
+    state = core.fragments[c.fragment]
+    version, round_ = state.version, state.rounds.get(c.round)
+    earlier = round_.contributions.get(c.learner) if round_ else None
+    if earlier == c:
+        return Accept(c, duplicate=True)
+    if not 0 <= c.base <= version or not _is_near(core, c):
+        return core.reject(c, VERSION)
+    if c.round < version or (c.round == version and state.phase != "open"):
+        # Sent again because the answer was lost: merged since, perhaps before a restart.
+        return Accept(c, duplicate=True) if core.is_counted(c) else core.reject(c, MISSED)
+    if c.round == version:
+        after_step: float = state.step
+    else:  # to a round after the one that is open, by a learner that had to contribute to the one before first
+        after_step = state.rounds[c.round - 1].step if c.round - 1 in state.rounds else math.inf
+    if c.step <= after_step:
+        return core.reject(c, OUT_OF_STEP)
+    if earlier is not None:
+        return core.reject(c, TWICE)
+    if round_ is None:
+        round_ = state.rounds[c.round] = Round(c.round, now, c.step, set(core.members))
+    if _is_dropped(core, round_, c):
+        round_.members.discard(c.learner)
+        return core.reject(c, DROPPED)
+    round_.contributions[c.learner] = c
+    round_.step = min(round_.step, c.step)
+    return Accept(c, duplicate=False)
+
+
+def _is_near(core: SyncerCore, c: Contribution) -> bool:
+    """Whether its round is one that a learner with that base can be in."""
+    quorum = core.method.quorum
+    if isinstance(quorum, AllLive) and quorum.drop > 0:  # a learner whose contributions were dropped keeps its base
+        return c.base <= c.round <= core.fragments[c.fragment].version + core.schedule.intervals_in_flight
+    return 0 <= c.round - c.base <= core.schedule.intervals_in_flight
+
+
+def _is_dropped(core: SyncerCore, round_: Round, c: Contribution) -> bool:
+    quorum = core.method.quorum
+    assert isinstance(quorum, AllLive)
+    left = (round_.members | round_.contributions.keys()) - {c.learner}
+    return len(left) >= quorum.at_least and quorum.drops(c.learner, c.fragment, c.round)
+
+
+def before_decisions(core: SyncerCore, now: float) -> list[Action]:
+    """Nobody is waited for who does not belong to a round any more."""
+    for state in core.fragments:
+        for round_ in state.rounds.values():
+            round_.members = {learner for learner in round_.members if _belongs(core, learner, round_)}
+    return []
+
+
+def decision(core: SyncerCore, now: float, fragment: int) -> Decision | None:
+    """What `decide()` says of the fragment's open round; None if none is open."""
+    state = core.fragments[fragment]
+    round_ = state.rounds.get(state.version)
+    if round_ is None or state.phase != "open":
+        return None
+    deadlines = {learner: core.deadline(member) for learner, member in core.members.items()}
+    return decide(now, round_.contributions, round_.members, deadlines, core.method.quorum)
+
+
+def _belongs(core: SyncerCore, learner: str, round_: Round) -> bool:
+    """Whether a member stays one. A lost connection does not matter: until its deadline a learner may come back with its work."""
+    member = core.members.get(learner)
+    if member is None or learner in round_.contributions:
+        return member is not None
+    return member.ready and member.ready_step < round_.step and not _is_in_circle(core, member, round_)
+
+
+def _is_in_circle(core: SyncerCore, member: Member, round_: Round) -> bool:
+    """Whether all learners are blocked, and this one in a round of a later step that those it waits for have not reached."""
+    if not all(each.waiting for each in core.members.values() if each.ready):
+        return False
+    for state in core.fragments:
+        later = state.rounds.get(state.version)
+        if later is None or later.step <= round_.step or state.phase != "open":
+            continue
+        missing = [core.members[each] for each in later.members - later.contributions.keys() if each in core.members]
+        if member.learner in later.contributions and all(each.step < later.step for each in missing):
+            return True
+    return False

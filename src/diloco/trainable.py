@@ -1,0 +1,76 @@
+"""What a model and an inner optimizer must be for a method to work; anything else is refused before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from diloco.core.layout import Layout
+from diloco.core.method import Method
+from diloco.errors import ConfigError
+from diloco.exchange.base import Exchange
+
+MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
+
+
+def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, exchange: Exchange) -> None:
+    """What cannot work is refused before anything is sent."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ConfigError("FullyShardedDataParallel (FSDP1) is not supported; use DistributedDataParallel.")
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"parameter {name!r} is sharded (FSDP2), which is not supported; use DistributedDataParallel."
+            )
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    if strangers := [p for p in optimized if id(p) not in trainable]:
+        raise ConfigError(
+            f"the inner optimizer trains {len(strangers)} tensor(s) that are not parameters of the model, such as private master "
+            "weights, so adopting a global value would not reach them; give it model.parameters()."
+        )
+    for attribute in MASTER_WEIGHTS:
+        if any(attribute in state for state in optimizer.state.values()) or hasattr(optimizer, attribute):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps private master weights ({attribute!r}), which adopting a global value would not "
+                "reach; use an optimizer that trains the model's own parameters."
+            )
+    if method.exchanged == "parameters" and not _is_stateless(optimizer):
+        raise ConfigError(
+            f"averaging parameters at every step equals data parallel only without optimizer state, and {type(optimizer).__name__} "
+            "keeps some; use DataParallel(average='gradients'), or DiLoCo."
+        )
+    if method.exchanged == "gradients" and not exchange.gradients:
+        raise ConfigError(
+            "a syncer cannot run DataParallel on gradients: it would never hold the model, so nobody could rejoin; "
+            "use Collective over a process group, or a method that exchanges outer gradients."
+        )
+
+
+def _is_stateless(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups)
+
+
+def trained_tensors(layout: Layout, patterns: Sequence[str] | None) -> list[tuple[int, ...] | None]:
+    """Per fragment the indices of the tensors whose name matches one of `patterns` (shell style, case-sensitive); None: all of them.
+
+    Raises:
+        ConfigError: a pattern that no tensor matches.
+    """
+    if patterns is None:
+        return [None] * len(layout.fragments)
+    names = [name for fragment in layout.fragments for name in fragment.names]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"trains={pattern!r} matches no parameter of the model; its first is {names[0]!r}.")
+    trained: list[tuple[int, ...] | None] = []
+    for fragment in layout.fragments:
+        found = tuple(i for i, name in enumerate(fragment.names) if any(fnmatchcase(name, each) for each in patterns))
+        trained.append(None if len(found) == len(fragment.names) else found)
+    return trained
