@@ -15,7 +15,6 @@ from diloco.core.syncer import SyncerCore
 from diloco.core.update import Contribution
 from diloco.errors import ConfigError
 
-
 NO_GRACE = Called(at_least=1, grace=0.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_a_full_disk_delays_a_version_and_loses_nothing(tmp_path: Path) -> None:
         slot.buffer[:] = bytes_of(good())
         assert engine.contribute(Contribution("a", incarnation, 0, 0, 0, 5, 1, 5, step=2), slot) is None
         assert engine.versions() == [0, 0]
-        assert torch.equal(engine.pull(0, -1)[1], thetas[0])
+        assert torch.equal(engine.pull(0, -1).payload, thetas[0])
         full = False
         engine.drain()
         assert engine.versions() == [1, 0]
@@ -197,13 +198,14 @@ def test_contributions_beyond_the_budget_wait_on_disk(tmp_path: Path) -> None:
 def test_a_damaged_update_is_fetched_again_whole(syncer: Syncer, caplog: pytest.LogCaptureFixture) -> None:
     pull, damaged_once = syncer.engine.pull, []
 
-    def tampering(fragment: int, base: int) -> Any:
-        update, payload = pull(fragment, base)
+    def tampering(fragment: int, base: int, **asking: Any) -> Any:
+        pulled = pull(fragment, base, **asking)
         if base >= 0 and not damaged_once:
             damaged_once.append(True)
-            payload = payload.clone()
+            payload = pulled.payload.clone()
             payload[0] += 1
-        return update, payload
+            pulled = replace(pulled, payload=payload)
+        return pulled
 
     syncer.engine.pull = tampering  # type: ignore[method-assign]
     state, metrics = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 12)

@@ -250,15 +250,18 @@ class SyncerCore:
         state = self.fragments[fragment]
         round_ = state.rounds.pop(state.version)
         state.version, state.step, state.phase = state.version + 1, round_.step, "open"
-        for c in round_.everything:
-            rounds = self.merged_rounds.setdefault(c.learner, [(0, -1)] * len(self.fragments))
-            rounds[fragment] = max(rounds[fragment], (c.incarnation, c.round))
+        self._note_merged(self.merged_rounds, fragment, round_)
         for member in self.members.values():
             member.waiting = member.waiting and member.learner not in round_.contributions
         if round_.closed_at is not None:
             self.pace.measured(sync_s=now - round_.closed_at)
         contributors = tuple(sorted(round_.contributions))
         return [Publish(fragment, state.version, contributors), *self._look_again(now)]
+
+    def _note_merged(self, merged_rounds: dict[str, list[tuple[int, int]]], fragment: int, round_: Round) -> None:
+        for c in round_.everything:
+            rounds = merged_rounds.setdefault(c.learner, [(0, -1)] * len(self.fragments))
+            rounds[fragment] = max(rounds[fragment], (c.incarnation, c.round))
 
     def merged_round(self, learner: str, incarnation: int, fragment: int) -> int:
         """The newest round of a contribution of this incarnation that is in the published version or an earlier one; −1: none is."""
@@ -388,6 +391,14 @@ class SyncerCore:
             if state.phase == "storing":
                 _count_merged(ledgers, state.rounds[state.version], fragment, sign=-1)
         return ledgers
+
+    def durable_merged_rounds(self) -> dict[str, list[tuple[int, int]]]:
+        """`merged_rounds` as they belong to the versions on disk once the one that is being stored is there."""
+        merged_rounds = {learner: list(rounds) for learner, rounds in self.merged_rounds.items()}
+        for fragment, state in enumerate(self.fragments):
+            if state.phase == "storing":
+                self._note_merged(merged_rounds, fragment, state.rounds[state.version])
+        return merged_rounds
 
     @property
     def run_tokens(self) -> int:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from google.protobuf.message import Message
 from safetensors.torch import load, save
 from torch import Tensor
 
+from diloco.core import quorum
 from diloco.core.fragments import Layout, digest, scatter
 from diloco.core.method import Method
 from diloco.core.update import Contribution, Update, advance
@@ -37,7 +38,7 @@ from diloco.errors import (
     NotInitialisedError,
     StaleIncarnationError,
 )
-from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, Rejoined, Report
+from diloco.exchange.base import Arrived, Called, Event, Exchange, Model, Opened, Rejected, Rejoined, Report
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames, tensor_of
@@ -47,6 +48,9 @@ log = logging.getLogger("diloco")
 
 LEAVE_TIMEOUT_S = 10.0
 """What `close` waits at most for the syncer to take what is on its way and to hear goodbye."""
+
+MIN_REPORT_S = 0.05
+"""Between two reports of a learner whose steps drive the syncer's clock."""
 
 Key = tuple[int, int]  # fragment, round
 R = TypeVar("R", bound=Message)
@@ -91,6 +95,15 @@ class _Initial:
         self.step, self.tokens, self.source = step, tokens, source
 
 
+@dataclass(frozen=True)
+class _Held:
+    """The newest version of a fragment that has come, with the outer state where that is on the learners."""
+
+    version: int
+    theta: Tensor
+    outer_state: Mapping[str, Tensor]
+
+
 class Remote(Exchange):
     """One learner's end of a run that a syncer serves; `connect` makes it."""
 
@@ -105,7 +118,7 @@ class Remote(Exchange):
         self._initial = initial
         self._join_timeout_s = join_timeout_s
         self._incarnation = 0
-        self._newest: list[tuple[int, Tensor]] = []  # version and global fragment, advanced by the receiver only
+        self._newest: list[_Held] = []  # advanced by the receiver only
         self._offered: dict[Key, tuple[Contribution, Tensor]] = {}  # not yet published or rejected
         self._events: deque[Event] = deque()
         self._news = threading.Condition()
@@ -113,6 +126,8 @@ class Remote(Exchange):
         self._report = Report()
         self._beat = threading.Event()
         self._run_tokens = 0
+        self._num_live = 1
+        self._sync_every: int | None = None
         self._welcome_step: int | None = None
         self._counts: dict[str, int] = {"contributions": 0, "updates": 0, "joins": 0}
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="diloco-send")
@@ -237,7 +252,7 @@ class Remote(Exchange):
         )
         beat.start()
         try:
-            fragments = [self._pull_whole(fragment.index) for fragment in self._layout.fragments]
+            fragments = [self._pull_whole(fragment.index)[1] for fragment in self._layout.fragments]
             _, static = self._retry_pull(pb.PullRequest(run=self._run, learner=self._learner, incarnation=self._incarnation,
                                                         static=True, base=-1), "joins")  # fmt: skip
         finally:
@@ -249,19 +264,26 @@ class Remote(Exchange):
             self._learner,
             self._incarnation,
             beaten.step,
-            tuple(version for version, _ in fragments),
-            Model(tuple(theta for _, theta in fragments), load(bytes(static))),
+            tuple(held.version for held in fragments),
+            Model(tuple(held.theta for held in fragments), load(bytes(static))),
             beaten.run_tokens,
+            tuple(held.outer_state for held in fragments) if self._method.outer_at == "learners" else (),
         )
 
-    def _pull_whole(self, fragment: int) -> tuple[int, Tensor]:
+    def _pull_whole(self, fragment: int) -> tuple[pb.PullHeader, _Held]:
         request = pb.PullRequest(
             run=self._run, learner=self._learner, incarnation=self._incarnation, fragment=fragment, base=-1
         )
         header, buffer = self._retry_pull(request, "joins")
-        theta = tensor_of(buffer, torch.float32)
+        return header, self._whole(fragment, header, buffer)
+
+    def _whole(self, fragment: int, header: pb.PullHeader, buffer: memoryview) -> _Held:
+        """A fragment that came losslessly."""
+        theta_bytes = len(buffer) - header.outer_bytes
+        theta = tensor_of(buffer[:theta_bytes], torch.float32)
         self._verify(fragment, header, theta)
-        return header.version, theta
+        outer_state = load(bytes(buffer[theta_bytes:])) if header.outer_bytes else {}
+        return _Held(header.version, theta, outer_state)
 
     def _verify(self, fragment: int, header: pb.PullHeader, theta: Tensor) -> None:
         if theta.numel() != self._layout.fragments[fragment].numel or digest(theta) != header.digest:
@@ -289,8 +311,21 @@ class Remote(Exchange):
     def report(self, report: Report) -> None:
         first = self._report.tokens == 0 and report.tokens > 0
         self._report = report
-        if first:
+        if first or self._reports_steps:
             self._beat.set()
+
+    @property
+    def _reports_steps(self) -> bool:
+        """Whether every step is reported: where the syncer calls, they drive its clock."""
+        return isinstance(self._method.quorum, quorum.Called)
+
+    @property
+    def num_live(self) -> int:
+        return self._num_live
+
+    @property
+    def sync_every(self) -> int | None:
+        return self._sync_every
 
     @property
     def run_tokens(self) -> int | None:
@@ -344,6 +379,7 @@ class Remote(Exchange):
             run=self._run, learner=c.learner, incarnation=c.incarnation, fragment=c.fragment, round=c.round, base=c.base,
             tokens=c.tokens, steps=c.steps, trained=c.trained, step=c.step, num_bytes=payload.numel(),
             discarded=[pb.Discard(reason=reason, tokens=tokens) for reason, tokens in c.discarded],
+            part=c.tensors is not None, tensors=c.tensors,
         )  # fmt: skip
         try:
             reply = self._retry(
@@ -370,36 +406,40 @@ class Remote(Exchange):
     def _catch_up(self, fragment: int, version: int) -> None:
         """On the receiver: fetch until the fragment is at `version` or newer."""
         incarnation = self._incarnation
-        while self._newest[fragment][0] < version:
-            base, theta = self._newest[fragment]
+        while (held := self._newest[fragment]).version < version:
             request = pb.PullRequest(
-                run=self._run, learner=self._learner, incarnation=incarnation, fragment=fragment, base=base
+                run=self._run, learner=self._learner, incarnation=incarnation, fragment=fragment, base=held.version
             )
             try:
                 header, buffer = self._retry_pull(request, "updates")
             except StaleIncarnationError as error:
                 self._given_up(incarnation, str(error))
                 return
+            mean: Tensor | None = None
+            try:
+                if header.lossless:
+                    new = self._whole(fragment, header, buffer)
+                else:
+                    advanced = advance(self._method, held.theta, held.outer_state, tensor_of(buffer))
+                    new, mean = _Held(header.version, advanced.theta, advanced.outer_state), advanced.mean
+                    self._verify(fragment, header, new.theta)
+            except DigestError as error:
+                log.error("%s; fetching it whole", error)
+                header, new = self._pull_whole(fragment)
             update = Update(
                 fragment, header.base, header.version, tuple(header.contributors), tuple(header.weights), header.scale, header.digest,
                 header.lossless,
             )  # fmt: skip
-            try:
-                new = (
-                    tensor_of(buffer, torch.float32)
-                    if update.lossless
-                    else advance(self._method, theta, {}, tensor_of(buffer)).theta
-                )
-                self._verify(fragment, header, new)
-            except DigestError as error:
-                log.error("%s; fetching it whole", error)
-                header.version, new = self._pull_whole(fragment)
-            self._newest[fragment] = (header.version, new)
-            self._settle_offers(fragment, header.version)
-            self._tell(Arrived(update, new, base_if(update, self._learner)))
+            self._newest[fragment] = new
+            self._settle_offers(fragment, header.version, header.merged_round)
+            started_over = self._method.outer_at == "learners" and mean is None
+            state = new.outer_state if started_over else None
+            self._tell(Arrived(update, new.theta, header.merged_round, mean, state))
 
-    def _settle_offers(self, fragment: int, version: int) -> None:
-        for key in [key for key in self._offered if key[0] == fragment and key[1] < version]:
+    def _settle_offers(self, fragment: int, version: int, merged_round: int) -> None:
+        """What is merged need not be offered again, nor what a scheduled round has gone on without."""
+        passed = version if self._method.quorum.scheduled else merged_round + 1
+        for key in [key for key in self._offered if key[0] == fragment and key[1] < passed]:
             self._offered.pop(key, None)
 
     def _retry_pull(self, request: pb.PullRequest, channel: str) -> tuple[pb.PullHeader, memoryview]:
@@ -423,6 +463,8 @@ class Remote(Exchange):
         )  # fmt: skip
         reply = self._retry(lambda: self._connection.call("control", "Heartbeat", request, pb.HeartbeatReply))
         self._run_tokens = reply.run_tokens
+        self._num_live = max(1, reply.live)
+        self._sync_every = reply.sync_every or None
         return reply
 
     def _beat_until(self, stop: threading.Event) -> None:
@@ -447,8 +489,10 @@ class Remote(Exchange):
                 self._given_up(incarnation, str(error))
                 continue
             for fragment, version in enumerate(reply.versions):  # a notice may have been lost
-                if incarnation == self._incarnation and version > self._newest[fragment][0]:
+                if incarnation == self._incarnation and version > self._newest[fragment].version:
                     self._submit(self._receiver, lambda f=fragment, v=version: self._catch_up(f, v))  # type: ignore[misc]
+            if self._reports_steps:
+                self._connection.closing.wait(MIN_REPORT_S)
 
     def _watch_forever(self) -> None:
         while not self._connection.closing.is_set():
@@ -474,6 +518,8 @@ class Remote(Exchange):
             case "published":
                 published = notice.published
                 self._submit(self._receiver, lambda: self._catch_up(published.fragment, published.version))
+            case "called":
+                self._tell(Called(notice.called.fragment, notice.called.version))
             case "rejected":
                 rejected = notice.rejected
                 self._offered.pop((rejected.fragment, rejected.round), None)
@@ -598,7 +644,3 @@ def fetch_status(
         return status
     finally:
         connection.close()
-
-
-def base_if(update: Update, learner: str) -> int:
-    return update.base if learner in update.contributors else -1

@@ -25,6 +25,7 @@ from diloco.core.method import Method
 from diloco.core.syncer import (
     Accept,
     Action,
+    Call,
     Deadlines,
     Evict,
     Member,
@@ -46,7 +47,7 @@ from diloco.errors import (
     StoreError,
     UnknownRunError,
 )
-from diloco.exchange.wire.syncer_pb2 import Evicted, Notice, Published, Rejected, Welcome
+from diloco.exchange.wire.syncer_pb2 import Called, Evicted, Notice, Published, Rejected, Welcome
 from diloco.syncer.metrics import LearnerSample, SyncerMetrics
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.store import RosterRow, Saved
@@ -70,6 +71,19 @@ class Held:
     residual: Tensor | None
     digest: str
     updates: deque[tuple[Update, Tensor]]
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What a learner fetches: an update as encoded, or a whole fragment, with the outer state where that is on the learners.
+
+    `merged_round`: the newest round of its contributions that is in this version or an earlier one; −1: none is.
+    """
+
+    update: Update
+    payload: Tensor
+    merged_round: int
+    outer_state: Mapping[str, Tensor] | None = None
 
 
 class Engine:
@@ -183,7 +197,8 @@ class Engine:
                     f"run {self.run!r} has a model already and keeps it; join it without --initialise."
                 )
             states = {f: self.method.outer.init(theta.numel()) for f, theta in enumerate(thetas)}
-            state = {"step": step, "initial_tokens": tokens, "round_steps": [0] * len(thetas)}
+            state = {"step": step, "initial_tokens": tokens, "round_steps": [0] * len(thetas), "clock": float(step),
+                     "merged_rounds": {}}  # fmt: skip
             self._store.initialise(
                 self.run,
                 self.method.to_dict(),
@@ -199,7 +214,9 @@ class Engine:
                 for f, theta in enumerate(thetas)
             ]
             self.layout, self.static, self._initial_tokens = layout, static, tokens
-            self._core = SyncerCore(self.method, [0] * len(thetas), deadlines=self.deadlines, step=step)
+            self._core = SyncerCore(
+                self.method, [0] * len(thetas), deadlines=self.deadlines, step=step, clock=float(step)
+            )
             self._events.append(
                 events.Initialised(
                     learner=learner,
@@ -317,7 +334,7 @@ class Engine:
             self._carry_out(actions[1:])
             return None
 
-    def pull(self, fragment: int, base: int) -> tuple[Update, Tensor]:
+    def pull(self, fragment: int, base: int, *, learner: str = "", incarnation: int = 0) -> Pulled:
         """The update that follows version `base`, as encoded; the newest whole fragment, losslessly, where that is not kept.
 
         Raises:
@@ -330,12 +347,19 @@ class Engine:
                     f"the run has fragments 0 to {len(self._held) - 1}, not {fragment}; use the run's layout."
                 )
             held, version = self._held[fragment], core.fragments[fragment].version
+            merged_round = core.merged_round(learner, incarnation, fragment)
             for update, payload in held.updates:
                 if update.base == base and update.version <= version:
-                    return update, payload
+                    return Pulled(update, payload, merged_round)
             contributors = self._last_contributors.get(fragment, ())  # known after a restart too
             whole = Update(fragment, version - 1, version, contributors, (), 1.0, held.digest, lossless=True)
-            return whole, held.theta
+            state = held.outer_state if self.method.outer_at == "learners" else None
+            return Pulled(whole, held.theta, merged_round, state)
+
+    def sync_every(self, learner: str) -> int:
+        """Inner steps to this learner's next push, where learners push."""
+        with self._lock:
+            return 0 if self._core is None else self._core.sync_every_of(learner)
 
     def watch(self, learner: str, incarnation: int) -> queue.SimpleQueue[Notice | None]:
         """The queue of notices for a learner; None ends it. Opening it again (after a lost connection) starts a new one."""
@@ -412,6 +436,11 @@ class Engine:
                     notice = Notice(published=Published(fragment=action.fragment, version=action.version))
                     for notices in self._watchers.values():
                         notices.put(notice)
+                case Call():
+                    called = Notice(called=Called(fragment=action.fragment, version=action.version))
+                    for (learner, _), notices in self._watchers.items():
+                        if learner in action.learners:
+                            notices.put(called)
                 case Reject():
                     self._log_reject(action)
                     c = action.contribution
@@ -599,10 +628,17 @@ class Engine:
             ledgers=saved.ledgers,
             step=int(saved.state["step"]),
             round_steps=saved.state["round_steps"],
+            clock=saved.state["clock"],
+            merged_rounds={
+                learner: [(incarnation, round_) for incarnation, round_ in rounds]
+                for learner, rounds in saved.state["merged_rounds"].items()
+            },
         )
 
     def _state(self) -> dict[str, Any]:
-        return {"step": self.core.step, "initial_tokens": self._initial_tokens, "round_steps": self.core.round_steps}
+        core = self.core
+        return {"step": core.step, "initial_tokens": self._initial_tokens, "round_steps": core.round_steps, "clock": core.clock,
+                "merged_rounds": core.durable_merged_rounds()}  # fmt: skip
 
     def _roster(self) -> list[RosterRow]:
         core = self.core

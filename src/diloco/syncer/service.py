@@ -10,7 +10,7 @@ import grpc
 import torch
 from google.protobuf.message import Message
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from diloco.core.fragments import Layout
 from diloco.core.update import Contribution
@@ -102,8 +102,9 @@ class Service:
         )  # fmt: skip
         step, run_tokens = self._engine.position()
         return pb.HeartbeatReply(
-            step=step, run_tokens=run_tokens, versions=self._engine.versions(), live=self._engine.num_live()
-        )
+            step=step, run_tokens=run_tokens, versions=self._engine.versions(), live=self._engine.num_live(),
+            sync_every=self._engine.sync_every(request.learner),
+        )  # fmt: skip
 
     def leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, request.run, "learner", request.learner, "control")
@@ -165,6 +166,7 @@ class Service:
         contribution = Contribution(
             header.learner, header.incarnation, header.fragment, header.round, header.base, header.tokens, header.steps, header.trained,
             tuple((discard.reason, discard.tokens) for discard in header.discarded), step=header.step,
+            tensors=tuple(header.tensors) if header.part else None,
         )  # fmt: skip
         complete = False
         try:
@@ -185,13 +187,17 @@ class Service:
             static = memoryview(self._engine.static)
             yield from frames(pb.PullHeader(lossless=True, num_bytes=len(static)), static)
             return
-        update, tensor = self._engine.pull(request.fragment, request.base)
-        payload = bytes_of(tensor)
+        pulled = self._engine.pull(
+            request.fragment, request.base, learner=request.learner, incarnation=request.incarnation
+        )
+        update, payload = pulled.update, bytes_of(pulled.payload)
+        outer = memoryview(b"" if pulled.outer_state is None else save(dict(pulled.outer_state)))
         header = pb.PullHeader(
             fragment=update.fragment, base=max(update.base, 0), version=update.version, contributors=update.contributors,
-            weights=update.weights, scale=update.scale, digest=update.digest, lossless=update.lossless, num_bytes=len(payload),
+            weights=update.weights, scale=update.scale, digest=update.digest, lossless=update.lossless,
+            num_bytes=len(payload) + len(outer), merged_round=pulled.merged_round, outer_bytes=len(outer),
         )  # fmt: skip
-        yield from frames(header, payload)
+        yield from frames(header, payload, outer)
 
     # --- helpers ----------------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class Discard(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,8 @@ class PushHeader(_message.Message):
     DISCARDED_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -102,7 +104,9 @@ class PushHeader(_message.Message):
     discarded: _containers.RepeatedCompositeFieldContainer[Discard]
     num_bytes: int
     step: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    part: bool
+    tensors: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("accepted", "reason")
@@ -129,7 +133,7 @@ class PullRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., base: _Optional[int] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("fragment", "base", "version", "contributors", "weights", "scale", "digest", "lossless", "num_bytes")
+    __slots__ = ("fragment", "base", "version", "contributors", "weights", "scale", "digest", "lossless", "num_bytes", "merged_round", "outer_bytes")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +143,8 @@ class PullHeader(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     LOSSLESS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MERGED_ROUND_FIELD_NUMBER: _ClassVar[int]
+    OUTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     base: int
     version: int
@@ -148,7 +154,9 @@ class PullHeader(_message.Message):
     digest: str
     lossless: bool
     num_bytes: int
-    def __init__(self, fragment: _Optional[int] = ..., base: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., digest: _Optional[str] = ..., lossless: _Optional[bool] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    merged_round: int
+    outer_bytes: int
+    def __init__(self, fragment: _Optional[int] = ..., base: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., digest: _Optional[str] = ..., lossless: _Optional[bool] = ..., num_bytes: _Optional[int] = ..., merged_round: _Optional[int] = ..., outer_bytes: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation")
@@ -182,6 +190,14 @@ class Evicted(_message.Message):
     replaced: bool
     def __init__(self, reason: _Optional[str] = ..., replaced: _Optional[bool] = ...) -> None: ...
 
+class Called(_message.Message):
+    __slots__ = ("fragment", "version")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
 class Rejected(_message.Message):
     __slots__ = ("fragment", "round", "reason")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -193,16 +209,18 @@ class Rejected(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("published", "evicted", "rejected", "welcome")
+    __slots__ = ("published", "evicted", "rejected", "welcome", "called")
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
+    CALLED_FIELD_NUMBER: _ClassVar[int]
     published: Published
     evicted: Evicted
     rejected: Rejected
     welcome: Welcome
-    def __init__(self, published: _Optional[_Union[Published, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ...) -> None: ...
+    called: Called
+    def __init__(self, published: _Optional[_Union[Published, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., called: _Optional[_Union[Called, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting")
@@ -223,16 +241,18 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("step", "run_tokens", "versions", "live")
+    __slots__ = ("step", "run_tokens", "versions", "live", "sync_every")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    SYNC_EVERY_FIELD_NUMBER: _ClassVar[int]
     step: int
     run_tokens: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     live: int
-    def __init__(self, step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., live: _Optional[int] = ...) -> None: ...
+    sync_every: int
+    def __init__(self, step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., live: _Optional[int] = ..., sync_every: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "tokens")
