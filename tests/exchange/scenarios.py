@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ LEARNERS = 3
 class Scenario:
     """One run. `fault` happens to learner 1: another "layout", another "method", a "nan" gradient, or an "error" in its own code.
 
-    `resume_at`: the run is saved after this step and goes on over new exchanges.
+    `resume_at`: the run is saved after this step and goes on over new exchanges. `trains`: learners that train part of the model.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Scenario:
     inner: str = "adamw"
     fault: str = ""
     resume_at: int = 0
+    trains: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def parts(self) -> int:
@@ -103,7 +104,8 @@ def live(scenario: Scenario, part: int, index: int, exchange: Exchange, carried:
     first, last = 1, scenario.steps
     if scenario.resume_at:
         first, last = (1, scenario.resume_at) if part == 0 else (scenario.resume_at + 1, scenario.steps)
-    with Learner(model, optimizer, method=method, exchange=exchange) as learner:
+    trains = {int(key): patterns for key, patterns in scenario.trains.items()}.get(index)
+    with Learner(model, optimizer, method=method, exchange=exchange, trains=trains) as learner:
         if part == 1:
             model.load_state_dict(carried["model"])
             optimizer.load_state_dict(carried["optimizer"])
@@ -165,6 +167,17 @@ def _scenarios() -> list[Scenario]:
         "streaming, offsets": diloco.StreamingDiLoCo(
             sync_every=6, overlap=3, offsets=(5, 1, 1), fragments=by_layer, weight="tokens", codec=("int8", "bf16")
         ),
+        "delayed": diloco.DelayedDiLoCo(sync_every=4),
+        "delayed, 2H, by layer": diloco.DelayedDiLoCo(sync_every=3, intervals=2, fragments=by_layer, codec="int8"),
+        "eager": diloco.EagerDiLoCo(sync_every=4),
+        "eager, int4, by layer": diloco.EagerDiLoCo(
+            sync_every=4, fragments=by_layer, codec="int4", error_feedback=True, weight="tokens"
+        ),
+        "eager, 2H": diloco.EagerDiLoCo(sync_every=3, intervals=2, codec=("e3m0", "fp32")),
+        "keep displacement": replace(
+            diloco.StreamingDiLoCo(sync_every=6, overlap=3, fragments=by_layer), adopt=diloco.KeepDisplacement()
+        ),
+        "changing intervals": diloco.DiLoCo(sync_every=((0, 2), (6, 4)), fragments=diloco.Balanced(2)),
         "streaming, balanced": diloco.StreamingDiLoCo(sync_every=6, overlap=2, fragments=diloco.Balanced(6), codec="int4"),
     }  # fmt: skip
     methods |= {
@@ -179,6 +192,12 @@ def _scenarios() -> list[Scenario]:
         Scenario("bf16 parameters", methods["diloco, H overlap"].to_dict(), dtype="bfloat16"),
         Scenario("resumed", streaming, resume_at=8),
         Scenario("resumed, adam", methods["diloco, adam"].to_dict(), resume_at=9),
+        Scenario("resumed, eager", methods["eager, int4, by layer"].to_dict(), resume_at=9),
+        Scenario(
+            "part of the model",
+            methods["diloco, tokens and feedback"].to_dict(),
+            trains={1: ("layers.*",), 2: ("*.bias",)},
+        ),
         Scenario("other layout", methods["diloco"].to_dict(), fault="layout"),
         Scenario("other method", methods["diloco"].to_dict(), fault="method"),
         Scenario("nan", methods["diloco, tokens and feedback"].to_dict(), fault="nan"),
