@@ -50,7 +50,7 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
         (MINIMAL + '[data]\nkind = "text"\n', r'\[data\] kind = "text" needs paths'),
         (MINIMAL + '[data]\npaths = ["a"]\n', "no effect"),
         (MINIMAL + "[schedule]\nwarmup_steps = 600\n", "schedule.warmup_steps = 600 must be below"),
-        (MINIMAL + "[train]\nwarm_start_steps = 600\n", "train.warm_start_steps = 600 leaves nothing"),
+        (MINIMAL + "[warm_start]\nsteps = 600\n", "warm_start.steps = 600 leaves nothing"),
         (MINIMAL + "[syncer]\ncert = 'a'\n", "cert and key belong together"),
         ("[run\n", "run.toml is not TOML"),
     ],

@@ -81,7 +81,7 @@ def test_an_evaluation_does_not_change_training(tiny: Tiny) -> None:
 
 
 def test_the_isolated_learner_stops_with_the_others_and_shares_the_warm_start(tiny: Tiny) -> None:
-    config = tiny("train.warm_start_steps=5")
+    config = tiny("warm_start.steps=5")
     summary = Trainer(config, Part("lone", role="isolated", shard=1)).train()
     assert summary.steps == 20
     assert summary.tokens == 5 * 256 + 15 * 128
@@ -110,7 +110,7 @@ def stopped_at(trainer: Trainer, step: int) -> Summary:
 
 @pytest.mark.parametrize("step", [3, 5, 11])
 def test_stopped_and_resumed_alone_is_the_same_to_the_bit(tiny: Tiny, step: int) -> None:
-    config = tiny("train.warm_start_steps=5")
+    config = tiny("warm_start.steps=5")
     part = Part("lone", role="isolated", shard=1)
     whole = Trainer(config, part)
     whole.train()
@@ -195,4 +195,4 @@ def test_a_pair_stopped_and_resumed_is_the_same_to_the_bit(tiny: Tiny, tmp_path:
 
 def test_a_warm_start_that_the_exchange_cannot_take_over_is_refused(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="the warm start made 3 steps but the run starts at 0"):
-        run_pair(tiny("train.warm_start_steps=3"), initialise=[True, False])
+        run_pair(tiny("warm_start.steps=3"), initialise=[True, False])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from diloco.config import TrainTable
 from diloco.errors import ConfigError
 from diloco.training.evaluate import next_token_loss
+from diloco.training.job import synchronised
 
 
 @contextmanager
@@ -27,11 +28,21 @@ def flushed_denormals(enabled: bool) -> Iterator[None]:
             torch.set_flush_denormal(False)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of `train.device`. Raises ConfigError when CUDA is asked for and not there."""
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of `train.device` for one of the ranks on this machine.
+
+    Raises ConfigError when CUDA is asked for and not there, or has fewer devices than there are ranks.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError('train.device = "cuda" but torch sees no CUDA device; use "auto" or "cpu"')
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {local_rank} of this machine has no CUDA device, there are {torch.cuda.device_count()}; "
+            "start no more ranks than devices"
+        )
+    return torch.device("cuda", local_rank)
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class StepResult:
 
 
 class InnerStep:
-    """Runs inner steps of one model and optimizer.
+    """Runs inner steps of one model (or of its DistributedDataParallel wrapper) and optimizer.
 
     Raises ConfigError for bfloat16 autocast on a CUDA device that does not support it.
     """
@@ -75,11 +86,13 @@ class InnerStep:
             group["lr"] = peak * lr_factor
         total = torch.zeros((), device=self._device)
         with flushed_denormals(self._flush):
-            for part in batch.to(self._device, non_blocking=True).chunk(self._accumulate):
-                with self._precision():
-                    logits = self._model(input_ids=part[:, :-1], use_cache=False).logits
-                    loss = next_token_loss(logits, part[:, 1:]) / self._accumulate
-                loss.backward()
+            parts = batch.to(self._device, non_blocking=True).chunk(self._accumulate)
+            for part in parts:
+                with synchronised(self._model, last=part is parts[-1]):
+                    with self._precision():
+                        logits = self._model(input_ids=part[:, :-1], use_cache=False).logits
+                        loss = next_token_loss(logits, part[:, 1:]) / self._accumulate
+                    loss.backward()
                 total += loss.detach()
         norm = self._update()
         self._optimizer.zero_grad()

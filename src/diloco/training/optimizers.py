@@ -135,9 +135,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> str:
-    """One sentence on what trains which parameters, and why."""
+    """What trains which parameters, and why: the end of a sentence that begins with the learner's name."""
     if config.inner_optimizer == "adamw":
-        return "AdamW trains every parameter"
+        return "trains every parameter by AdamW"
     num_matrices = sum(len(group["params"]) for group in optimizer.param_groups if "ns_steps" in group)
     why = "" if config.inner.optimizer is not None else f", as {MUON_PRESET} has it; inner.optimizer chooses another"
-    return f"Muon trains {num_matrices} hidden matrices and AdamW the rest{why}"
+    return f"trains {num_matrices} hidden matrices by Muon and the rest by AdamW{why}"
