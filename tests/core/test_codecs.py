@@ -640,6 +640,11 @@ GOLDEN = {  # as in docs/wire-formats.md
     "int8": ("013c 7fc026ff00", [0.99993896484375, -0.50390625, 0.2991943359375, -0.00787353515625, 0.0]),
     "int4": ("123e 070c02", [0.998046875, -0.5703125, 0.28515625, 0.0, 0.0]),
     "e3m0": ("803f 97 0e 05", [1.0, -0.5, 0.25, -0.015625, 0.0]),
+    "2bit": ("0000 83be 1a3e 803f 2b05", [1.0, -0.255859375, 0.150390625, -0.255859375, 0.150390625]),
+    "topk-2": ("03 0000803f 000000bf", [1.0, -0.5, 0.0, 0.0, 0.0]),
+    "topk-2-bf16": ("03 803f 00bf", [1.0, -0.5, 0.0, 0.0, 0.0]),
+    "topk-2-2bit": ("03 0000 00bf 803f 0000 06", [1.0, -0.5, 0.0, 0.0, 0.0]),
+    "sign-pruned-0.5": ("07 0000803f 000000bf 9a99993e", [1.0, -0.5, 0.30000001192092896, 0.0, 0.0]),
 }
 
 
@@ -688,6 +693,37 @@ def test_error_feedback_tracks_the_sum(codec: Codec) -> None:
         sum_decoded += codec.decode(payload, 300).double()
         rounding += 2**-24 * (total.double().abs() + residual.double().abs())
     assert bool(((sum_x - sum_decoded).abs() <= error_bound(codec, total) + rounding).all())
+
+
+@each_codec
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
+def test_error_feedback_may_decay(codec: Codec, decay: float) -> None:
+    """The product is rounded, then the sum; a decay of 0 forgets."""
+    x, residual = normal(1001, seed=2), normal(1001, seed=3) * 1e-3
+    total = torch.add(x, torch.mul(residual, torch.tensor(decay)))
+    payload, new_residual = compress(codec, x, residual, decay)
+    assert torch.equal(payload, codec.encode(total))
+    assert same_bits(new_residual, total - codec.decode(payload, 1001))
+    first_payload, first_residual = compress(codec, x, None, decay)
+    assert torch.equal(first_payload, codec.encode(x))
+    assert same_bits(first_residual, x - codec.decode(first_payload, 1001))
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.01, math.inf, math.nan])
+def test_error_feedback_refuses_a_decay_that_grows(decay: float) -> None:
+    with pytest.raises(ConfigError, match="is not from 0 to 1"):
+        compress(Int4(), torch.zeros(3), None, decay)
+
+
+def test_top_k_with_error_feedback_sends_every_coordinate_in_the_end() -> None:
+    """What was not among the largest grows in the residual until it is: SparseLoCo's e ← e + Δ; e ← e − TopK(e)."""
+    codec, x, residual = TopK(k=128), torch.linspace(-2, 2, 4096), None
+    x += torch.copysign(torch.tensor(0.5), x)
+    sent = torch.zeros(4096)
+    for _ in range(5 * 4096 // 128):  # the smallest is a fifth of the largest
+        payload, residual = compress(codec, x, residual)
+        sent += codec.decode(payload, 4096)
+    assert bool((sent != 0).all())
 
 
 def test_error_feedback_refuses_a_residual_of_another_length() -> None:
