@@ -32,7 +32,7 @@ class RunTable(_Table):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     tokens: int = Field(gt=0)  # trained by all learners together; ends the run
-    steps: int | None = Field(default=None, gt=0)  # a learner ends after this step of the run, if the tokens last so long
+    steps: int | None = Field(default=None, gt=0)  # ends a learner, if the tokens last so long
     seed: int = Field(default=0, ge=0, lt=2**32)
     learners: int = Field(default=1, ge=1)
     dir: Path | None = None  # default runs/<name>
@@ -122,6 +122,7 @@ class TrainTable(_Table):
     batch: int | None = Field(
         default=None, gt=0
     )  # sequences per step of this learner; default: global_batch / learners
+    trains: tuple[str, ...] = ()  # name patterns of the tensors that this learner trains; none: all
     accumulate: int = Field(default=1, gt=0)  # micro-batches per step
     clip: float | None = Field(default=1.0, gt=0)  # norm of the gradient
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -200,7 +201,9 @@ class RunConfig(_Table):
     checkpoint: CheckpointTable = Field(default_factory=CheckpointTable)
     method: dict[str, Any] = Field(default_factory=lambda: {"preset": "StreamingDiLoCo"})
     syncer: SyncerTable = Field(default_factory=SyncerTable)
-    learner: dict[str, dict[str, Any]] = Field(default_factory=dict)  # by name: what is different for that learner
+    learner: dict[str, dict[str, dict[str, Any]]] = Field(
+        default_factory=dict
+    )  # by name: what is different for that learner
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -274,7 +277,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), learner: str | 
     """Read a run file; `overrides` are "table.key=value" with the value as TOML (a bare word is a string).
 
     With the name of a `learner`, as that learner reads it: its `[learner.NAME]` table, if there is one, is laid over the others, and
-    the overrides over both. Raises ConfigError naming file, key and value when the file is missing, is not TOML, or holds unknown keys
+    the overrides over both; nothing is left to lay over. Raises ConfigError naming file, key and value when the file is missing, is not TOML, or holds unknown keys
     or impossible values.
     """
     try:
@@ -292,7 +295,7 @@ def parse_config(
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not TOML: {error}; correct that line") from error
-    config = _read(tables, overrides, source)
+    config = resolved = _read(tables, overrides, source)
     for name, own in config.learner.items():
         keys = [key if key in LEARNERS_OWN else f"the table {key}" for key in own]
         if "global_batch" in own.get("train", {}):
@@ -305,8 +308,8 @@ def parse_config(
                 )
         theirs = _read(_laid_over(tables, own), overrides, f"{source}: [learner.{name}]")
         if name == learner:
-            config = theirs
-    return config
+            resolved = theirs
+    return config if learner is None else resolved.model_copy(update={"learner": {}})
 
 
 def _read(tables: Mapping[str, Any], overrides: Sequence[str], source: str) -> RunConfig:

@@ -126,6 +126,27 @@ def test_stopped_and_resumed_alone_is_the_same_to_the_bit(tiny: Tiny, step: int)
     assert_same(weights(whole), weights(second))
 
 
+DROPOUT = ("model={type='gpt2', n_embd=16, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0.2}", "run.tokens=2_560")
+
+
+def test_dropout_is_drawn_from_the_runs_seed_and_a_learners_shard_and_goes_on_after_a_stop(tiny: Tiny) -> None:
+    config = tiny(*DROPOUT)
+    runs = []
+    for shard in (0, 0, 1):
+        trainer = Trainer(config, Part("all", role="baseline", shard=shard))
+        torch.manual_seed(len(runs))  # what a process drew before does not matter
+        trainer.train()
+        runs.append(weights(trainer))
+    assert_same(runs[0], runs[1])
+    assert not torch.equal(runs[0]["transformer.ln_f.weight"], runs[2]["transformer.ln_f.weight"])
+
+    stopped_at(Trainer(config, Part("again", role="baseline")), 4)
+    (checkpoint,) = list_checkpoints(config.dir / "again" / "checkpoints")
+    resumed = Trainer(config, Part("again", role="baseline", resume_from=checkpoint))
+    resumed.train()
+    assert_same(runs[0], weights(resumed))
+
+
 def test_a_checkpoint_of_another_run_or_model_or_shards_is_refused(tiny: Tiny) -> None:
     part = Part("all", role="baseline")
     stopped_at(Trainer(tiny(), part), 2)

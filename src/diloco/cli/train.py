@@ -144,7 +144,7 @@ def _of_ranks(
     from diloco.core.presets import method_from_table
     from diloco.training.together import attach_over, together_over
 
-    attach = attach_over(group, method_from_table(config.method))
+    attach = attach_over(group, method_from_table(config.method), config.train.trains)
     together = together_over(group, job)
     return Trainer(config, part, attach=attach, progress=progress, together=together), job.first
 
@@ -202,7 +202,7 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
                 initial_step=steps,
                 initial_tokens=tokens,
             )
-            return diloco.Learner(model, optimizer, exchange=exchange)
+            return diloco.Learner(model, optimizer, exchange=exchange, trains=config.train.trains or None)
 
         if not part.initialise:
             return connect(initialise=False)

@@ -1,11 +1,12 @@
 """The inner step: forward, backward, clip, optimizer. It knows nothing of other learners."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from diloco.config import TrainTable
 from diloco.errors import ConfigError
@@ -66,6 +67,7 @@ class InnerStep:
         self._optimizer = optimizer
         self._peaks: list[float] = [group["lr"] for group in optimizer.param_groups]
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._left_alone: tuple[nn.Parameter, ...] = ()
         self._accumulate = table.accumulate
         self._clip = float("inf") if table.clip is None else table.clip
         self._flush = table.flush_denormals
@@ -77,6 +79,10 @@ class InnerStep:
             table.autocast == "auto" and device.type == "cuda" and supported
         )
 
+    def leave_alone(self, parameters: Sequence[nn.Parameter]) -> None:
+        """These get no gradient from here on, so no optimizer changes them."""
+        self._left_alone = tuple(parameters)
+
     def run(self, batch: Tensor, lr_factor: float) -> StepResult:
         """One optimizer step on int64 `batch` (B, T + 1) in `accumulate` equal micro-batches.
 
@@ -85,7 +91,7 @@ class InnerStep:
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor
         total = torch.zeros((), device=self._device)
-        with flushed_denormals(self._flush):
+        with flushed_denormals(self._flush), self._without_gradients():
             parts = batch.to(self._device, non_blocking=True).chunk(self._accumulate)
             for part in parts:
                 with synchronised(self._model, last=part is parts[-1]):
@@ -97,6 +103,20 @@ class InnerStep:
         norm = self._update()
         self._optimizer.zero_grad()
         return StepResult(total, norm)
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Spares the backward pass of what is left alone. The ranks of a learner agreed on their gradients when they were wrapped."""
+        spared = () if isinstance(self._model, DistributedDataParallel) else self._left_alone
+        for parameter in spared:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in spared:
+                parameter.requires_grad_(True)
+            for parameter in self._left_alone:
+                parameter.grad = None
 
     def _update(self) -> Tensor:
         """Clip and step. The hook runs last, after one that exchanges gradients: their mean is clipped, with denormals intact."""

@@ -30,7 +30,7 @@ from diloco.training.inner import InnerStep, StepResult, choose_device
 from diloco.training.job import Job, local_rank
 from diloco.training.journal import Journal
 from diloco.training.models import build_model, load_state
-from diloco.training.optimizers import describe_optimizer, load_optimizer, make_optimizer
+from diloco.training.optimizers import describe_optimizer, load_optimizer, make_optimizer, untrained
 from diloco.training.part import Part, Role, Summary
 from diloco.training.progress import Progress, Silent, Status
 from diloco.training.schedule import learning_rate, schedule_factor
@@ -197,6 +197,7 @@ class Trainer:
         if part.role != "baseline":
             self._stream.select([part.shard])
             self._stream.batch = self.config.learner_batch
+            self._inner.leave_alone(untrained(self.model, self.config.train.trains))
         if part.role == "learner":
             assert self._attach is not None
             self._journal.say("joins the run")

@@ -1,6 +1,7 @@
 """The inner optimizer of a run: AdamW, or Muon for the hidden matrices with AdamW for everything else."""
 
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, overload
 
 import torch
@@ -77,6 +78,23 @@ def hidden_matrices(model: nn.Module) -> list[Parameter]:
     if head is not None:
         outer.add(id(head.weight))
     return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in outer]
+
+
+def untrained(model: nn.Module, patterns: Sequence[str]) -> list[Parameter]:
+    """The parameters that a learner leaves alone which trains those whose names match the patterns; none where there are no patterns.
+
+    Raises ConfigError for a pattern that matches nothing.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in parameters):
+            raise ConfigError(
+                f'train.trains has "{pattern}", which matches no parameter; the first is {next(iter(parameters))}'
+            )
+    return [
+        p for name, p in parameters.items()
+        if patterns and p.requires_grad and not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]  # fmt: skip
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:

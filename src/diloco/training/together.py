@@ -1,6 +1,6 @@
 """Learners without a syncer: every rank that torchrun started is one, and they exchange over the process group."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,11 +43,12 @@ class Continued(Collective):
         self._tokens_before = state["tokens_before"]
 
 
-def attach_over(process_group: dist.ProcessGroup, method: Method) -> Attach:
-    """How one of the ranks becomes a learner by `method`."""
+def attach_over(process_group: dist.ProcessGroup, method: Method, trains: Sequence[str] = ()) -> Attach:
+    """How one of the ranks becomes a learner by `method`; `trains` are name patterns of what it trains, none: all."""
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> LearnerLike:
-        return Learner(model, optimizer, method=method, exchange=Continued(process_group, step=steps, tokens=tokens))
+        exchange = Continued(process_group, step=steps, tokens=tokens)
+        return Learner(model, optimizer, method=method, exchange=exchange, trains=trains or None)
 
     return attach
 
