@@ -168,7 +168,7 @@ def test_a_late_joiners_schedule_and_data_start_where_the_run_is(tiny: Tiny, tmp
     assert [event.step for event in stepped] == list(range(started.step + 1, 151))
     for event in stepped:  # at the run's step, whatever the learner adopts meanwhile
         assert event.lr == learning_rate(config, event.step)
-    assert late._stream.position == early._stream.position == 150 * 4
+    assert late._island.stream.position == early._island.stream.position == 150 * 4
 
 
 # --- unequal learners
@@ -179,7 +179,7 @@ def test_learners_of_different_batch_size(tiny: Tiny) -> None:
     (a, one), (b, two) = run_pair(tiny(*overrides, learner="pair-0"), tiny(*overrides, learner="pair-1"))
     assert (a.tokens, b.tokens) == (a.steps * 4 * 32, b.steps * 2 * 32)
     assert a.run_tokens >= 5_120
-    assert (one._stream.position, two._stream.position) == (4 * a.steps, 2 * b.steps)
+    assert (one._island.stream.position, two._island.stream.position) == (4 * a.steps, 2 * b.steps)
     assert_same(one.learner.global_state_dict(), two.learner.global_state_dict())
 
 

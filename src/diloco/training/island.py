@@ -1,0 +1,177 @@
+"""What one part of a run trains with, how far it has come, and all of that in a checkpoint."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco.config import RunConfig
+from diloco.errors import CheckpointError, ConfigError, LayoutError
+from diloco.training.alone import AloneLearner, LearnerLike
+from diloco.training.budget import Budget
+from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
+from diloco.training.data import Stream
+from diloco.training.export import global_model
+from diloco.training.inner import InnerStep, StepResult, choose_device
+from diloco.training.job import Job, local_rank
+from diloco.training.models import build_model, load_state
+from diloco.training.optimizers import load_optimizer, make_optimizer, untrained
+from diloco.training.schedule import schedule_factor
+from diloco.training.sources import Corpus
+
+# Makes the learner that exchanges: (model, inner optimizer, steps already done, tokens that the run has trained).
+Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], LearnerLike]
+
+
+class Island:
+    """Model, inner optimizer, data and learner of one part of a run.
+
+    It begins as a model that nobody else knows, reading every shard at the full batch of the run; `narrow` and `connect` make it a
+    learner. Every rank of a `job` has an island of its own, and all do the same.
+
+    Attributes:
+        tokens: trained by this part.
+        num_steps, inner_s: steps taken by this process, and the time they took.
+    """
+
+    def __init__(self, config: RunConfig, corpus: Corpus, job: Job) -> None:
+        self._config = config
+        self._job = job
+        device = choose_device(config.train.device, local_rank())
+        length = config.data.sequence_length
+        model: nn.Module = build_model(config.model, corpus.vocab_size, length, config.run.seed)
+        self.model = model.to(device)
+        self.model.train()
+        self._trained = job.wrap(self.model)
+        self.optimizer = make_optimizer(self.model, config)
+        self._inner = InnerStep(self._trained, self.optimizer, config.train, device)
+        everything = range(config.run.learners)
+        self.stream = Stream(corpus, length, config.run.learners, everything, config.share, config.run.seed)
+        self.learner: LearnerLike = AloneLearner(self.model, config.tokens_per_full_step)
+        self.tokens = 0
+        self.num_steps = 0
+        self.inner_s = 0.0
+        self._trained_here = 0
+        self._budget = Budget(0, 0)
+        self._beginning = (0, 0)  # step and tokens of the run when the learner took over
+
+    # --- steps
+
+    @property
+    def step(self) -> int:
+        """The run's step that this part is at."""
+        return self.learner.steps
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens trained by the whole run, as far as they can be known now."""
+        return self._budget.spent(self.tokens, self.learner.run_tokens)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of this part, since its process began."""
+        return self._trained_here / max(1e-9, self.inner_s)
+
+    def take_step(self) -> StepResult:
+        """One inner step, and what the learner does after it."""
+        started = time.perf_counter()
+        batch = self.stream.next(self._job.rows(self.stream.num_rows))
+        result = self._inner.run(batch, schedule_factor(self._config, self.step + 1))
+        tokens = batch[:, 1:].numel()
+        self.tokens += tokens * self._job.size
+        self._trained_here += tokens * self._job.size
+        self.learner.step(tokens=tokens)
+        self.inner_s += time.perf_counter() - started
+        self.num_steps += 1
+        return result
+
+    # --- becoming a learner
+
+    def narrow(self, shard: int, batch: int) -> None:
+        """Read this shard only, `batch` sequences a step."""
+        self.stream.select([shard])
+        self.stream.batch = batch
+
+    def specialise(self) -> None:
+        """Train only what the run file has this learner train."""
+        self._inner.leave_alone(untrained(self.model, self._config.train.trains))
+
+    def connect(self, attach: Attach) -> None:
+        """Take part by another exchange from here on."""
+        step, tokens = self.step, self.tokens_at(self.step)
+        self._beginning = (step, tokens)
+        self.learner.close()
+        self.learner = attach(self._trained, self.optimizer, step, tokens)
+        if self.step > step:
+            # A late joiner reads its shard from where the run is, so that no two passes differ between learners, and nothing is read
+            # again that a warm start has read.
+            self.stream.position = self.step * max(self._config.share, self.stream.batch)
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """What the learner hears of the run's tokens now is exact."""
+        self._budget = Budget(self.tokens, self.learner.run_tokens)
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens of the run at the end of a warm start, exactly: what is heard of its last step comes with the next."""
+        first, tokens = self._beginning
+        return tokens + (step - first) * self._config.tokens_per_full_step
+
+    # --- checkpoints
+
+    def state(self, *, warming_up: bool) -> dict[str, Any]:
+        """Everything that `load` and `take_over` need; every rank calls it, and the first one's is everybody's."""
+        learner = self.learner.state_dict()  # before the model: it may wait for answers
+        layout = self.learner.layout
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "run_tokens": self.tokens_at(self.step) if warming_up else self.run_tokens,
+            "budget": self._budget.state_dict(),
+            "layout": None if layout is None else layout.to_dict(),
+            "learner": learner,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self._config.schedule.model_dump(),
+            "cursor": self.stream.state_dict(),
+            "random": self._job.gathered(to_bytes(random_state())),  # of every rank
+        }
+
+    def take_over(self, saved: dict[str, Any], path: Path) -> None:
+        """A checkpoint's global model, inner optimizer, step and tokens: what an initialising learner gives the run.
+
+        Raises CheckpointError when it does not fit.
+        """
+        try:
+            load_state(self.model, global_model(saved))
+            load_optimizer(self.optimizer, saved["optimizer"])
+        except (LayoutError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} does not fit the model of this run ({error}); check [model] and [inner]"
+            ) from error
+        self.learner.load_state_dict({"type": "alone", "steps": saved["step"], "run_tokens": saved["run_tokens"]})
+        self._beginning = (saved["step"], saved["run_tokens"])
+
+    def begin_from(self, saved: dict[str, Any], path: Path) -> None:
+        """Begin a run with what a checkpoint, of any run, came to. Raises CheckpointError or ConfigError when that cannot be."""
+        self.take_over(saved, path)
+        budget = self._config.run.tokens
+        if saved["run_tokens"] >= budget:
+            raise ConfigError(f"{path} has {saved['run_tokens']} tokens behind it and run.tokens is {budget}; raise it")
+        self.stream.position = self.step * self.stream.batch
+
+    def load(self, saved: dict[str, Any]) -> bool:
+        """Continue exactly (True), or with the run's newest model where the run has gone on (False); after `take_over`."""
+        self.model.load_state_dict(saved["model"])
+        exact = self.learner.load_state_dict(saved["learner"])
+        self.stream.load_state_dict(saved["cursor"])
+        if self._job.rank < len(saved["random"]):
+            restore_random_state(from_bytes(saved["random"][self._job.rank]))
+        self.tokens = saved["tokens"]
+        self.count_anew()
+        if exact:
+            self._budget.load_state_dict(saved["budget"])
+        return exact
