@@ -1,5 +1,7 @@
 """Error feedback is transactional: committed with the contribution it belongs to, put back to the bit otherwise."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ N = 70_000  # more than two segments of a payload
 CODEC = codec_from_name("int4")
 
 
-def make_residuals(*, error_feedback: bool = True) -> Residuals:
+def make_residuals(*, error_feedback: float = True) -> Residuals:
     return Residuals(diloco.DiLoCo(codec="int4", error_feedback=error_feedback), num_fragments=2)
 
 
@@ -39,6 +41,16 @@ def test_what_an_encoding_lost_goes_into_the_next_one() -> None:
         residuals.commit(0, round_)
         assert torch.equal(residual_of(residuals), expected)
     assert residual_of(residuals, fragment=1) is None
+
+
+def test_what_is_kept_may_decay() -> None:
+    residuals = make_residuals(error_feedback=0.9)
+    expected: Tensor | None = None
+    for round_, gradient in enumerate(gradients(3)):
+        payload, expected = compress(CODEC, gradient, expected, 0.9)
+        assert torch.equal(send(residuals, round_, gradient)[1], payload)
+        residuals.commit(0, round_)
+        assert torch.equal(residual_of(residuals), expected)
 
 
 def test_without_error_feedback_nothing_is_kept() -> None:
@@ -93,6 +105,33 @@ def test_two_in_flight(first_settled: str, second_settled: str, order: tuple[int
             delivered += CODEC.decode(payload, N).double()
     # Four fp32 roundings of sums of numbers below 16.
     torch.testing.assert_close(after.double(), measured - delivered, rtol=0, atol=4 * 2**-20)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize("merged", list(itertools.product([True, False], repeat=3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_any_number_in_flight(decay: float, merged: tuple[bool, ...], order: tuple[int, ...]) -> None:
+    """The residual is what it would be, had those that were not merged never been sent, and the others sent what they did."""
+    residuals = make_residuals(error_feedback=decay)
+    start, *deltas = gradients(4)
+    send(residuals, 0, start)
+    residuals.commit(0, 0)
+    before = residual_of(residuals)
+    assert before is not None
+    payloads = [send(residuals, round_, delta)[1] for round_, delta in zip((3, 4, 8), deltas, strict=True)]
+    for which in order:
+        (residuals.commit if merged[which] else residuals.roll_back)(0, (3, 4, 8)[which])
+    expected = before.double()
+    for delta, payload, listed in zip(deltas, payloads, merged, strict=True):
+        if listed:
+            expected = delta.double() + decay * expected - CODEC.decode(payload, N).double()
+    after = residual_of(residuals)
+    assert after is not None
+    if not any(merged):
+        assert torch.equal(after, before)
+    # A dozen fp32 roundings of sums of numbers below 16.
+    torch.testing.assert_close(after.double(), expected, rtol=0, atol=12 * 2**-20)
+    assert residuals._open == [[], []]  # nothing is kept of what is settled
 
 
 def test_refused_before_it_was_encoded() -> None:

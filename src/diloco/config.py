@@ -4,16 +4,20 @@ Reading it needs no torch. Unknown keys and impossible values are ConfigErrors t
 and, for a misspelt key, the nearest known one. The resolved configuration (defaults filled in) is saved with the run.
 """
 
+import copy
 import difflib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from diloco.errors import ConfigError
+
+LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer")
+"""The tables that a `[learner.NAME]` table may change."""
 
 MUON_PRESET = "MuLoCo"
 """The method whose inner optimizer is Muon unless the run file says otherwise."""
@@ -28,6 +32,7 @@ class RunTable(_Table):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     tokens: int = Field(gt=0)  # trained by all learners together; ends the run
+    steps: int | None = Field(default=None, gt=0)  # ends a learner, if the tokens last so long
     seed: int = Field(default=0, ge=0, lt=2**32)
     learners: int = Field(default=1, ge=1)
     dir: Path | None = None  # default runs/<name>
@@ -114,15 +119,25 @@ class TrainTable(_Table):
     """The inner loop."""
 
     global_batch: int = Field(default=16, gt=0)  # sequences per step over all planned learners
+    batch: int | None = Field(
+        default=None, gt=0
+    )  # sequences per step of this learner; default: global_batch / learners
+    trains: tuple[str, ...] = ()  # name patterns of the tensors that this learner trains; none: all
     accumulate: int = Field(default=1, gt=0)  # micro-batches per step
     clip: float | None = Field(default=1.0, gt=0)  # norm of the gradient
-    warm_start_steps: int = Field(default=0, ge=0)  # the initialiser alone, full batch, before it initialises the run
     device: Literal["auto", "cpu", "cuda"] = "auto"
     autocast: Literal["auto", "bfloat16", "off"] = "auto"  # auto: bfloat16 on CUDA where supported
     threads: int | None = Field(default=None, gt=0)  # default: torch's choice
     flush_denormals: bool = False  # to zero, in the inner steps only
     log_every_s: float = Field(default=5.0, gt=0)  # between plain lines
     log_every_steps: int = Field(default=10, gt=0)  # between step events
+
+
+class WarmStartTable(_Table):
+    """What comes before the learners part: one model, at the full batch of the run."""
+
+    steps: int = Field(default=0, ge=0)  # of the run; they end when the run is initialised, and the schedule goes on
+    checkpoint: Path | None = None  # begin with this checkpoint's global model, inner optimizer, step and tokens
 
 
 class EvaluateTable(_Table):
@@ -137,7 +152,7 @@ class EvaluateTable(_Table):
 class CheckpointTable(_Table):
     """Local checkpoints of a learner."""
 
-    every_steps: int = Field(default=0, ge=0)  # 0: only when the learner ends
+    every_steps: int = Field(default=0, ge=0)  # 0: only when training is stopped by a signal
     keep: int = Field(default=2, ge=1)
 
 
@@ -181,18 +196,25 @@ class RunConfig(_Table):
     inner: InnerTable = Field(default_factory=InnerTable)
     schedule: ScheduleTable = Field(default_factory=ScheduleTable)
     train: TrainTable = Field(default_factory=TrainTable)
+    warm_start: WarmStartTable = Field(default_factory=WarmStartTable)
     evaluate: EvaluateTable = Field(default_factory=EvaluateTable)
     checkpoint: CheckpointTable = Field(default_factory=CheckpointTable)
     method: dict[str, Any] = Field(default_factory=lambda: {"preset": "StreamingDiLoCo"})
     syncer: SyncerTable = Field(default_factory=SyncerTable)
+    learner: dict[str, dict[str, dict[str, Any]]] = Field(
+        default_factory=dict
+    )  # by name: what is different for that learner
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        share = self.run.learners * self.train.accumulate
-        if self.train.global_batch % share:
+        if self.train.global_batch % (self.run.learners * self.train.accumulate):
             raise ValueError(
                 f"train.global_batch = {self.train.global_batch} must be a multiple of "
-                f"run.learners x train.accumulate = {share}"
+                f"run.learners x train.accumulate = {self.run.learners * self.train.accumulate}"
+            )
+        if self.learner_batch % self.train.accumulate:
+            raise ValueError(
+                f"train.batch = {self.train.batch} must be a multiple of train.accumulate = {self.train.accumulate}"
             )
         if self.inner_optimizer == "adamw":
             for key, field in InnerTable.model_fields.items():
@@ -205,10 +227,10 @@ class RunConfig(_Table):
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} must be below "
                 f"the schedule's {self.schedule_steps} steps"
             )
-        if self.train.warm_start_steps * self.tokens_per_full_step >= self.run.tokens:
-            raise ValueError(
-                f"train.warm_start_steps = {self.train.warm_start_steps} leaves nothing of run.tokens to the learners"
-            )
+        if self.warm_start.steps * self.tokens_per_full_step >= self.run.tokens:
+            raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.tokens to the learners")
+        if self.run.steps is not None and self.warm_start.steps >= self.run.steps:
+            raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.steps to the learners")
         return self
 
     @property
@@ -229,9 +251,14 @@ class RunConfig(_Table):
         return "muon" if self.method.get("preset") == MUON_PRESET else "adamw"
 
     @property
-    def learner_batch(self) -> int:
-        """Sequences per step of one learner."""
+    def share(self) -> int:
+        """Sequences per step of one of the planned learners, where nothing else is said."""
         return self.train.global_batch // self.run.learners
+
+    @property
+    def learner_batch(self) -> int:
+        """Sequences per step of this learner."""
+        return self.share if self.train.batch is None else self.train.batch
 
     @property
     def tokens_per_full_step(self) -> int:
@@ -246,31 +273,62 @@ class RunConfig(_Table):
         )
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), learner: str | None = None) -> RunConfig:
     """Read a run file; `overrides` are "table.key=value" with the value as TOML (a bare word is a string).
 
-    Raises ConfigError naming file, key and value when the file is missing, is not TOML, or holds unknown keys or
-    impossible values.
+    With the name of a `learner`, as that learner reads it: its `[learner.NAME]` table, if there is one, is laid over the others, and
+    the overrides over both; nothing is left to lay over. Raises ConfigError naming file, key and value when the file is missing, is not TOML, or holds unknown keys
+    or impossible values.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the run file {path} ({error}); check the path") from error
-    return parse_config(text, source=str(path), overrides=overrides)
+    return parse_config(text, source=str(path), overrides=overrides, learner=learner)
 
 
-def parse_config(text: str, source: str = "run file", overrides: Sequence[str] = ()) -> RunConfig:
+def parse_config(
+    text: str, source: str = "run file", overrides: Sequence[str] = (), learner: str | None = None
+) -> RunConfig:
     """As `load_config`, from the text of a run file."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not TOML: {error}; correct that line") from error
+    config = resolved = _read(tables, overrides, source)
+    for name, own in config.learner.items():
+        keys = [key if key in LEARNERS_OWN else f"the table {key}" for key in own]
+        if "global_batch" in own.get("train", {}):
+            keys.append("train.global_batch")
+        for key in keys:
+            if key not in LEARNERS_OWN:
+                raise ConfigError(
+                    f"{source}: [learner.{name}] sets {key}, which all learners of a run share; "
+                    f"it may set {', '.join(LEARNERS_OWN)}"
+                )
+        theirs = _read(_laid_over(tables, own), overrides, f"{source}: [learner.{name}]")
+        if name == learner:
+            resolved = theirs
+    return config if learner is None else resolved.model_copy(update={"learner": {}})
+
+
+def _read(tables: Mapping[str, Any], overrides: Sequence[str], source: str) -> RunConfig:
+    own = copy.deepcopy(dict(tables))
     for override in overrides:
-        _override(tables, override)
+        _override(own, override)
     try:
-        return RunConfig.model_validate(tables)
+        return RunConfig.model_validate(own)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_explain(error)}") from error
+
+
+def _laid_over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`under` with the values of `over`; tables are merged, everything else is replaced."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _laid_over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def nearest(key: str, known: Sequence[str]) -> str:

@@ -30,15 +30,17 @@ class Residuals:
     """One residual per fragment, advanced when a contribution is encoded, put back when it turns out not to be merged.
 
     `encode` runs on an exchange's thread, for one contribution of a fragment at a time and in the order of `offered`, and the rest on
-    the training thread; the lock is never held while encoding. Residuals are fp32 on the host and never changed in place. Without
-    error feedback contributions are encoded and nothing is kept.
+    the training thread; the lock is never held while encoding. Residuals are fp32 on the host and never changed in place. The method's
+    `error_feedback` is their decay, True being 1; without it contributions are encoded and nothing is kept.
     """
 
     def __init__(self, method: Method, num_fragments: int) -> None:
         self._codec = method.up
-        self._keep = method.error_feedback
+        self._decay = float(method.error_feedback)
+        self._keep = self._decay > 0
         self._residuals: list[Tensor | None] = [None] * num_fragments
-        self._open: dict[tuple[int, int], Tentative] = {}
+        # By fragment, in the order of `offered`; a merged one stays until those before it are settled, which it builds on.
+        self._open: list[list[Tentative]] = [[] for _ in range(num_fragments)]
         self._lock = threading.Lock()
 
     def offered(self, fragment: int, round_: int) -> Tentative:
@@ -46,60 +48,64 @@ class Residuals:
         tentative = Tentative(fragment, round_)
         if self._keep:
             with self._lock:
-                self._open[fragment, round_] = tentative
+                self._open[fragment].append(tentative)
         return tentative
 
     def encode(self, tentative: Tentative, outer_gradient: Tensor) -> Tensor:
-        """Encode Δ + e; the new e is tentative until `commit`."""
+        """Encode Δ + decay · e; the new e is tentative until `commit`."""
         if not self._keep:
             return self._codec.encode(outer_gradient)
         fragment = tentative.fragment
         with self._lock:
             start = self._residuals[fragment]
-        payload, after = compress(self._codec, outer_gradient, start)
+        payload, after = compress(self._codec, outer_gradient, start, self._decay)
         with self._lock:
             if tentative.rolled_back:  # it was refused before it was encoded
                 return payload
             before = self._residuals[fragment]
             tentative.before, tentative.encoded = before, True
-            self._residuals[fragment] = after if before is start else _moved(after, start, before)
+            self._residuals[fragment] = after if before is start else self._moved(after, start, before)
         return payload
 
     def commit(self, fragment: int, round_: int) -> None:
         """The contribution to this round was merged."""
         with self._lock:
-            tentative = self._open.get((fragment, round_))
-            if tentative is None:
-                return
-            tentative.merged = True
-            earlier = self._open.get((fragment, round_ - 1))
-            if earlier is None:  # else the residual still depends on what becomes of that one
-                self._forget_merged(fragment, round_)
-                self._forget_merged(fragment, round_ + 1)
+            for tentative in self._open[fragment]:
+                if tentative.round == round_:
+                    tentative.merged = True
+            self._forget_merged(fragment)
 
     def roll_back(self, fragment: int, round_: int) -> None:
-        """It was not: the residual is as before, to the bit; a later contribution that is still on its way keeps what it added."""
+        """It was not: the residual is as before, to the bit; later contributions that are still on their way keep what they added."""
         with self._lock:
-            tentative = self._open.pop((fragment, round_), None)
-            if tentative is None:
+            chain = self._open[fragment]
+            position = next((i for i, tentative in enumerate(chain) if tentative.round == round_), None)
+            if position is None:
                 return
+            tentative = chain.pop(position)
             tentative.rolled_back = True
             if not tentative.encoded:
                 return
-            later = self._open.get((fragment, round_ + 1))
-            if later is None or not later.encoded:
-                self._residuals[fragment] = tentative.before
-                return
-            residual = self._residuals[fragment]
-            assert residual is not None
-            self._residuals[fragment] = _moved(residual, later.before, tentative.before)
-            later.before = tentative.before
-            self._forget_merged(fragment, round_ + 1)
+            later = [other for other in chain[position:] if other.encoded]
+            ends = [*(other.before for other in later), self._residuals[fragment]]  # of this one and of each later one
+            residual = tentative.before
+            for i, other in enumerate(later):
+                other.before = residual
+                residual = self._moved(ends[i + 1], ends[i], residual)
+            self._residuals[fragment] = residual
+            self._forget_merged(fragment)
 
-    def _forget_merged(self, fragment: int, round_: int) -> None:
-        tentative = self._open.get((fragment, round_))
-        if tentative is not None and tentative.merged:
-            del self._open[fragment, round_]
+    def _forget_merged(self, fragment: int) -> None:
+        chain = self._open[fragment]
+        while chain and chain[0].merged:
+            chain.pop(0)
+
+    def _moved(self, after: Tensor | None, start: Tensor | None, other_start: Tensor | None) -> Tensor:
+        """The residual after an encoding that began at `start`, had it begun at the other one; None stands for zeros."""
+        assert after is not None  # something was encoded
+        if start is not None:
+            after = after.sub(start.mul(self._decay))
+        return after if other_start is None else after.add(other_start.mul(self._decay))
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals as they are once everything sent is merged; `Learner.state_dict` waits for the answers first."""
@@ -113,11 +119,4 @@ class Residuals:
                 state[str(f)].to(torch.float32, copy=True) if str(f) in state else None
                 for f in range(len(self._residuals))
             ]
-            self._open.clear()
-
-
-def _moved(residual: Tensor, from_: Tensor | None, to: Tensor | None) -> Tensor:
-    """The residual that was reached from `from_`, had it started at `to`; None stands for zeros."""
-    if from_ is not None:
-        residual = residual.sub(from_)
-    return residual if to is None else residual.add(to)
+            self._open = [[] for _ in self._residuals]

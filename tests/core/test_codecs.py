@@ -1,6 +1,7 @@
 """Wire codecs: one contract for all of them, a readable reference for the block formats, golden bytes, error feedback."""
 
 import math
+import re
 import struct
 from dataclasses import dataclass
 
@@ -19,27 +20,33 @@ from diloco.core.codecs import (
     Codec,
     Int4,
     Int8,
+    SignPruned,
+    TopK,
+    TwoBit,
     codec_from_name,
     compress,
 )
 from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
 
-# Adding a codec to the contract is adding a line here.
+# Adding a codec to the contract is adding it to CODECS; below are other parameters than the defaults.
 ALL = [
-    FP32(),
-    BF16(),
-    FP16(),
-    Int8(),
-    Int4(),
-    E3M0(),
+    *CODECS.values(),
     Int8(block=2),
     Int8(block=32768),
     Int4(block=2),
     Int4(block=128),
     E3M0(block=32),
+    TwoBit(block=8),
+    TwoBit(block=32768, range_sigmas=4),
+    TopK(k=1),
+    TopK(k=700, values="2bit"),
+    TopK(k=4096),
+    SignPruned(fraction=0.0),
+    SignPruned(fraction=0.25, values="2bit"),
+    SignPruned(fraction=0.75, values="bf16"),
 ]
 BLOCK_CODECS = [codec for codec in ALL if isinstance(codec, Int8 | Int4 | E3M0)]
-LENGTHS = [0, 1, 2, 3, 63, 64, 65, 127, 32767, 32768, 32769, 100003]
+LENGTHS = [0, 1, 2, 3, 63, 64, 65, 127, 4095, 4097, 32767, 32768, 32769, 100003]
 
 FP32_MAX = torch.finfo(torch.float32).max
 SMALLEST_SUBNORMAL = 2.0**-149
@@ -73,6 +80,8 @@ def error_bound(codec: Codec, x: torch.Tensor) -> torch.Tensor:
     One rounding of a 24-bit quotient adds at most 2^-22 of a step; bf16 scales are within 2^-8 of their value.
     """
     x = x.double()
+    if not len(x):
+        return x
     match codec:
         case FP32():
             return torch.zeros_like(x)
@@ -89,7 +98,40 @@ def error_bound(codec: Codec, x: torch.Tensor) -> torch.Tensor:
             scale = absmax_of_blocks(x, codec.block) * (1 + 2**-8)
             # Half the gap from 0 to the smallest code, or a third of the value: 1.5 · 2^k is as far from 2^k as from 2^(k + 1).
             return torch.where(scale < 2**-119, scale, torch.maximum(scale * 2**-7, x.abs() / 3) * (1 + 2**-22))
+        case TwoBit():
+            return torch.cat(
+                [torch.empty(0).double(), *(bin_bound(b, codec.range_sigmas) for b in x.split(codec.block))]
+            )
+        case TopK() | SignPruned():
+            return torch.cat([sparse_bound(codec, chunk) for chunk in x.split(4096)])
     raise AssertionError(codec)
+
+
+def bin_bound(x: torch.Tensor, range_sigmas: float) -> torch.Tensor:
+    """For one block: no further from its bin's mean than the bin is wide; a mean rounds by 2^-8 of it, and below 2^-126 to 0."""
+    edge, largest = x.square().mean().sqrt() * range_sigmas / 4, x.abs().max()
+    width = torch.maximum(edge.clamp_max(largest), largest - edge)
+    return (width * (1 + 2**-20) + largest * 2**-8 + 2.0**-126).expand_as(x)
+
+
+def sparse_bound(codec: TopK | SignPruned, x: torch.Tensor) -> torch.Tensor:
+    """For one chunk: what is not kept is lost, and with top-k that is nothing above the k-th largest magnitude."""
+    k = codec.num_kept(len(x))
+    smallest_kept = x.abs().topk(k).values[-1] if isinstance(codec, TopK) else x.abs().max()
+    lost = torch.where(x.abs() <= smallest_kept, x.abs(), 0.0) if k < len(x) else torch.zeros_like(x)
+    match codec.values:
+        case "fp32":
+            rounding = torch.zeros_like(x)
+        case "bf16":
+            rounding = error_bound(BF16(), x.float())
+        case _:  # at most the largest magnitude: a mean lies on its values' side of zero
+            rounding = (x.abs().max() * (1 + 2**-7) + 2.0**-126).expand_as(x)
+    return torch.maximum(lost, rounding)
+
+
+def is_projection(codec: Codec) -> bool:
+    """Whether what was decoded encodes to the same bytes; means of bins lie in other bins once the spread has shrunk."""
+    return not isinstance(codec, TwoBit) and not (isinstance(codec, TopK | SignPruned) and codec.values == "2bit")
 
 
 # ------------------------------------------------------------------------------------------------------------ contract
@@ -111,7 +153,7 @@ def test_round_trip_has_the_promised_size_and_error(codec: Codec, num_elements: 
         assert same_bits(decoded, x)
 
 
-@each_codec
+@pytest.mark.parametrize("codec", [c for c in ALL if is_projection(c)], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("num_elements", LENGTHS)
 def test_what_was_decoded_encodes_to_the_same_bytes(codec: Codec, num_elements: int) -> None:
     payload = codec.encode(normal(num_elements, seed=1))
@@ -197,7 +239,7 @@ def test_no_block_decodes_to_subnormal_or_overflowing_numbers(codec: Codec, expo
 def test_the_largest_magnitudes(codec: Codec) -> None:
     """±max of fp32 encodes, integers saturating by at most 1.5 steps; 16-bit floats, which would overflow, refuse."""
     x = torch.tensor([FP32_MAX, -FP32_MAX, 1.0, FP32_MAX / 3])
-    if isinstance(codec, BF16 | FP16):
+    if isinstance(codec, BF16 | FP16) or (isinstance(codec, TopK | SignPruned) and codec.values == "bf16"):
         with pytest.raises(NonFiniteError, match=r"overflows .*; use (bf16 or )?fp32"):
             codec.encode(x)
         return
@@ -239,7 +281,7 @@ def test_a_payload_of_another_size_is_refused(codec: Codec, num_elements: int, s
             use(payload, num_elements)
 
 
-# Of each format, bytes that no encoder writes as the first element (floats) or scale (block formats) of a segment.
+# Of each format, bytes that no encoder writes as the first element (floats), scale (block formats) or mean (2 bits).
 DAMAGE = {
     "fp32": [b"\x00\x00\x80\x7f", b"\x00\x00\x80\xff", b"\x01\x00\x80\x7f", b"\xff\xff\xff\xff"],
     "bf16": [b"\x80\x7f", b"\x80\xff", b"\x81\x7f"],
@@ -247,7 +289,20 @@ DAMAGE = {
     "int8": [b"\x80\x7f", b"\xc0\x7f", b"\x80\xbf", b"\x00\x80", b"\x00\x7c", b"\x7f\x03", b"\x01\x00"],
     "int4": [b"\x80\x7f", b"\xc0\x7f", b"\x80\xbf", b"\x00\x80", b"\x00\x7e", b"\x7f\x03", b"\x01\x00"],
     "e3m0": [b"\x80\x7f", b"\xc0\x7f", b"\x80\xbf", b"\x00\x80", b"\x7f\x03", b"\x01\x00"],
+    "2bit": [b"\x80\x7f", b"\x80\xff", b"\xc0\x7f", b"\x00\x80", b"\x01\x00", b"\x7f\x80"],
 }
+
+
+def damages(codec: Codec, num_elements: int) -> list[tuple[int, bytes]]:
+    """(offset in the segment, bytes): of sparse formats the positions of the first chunk, all or none of them set, and its values."""
+    if not isinstance(codec, TopK | SignPruned):
+        return [(0, damage) for damage in DAMAGE[re.split("[:-]", codec.name)[0]]]
+    first = min(num_elements, 4096)
+    k = codec.num_kept(first)
+    values_bytes = codec_from_name(codec.values).encoded_bytes(k)
+    num_bytes = codec.chunk_bytes(first) - values_bytes
+    positions = [(0, b"\0" * num_bytes), (0, b"\xff" * num_bytes)] if num_bytes else []
+    return positions + [(num_bytes, damage) for damage in DAMAGE[codec.values]]
 
 
 @each_codec
@@ -255,9 +310,10 @@ DAMAGE = {
 def test_damaged_content_is_refused(codec: Codec, segment: int) -> None:
     num_elements = 3 * SEGMENT_ELEMENTS + 65
     start = codec.segment_span(num_elements, 0, segment).stop
-    for damage in DAMAGE[codec.name.partition(":")[0]]:
-        payload = codec.encode(normal(num_elements))
-        payload[start : start + len(damage)] = torch.tensor(list(damage), dtype=torch.uint8)
+    intact = codec.encode(normal(num_elements))
+    for offset, damage in damages(codec, min(SEGMENT_ELEMENTS, num_elements - segment * SEGMENT_ELEMENTS)):
+        payload = intact.clone()
+        payload[start + offset : start + offset + len(damage)] = torch.tensor(list(damage), dtype=torch.uint8)
         with pytest.raises(CorruptPayloadError, match=codec.name):
             codec.check(payload, num_elements)
         with pytest.raises(CorruptPayloadError, match=codec.name):
@@ -294,7 +350,44 @@ def test_any_values_round_trip_within_the_bound(codec: Codec, values: list[float
     payload = codec.encode(x)
     decoded = codec.decode(payload, len(x))
     assert bool(((x.double() - decoded.double()).abs() <= error_bound(codec, x)).all())
-    assert torch.equal(codec.encode(decoded), payload)
+    if is_projection(codec):
+        assert torch.equal(codec.encode(decoded), payload)
+
+
+@st.composite
+def awkward_vectors(draw: st.DrawFn) -> torch.Tensor:
+    """Ties, runs, sparse and lopsided vectors, of lengths about chunks and segments; magnitudes that every format can hold."""
+    num_elements = draw(st.sampled_from([1, 7, 65, 4095, 4096, 4097, 12289, 32768, 32769, 65537]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x = torch.randn(num_elements, generator=generator)
+    match draw(st.sampled_from(["few values", "constant", "sparse", "one sign", "sorted", "wide", "signed zeros"])):
+        case "few values":
+            x = x.round()
+        case "constant":
+            x = torch.full_like(x, float(x[0]))
+        case "sparse":
+            x *= torch.rand(num_elements, generator=generator) < 0.01
+        case "one sign":
+            x = -x.abs()
+        case "sorted":
+            x = x.sort().values
+        case "wide":
+            x *= torch.exp2(torch.randint(-149, 12, (num_elements,), generator=generator).double()).float()
+        case "signed zeros":
+            x = torch.copysign(torch.zeros(()), x)
+    return x
+
+
+@each_codec
+@given(x=awkward_vectors())
+@settings(max_examples=15, deadline=None)
+def test_awkward_vectors_have_the_promised_size_and_error_segment_by_segment(codec: Codec, x: torch.Tensor) -> None:
+    payload = codec.encode(x)
+    assert payload.numel() == codec.encoded_bytes(len(x))
+    codec.check(payload, len(x))
+    decoded = codec.decode(payload, len(x))
+    assert bool(((x.double() - decoded.double()).abs() <= error_bound(codec, x)).all())
+    assert torch.equal(payload, torch.cat([codec.encode(part) for part in x.split(SEGMENT_ELEMENTS)]))
 
 
 @each_codec
@@ -349,10 +442,19 @@ def test_names_round_trip(codec: Codec) -> None:
 
 
 def test_the_registry_holds_the_defaults_by_name() -> None:
-    assert list(CODECS) == ["fp32", "bf16", "fp16", "int8", "int4", "e3m0"]
+    assert list(CODECS) == [
+        "fp32", "bf16", "fp16", "int8", "int4", "e3m0", "2bit", "topk-128", "topk-128-bf16", "topk-128-2bit", "sign-pruned-0.5",
+    ]  # fmt: skip
     assert all(codec.name == name for name, codec in CODECS.items())
     assert codec_from_name("int4:64") == Int4() == codec_from_name("int4")
     assert Int4(block=128).name == "int4:128"
+    assert TwoBit(block=1024, range_sigmas=4.0).name == "2bit-4sigma:1024"
+    assert TwoBit(range_sigmas=4.5).name == "2bit-4.5sigma"
+    assert codec_from_name("2bit:4096") == codec_from_name("2bit-6sigma") == TwoBit()
+    assert TopK(k=64, values="2bit").name == "topk-64-2bit"
+    assert SignPruned(fraction=0.0).name == "sign-pruned-0"
+    assert codec_from_name("sign-pruned-0.50") == SignPruned()
+    assert codec_from_name(SignPruned(fraction=1e-5).name) == SignPruned(fraction=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -368,6 +470,17 @@ def test_the_registry_holds_the_defaults_by_name() -> None:
         ("int4:63", "use a power of two"),
         ("int4:65536", "use a power of two"),
         ("int4:1", "use a power of two"),
+        ("2bit:", "not a whole number; write for example '2bit:4096'"),
+        ("2bit:4", "use a power of two from 8"),
+        ("2bit:100", "use a power of two from 8"),
+        ("2bit-0.5sigma", "a range of 0.5 sigmas is not within 1 to 16"),
+        ("topk", "did you mean 'topk-128'"),
+        ("topk-128:64", "takes no parameter"),
+        ("topk-0", "top-k cannot keep 0 of a chunk of 4096"),
+        ("topk-4097", "use k from 1 to 4096"),
+        ("topk-128-int4", "did you mean 'topk-128"),
+        ("sign-pruned-1", "use a fraction from 0 to below 1"),
+        ("sign-pruned-half", "did you mean 'sign-pruned-0.5'"),
     ],
 )
 def test_unusable_names_are_refused(name: str, message: str) -> None:
@@ -378,6 +491,7 @@ def test_unusable_names_are_refused(name: str, message: str) -> None:
 def test_bits_per_element() -> None:
     assert {name: codec.bits_per_element for name, codec in CODECS.items()} == {
         "fp32": 32, "bf16": 16, "fp16": 16, "int8": 8.0625, "int4": 4.25, "e3m0": 4.25,
+        "2bit": 2.015625, "topk-128": 1.21875, "topk-128-bf16": 0.71875, "topk-128-2bit": 0.296875, "sign-pruned-0.5": 17,
     }  # fmt: skip
     assert Int4().encoded_bytes(65) == 2 + 2 + 32 + 1
 
@@ -526,6 +640,11 @@ GOLDEN = {  # as in docs/wire-formats.md
     "int8": ("013c 7fc026ff00", [0.99993896484375, -0.50390625, 0.2991943359375, -0.00787353515625, 0.0]),
     "int4": ("123e 070c02", [0.998046875, -0.5703125, 0.28515625, 0.0, 0.0]),
     "e3m0": ("803f 97 0e 05", [1.0, -0.5, 0.25, -0.015625, 0.0]),
+    "2bit": ("0000 83be 1a3e 803f 2b05", [1.0, -0.255859375, 0.150390625, -0.255859375, 0.150390625]),
+    "topk-2": ("03 0000803f 000000bf", [1.0, -0.5, 0.0, 0.0, 0.0]),
+    "topk-2-bf16": ("03 803f 00bf", [1.0, -0.5, 0.0, 0.0, 0.0]),
+    "topk-2-2bit": ("03 0000 00bf 803f 0000 06", [1.0, -0.5, 0.0, 0.0, 0.0]),
+    "sign-pruned-0.5": ("07 0000803f 000000bf 9a99993e", [1.0, -0.5, 0.30000001192092896, 0.0, 0.0]),
 }
 
 
@@ -574,6 +693,37 @@ def test_error_feedback_tracks_the_sum(codec: Codec) -> None:
         sum_decoded += codec.decode(payload, 300).double()
         rounding += 2**-24 * (total.double().abs() + residual.double().abs())
     assert bool(((sum_x - sum_decoded).abs() <= error_bound(codec, total) + rounding).all())
+
+
+@each_codec
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
+def test_error_feedback_may_decay(codec: Codec, decay: float) -> None:
+    """The product is rounded, then the sum; a decay of 0 forgets."""
+    x, residual = normal(1001, seed=2), normal(1001, seed=3) * 1e-3
+    total = torch.add(x, torch.mul(residual, torch.tensor(decay)))
+    payload, new_residual = compress(codec, x, residual, decay)
+    assert torch.equal(payload, codec.encode(total))
+    assert same_bits(new_residual, total - codec.decode(payload, 1001))
+    first_payload, first_residual = compress(codec, x, None, decay)
+    assert torch.equal(first_payload, codec.encode(x))
+    assert same_bits(first_residual, x - codec.decode(first_payload, 1001))
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.01, math.inf, math.nan])
+def test_error_feedback_refuses_a_decay_that_grows(decay: float) -> None:
+    with pytest.raises(ConfigError, match="is not from 0 to 1"):
+        compress(Int4(), torch.zeros(3), None, decay)
+
+
+def test_top_k_with_error_feedback_sends_every_coordinate_in_the_end() -> None:
+    """What was not among the largest grows in the residual until it is: SparseLoCo's e ← e + Δ; e ← e − TopK(e)."""
+    codec, x, residual = TopK(k=128), torch.linspace(-2, 2, 4096), None
+    x += torch.copysign(torch.tensor(0.5), x)
+    sent = torch.zeros(4096)
+    for _ in range(5 * 4096 // 128):  # the smallest is a fifth of the largest
+        payload, residual = compress(codec, x, residual)
+        sent += codec.decode(payload, 4096)
+    assert bool((sent != 0).all())
 
 
 def test_error_feedback_refuses_a_residual_of_another_length() -> None:

@@ -198,13 +198,13 @@ def test_contributions_beyond_the_budget_wait_on_disk(tmp_path: Path) -> None:
 def test_a_damaged_update_is_fetched_again_whole(syncer: Syncer, caplog: pytest.LogCaptureFixture) -> None:
     pull, damaged_once = syncer.engine.pull, []
 
-    def tampering(fragment: int, base: int, **asking: Any) -> Any:
-        pulled = pull(fragment, base, **asking)
+    def tampering(fragment: int, base: int) -> Any:
+        pulled = pull(fragment, base)
         if base >= 0 and not damaged_once:
             damaged_once.append(True)
             payload = pulled.payload.clone()
             payload[0] += 1
-            pulled = replace(pulled, payload=payload)
+            return replace(pulled, payload=payload)
         return pulled
 
     syncer.engine.pull = tampering  # type: ignore[method-assign]

@@ -50,7 +50,8 @@ def tiny(tmp_path: Path) -> Callable[..., RunConfig]:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(3000)))
 
-    def make(*overrides: str) -> RunConfig:
-        return parse_config(TINY, overrides=[f"data.paths=['{text}']", f"run.dir={tmp_path / 'run'}", *overrides])
+    def make(*overrides: str, learner: str | None = None) -> RunConfig:
+        places = [f"data.paths=['{text}']", f"run.dir={tmp_path / 'run'}"]
+        return parse_config(TINY, overrides=[*places, *overrides], learner=learner)
 
     return make

@@ -21,3 +21,13 @@ def test_a_jump_without_own_steps_does_not_change_the_pace() -> None:
     budget = Budget(own=10, heard=100)
     assert budget.spent(own=10, heard=500) == 500
     assert budget.spent(own=12, heard=500) == 502
+
+
+def test_a_saved_budget_goes_on_at_its_pace() -> None:
+    budget = Budget(own=0, heard=0)
+    assert budget.spent(own=10, heard=30) == 30
+    again = Budget(own=14, heard=30)
+    again.load_state_dict(budget.state_dict())
+    assert again.spent(own=14, heard=30) == budget.spent(own=14, heard=30) == 42
+    assert again.spent(own=20, heard=60) == 60
+    assert again.spent(own=21, heard=60) == 63

@@ -10,12 +10,14 @@ import torch
 
 from diloco.errors import CheckpointError, StoreError
 from diloco.training.checkpoint import (
+    from_bytes,
     latest_checkpoint,
     list_checkpoints,
     load_checkpoint,
     random_state,
     restore_random_state,
     save_checkpoint,
+    to_bytes,
 )
 
 
@@ -97,6 +99,14 @@ def test_an_unfinished_checkpoint_is_not_a_checkpoint(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="/a/0 is a set"):
         save_checkpoint(tmp_path, 1, {"a": [{1, 2}]}, keep=1)
+
+
+def test_a_state_crosses_as_bytes() -> None:
+    state = {"numbers": [1, (2, None)], "tensor": torch.arange(5), "other": torch.rand(2, 3)}
+    read = from_bytes(to_bytes(state))
+    assert read["numbers"] == state["numbers"]
+    assert torch.equal(read["tensor"], torch.arange(5))
+    assert torch.equal(read["other"], state["other"])
 
 
 def test_random_state_survives(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
         (MINIMAL + '[data]\nkind = "text"\n', r'\[data\] kind = "text" needs paths'),
         (MINIMAL + '[data]\npaths = ["a"]\n', "no effect"),
         (MINIMAL + "[schedule]\nwarmup_steps = 600\n", "schedule.warmup_steps = 600 must be below"),
-        (MINIMAL + "[train]\nwarm_start_steps = 600\n", "train.warm_start_steps = 600 leaves nothing"),
+        (MINIMAL + "[warm_start]\nsteps = 600\n", "warm_start.steps = 600 leaves nothing"),
+        (MINIMAL + "steps = 5\n[warm_start]\nsteps = 5\n", "warm_start.steps = 5 leaves nothing of run.steps"),
         (MINIMAL + "[syncer]\ncert = 'a'\n", "cert and key belong together"),
         ("[run\n", "run.toml is not TOML"),
     ],
@@ -88,6 +89,56 @@ def test_overrides_are_toml_values_or_bare_words() -> None:
         parse_config(MINIMAL, overrides=["train.foo=8"])
     with pytest.raises(ConfigError, match="is a value, not a table"):
         parse_config(MINIMAL, overrides=["run.tokens.x=8"])
+
+
+UNEQUAL = (
+    MINIMAL
+    + """learners = 2
+[train]
+batch = 4
+[learner.site-b]
+train.batch = 2
+inner.lr = 1e-3
+syncer.token_file = "b.token"
+[learner."site c"]
+train.accumulate = 4
+"""
+)
+
+
+def test_a_learners_own_table_is_laid_over_the_others_and_overrides_over_both() -> None:
+    plain, own, other = (parse_config(UNEQUAL, learner=name) for name in (None, "site-b", "learner-0"))
+    assert (plain.learner_batch, plain.share, own.learner_batch) == (4, 8, 2)
+    assert (own.inner.lr, own.inner.betas, own.syncer.token_file) == (1e-3, (0.9, 0.95), Path("b.token"))
+    assert other == plain.model_copy(update={"learner": {}})
+    assert parse_config(UNEQUAL, learner="site c").train.batch == 4
+    assert parse_config(UNEQUAL, overrides=["train.batch=8"], learner="site-b").learner_batch == 8
+    assert parse_config(UNEQUAL, overrides=["learner.site-b.train.batch=8"], learner="site-b").learner_batch == 8
+    assert parse_config(dump_config(own)) == own
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("train.bach = 3", r'run file: \[learner.x\]: unknown key "train.bach"; did you mean "batch"'),
+        ("run.seed = 3", r"\[learner.x\] sets the table run, which all learners of a run share"),
+        ("method.preset = 'DiLoCo'", "sets the table method"),
+        ("train.global_batch = 8", "sets train.global_batch, which all"),
+        ("train.batch = 3\ntrain.accumulate = 2", "train.batch = 3 must be a multiple of train.accumulate = 2"),
+        ("train = 3", "learner.x.train = 3: input should be a valid dictionary"),
+    ],
+)
+def test_a_learners_own_table_is_checked_whoever_reads_the_file(table: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(MINIMAL + f"[learner.x]\n{table}\n")
+
+
+def test_a_schedule_of_synchronisations_comes_through_the_run_file() -> None:
+    config = parse_config(MINIMAL + '[method]\npreset = "DiLoCo"\nsync_every = [[0, 10], [100, 30]]\n')
+    assert method_from_table(config.method).sync_every == ((0, 10), (100, 30))
+    assert parse_config(dump_config(config)) == config
+    override = parse_config(MINIMAL, overrides=["method.preset=DiLoCo", "method.sync_every=[[0, 10], [100, 30]]"])
+    assert override.method == config.method
 
 
 def test_every_key_is_documented() -> None:

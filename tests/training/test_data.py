@@ -221,3 +221,13 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
         load_corpus(DataTable(kind="text", paths=(tmp_path / "a.txt",)))
     with pytest.raises(ConfigError, match="cannot read the data file"):
         load_corpus(DataTable(kind="text", paths=(tmp_path / "b.txt",)))
+
+
+def test_ranks_share_a_batch_and_no_held_out_part_is_refused() -> None:
+    whole, parts = (Stream(corpus(1001), 10, 2, [0, 1], 4, seed=1) for _ in range(2))
+    first = whole.next()
+    assert whole.num_rows == len(first) == 8
+    assert torch.equal(parts.next(slice(0, 4)), first[:4])
+    assert torch.equal(parts.next(slice(4, 8)), whole.next()[4:])
+    with pytest.raises(ConfigError, match=r"the held-out part has 5 tokens, less than one sequence of 10 \+ 1"):
+        held_out_batches(corpus(5), 10, 3, batch=2)

@@ -81,7 +81,7 @@ def test_an_evaluation_does_not_change_training(tiny: Tiny) -> None:
 
 
 def test_the_isolated_learner_stops_with_the_others_and_shares_the_warm_start(tiny: Tiny) -> None:
-    config = tiny("train.warm_start_steps=5")
+    config = tiny("warm_start.steps=5")
     summary = Trainer(config, Part("lone", role="isolated", shard=1)).train()
     assert summary.steps == 20
     assert summary.tokens == 5 * 256 + 15 * 128
@@ -110,7 +110,7 @@ def stopped_at(trainer: Trainer, step: int) -> Summary:
 
 @pytest.mark.parametrize("step", [3, 5, 11])
 def test_stopped_and_resumed_alone_is_the_same_to_the_bit(tiny: Tiny, step: int) -> None:
-    config = tiny("train.warm_start_steps=5")
+    config = tiny("warm_start.steps=5")
     part = Part("lone", role="isolated", shard=1)
     whole = Trainer(config, part)
     whole.train()
@@ -124,6 +124,27 @@ def test_stopped_and_resumed_alone_is_the_same_to_the_bit(tiny: Tiny, step: int)
     assert summary.steps == 20
     assert summary.tokens == 5 * 256 + 15 * 128
     assert_same(weights(whole), weights(second))
+
+
+DROPOUT = ("model={type='gpt2', n_embd=16, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0.2}", "run.tokens=2_560")
+
+
+def test_dropout_is_drawn_from_the_runs_seed_and_a_learners_shard_and_goes_on_after_a_stop(tiny: Tiny) -> None:
+    config = tiny(*DROPOUT)
+    runs = []
+    for shard in (0, 0, 1):
+        trainer = Trainer(config, Part("all", role="baseline", shard=shard))
+        torch.manual_seed(len(runs))  # what a process drew before does not matter
+        trainer.train()
+        runs.append(weights(trainer))
+    assert_same(runs[0], runs[1])
+    assert not torch.equal(runs[0]["transformer.ln_f.weight"], runs[2]["transformer.ln_f.weight"])
+
+    stopped_at(Trainer(config, Part("again", role="baseline")), 4)
+    (checkpoint,) = list_checkpoints(config.dir / "again" / "checkpoints")
+    resumed = Trainer(config, Part("again", role="baseline", resume_from=checkpoint))
+    resumed.train()
+    assert_same(runs[0], weights(resumed))
 
 
 def test_a_checkpoint_of_another_run_or_model_or_shards_is_refused(tiny: Tiny) -> None:
@@ -195,4 +216,4 @@ def test_a_pair_stopped_and_resumed_is_the_same_to_the_bit(tiny: Tiny, tmp_path:
 
 def test_a_warm_start_that_the_exchange_cannot_take_over_is_refused(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="the warm start made 3 steps but the run starts at 0"):
-        run_pair(tiny("train.warm_start_steps=3"), initialise=[True, False])
+        run_pair(tiny("warm_start.steps=3"), initialise=[True, False])

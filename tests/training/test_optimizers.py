@@ -201,10 +201,14 @@ def test_the_run_files_values_beat_those_of_a_checkpoint() -> None:
 def test_muloco_brings_muon_unless_the_run_file_says_otherwise() -> None:
     model = llama()
     for overrides, name, words in [
-        ((), "adamw", "AdamW trains every parameter"),
-        (("method={preset='MuLoCo'}",), "muon", "Muon trains 7 hidden matrices and AdamW the rest, as MuLoCo has it"),
-        (("method={preset='MuLoCo'}", "inner.optimizer=adamw"), "adamw", "AdamW trains every parameter"),
-        (("inner.optimizer=muon",), "muon", "Muon trains 7 hidden matrices and AdamW the rest"),
+        ((), "adamw", "trains every parameter by AdamW"),
+        (
+            ("method={preset='MuLoCo'}",),
+            "muon",
+            "trains 7 hidden matrices by Muon and the rest by AdamW, as MuLoCo has it",
+        ),
+        (("method={preset='MuLoCo'}", "inner.optimizer=adamw"), "adamw", "trains every parameter by AdamW"),
+        (("inner.optimizer=muon",), "muon", "trains 7 hidden matrices by Muon and the rest by AdamW"),
     ]:
         config = config_of(*overrides)
         assert config.inner_optimizer == name

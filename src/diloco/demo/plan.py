@@ -32,7 +32,9 @@ sequence_length = {sequence_length}
 [train]
 global_batch = {sequences}
 threads = 1
-warm_start_steps = {warm_start_steps}
+
+[warm_start]
+steps = {warm_start_steps}
 
 [schedule]
 kind = "cosine"

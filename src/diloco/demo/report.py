@@ -39,7 +39,7 @@ def _page(outcome: Outcome, summary: dict[str, Any]) -> str:
 <title>diloco demo</title><style>{STYLE}</style></head><body>
 <h1>One model, three learners{", a kill" if summary["kills_survived"] else ""}</h1>
 <p class="lead">A byte-level language model of {summary["num_parameters"]:,} parameters learns the source text of Python's standard
-library. One learner warms up alone for {config.train.warm_start_steps} steps and initialises the run; two more join, and the three
+library. One learner warms up alone for {config.warm_start.steps} steps and initialises the run; two more join, and the three
 exchange 4-bit outer gradients through a syncer. {_killed(summary)} The yardstick is data parallel on the same
 {summary["baseline_tokens"]:,} tokens with the same total batch.</p>
 <div class="cards">{_cards(summary)}</div>

@@ -1,9 +1,11 @@
-"""Connections of one learner (or viewer) to a syncer: channels, calls, tokens and errors."""
+"""Connections of one learner (or viewer) to a syncer: channels, calls, tokens, errors, and trying again."""
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,20 +13,27 @@ import grpc
 from google.protobuf.message import Message
 
 from diloco.errors import AuthError, ConfigError, DilocoError, ExchangeError
+from diloco.exchange.patience import Patience, Watchdog
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import is_loopback, split_address
-from diloco.exchange.wire.frames import read_header, read_into, room
+from diloco.exchange.wire.frames import filling, read_header, room
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
 
 R = TypeVar("R", bound=Message)
+T = TypeVar("T")
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
+
+STALL_FLOOR_S, STALL_CAP_S = 60.0, 3600.0
+"""A transfer may stand still for this long before anything is known of the link, and at most. A chunk of a transfer is half a
+megabyte: the floor is enough for 70 kbit/s."""
 
 
 class Connection:
     """Channels to one syncer, one TCP connection each, made when first used.
 
     Bulk transfers have channels of their own ("contributions", "updates", "joins"), so that they cannot starve the "control"
-    channel's heartbeats.
+    channel's heartbeats. A transfer that stands still is cut off after a time that is measured, not guessed (`Patience`), and a
+    channel over which an answer did not come is not used again: the next call dials anew.
 
     Arguments:
         address: "host:port"; a learner only ever dials out, to this one address.
@@ -32,19 +41,26 @@ class Connection:
         ca: PEM file of the authority that signed the syncer's certificate; None: the system's, or no TLS at all for a loopback
             address and with `insecure`.
         insecure: no TLS beyond this machine, on purpose.
+        stall_floor_s: how long a transfer may stand still before anything is known of the link, seconds.
     """
 
-    def __init__(self, address: str, *, token: str | None, ca: str | Path | None, insecure: bool) -> None:
+    def __init__(
+        self, address: str, *, token: str | None, ca: str | Path | None, insecure: bool, stall_floor_s: float = STALL_FLOOR_S
+    ) -> None:  # fmt: skip
         host, _ = split_address(address)
         self.address = address
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
+        self._patience: defaultdict[str, Patience] = defaultdict(lambda: Patience(stall_floor_s, STALL_CAP_S))
+        self._num_retrying = 0
         self.closing = threading.Event()
         if insecure and ca is not None:
             raise ConfigError("insecure=True and ca=… contradict each other; drop one of them.")
         plain = insecure or (ca is None and is_loopback(host))
         self._credentials = None if plain else grpc.ssl_channel_credentials(None if ca is None else _read(ca))
+
+    # --- calls ------------------------------------------------------------------------------------------------------------
 
     def call(self, channel: str, method: str, request: Message, kind: type[R], *, timeout_s: float | None = 30.0) -> R:
         """One unary call.
@@ -52,61 +68,110 @@ class Connection:
         Raises:
             DilocoError: what the syncer answered, as its own class; ExchangeError where it did not answer.
         """
-        try:
+        with self._mapping(channel):
             stub = self._channel(channel).unary_unary(path(method), _serialize, kind.FromString)
             reply: R = stub(request, timeout=timeout_s, metadata=self._metadata)
             return reply
-        except grpc.RpcError as error:
-            raise _mapped(error, self.address) from error
 
     def upload(self, channel: str, method: str, stream: Iterator[bytes], kind: type[R]) -> R:
-        """Send a stream of frames; returns the reply. Raises as `call`."""
-        try:
-            stub = self._channel(channel).stream_unary(path(method), None, kind.FromString)
-            reply: R = stub(stream, metadata=self._metadata)
-            return reply
-        except grpc.RpcError as error:
-            raise _mapped(error, self.address) from error
+        """Send a stream of frames; returns the reply. Raises as `call`.
+
+        The syncer says on the way how much has arrived, in replies with `received`; those are what moves here. Once all
+        is there, it may take its time to answer.
+        """
+        with self._mapping(channel):
+            stub = self._channel(channel).stream_stream(path(method), None, kind.FromString)
+            call: Any = stub(stream, metadata=self._metadata)
+            reply: Any = None
+            with self._watching(call, channel) as watchdog:
+                for reply in call:
+                    watchdog.moved()
+                    if reply.received.all:
+                        watchdog.stop()
+        last: R = reply
+        return last
 
     def pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
         """Fetch one part of the model. Raises as `call`, and CorruptPayloadError for damaged bytes."""
-        try:
+        with self._mapping(channel):
             stub = self._channel(channel).unary_stream(path("Pull"), _serialize, None)
-            stream: Iterator[bytes] = iter(stub(request, metadata=self._metadata))
-            header = read_header(stream, pb.PullHeader)
-            buffer = room(header.num_bytes)
-            read_into(stream, buffer)
-        except grpc.RpcError as error:
-            raise _mapped(error, self.address) from error
+            stream: Any = stub(request, metadata=self._metadata)
+            with self._watching(stream, channel) as watchdog:
+                header = read_header(stream, pb.PullHeader)
+                buffer = room(header.num_bytes)
+                for _ in filling(stream, buffer):
+                    watchdog.moved()
         return header, buffer
 
     def watch(self, request: pb.WatchRequest) -> Iterator[pb.Notice]:
         """Notices until the syncer ends them or the connection breaks. Raises as `call`."""
-        try:
+        with self._mapping("control"):
             stub = self._channel("control").unary_stream(path("Watch"), _serialize, pb.Notice.FromString)
             yield from stub(request, metadata=self._metadata)
+
+    @contextmanager
+    def _watching(self, call: Any, channel: str) -> Iterator[Watchdog]:
+        with Watchdog(call, self._patience[channel]) as watchdog:
+            try:
+                yield watchdog
+            except grpc.RpcError as error:
+                if watchdog.stood_still_s is None:
+                    raise
+                self.close_channel(channel)
+                raise UnreachableError(
+                    f"nothing has moved between here and the syncer at {self.address} for {watchdog.stood_still_s:.1f} s; "
+                    "is the link up?"
+                ) from error
+
+    @contextmanager
+    def _mapping(self, channel: str) -> Iterator[None]:
+        """Errors of gRPC become this package's."""
+        try:
+            yield
+        except DilocoError:
+            raise
         except grpc.RpcError as error:
-            raise _mapped(error, self.address) from error
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self.close_channel(channel)
+            mapped = from_rpc_error(error, self.address)
+            raise UnreachableError(str(mapped)) if is_retryable(error) else mapped from error
+        except ValueError as error:  # what gRPC says of a channel that another thread has closed
+            raise UnreachableError(f"the connection to {self.address} was closed: {error}") from error
+
+    # --- trying again -----------------------------------------------------------------------------------------------------
 
     def retrying(
-        self, action: Callable[[], R], *, on_retry: Callable[[DilocoError], None], give_up_after_s: float | None = None
-    ) -> R:
+        self, action: Callable[[], T], *, on_retry: Callable[[DilocoError], None], give_up_after_s: float | None = None
+    ) -> T:
         """Repeat `action` while the syncer cannot be reached, with growing pauses; other errors propagate.
 
         Raises:
             ExchangeError: not reached within `give_up_after_s`, or this connection is being closed.
         """
-        pause_s, waited_s = FIRST_RETRY_S, 0.0
-        while True:
-            try:
-                return action()
-            except _UnreachableError as error:
-                if self.closing.is_set() or (give_up_after_s is not None and waited_s >= give_up_after_s):
-                    raise
-                on_retry(error)
-            self.closing.wait(pause_s)
-            waited_s += pause_s
-            pause_s = min(2 * pause_s, LAST_RETRY_S)
+        pause_s, waited_s, failed = FIRST_RETRY_S, 0.0, 0
+        try:
+            while True:
+                try:
+                    return action()
+                except UnreachableError as error:
+                    if self.closing.is_set() or (give_up_after_s is not None and waited_s >= give_up_after_s):
+                        raise
+                    on_retry(error)
+                with self._lock:
+                    self._num_retrying, failed = self._num_retrying + 1 - failed, 1
+                self.closing.wait(pause_s)
+                waited_s += pause_s
+                pause_s = min(2 * pause_s, LAST_RETRY_S)
+        finally:
+            with self._lock:
+                self._num_retrying -= failed
+
+    @property
+    def is_away(self) -> bool:
+        """Whether something is being tried again because the syncer was not reached."""
+        return self._num_retrying > 0
+
+    # --- channels ---------------------------------------------------------------------------------------------------------
 
     def close_channel(self, channel: str) -> None:
         """Hang up one channel; using it again dials again."""
@@ -137,13 +202,8 @@ class Connection:
             return self._channels[name]
 
 
-class _UnreachableError(ExchangeError):
+class UnreachableError(ExchangeError):
     """The call failed on the way; the syncer may be restarting."""
-
-
-def _mapped(error: grpc.RpcError, address: str) -> DilocoError:
-    mapped = from_rpc_error(error, address)
-    return _UnreachableError(str(mapped)) if is_retryable(error) else mapped
 
 
 def _serialize(message: Any) -> bytes:

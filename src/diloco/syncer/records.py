@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.core.ledger import Ledger
 from diloco.core.update import Update
 
-FORMAT = 1
+FORMAT = 2
 
 SCHEMA = """
 CREATE TABLE run (
@@ -32,19 +32,27 @@ CREATE TABLE ledger (
     discarded TEXT NOT NULL, PRIMARY KEY (learner, fragment)) WITHOUT ROWID;
 CREATE TABLE roster (
     learner TEXT PRIMARY KEY, incarnation INTEGER NOT NULL, step INTEGER NOT NULL, tokens INTEGER NOT NULL,
-    alive INTEGER NOT NULL) WITHOUT ROWID;
+    alive INTEGER NOT NULL, step_s REAL, sent_steps TEXT NOT NULL DEFAULT '[]') WITHOUT ROWID;
 """
+
+UPGRADES = {
+    1: "ALTER TABLE roster ADD COLUMN step_s REAL; ALTER TABLE roster ADD COLUMN sent_steps TEXT NOT NULL DEFAULT '[]';",
+}
+"""From each earlier format to the one after it."""
 
 
 @dataclass(frozen=True)
 class RosterRow:
-    """A learner the run has seen: its newest incarnation, its own steps and tokens so far, and whether it was alive."""
+    """A learner the run has seen: its newest incarnation, its own steps and tokens so far, and whether it was alive; its measured
+    seconds per step, and by fragment the inner step after which it last contributed."""
 
     learner: str
     incarnation: int
     step: int
     tokens: int
     alive: bool
+    step_s: float | None = None
+    sent_steps: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,8 @@ def put_ledgers(db: sqlite3.Connection, ledgers: Mapping[str, Sequence[Ledger]])
 def put_roster(db: sqlite3.Connection, roster: Iterable[RosterRow]) -> None:
     """Replace the roster, inside the caller's transaction."""
     db.execute("DELETE FROM roster")
-    db.executemany("INSERT INTO roster VALUES (?, ?, ?, ?, ?)", [astuple(row) for row in roster])
+    rows = [(*astuple(row)[:-1], json.dumps(list(row.sent_steps))) for row in roster]
+    db.executemany("INSERT INTO roster VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
 
 def read_ledgers(db: sqlite3.Connection) -> dict[str, list[Ledger]]:
@@ -130,9 +139,12 @@ def read_ledgers(db: sqlite3.Connection) -> dict[str, list[Ledger]]:
 
 def read_roster(db: sqlite3.Connection) -> tuple[RosterRow, ...]:
     """Every learner the run has seen."""
-    rows = db.execute("SELECT learner, incarnation, step, tokens, alive FROM roster ORDER BY learner")
+    rows = db.execute(
+        "SELECT learner, incarnation, step, tokens, alive, step_s, sent_steps FROM roster ORDER BY learner"
+    )
     return tuple(
-        RosterRow(learner, incarnation, step, tokens, bool(alive)) for learner, incarnation, step, tokens, alive in rows
+        RosterRow(learner, incarnation, step, tokens, bool(alive), step_s, tuple(json.loads(sent_steps)))
+        for learner, incarnation, step, tokens, alive, step_s, sent_steps in rows
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -16,15 +17,15 @@ from diloco.core.fragments import Layout
 from diloco.core.update import Contribution
 from diloco.errors import CorruptPayloadError, DilocoError, LayoutError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames, read_header, read_into, room, tensor_of
+from diloco.exchange.wire.frames import bytes_of, filling, frames, read_header, room, tensor_of
 from diloco.exchange.wire.rpc import SERVICE, abort
 from diloco.syncer.auth import Authenticator, Role
 from diloco.syncer.engine import Engine
 from diloco.syncer.sockets import SocketLedger
 
 M = TypeVar("M", bound=Message)
-WATCH_POLL_S = 1.0
-"""How often a watch without news looks whether its call is still alive."""
+SAY_EVERY_S = 0.5
+"""Between two words on how much of an upload has arrived."""
 
 
 class Service:
@@ -63,8 +64,8 @@ class Service:
             name: grpc.unary_unary_rpc_method_handler(_mapped(handler), kind.FromString, _serialize)
             for name, (handler, kind) in unary.items()
         }
-        methods["Initialise"] = grpc.stream_unary_rpc_method_handler(_mapped(self.initialise), None, _serialize)
-        methods["Push"] = grpc.stream_unary_rpc_method_handler(_mapped(self.push), None, _serialize)
+        methods["Initialise"] = grpc.stream_stream_rpc_method_handler(_mapped_stream(self.initialise), None, _serialize)
+        methods["Push"] = grpc.stream_stream_rpc_method_handler(_mapped_stream(self.push), None, _serialize)
         methods["Pull"] = grpc.unary_stream_rpc_method_handler(
             _mapped_stream(self.pull), pb.PullRequest.FromString, None
         )
@@ -79,7 +80,7 @@ class Service:
         self._admit(context, request.run, "viewer", "", "control")
         engine = self._engine
         step, run_tokens = engine.position()
-        layout = "" if engine.layout is None else json.dumps(engine.layout.to_dict())
+        layout = json.dumps(engine.model.layout.to_dict()) if engine.initialised else ""
         return pb.DescribeReply(
             method=json.dumps(engine.method.to_dict()),
             initialised=engine.initialised,
@@ -98,7 +99,7 @@ class Service:
         self._admit(context, request.run, "learner", request.learner, "control")
         self._engine.heartbeat(
             request.learner, request.incarnation, step=request.step, tokens=request.tokens, step_s=request.step_s or None,
-            waiting=request.waiting,
+            waiting=request.waiting, versions=tuple(request.versions),
         )  # fmt: skip
         step, run_tokens = self._engine.position()
         return pb.HeartbeatReply(
@@ -131,7 +132,7 @@ class Service:
 
     # --- bulk -------------------------------------------------------------------------------------------------------------
 
-    def initialise(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> pb.InitialiseReply:
+    def initialise(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[pb.InitialiseReply]:
         header = read_header(stream, pb.InitialiseHeader)
         self._admit(context, header.run, "learner", header.learner, "joins")
         layout = _layout(header.layout)
@@ -141,7 +142,8 @@ class Service:
                 f"the model has parts of {list(header.part_bytes[:-1])} bytes and its layout needs {expected}."
             )
         buffer = room(sum(header.part_bytes))
-        read_into(stream, buffer)
+        for received in _receiving(stream, buffer):
+            yield pb.InitialiseReply(received=received)
         thetas, start = [], 0
         for num_bytes in expected:
             thetas.append(tensor_of(buffer[start : start + num_bytes], torch.float32))
@@ -156,9 +158,9 @@ class Service:
             layout, thetas, bytes(buffer[start:]), learner=header.learner, source=header.source, step=header.step,
             tokens=header.tokens,
         )  # fmt: skip
-        return pb.InitialiseReply()
+        yield pb.InitialiseReply()
 
-    def push(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> pb.PushReply:
+    def push(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[pb.PushReply]:
         header = read_header(stream, pb.PushHeader)
         self._admit(context, header.run, "learner", header.learner, "contributions")
         self._engine.check(header.learner, header.incarnation)
@@ -170,32 +172,32 @@ class Service:
         )  # fmt: skip
         complete = False
         try:
-            read_into(stream, slot.buffer)
+            for received in _receiving(stream, slot.buffer):
+                yield pb.PushReply(received=received)
             complete = True
         finally:
             if not complete:
                 self._engine.release(slot)
         reason = self._engine.contribute(contribution, slot)
-        return pb.PushReply(accepted=reason is None, reason=reason or "")
+        yield pb.PushReply(accepted=reason is None, reason=reason or "")
 
     def pull(self, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        kind = "joins" if request.base < 0 else "updates"
+        kind = "joins" if request.joining or not request.learner else "updates"
         self._admit(context, request.run, "learner" if request.learner else "viewer", request.learner, kind)
         if request.learner:
             self._engine.check(request.learner, request.incarnation)
         if request.WhichOneof("part") == "static":
-            static = memoryview(self._engine.static)
+            static = memoryview(self._engine.model.static)
             yield from frames(pb.PullHeader(lossless=True, num_bytes=len(static)), static)
             return
-        pulled = self._engine.pull(
-            request.fragment, request.base, learner=request.learner, incarnation=request.incarnation
-        )
+        pulled = self._engine.pull(request.fragment, request.base)
         update, payload = pulled.update, bytes_of(pulled.payload)
-        outer = memoryview(b"" if pulled.outer_state is None else save(dict(pulled.outer_state)))
+        outer = memoryview(save(dict(pulled.outer_state)) if pulled.outer_state else b"")
         header = pb.PullHeader(
             fragment=update.fragment, base=max(update.base, 0), version=update.version, contributors=update.contributors,
             weights=update.weights, scale=update.scale, digest=update.digest, lossless=update.lossless,
-            num_bytes=len(payload) + len(outer), merged_round=pulled.merged_round, outer_bytes=len(outer),
+            num_bytes=len(payload) + len(outer), outer_bytes=len(outer),
+            merged_round=pulled.merged_round(request.learner, request.incarnation),
         )  # fmt: skip
         yield from frames(header, payload, outer)
 
@@ -209,6 +211,16 @@ class Service:
         self._engine.require_run(run)
         if self._sockets is not None:
             self._sockets.label(context.peer(), kind, learner or "viewers")
+
+
+def _receiving(stream: Iterator[bytes], buffer: memoryview) -> Iterator[pb.Received]:
+    """Fill `buffer`, saying now and then how far it is: whoever sends must see that it moves."""
+    said_at = time.monotonic()
+    for filled in filling(stream, buffer):
+        if time.monotonic() - said_at >= SAY_EVERY_S:
+            yield pb.Received(num_bytes=filled)
+            said_at = time.monotonic()
+    yield pb.Received(num_bytes=len(buffer), all=True)
 
 
 def _layout(text: str) -> Layout:

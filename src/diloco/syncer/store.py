@@ -40,6 +40,7 @@ from diloco.syncer.durable import (
 from diloco.syncer.records import (
     FORMAT,
     SCHEMA,
+    UPGRADES,
     Published,
     RosterRow,
     Saved,
@@ -100,6 +101,8 @@ class Store:
             db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
             sync_directory(self.path)
             sync_directory(self.path.parent)
+        for older in range(found or FORMAT, FORMAT):
+            db.executescript(f"BEGIN IMMEDIATE; {UPGRADES[older]} PRAGMA user_version = {older + 1}; COMMIT;")
         return db
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
 """How much of the run's tokens is spent, between two reports of it."""
 
+from collections.abc import Mapping
+
 
 class Budget:
     """Estimates the tokens of the whole run now, from what was last heard of it and from what this learner did since.
@@ -21,3 +23,11 @@ class Budget:
                 self._pace = max(1.0, (heard - self._heard) / (own - self._own))
             self._own, self._heard = own, heard
         return heard + int((own - self._own) * self._pace)
+
+    def state_dict(self) -> dict[str, float]:
+        """What was last heard, when, and the pace."""
+        return {"own": self._own, "heard": self._heard, "pace": self._pace}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from `state_dict`, where the run has not gone on."""
+        self._own, self._heard, self._pace = int(state["own"]), int(state["heard"]), state["pace"]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError, StoreError
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST = "manifest.json"
 _TENSORS = "tensors.safetensors"
 
@@ -184,6 +184,22 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else [],
     }
+
+
+def to_bytes(state: dict[str, Any]) -> Tensor:
+    """A small state (as `save_checkpoint` takes it) as one vector of uint8, to be sent; `from_bytes` reads it."""
+    tensors: dict[str, Tensor] = {}
+    plain = json.dumps(_pack(state, tensors, ""))
+    return torch.frombuffer(bytearray(save_tensors(_separate(tensors), metadata={"state": plain})), dtype=torch.uint8)
+
+
+def from_bytes(raw: Tensor) -> dict[str, Any]:
+    """What `to_bytes` made."""
+    content = raw.numpy().tobytes()
+    header_bytes = int.from_bytes(content[:8], "little")
+    plain = json.loads(content[8 : 8 + header_bytes])["__metadata__"]["state"]
+    state: dict[str, Any] = _unpack(json.loads(plain), load_tensors(content))
+    return state
 
 
 def restore_random_state(state: dict[str, Any]) -> None:

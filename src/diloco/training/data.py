@@ -89,12 +89,17 @@ class Stream:
         if not all(0 <= shard < self._shards.num_shards for shard in self.shards):
             raise ConfigError(f"shard {max(self.shards)} does not exist; shards are 0 to {self._shards.num_shards - 1}")
 
-    def next(self) -> Tensor:
-        """The next batch: int64 (len(shards) · batch, sequence_length + 1), rows in shard order."""
+    @property
+    def num_rows(self) -> int:
+        """Sequences in one batch."""
+        return len(self.shards) * self.batch
+
+    def next(self, rows: slice = slice(None)) -> Tensor:
+        """The next batch: int64 (num_rows, sequence_length + 1), rows in shard order; of it only `rows`."""
         positions = range(self.position, self.position + self.batch)
         windows = [self._shards.window(shard, position) for shard in self.shards for position in positions]
         self.position += self.batch
-        batch = _read_windows(self._tokens, windows, self.sequence_length)
+        batch = _read_windows(self._tokens, windows[rows], self.sequence_length)
         if int(batch.max()) >= self._vocab_size:
             raise ConfigError(
                 f"token {int(batch.max())} is outside the vocabulary of {self._vocab_size}; correct data.vocab_size"
@@ -125,9 +130,16 @@ class Stream:
 
 
 def held_out_batches(corpus: Corpus, sequence_length: int, num_sequences: int, batch: int) -> list[Tensor]:
-    """The same `num_sequences` (fewer when there are fewer) sequences for everybody, spread evenly over the held-out part."""
+    """The same `num_sequences` (fewer when there are fewer) sequences for everybody, spread evenly over the held-out part.
+
+    Raises ConfigError when there is none.
+    """
     available = (len(corpus.held_out) - 1) // sequence_length
     count = min(num_sequences, available)
+    if count < 1:
+        raise ConfigError(
+            f"the held-out part has {len(corpus.held_out)} tokens, less than one sequence of {sequence_length} + 1; hold out more"
+        )
     windows = [available * k // count for k in range(count)]
     return [
         _read_windows(corpus.held_out, windows[start : start + batch], sequence_length)

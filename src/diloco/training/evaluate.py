@@ -1,11 +1,18 @@
 """The global model on the held-out part, without touching the model being trained."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from diloco.config import RunConfig
+from diloco.training.alone import LearnerLike
+from diloco.training.data import held_out_batches
+from diloco.training.sources import Corpus
+
+BATCH = 32
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -72,3 +79,44 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+class Judge:
+    """Evaluates a learner's global model on the run's held-out sequences, and need not do so twice."""
+
+    def __init__(self, model: nn.Module, corpus: Corpus, config: RunConfig) -> None:
+        self._model = model
+        self._table = config.evaluate
+        self._context = config.data.sequence_length
+        self._is_bytes = corpus.is_bytes
+        self._batches = held_out_batches(corpus, self._context, config.evaluate.sequences, BATCH)
+        self._last: tuple[Hashable, float] | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences a loss is the mean of."""
+        return sum(len(batch) for batch in self._batches)
+
+    def known(self, learner: LearnerLike) -> float | None:
+        """The loss of this very model, if it was the last one evaluated."""
+        return self._last[1] if self._last is not None and self._last[0] == (learner.steps, learner.versions) else None
+
+    def loss(self, learner: LearnerLike) -> float:
+        """In nats per token; the model being trained stays as it is."""
+        return evaluate(self._model, learner.global_state_dict(), self._batches)
+
+    def remember(self, learner: LearnerLike, loss: float) -> None:
+        """This is the loss of the learner's global model as it is now."""
+        self._last = ((learner.steps, learner.versions), loss)
+
+    def sample(self, learner: LearnerLike) -> str:
+        """Text that the global model writes after the run's prompt; empty where its tokens are not bytes."""
+        if not (self._is_bytes and self._table.sample_bytes):
+            return ""
+        return sample_bytes(
+            self._model,
+            learner.global_state_dict(),
+            prompt=self._table.prompt,
+            num_bytes=self._table.sample_bytes,
+            context=self._context,
+        )

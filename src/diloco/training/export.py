@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -71,19 +71,20 @@ def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) ->
 
 
 def checkpoint_state(path: Path) -> dict[str, Tensor]:
-    """The global model in a learner's checkpoint: what it last adopted; its own model where nothing is exchanged.
+    """The global model in a learner's checkpoint. Raises CheckpointError when it cannot be read."""
+    return global_model(load_checkpoint(path))
 
-    Raises CheckpointError when the checkpoint cannot be read.
-    """
-    saved = load_checkpoint(path)
+
+def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Of a learner's saved state: what it last adopted; its own model where nothing is exchanged, or gradients."""
     state: dict[str, Tensor] = saved["model"]
-    if saved["layout"] is None:
+    learner = saved["learner"]
+    if saved["layout"] is None or learner["method"]["exchanged"] == "gradients":
         return state
-    anchors = saved["learner"]["anchors"]
     layout = Layout.from_dict(saved["layout"])
     return merge_fragments(
         layout,
-        [anchors[str(fragment.index)] for fragment in layout.fragments],
+        [learner["anchors"][str(fragment.index)] for fragment in layout.fragments],
         {spec.name: state[spec.name] for spec in layout.static},
     )
 

@@ -1,15 +1,17 @@
 """The inner step: forward, backward, clip, optimizer. It knows nothing of other learners."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from diloco.config import TrainTable
 from diloco.errors import ConfigError
 from diloco.training.evaluate import next_token_loss
+from diloco.training.job import synchronised
 
 
 @contextmanager
@@ -27,11 +29,21 @@ def flushed_denormals(enabled: bool) -> Iterator[None]:
             torch.set_flush_denormal(False)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of `train.device`. Raises ConfigError when CUDA is asked for and not there."""
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of `train.device` for one of the ranks on this machine.
+
+    Raises ConfigError when CUDA is asked for and not there, or has fewer devices than there are ranks.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError('train.device = "cuda" but torch sees no CUDA device; use "auto" or "cpu"')
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {local_rank} of this machine has no CUDA device, there are {torch.cuda.device_count()}; "
+            "start no more ranks than devices"
+        )
+    return torch.device("cuda", local_rank)
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class StepResult:
 
 
 class InnerStep:
-    """Runs inner steps of one model and optimizer.
+    """Runs inner steps of one model (or of its DistributedDataParallel wrapper) and optimizer.
 
     Raises ConfigError for bfloat16 autocast on a CUDA device that does not support it.
     """
@@ -55,6 +67,7 @@ class InnerStep:
         self._optimizer = optimizer
         self._peaks: list[float] = [group["lr"] for group in optimizer.param_groups]
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._left_alone: tuple[nn.Parameter, ...] = ()
         self._accumulate = table.accumulate
         self._clip = float("inf") if table.clip is None else table.clip
         self._flush = table.flush_denormals
@@ -66,6 +79,10 @@ class InnerStep:
             table.autocast == "auto" and device.type == "cuda" and supported
         )
 
+    def leave_alone(self, parameters: Sequence[nn.Parameter]) -> None:
+        """These get no gradient from here on, so no optimizer changes them."""
+        self._left_alone = tuple(parameters)
+
     def run(self, batch: Tensor, lr_factor: float) -> StepResult:
         """One optimizer step on int64 `batch` (B, T + 1) in `accumulate` equal micro-batches.
 
@@ -74,16 +91,32 @@ class InnerStep:
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor
         total = torch.zeros((), device=self._device)
-        with flushed_denormals(self._flush):
-            for part in batch.to(self._device, non_blocking=True).chunk(self._accumulate):
-                with self._precision():
-                    logits = self._model(input_ids=part[:, :-1], use_cache=False).logits
-                    loss = next_token_loss(logits, part[:, 1:]) / self._accumulate
-                loss.backward()
+        with flushed_denormals(self._flush), self._without_gradients():
+            parts = batch.to(self._device, non_blocking=True).chunk(self._accumulate)
+            for part in parts:
+                with synchronised(self._model, last=part is parts[-1]):
+                    with self._precision():
+                        logits = self._model(input_ids=part[:, :-1], use_cache=False).logits
+                        loss = next_token_loss(logits, part[:, 1:]) / self._accumulate
+                    loss.backward()
                 total += loss.detach()
         norm = self._update()
         self._optimizer.zero_grad()
         return StepResult(total, norm)
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Spares the backward pass of what is left alone. The ranks of a learner agreed on their gradients when they were wrapped."""
+        spared = () if isinstance(self._model, DistributedDataParallel) else self._left_alone
+        for parameter in spared:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in spared:
+                parameter.requires_grad_(True)
+            for parameter in self._left_alone:
+                parameter.grad = None
 
     def _update(self) -> Tensor:
         """Clip and step. The hook runs last, after one that exchanges gradients: their mean is clipped, with denormals intact."""

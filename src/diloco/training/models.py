@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diloco.config import ModelTable, nearest
@@ -117,7 +117,7 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
         raise ConfigError(f"the weights {path} do not fit the run's model: {error}") from error
 
 
-def load_state(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Fill `model` from `state`, which may hold a tied weight under any of its names.
 
     Raises LayoutError naming the first tensor that is missing, unknown or of another shape.

@@ -1,6 +1,7 @@
 """The inner optimizer of a run: AdamW, or Muon for the hidden matrices with AdamW for everything else."""
 
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, overload
 
 import torch
@@ -79,6 +80,23 @@ def hidden_matrices(model: nn.Module) -> list[Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in outer]
 
 
+def untrained(model: nn.Module, patterns: Sequence[str]) -> list[Parameter]:
+    """The parameters that a learner leaves alone which trains those whose names match the patterns; none where there are no patterns.
+
+    Raises ConfigError for a pattern that matches nothing.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in parameters):
+            raise ConfigError(
+                f'train.trains has "{pattern}", which matches no parameter; the first is {next(iter(parameters))}'
+            )
+    return [
+        p for name, p in parameters.items()
+        if patterns and p.requires_grad and not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]  # fmt: skip
+
+
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     """The inner optimizer of a run, with decay on matrices only. Raises ConfigError where Muon would have nothing to train.
 
@@ -135,9 +153,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> str:
-    """One sentence on what trains which parameters, and why."""
+    """What trains which parameters, and why: the end of a sentence that begins with the learner's name."""
     if config.inner_optimizer == "adamw":
-        return "AdamW trains every parameter"
+        return "trains every parameter by AdamW"
     num_matrices = sum(len(group["params"]) for group in optimizer.param_groups if "ns_steps" in group)
     why = "" if config.inner.optimizer is not None else f", as {MUON_PRESET} has it; inner.optimizer chooses another"
-    return f"Muon trains {num_matrices} hidden matrices and AdamW the rest{why}"
+    return f"trains {num_matrices} hidden matrices by Muon and the rest by AdamW{why}"

@@ -53,13 +53,17 @@ class Codec(ABC):
     decoding gives the same bits on every device.
     """
 
-    lossless: ClassVar[bool] = False
     cpu_group_segments: ClassVar[int] = _CPU_GROUP_SEGMENTS
 
     @property
     @abstractmethod
     def name(self) -> str:
         """The name that `codec_from_name` turns back into this codec."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether decoding gives back every vector bit for bit."""
+        return False
 
     @property
     def bits_per_element(self) -> float:
@@ -175,17 +179,22 @@ class Codec(ABC):
             yield slice(num_full * SEGMENT_ELEMENTS, num_elements), slice(start, start + self.segment_bytes(tail)), 1
 
 
-def compress(codec: Codec, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Error feedback: total = x + residual; returns (payload of total, new residual = total − decode(payload)), fp32 [n].
+def compress(codec: Codec, x: Tensor, residual: Tensor | None, decay: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Error feedback: total = x + decay · residual; returns (payload of total, new residual = total − decode(payload)), fp32 [n].
 
-    A residual of None is zeros. Raises as `Codec.encode`. Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2.
+    The product is rounded, then the sum. A residual of None is zeros. Raises as `Codec.encode`, ConfigError on a decay that
+    is not from 0 to 1. Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; a decay below 1: SparseLoCo, arXiv 2508.15706.
     """
     _require(x, torch.float32, None, "input of compress")
+    if not 0 <= decay <= 1:
+        raise ConfigError(
+            f"an error feedback decay of {decay} is not from 0 to 1; 1 keeps what was not sent, 0.95 is SparseLoCo's"
+        )
     if residual is None:
         total = x.detach()
     else:
         _require(residual, torch.float32, x.numel(), "residual of compress")
-        total = x.detach() + residual
+        total = x.detach() + (residual if decay == 1 else residual * decay)
     payload = codec.encode(total)
     if codec.lossless:
         return payload, torch.zeros_like(total)

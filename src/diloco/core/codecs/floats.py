@@ -40,8 +40,11 @@ class _Cast(Codec):
 class FP32(_Cast):
     """IEEE binary32, bit for bit."""
 
-    lossless: ClassVar[bool] = True
     dtype: ClassVar[torch.dtype] = torch.float32
+
+    @property
+    def lossless(self) -> bool:
+        return True
 
     @property
     def name(self) -> str:

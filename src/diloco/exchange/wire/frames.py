@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -79,8 +79,8 @@ def read_header(stream: Iterator[bytes], kind: type[H]) -> H:
         raise CorruptPayloadError(f"the stream does not begin with a {kind.DESCRIPTOR.name}; send it again.") from error
 
 
-def read_into(stream: Iterator[bytes], buffer: memoryview, on_bytes: Callable[[int], None] | None = None) -> None:
-    """Fill `buffer` with the chunks of a stream and compare the checksum that follows.
+def filling(stream: Iterator[bytes], buffer: memoryview) -> Iterator[int]:
+    """Fill `buffer` with the chunks of a stream and compare the checksum that follows; gives the bytes filled after each chunk.
 
     Raises:
         CorruptPayloadError: too few or too many bytes, or another checksum.
@@ -97,8 +97,7 @@ def read_into(stream: Iterator[bytes], buffer: memoryview, on_bytes: Callable[[i
         buffer[filled : filled + len(chunk)] = chunk
         checksum = zlib.crc32(chunk, checksum)
         filled += len(chunk)
-        if on_bytes is not None:
-            on_bytes(len(chunk))
+        yield filled
     trailer = next(stream, None)
     if trailer is None or len(trailer) != 4:
         raise CorruptPayloadError(f"the stream of {len(buffer)} bytes does not end with its checksum; send it again.")
@@ -106,3 +105,9 @@ def read_into(stream: Iterator[bytes], buffer: memoryview, on_bytes: Callable[[i
         raise CorruptPayloadError(
             f"the checksum of {len(buffer)} bytes does not match: they were damaged on the way; send them again."
         )
+
+
+def read_into(stream: Iterator[bytes], buffer: memoryview) -> None:
+    """`filling` to its end."""
+    for _ in filling(stream, buffer):
+        pass

@@ -65,8 +65,18 @@ class InitialiseHeader(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., source: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InitialiseReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("received",)
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    received: Received
+    def __init__(self, received: _Optional[_Union[Received, _Mapping]] = ...) -> None: ...
+
+class Received(_message.Message):
+    __slots__ = ("num_bytes", "all")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    all: bool
+    def __init__(self, num_bytes: _Optional[int] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class Discard(_message.Message):
     __slots__ = ("reason", "tokens")
@@ -109,28 +119,32 @@ class PushHeader(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ("accepted", "reason")
+    __slots__ = ("accepted", "reason", "received")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     accepted: bool
     reason: str
-    def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    received: Received
+    def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ..., received: _Optional[_Union[Received, _Mapping]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "static", "base")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "static", "base", "joining")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     STATIC_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
+    JOINING_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
     fragment: int
     static: bool
     base: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., base: _Optional[int] = ...) -> None: ...
+    joining: bool
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., base: _Optional[int] = ..., joining: _Optional[bool] = ...) -> None: ...
 
 class PullHeader(_message.Message):
     __slots__ = ("fragment", "base", "version", "contributors", "weights", "scale", "digest", "lossless", "num_bytes", "merged_round", "outer_bytes")
@@ -169,10 +183,12 @@ class WatchRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("step",)
+    __slots__ = ("step", "boot")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
     step: int
-    def __init__(self, step: _Optional[int] = ...) -> None: ...
+    boot: int
+    def __init__(self, step: _Optional[int] = ..., boot: _Optional[int] = ...) -> None: ...
 
 class Published(_message.Message):
     __slots__ = ("fragment", "version")
@@ -223,7 +239,7 @@ class Notice(_message.Message):
     def __init__(self, published: _Optional[_Union[Published, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., called: _Optional[_Union[Called, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting")
+    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +247,7 @@ class HeartbeatRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -238,7 +255,8 @@ class HeartbeatRequest(_message.Message):
     tokens: int
     step_s: float
     waiting: bool
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ...) -> None: ...
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("step", "run_tokens", "versions", "live", "sync_every")

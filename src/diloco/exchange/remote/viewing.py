@@ -1,0 +1,60 @@
+"""What a viewer may ask of a syncer: the newest model, and how the run goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from diloco.core.fragments import Layout, digest, scatter
+from diloco.errors import DigestError, NotInitialisedError
+from diloco.exchange.connection import Connection
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import tensor_of
+
+
+def fetch_model(
+    address: str, *, run: str, token: str | None = None, ca: str | Path | None = None, insecure: bool = False
+) -> dict[str, Tensor]:
+    """The run's newest global model: name to tensor in the parameters' dtypes, frozen ones and buffers too. For viewers.
+
+    Raises:
+        ExchangeError: no syncer answers. NotInitialisedError: there is no model yet. AuthError: the token may not read.
+    """
+    connection = Connection(address, token=token, ca=ca, insecure=insecure)
+    try:
+        description = connection.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+        if not description.initialised:
+            raise NotInitialisedError(f"run {run!r} has no model yet; start one learner with --initialise.")
+        layout = Layout.from_dict(json.loads(description.layout))
+        model: dict[str, Tensor] = {}
+        for fragment in layout.fragments:
+            header, buffer = connection.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
+            theta = tensor_of(buffer, torch.float32)
+            if digest(theta) != header.digest:
+                raise DigestError(
+                    f"version {header.version} of fragment {fragment.index} arrived damaged; fetch it again."
+                )
+            for name, value in scatter(fragment, theta).items():
+                spec = next(place.spec for place in fragment.tensors if place.spec.name == name)
+                model[name] = value.to(getattr(torch, spec.dtype))
+        _, static = connection.pull("joins", pb.PullRequest(run=run, static=True, base=-1))
+        return {**model, **load(bytes(static))}
+    finally:
+        connection.close()
+
+
+def fetch_status(
+    address: str, *, run: str, token: str | None = None, ca: str | Path | None = None, insecure: bool = False
+) -> dict[str, object]:
+    """What the syncer knows of its run, as plain values. For viewers. Raises as `fetch_model`."""
+    connection = Connection(address, token=token, ca=ca, insecure=insecure)
+    try:
+        reply = connection.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
+        status: dict[str, object] = json.loads(reply.status)
+        return status
+    finally:
+        connection.close()

@@ -1,0 +1,114 @@
+"""What a syncer says of what it does: an event, a number for Prometheus, a line in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from diloco import events
+from diloco.core.layout import Layout
+from diloco.core.rounds import Evict, Merge, Reject
+from diloco.core.syncer import SyncerCore
+from diloco.core.update import Contribution, Update
+from diloco.errors import StoreError
+from diloco.syncer.metrics import LearnerSample, SyncerMetrics
+
+log = logging.getLogger("diloco.syncer")
+
+
+class Journal:
+    """Arguments:
+    events_log: the syncer's events.
+    metrics: what Prometheus reads.
+    """
+
+    def __init__(self, events_log: events.EventLog, metrics: SyncerMetrics) -> None:
+        self._events = events_log
+        self._metrics = metrics
+
+    def initialised(
+        self, learner: str, source: str, layout: Layout, step: int, tokens: int, num_static_bytes: int
+    ) -> None:
+        self._events.append(
+            events.Initialised(
+                learner=learner, source=source, layout_digest=layout.digest(), num_parameters=layout.num_parameters, step=step,
+                tokens=tokens, num_bytes=4 * sum(fragment.numel for fragment in layout.fragments) + num_static_bytes,
+            )
+        )  # fmt: skip
+
+    def joined(self, learner: str, incarnation: int, step: int) -> None:
+        self._events.append(events.Joined(learner=learner, incarnation=incarnation, step=step))
+        self._metrics.joined(learner)
+
+    def left(self, learner: str, incarnation: int, tokens: int) -> None:
+        self._events.append(events.Left(learner=learner, incarnation=incarnation, tokens=tokens))
+
+    def evicted(self, action: Evict) -> None:
+        log.warning("evicted %s (incarnation %d): %s", action.learner, action.incarnation, action.reason)
+        self._events.append(
+            events.Evicted(learner=action.learner, incarnation=action.incarnation, reason=action.reason)
+        )
+        self._metrics.evicted(action.learner)
+
+    def contributed(self, c: Contribution, num_bytes: int, staleness: int) -> None:
+        self._events.append(
+            events.Contributed(
+                learner=c.learner, fragment=c.fragment, round=c.round, base=c.base, tokens=c.tokens, steps=c.steps,
+                num_bytes=num_bytes,
+            )
+        )  # fmt: skip
+        self._metrics.contributed(c.learner, staleness=staleness)
+
+    def rejected(self, action: Reject) -> None:
+        c = action.contribution
+        log.warning(
+            "rejected %s's contribution to round %d of fragment %d: %s", c.learner, c.round, c.fragment, action.reason
+        )
+        self._events.append(
+            events.Rejected(
+                learner=c.learner, fragment=c.fragment, reason=action.reason, round=c.round, base=c.base, tokens=c.tokens
+            )
+        )  # fmt: skip
+        self._metrics.rejected(c.learner, action.reason)
+
+    def abandoned(self, action: Merge, error: Exception) -> None:
+        log.error("round %d of fragment %d was abandoned: %s", action.round, action.fragment, error)
+
+    def merged(self, action: Merge, update: Update, members: Collection[str], merge_s: float) -> None:
+        each = [[c for c in action.contributions if c.learner == learner] for learner in update.contributors]
+        self._events.append(
+            events.Merged(
+                fragment=action.fragment, round=action.round, version=update.version, contributors=update.contributors,
+                weights=update.weights, tokens=tuple(sum(c.tokens for c in own) for own in each),
+                steps=tuple(sum(c.steps for c in own) for own in each), members=tuple(sorted(members)), scale=action.scale,
+                merge_s=merge_s,
+            )
+        )  # fmt: skip
+
+    def waits_for_disk(self, update: Update, error: StoreError) -> None:
+        log.error("version %d of fragment %d waits for the disk: %s", update.version, update.fragment, error)
+
+    def published(self, update: Update, num_live: int, num_bytes: int, *, merge_s: float, persist_s: float) -> None:
+        f = update.fragment
+        self._events.append(
+            events.Published(
+                fragment=f, version=update.version, digest=update.digest, num_bytes=num_bytes, persist_s=persist_s
+            )
+        )
+        self._metrics.merged(f, contributors=len(update.contributors), live=num_live, seconds=merge_s)
+        self._metrics.persisted(persist_s)
+
+    def roster_not_stored(self, error: StoreError) -> None:
+        log.error("the roster could not be stored: %s", error)
+
+    def stood_still(self, seconds: float) -> None:
+        log.warning("this process stood still for %.1f s; nobody's deadline counts them", seconds)
+
+    def stands(self, core: SyncerCore) -> None:
+        """How things are, for whoever scrapes."""
+        self._metrics.set_ledgers(core.ledgers)
+        for index, fragment in enumerate(core.fragments):
+            self._metrics.published(index, fragment.version)
+        self._metrics.set_learners(
+            [LearnerSample(m.learner, m.step, m.step_s, m.healthy) for m in core.members.values()]
+        )

@@ -1,0 +1,64 @@
+"""A thread that calls a function at the time it was asked to, and now and then."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+IDLE_S = 1.0
+"""Between two ticks when nothing is asked for."""
+
+SHORTEST_S = 0.01
+"""Between any two ticks."""
+
+
+class Ticker:
+    """Calls `tick(late_s)` at the time that `wake_at` said last, and once a second.
+
+    Arguments:
+        tick: is told how much later than planned it is called: much, where the whole process stood still.
+    """
+
+    def __init__(self, tick: Callable[[float], None]) -> None:
+        self._tick = tick
+        self._wake_at = math.inf
+        self._planned = math.inf
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="syncer-tick", daemon=True)
+
+    def start(self) -> None:
+        """The first tick comes within a second."""
+        self._thread.start()
+
+    def wake_at(self, at: float) -> None:
+        """Tick at this time of `time.monotonic` at the latest; what was said before is void."""
+        with self._changed:
+            self._wake_at = at
+            if at < self._planned:
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """No tick begins after this returns."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            ticked_at = time.monotonic()
+            with self._changed:
+                while not self._stopping and (left_s := self._plan(ticked_at) - time.monotonic()) > 0:
+                    self._changed.wait(left_s)
+                if self._stopping:
+                    return
+                late_s = time.monotonic() - self._planned
+                self._wake_at = math.inf
+            self._tick(late_s)
+
+    def _plan(self, ticked_at: float) -> float:
+        self._planned = min(ticked_at + IDLE_S, max(ticked_at + SHORTEST_S, self._wake_at))
+        return self._planned

@@ -1,0 +1,118 @@
+"""The processes that act together: the ranks that torchrun started, or just this one.
+
+As one learner they hold the same model, share every batch, and agree on when to stop; the first rank speaks, writes and saves for all.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.errors import ConfigError
+from diloco.exchange.group import Group
+
+TIMEOUT_S = 24 * 3600.0
+"""How long a rank waits for the first one, which may itself wait for other learners. A rank that dies is noticed at once."""
+
+
+class Job:
+    """What ranks do together. Without a group this process is alone, and everything is local.
+
+    Every method but `rows` and `synchronised` is called by all ranks in the same order.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self._process_group = process_group
+        self._group = None if process_group is None else Group(process_group, timeout_s=TIMEOUT_S)
+        self.rank = 0 if self._group is None else self._group.rank
+        self.size = 1 if self._group is None else self._group.size
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that speaks, writes and saves."""
+        return self.rank == 0
+
+    def rows(self, num_rows: int) -> slice:
+        """This rank's part of a batch that divides over the ranks."""
+        share = num_rows // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as its ranks train it: gradients become the mean over ranks in the backward pass."""
+        if self._group is None or self.size == 1:
+            return model
+        return DistributedDataParallel(model, process_group=self._process_group)
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return flag if self._group is None else self._group.sum([int(flag)], "a request to stop")[0] > 0
+
+    def mean(self, value: float) -> float:
+        """Over ranks."""
+        if self._group is None:
+            return value
+        values: list[float] = self._group.gather_values(value, "the mean over ranks")
+        return sum(values) / self.size
+
+    def shared(self, value: float) -> float:
+        """The first rank's, on every rank."""
+        if self._group is None:
+            return value
+        number = torch.tensor([value], dtype=torch.float64)
+        self._group.broadcast(number, "a value of rank 0")
+        return float(number)
+
+    def gathered(self, part: Tensor) -> list[Tensor]:
+        """Every rank's bytes (uint8), in rank order."""
+        if self._group is None:
+            return [part]
+        sizes = self._group.gather_values(part.numel(), "the sizes of what ranks save")
+        return list(self._group.gather(part, sizes, "what ranks save").split(sizes))
+
+    def require_same(self, values: Any, what: str) -> None:
+        """Raise the same ConfigError on every rank unless `values` (plain ones) are the same on all."""
+        if self._group is None:
+            return
+        theirs = self._group.gather_values(values, what)
+        for rank, other in enumerate(theirs):
+            if other != theirs[0]:
+                raise ConfigError(f"{what} is {theirs[0]} on rank 0 and {other} on rank {rank}; start all ranks alike")
+
+    def close(self) -> None:
+        """Part from the other ranks."""
+        if self._group is not None:
+            self._group.disconnect()
+
+
+def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[object]:
+    """Around the backward pass of a micro-batch: ranks exchange gradients in the last one only."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of the ranks of a torchrun."""
+    return dist.is_torchelastic_launched()
+
+
+def local_rank() -> int:
+    """Which of the machine's ranks this is, as torchrun says; 0 without it."""
+    return int(os.environ["LOCAL_RANK"]) if started_by_torchrun() else 0
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """The group of all ranks that torchrun started."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        yield group
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,71 @@
+"""What a part of a run tells: events for programs, progress for people. Of several ranks only the first one tells anything."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from diloco import events as ev
+from diloco.training.progress import Progress, Silent, Status
+
+
+class Journal:
+    """Writes the events file at `path` and talks to `progress`; without a path, it does neither."""
+
+    def __init__(self, path: Path | None, who: str, progress: Progress) -> None:
+        self.who = who
+        self._log = None if path is None else ev.EventLog(path, who=who)
+        self._progress = progress if path is not None else Silent()
+        self._last_step = (time.perf_counter(), 0)
+        self._waits = (0.0, 0)
+
+    def append(self, event: ev.Event) -> None:
+        """Write an event."""
+        if self._log is not None:
+            self._log.append(event)
+
+    def say(self, text: str) -> None:
+        """Tell people one sentence about this part."""
+        self._progress.say(f"{self.who} {text}")
+
+    def wants_status(self) -> bool:
+        """Whether people are to be shown the state of things now."""
+        return self._progress.wants()
+
+    def show(self, status: Status) -> None:
+        """Show it."""
+        self._progress.show(status)
+
+    def begins(self, tokens: int) -> None:
+        """The first step is about to be taken: speed is measured from here on."""
+        self._last_step = (time.perf_counter(), tokens)
+
+    def stepped(self, step: int, *, loss: float, lr: float, tokens: int, gradient_norm: float) -> None:
+        """How the inner loop goes, and how fast since the last time."""
+        now = time.perf_counter()
+        since, before = self._last_step
+        self._last_step = (now, tokens)
+        rate = (tokens - before) / (now - since)
+        self.append(
+            ev.Stepped(step=step, loss=loss, lr=lr, tokens=tokens, tokens_per_s=rate, gradient_norm=gradient_norm)
+        )
+
+    def adopted(self, step: int, before: Sequence[int], after: Sequence[int]) -> None:
+        """Which fragments have a new version."""
+        for fragment, (old, new) in enumerate(zip(before, after, strict=True)):
+            if new != old:
+                self.append(ev.Adopted(step=step, fragment=fragment, version=new))
+
+    def waited(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """How long the training thread stood still since the last time, by a learner's counters."""
+        seconds, times = float(metrics.get("blocked_s", 0.0)), int(metrics.get("num_blocked", 0))
+        if times > self._waits[1]:
+            self.append(ev.Waited(step=step, seconds=seconds - self._waits[0], times=times - self._waits[1]))
+        self._waits = (seconds, times)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._log is not None:
+            self._log.close()

@@ -1,0 +1,43 @@
+"""Which part of a run a process plays, and what it comes to."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Role = Literal["learner", "baseline", "isolated"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of the run this process plays.
+
+    learner: trains its shard and exchanges; the one that initialises the run first makes the warm start.
+    baseline: every shard in one process, the full batch at every step. isolated: as a learner, exchanging nothing.
+    """
+
+    name: str
+    role: Role = "learner"
+    shard: int = 0
+    initialise: bool = False
+    resume_from: Path | None = None  # a checkpoint directory
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished part comes to."""
+
+    name: str
+    role: Role
+    reason: str  # "budget", "steps" or "stopped"
+    steps: int
+    tokens: int  # trained by this learner
+    run_tokens: int
+    held_out_loss: float  # of the global model, nats per token
+    seconds: float  # spent in the loop
+    step_s: float  # mean time of an inner step, without evaluation and checkpoints
+    sample: str
+    metrics: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)

@@ -1,0 +1,226 @@
+"""`torchrun -m diloco train`: ranks that are one learner, and ranks that are learners; real processes over gloo on the CPU."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import diloco
+from diloco.cli.train import _connector
+from diloco.config import RunConfig, dump_config
+from diloco.core.presets import method_from_table
+from diloco.events import Stepped, read_events
+from diloco.exchange.base import Exchange
+from diloco.syncer.server import Options, Syncer
+from diloco.training.checkpoint import list_checkpoints, load_checkpoint
+from diloco.training.data import Stream
+from diloco.training.export import checkpoint_state
+from diloco.training.inner import InnerStep
+from diloco.training.loop import Part, Summary, Trainer
+from diloco.training.models import build_model
+from diloco.training.optimizers import make_optimizer
+from diloco.training.schedule import schedule_factor
+from diloco.training.sources import load_corpus
+
+pytestmark = pytest.mark.timeout(240)  # each test includes processes that import torch
+Tiny = Callable[..., RunConfig]
+DILOCO_6 = "method={preset='DiLoCo', sync_every=6, quorum={type='AllLive', at_least=2}}"
+
+
+@contextmanager
+def torchrun(config: RunConfig, directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Two ranks of `diloco train`."""
+    directory.mkdir(exist_ok=True)
+    (directory / "run.toml").write_text(dump_config(config), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "diloco"]
+    with subprocess.Popen(
+        [*command, "train", str(directory / "run.toml"), *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()  # it ends its ranks
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return out
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def assert_same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    names = a.keys() & b.keys()  # a tied head has a name of its own in a state dict
+    assert {"model.norm.weight", "model.embed_tokens.weight"} <= names
+    for name in names:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_two_ranks_take_the_steps_of_one_are_stopped_together_and_resumed_by_one(tiny: Tiny, tmp_path: Path) -> None:
+    # Two micro-batches of one rank are the halves that two ranks take, and the mean of two is exact in binary.
+    whole = Trainer(
+        tiny("train.accumulate=2", f"run.dir={tmp_path / 'one'}", "run.tokens=25_600"),
+        Part("baseline", role="baseline"),
+    )
+    whole.train()
+
+    config = tiny("run.tokens=25_600", "train.log_every_s=0.01")
+    with torchrun(config, tmp_path / "two", "--alone") as process:
+        assert process.stdout is not None
+        while " step " not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)  # torchrun passes it on to the ranks, at different moments of theirs
+        process.communicate(timeout=200)
+    (checkpoint,) = list_checkpoints(config.dir / "baseline" / "checkpoints")
+    step = load_checkpoint(checkpoint)["step"]
+    assert 0 < step < 100
+    assert len(load_checkpoint(checkpoint)["random"]) == 2
+
+    resumed = Trainer(
+        tiny("train.accumulate=2", "run.tokens=25_600"), Part("baseline", role="baseline", resume_from=checkpoint)
+    )
+    assert resumed.train().steps == 100
+    assert_same(weights(whole), weights(resumed))
+    losses = {e.step: e.loss for e in read_events(config.dir / "baseline" / "events.jsonl") if isinstance(e, Stepped)}
+    alone = {
+        e.step: e.loss for e in read_events(tmp_path / "one" / "baseline" / "events.jsonl") if isinstance(e, Stepped)
+    }
+    assert set(losses) == set(alone)
+    # The mean over ranks is taken in fp64, over micro-batches in fp32.
+    assert losses == pytest.approx(alone, rel=1e-6)
+
+
+def run_pair(config: RunConfig) -> list[Summary]:
+    """The same two learners in one process; the first takes its batches in two halves, as its two ranks do."""
+
+    def life(index: int, exchange: Exchange) -> Summary:
+        def attach(model: Any, optimizer: Any, steps: int, tokens: int) -> diloco.Learner:
+            return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
+
+        train = config.train.model_copy(update={"accumulate": 2 - index})
+        own = config.model_copy(update={"train": train})
+        return Trainer(own, Part(f"learner-{index}", shard=index), attach=attach).train()
+
+    return diloco.run_local(life, learners=2)
+
+
+def test_a_learner_of_two_ranks_beside_one_of_one_rank_over_a_syncer(tiny: Tiny, tmp_path: Path) -> None:
+    overrides = (
+        DILOCO_6,
+        "checkpoint.every_steps=6",
+        "checkpoint.keep=9",
+        "run.tokens=512_000",
+        "run.steps=18",
+        "schedule.steps=20",
+    )
+    reference = tiny(f"run.dir={tmp_path / 'local'}", *overrides)
+    run_pair(reference)
+
+    method = method_from_table(reference.method)
+    with Syncer("tiny", method, Options("127.0.0.1:0", tmp_path / "state")) as syncer:
+        config = tiny(f"syncer.address={syncer.address}", *overrides)
+        with torchrun(config, tmp_path / "job", "--shard", "0", "--initialise", "--json") as process:
+            part = Part("learner-1", shard=1)
+            Trainer(config, part, attach=_connector(config, part)).train()
+            summary = json.loads(finish(process))  # printed once
+        assert syncer.engine.versions() == [3]
+
+    assert (summary["reason"], summary["steps"], summary["tokens"]) == ("steps", 18, 18 * 4 * 32)
+    assert summary["metrics"]["merges"] == 3
+    for step in (6, 12, 18):
+        states = [
+            checkpoint_state(each.dir / f"learner-{index}" / "checkpoints" / f"step-{step:010d}")
+            for each in (reference, config)
+            for index in range(2)
+        ]
+        for state in states[1:]:
+            assert_same(states[0], state)
+    assert not (config.dir / "learner-0-1").exists()
+    steps = [e.step for e in read_events(config.dir / "learner-0" / "events.jsonl") if isinstance(e, Stepped)]
+    assert steps == sorted(set(steps))  # one rank writes
+
+
+def by_hand(config: RunConfig, steps: int) -> dict[str, Tensor]:
+    """Six steps in data parallel and the rest by the run's method, each over the local exchange."""
+    corpus = load_corpus(config.data)
+    models = [build_model(config.model, corpus.vocab_size, 32, config.run.seed) for _ in range(2)]
+    optimizers = [make_optimizer(model, config) for model in models]
+    inner = [InnerStep(m, o, config.train, torch.device("cpu")) for m, o in zip(models, optimizers, strict=True)]
+    streams = [Stream(corpus, 32, 2, [index], 4, config.run.seed) for index in range(2)]
+
+    def phase(method: diloco.Method, steps: range) -> dict[str, Tensor]:
+        def life(index: int, exchange: Exchange) -> dict[str, Tensor]:
+            with diloco.Learner(models[index], optimizers[index], method=method, exchange=exchange) as learner:
+                for step in steps:
+                    inner[index].run(streams[index].next(), schedule_factor(config, step))
+                    learner.step(tokens=128)
+                return learner.global_state_dict()
+
+        return diloco.run_local(life, learners=2)[0]
+
+    phase(diloco.DataParallel(), range(1, 7))
+    return phase(method_from_table(config.method), range(7, steps + 1))
+
+
+def test_ranks_that_are_learners_warm_up_in_data_parallel(tiny: Tiny, tmp_path: Path) -> None:
+    overrides = ("warm_start.steps=6", "checkpoint.every_steps=6", "checkpoint.keep=9", DILOCO_6)
+    config = tiny(*overrides)
+    with torchrun(config, tmp_path / "job", "--collective") as process:
+        finish(process)
+
+    expected = by_hand(config, steps=18)
+    for index in range(2):
+        at = config.dir / f"learner-{index}" / "checkpoints" / "step-0000000018"
+        assert_same(expected, checkpoint_state(at))
+        assert load_checkpoint(at)["run_tokens"] == 18 * 256
+        assert list_checkpoints(at.parent)[-1].name == "step-0000000020"  # 5,120 tokens, to the token
+
+
+@pytest.mark.slow
+def test_ranks_that_are_learners_resume_to_the_bit(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny("warm_start.steps=6", "checkpoint.every_steps=4", "checkpoint.keep=9", DILOCO_6)
+    expected = by_hand(config, steps=20)
+    for step in (None, 4, 16):  # from the start, from within the warm start, and from between two rounds
+        for index in range(2):
+            for checkpoint in list_checkpoints(config.dir / f"learner-{index}" / "checkpoints"):
+                if checkpoint.name != f"step-{step:010d}":
+                    shutil.rmtree(checkpoint)
+        with torchrun(config, tmp_path / "job", "--collective", *(["--resume"] if step else [])) as process:
+            finish(process)
+        for index in range(2):
+            assert_same(expected, checkpoint_state(config.dir / f"learner-{index}" / "checkpoints" / "step-0000000020"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--collective"], "--collective is for the ranks of a torchrun"),
+        (["--collective", "--alone"], "drop the other options"),
+        (["--collective", "--shard", "0"], "drop the other options"),
+    ],
+)
+def test_collective_without_ranks_is_refused(
+    tiny: Tiny, tmp_path: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from diloco.cli import main
+
+    (tmp_path / "run.toml").write_text(dump_config(tiny()), encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(tmp_path / "run.toml"), *arguments])
+    assert ended.value.code == 2
+    assert message in capfd.readouterr().err
