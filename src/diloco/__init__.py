@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
     from diloco.core.codecs import BF16, E3M0, FP16, FP32, Int4, Int8
     from diloco.core.fragments import Balanced, ByLayer, Named, Whole
-    from diloco.core.merge import Mean
+    from diloco.core.heloco import HeLoCo
+    from diloco.core.merge import Mean, SenderMean
     from diloco.core.method import Method
-    from diloco.core.outer import SGD, Adam, Nesterov
+    from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov
     from diloco.core.presets import (
+        AsyncDiLoCo,
         DataParallel,
         DecoupledDiLoCo,
         DelayedDiLoCo,
@@ -21,9 +23,20 @@ if TYPE_CHECKING:
         EagerDiLoCo,
         LocalSGD,
         MuLoCo,
+        SparseLoCo,
         StreamingDiLoCo,
     )
     from diloco.core.quorum import AllLive, Called, Pushed
+    from diloco.core.radial import RadialDirectional
+    from diloco.core.robust import (
+        CoordinateMedian,
+        GeometricMedian,
+        MedianNormClip,
+        MultiKrum,
+        NormOutliers,
+        NormZScore,
+        TrimmedMean,
+    )
     from diloco.errors import DilocoError
     from diloco.exchange.collective import Collective
     from diloco.exchange.local import run_local
@@ -36,13 +49,14 @@ __all__ = [
     # what a training script holds
     "Learner", "run_local", "Collective", "connect",
     # methods
-    "Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "MuLoCo", "DelayedDiLoCo", "EagerDiLoCo",
-    "DecoupledDiLoCo",
+    "Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "MuLoCo", "SparseLoCo", "DelayedDiLoCo", "EagerDiLoCo",
+    "DecoupledDiLoCo", "AsyncDiLoCo",
     # the answers a method is made of: fragments, who calls a merge, outer optimizers, merges, adoption, codecs
     "Whole", "ByLayer", "Balanced", "Named",
     "AllLive", "Called", "Pushed",
-    "SGD", "Nesterov", "Adam",
-    "Mean",
+    "SGD", "Nesterov", "DelayedNesterov", "Adam",
+    "Mean", "SenderMean", "RadialDirectional", "HeLoCo", "CoordinateMedian", "TrimmedMean", "GeometricMedian", "MultiKrum",
+    "MedianNormClip", "NormOutliers", "NormZScore",
     "Replace", "Mix", "KeepDisplacement", "Eager",
     "FP32", "BF16", "FP16", "Int8", "Int4", "E3M0",
     # the rest
@@ -61,14 +75,27 @@ _MODULES = {
         "DiLoCo",
         "StreamingDiLoCo",
         "MuLoCo",
+        "SparseLoCo",
         "DelayedDiLoCo",
         "EagerDiLoCo",
         "DecoupledDiLoCo",
+        "AsyncDiLoCo",
     ),
     "diloco.core.quorum": ("AllLive", "Called", "Pushed"),
     "diloco.core.fragments": ("Whole", "ByLayer", "Balanced", "Named"),
-    "diloco.core.outer": ("SGD", "Nesterov", "Adam"),
-    "diloco.core.merge": ("Mean",),
+    "diloco.core.outer": ("SGD", "Nesterov", "DelayedNesterov", "Adam"),
+    "diloco.core.merge": ("Mean", "SenderMean"),
+    "diloco.core.radial": ("RadialDirectional",),
+    "diloco.core.heloco": ("HeLoCo",),
+    "diloco.core.robust": (
+        "CoordinateMedian",
+        "TrimmedMean",
+        "GeometricMedian",
+        "MultiKrum",
+        "MedianNormClip",
+        "NormOutliers",
+        "NormZScore",
+    ),
     "diloco.core.adopt": ("Replace", "Mix", "KeepDisplacement", "Eager"),
     "diloco.core.codecs": ("FP32", "BF16", "FP16", "Int8", "Int4", "E3M0"),
     "diloco.errors": ("DilocoError",),

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
+from diloco.core.contributions import RUN_SEGMENTS, Encoded, encoded_of, shard_of, weights_of
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merge import RUN_SEGMENTS, Encoded, Mean, encoded_of, merge_from_dict, shard_of, weights_of
+from diloco.core.merge import Mean
+from diloco.core.merges import merge_from_dict
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError, NonFiniteError
 
 EVERY_CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)

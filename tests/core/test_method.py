@@ -9,15 +9,31 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.core.adopt import Eager, Mix, Replace
-from diloco.core.codecs import BF16, CODECS, E3M0, FP32, Int4
+from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
+from diloco.core.codecs import BF16, CODECS, E3M0, FP32, Int4, codec_from_name
+from diloco.core.contributions import Encoded
 from diloco.core.fragments import Balanced, ByLayer, Named, Whole
+from diloco.core.heloco import HeLoCo
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merge import Encoded
+from diloco.core.merge import SenderMean
 from diloco.core.method import Method
-from diloco.core.outer import SGD, Adam, Nesterov
-from diloco.core.presets import PRESETS, DataParallel, DiLoCo, LocalSGD, StreamingDiLoCo, method_from_table
-from diloco.core.quorum import AllLive, Called
+from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov
+from diloco.core.presets import (
+    PRESETS,
+    AsyncDiLoCo,
+    DataParallel,
+    DecoupledDiLoCo,
+    DelayedDiLoCo,
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    SparseLoCo,
+    StreamingDiLoCo,
+    method_from_table,
+)
+from diloco.core.quorum import AllLive, Called, Pushed
+from diloco.core.radial import RadialDirectional
+from diloco.core.robust import CoordinateMedian, NormOutliers
 from diloco.core.update import advance, close_round
 from diloco.errors import ConfigError
 
@@ -42,7 +58,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "DecoupledDiLoCo": {
         "sync_every": 24, "overlap": 2, "fragments": Balanced(24), "wait": False, "up": BF16(), "down": BF16(),
         "weight": "tokens^2/steps", "quorum": Called(at_least=1, grace=0.8), "partial": "scale",
-        "outer": Nesterov(lr=0.7, momentum=0.9),
+        "outer": Nesterov(lr=0.7, momentum=0.9), "merge": RadialDirectional(),
+    },
+    # arXiv 2508.15706: H = 15, k = 128 of 4096 in 2 bits, β = 0.95, outer lr 1 without momentum, mean over senders
+    "SparseLoCo": {
+        "sync_every": 15, "up": codec_from_name("topk-128-2bit"), "error_feedback": 0.95, "merge": SenderMean(),
+        "outer": SGD(lr=1.0),
+    },
+    # arXiv 2401.09135: Delayed Nesterov with N learners, c = 0, dynamic local steps
+    "AsyncDiLoCo": {
+        "sync_every": 50, "wait": False, "dynamic_steps": True, "weight": "tokens", "quorum": Pushed(at_least=1),
+        "outer": DelayedNesterov(lr=0.7, momentum=0.9, buffer=4, c=0.0),
     },
 }  # fmt: skip
 
@@ -180,6 +206,23 @@ def test_a_difference_is_said_in_words() -> None:
         (lambda: replace(DiLoCo(), wait="no"), "wait is 'no'; use true or false"),
         (lambda: replace(DiLoCo(), exchanged="weights"), "exchanged is 'weights'; use one of"),
         (lambda: replace(DataParallel(), sync_every=2), "averaging gradients needs sync_every=1, not 2"),
+        (lambda: DiLoCo(sync_every=((0, 4), (8, 2)), overlap=3), "overlap=3 exceeds sync_every=2"),
+        (lambda: replace(EagerDiLoCo(), overlap=7), "needs overlap=H or 2H, not overlap=7"),
+        (lambda: replace(EagerDiLoCo(), merge=CoordinateMedian()), "use merge=Mean()"),
+        (lambda: replace(EagerDiLoCo(), outer_at="syncer"), "overlap=30 exceeds|set outer_at='learners'"),
+        (lambda: replace(EagerDiLoCo(), wait=False), "use wait=True"),
+        (lambda: replace(DelayedDiLoCo(), adopt=Mix(0.5)), r"needs adopt=Replace\(\) or Eager\(\)"),
+        (lambda: replace(DelayedDiLoCo(), quorum=Pushed()), "needs a schedule that all learners follow"),
+        (lambda: replace(DecoupledDiLoCo(), wait=True), r"use wait=False with Called\(\)"),
+        (lambda: replace(DiLoCo(), partial="scale"), "a scheduled round takes the mean"),
+        (lambda: replace(AsyncDiLoCo(), partial="scale"), "divides once more"),
+        (lambda: replace(DiLoCo(), dynamic_steps=True), r"use quorum=Pushed\(\)"),
+        (lambda: replace(DiLoCo(outer=SGD(lr=1.0)), merge=HeLoCo()), "has none"),
+        (lambda: DiLoCo(overlap=1, quorum=AllLive(drop=0.5)), "needs overlap=0, not 1"),
+        (lambda: replace(DiLoCo(), adopt=KeepDisplacement()), "set overlap"),
+        (lambda: replace(DataParallel(), screen=NormOutliers()), "needs screen=None"),
+        (lambda: EagerDiLoCo(intervals=3), "1 interval or 2"),
+        (lambda: SparseLoCo(average="all"), "use 'senders' or 'learners'"),  # type: ignore[arg-type]
         (lambda: replace(DataParallel(), overlap=1), "averaging gradients needs overlap=0, not 1"),
         (lambda: replace(DataParallel(), outer=Nesterov()), "averaging gradients needs outer=SGD\\(lr=1.0\\), not Nesterov"),
         (lambda: replace(DataParallel(), adopt=Mix(0.5)), "averaging gradients needs adopt=Replace\\(\\)"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.core.outer import SGD, Adam, Nesterov, Outer, State, outer_from_dict
+from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov, Outer, State, outer_from_dict
 from diloco.errors import ConfigError, LayoutError
 
 OUTERS = [SGD(1.0), SGD(0.7), Nesterov(), Nesterov(0.4, 0.5), Adam(0.3), Adam(0.01, (0.5, 0.999), 1e-8)]
@@ -194,3 +194,50 @@ def test_wrong_arguments_are_refused(make: object, message: str) -> None:
 def test_a_step_refuses_what_does_not_fit(state: State, params: Tensor, delta: Tensor, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         Nesterov().step(state, params, delta)
+
+
+# --- Delayed Nesterov -----------------------------------------------------------------------------------------------------------
+
+
+def test_delayed_nesterov_of_one_without_spreading_is_nesterov() -> None:
+    params = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    plain, delayed = Nesterov(lr=0.6, momentum=0.8), DelayedNesterov(lr=0.6, momentum=0.8, buffer=1, c=0.0)
+    states, values = [plain.init(100), delayed.init(100)], [params, params]
+    for step in range(5):
+        delta = torch.randn(100, generator=torch.Generator().manual_seed(1 + step))
+        for i, outer in enumerate((plain, delayed)):
+            values[i], states[i] = outer.step(states[i], values[i], delta)
+        assert torch.equal(*values)
+
+
+@pytest.mark.parametrize(("buffer", "c"), [(2, 0.0), (3, 0.1), (4, 0.25)])
+def test_delayed_nesterov_is_the_papers_algorithm(buffer: int, c: float) -> None:
+    outer, beta, lr = DelayedNesterov(lr=0.5, momentum=0.9, buffer=buffer, c=c), 0.9, 0.5
+    theta = torch.randn(10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values, state = theta.float(), outer.init(10)
+    m, gathered = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
+    for s in range(1, 11):
+        g = torch.randn(10, dtype=torch.float64, generator=torch.Generator().manual_seed(s))
+        gathered = gathered + g
+        if s % buffer == 0:
+            m = beta * m + gathered / buffer
+            theta = theta - lr * ((1 - c * buffer + c) * beta * m + g / buffer)
+            gathered = torch.zeros_like(gathered)
+        else:
+            theta = theta - lr * (c * beta * m + g / buffer)
+        values, state = outer.step(state, values, g.float())
+    torch.testing.assert_close(values.double(), theta, rtol=1e-5, atol=1e-5)  # fp32 against fp64
+
+
+def test_buffered_outer_gradients_are_applied_once() -> None:
+    """Without momentum N outer gradients move the model by their mean, whatever N is."""
+    outer = DelayedNesterov(lr=1.0, momentum=0.0, buffer=4)
+    values, state = torch.zeros(1), outer.init(1)
+    for _ in range(8):
+        values, state = outer.step(state, values, torch.ones(1))
+    assert values.item() == -2.0
+
+
+def test_delayed_nesterovs_c_is_bounded_by_its_buffer() -> None:
+    with pytest.raises(ConfigError, match="exceeds 1/buffer = 0.25"):
+        DelayedNesterov(buffer=4, c=0.3)

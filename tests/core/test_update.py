@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS, Codec
+from diloco.core.contributions import Encoded
 from diloco.core.fragments import digest
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merge import Encoded
 from diloco.core.method import Method
 from diloco.core.outer import SGD, Adam, Nesterov, Outer
 from diloco.core.presets import DataParallel, DiLoCo, LocalSGD

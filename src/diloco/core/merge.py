@@ -1,46 +1,22 @@
-"""Merging: one outer gradient out of those of several learners.
+"""Merging: one outer gradient out of those of several learners; the means.
 
-Contributions arrive encoded and stay so: a merge decodes them a few segments at a time, in the order given, into
-scratch vectors. Its memory does not grow with the number of learners, the order of arrival does not matter (the
-caller passes them in learner-id order), and merging a run of whole segments gives the bits of that part of the whole.
+A merge's memory does not grow with the number of learners, the order of arrival does not matter (the caller passes contributions in
+learner-id order), and an elementwise merge of a run of whole segments gives the bits of that part of the whole. Other merges: `radial`
+(by direction and norm), `robust` (against learners that lie), `heloco` (against the outer momentum).
 """
 
-import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
-from diloco.core.layout import Placement, TensorSpec
-from diloco.core.values import Choice, choice_from_dict, nearest
-from diloco.errors import ConfigError, CorruptPayloadError, LayoutError, NonFiniteError
-
-RUN_SEGMENTS = 8
-"""How many segments are decoded at once: enough to spread the cost of a call, few enough for a processor's cache."""
-
-
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """What one learner brings to a merge.
-
-    Attributes:
-        learner: its name.
-        payloads: uint8 vectors, each the encoding of the same elements; what they decode to is added up, in this order
-            (work that came too late for the round before, then fresh work).
-        weight: how much it counts; finite, not negative.
-        staleness: versions between the oldest base it was measured from and the round.
-        tensors: indices into the merge's `places` of the tensors that this learner trains; None: all of them.
-    """
-
-    learner: str
-    payloads: tuple[Tensor, ...]
-    weight: float
-    staleness: int = 0
-    tensors: frozenset[int] | None = None
+from diloco.core.contributions import RUN_SEGMENTS, Encoded, Reader, require_finite, runs, stretches_of
+from diloco.core.layout import Placement
+from diloco.core.values import Choice
 
 
 class Merge(Choice):
@@ -99,11 +75,11 @@ class Mean(Merge):
         num_elements: int,
         momentum: Tensor | None = None,
     ) -> Tensor:
-        stretches = _stretches(codec, contributions, places, num_elements)
+        stretches = stretches_of(codec, contributions, places, num_elements)
         device = contributions[0].payloads[0].device
         merged = torch.empty(num_elements, dtype=torch.float32, device=device)
-        reader = _Reader(codec, min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), device)
-        for part, span in _runs(codec, num_elements):
+        reader = Reader(codec, min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), device)
+        for part, span in runs(codec, num_elements):
             sum_ = merged[part]
             inside = [piece for stretch in stretches if (piece := stretch.within(part)) is not None]
             for index, contribution in enumerate(contributions):
@@ -126,243 +102,40 @@ class Mean(Merge):
                     sum_[piece.elements].div_(torch.tensor(piece.total, dtype=torch.float32, device=device))
                 else:
                     sum_[piece.elements].zero_()
-            _require_finite(sum_)
+            require_finite(sum_)
         return merged
 
 
-MERGES: tuple[type[Merge], ...] = (Mean,)
-
-
-def merge_from_dict(values: Mapping[str, object]) -> Merge:
-    """Read back `Merge.to_dict()`, e.g. `{"type": "Mean"}`. Raises ConfigError naming a typo."""
-    return choice_from_dict("merge", MERGES, values)
-
-
-WEIGHTS = ("uniform", "tokens", "tokens^2/steps", "discounted")
-
-
-def weights_of(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness: Sequence[int]) -> list[float]:
-    """How much each learner's contribution counts.
-
-        "uniform"         1: i.i.d. shards (DiLoCo, arXiv 2311.08105)
-        "tokens"          the tokens it was trained on: unequal shards (same paper, section 3.2)
-        "tokens^2/steps"  tokens · (tokens / steps), quantity times rate: learners of unequal speed (Decoupled DiLoCo,
-                          arXiv 2604.21428)
-        "discounted"      tokens / (1 + 0.25·staleness): work on older versions counts less
-
-    `staleness` is in versions, all three have one entry per learner. Raises ConfigError for another kind, and for tokens
-    without steps.
-    """
-    match kind:
-        case "uniform":
-            return [1.0 for _ in tokens]
-        case "tokens":
-            return [float(each) for each in tokens]
-        case "tokens^2/steps":
-            return [_tokens_times_rate(*each) for each in zip(tokens, steps, strict=True)]
-        case "discounted":
-            return [each / (1 + 0.25 * age) for each, age in zip(tokens, staleness, strict=True)]
-    raise ConfigError(f"{kind!r} is not a known weight{nearest(kind, WEIGHTS)}")
-
-
-class _Contribution(Protocol):
-    @property
-    def learner(self) -> str: ...
-    @property
-    def round(self) -> int: ...
-    @property
-    def base(self) -> int: ...
-    @property
-    def tensors(self) -> tuple[int, ...] | None: ...
-
-
-def encoded_of(
-    contributions: Sequence[_Contribution],
-    weights: Sequence[float],
-    payloads: Sequence[Tensor],
-    round_: int,
-    tensors: range | None = None,
-) -> list[Encoded]:
-    """What each learner brings: its contributions (next to each other, late before fresh) become one.
-
-    `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in. `tensors`:
-    where the payloads are of a shard, the
-    indices of its tensors in the fragment (`shard_of`). Raises ConfigError when the numbers do not fit.
-    """
-    learners = list(dict.fromkeys(contribution.learner for contribution in contributions))
-    if len(weights) != len(learners) or len(payloads) != len(contributions):
-        raise ConfigError(
-            f"{len(contributions)} contributions of {len(learners)} learners need as many payloads and weights,"
-            f" not {len(payloads)} and {len(weights)}."
-        )
-    encoded = []
-    for learner, weight in zip(learners, weights, strict=True):
-        own = [i for i, contribution in enumerate(contributions) if contribution.learner == learner]
-        trained = [contributions[i].tensors for i in own]
-        indices = {index for each in trained if each is not None for index in each}
-        if tensors is not None:
-            indices = {index - tensors.start for index in indices if index in tensors}
-        encoded.append(
-            Encoded(
-                learner,
-                tuple(payloads[i] for i in own),
-                weight,
-                max(round_ - contributions[i].base for i in own),
-                None if None in trained else frozenset(indices),
-            )
-        )
-    return encoded
-
-
-def shard_of(places: Sequence[Placement], elements: slice) -> tuple[tuple[Placement, ...], range]:
-    """The tensors of a shard of a fragment: those that intersect `elements`, clipped to it (then one-dimensional) and with
-    offsets relative to its start, and their indices in `places`."""
-    start, stop = elements.start, elements.stop
-    found = [i for i, place in enumerate(places) if max(start, place.offset) < min(stop, _end(place))]
-    indices = range(found[0], found[-1] + 1) if found else range(0)
-    clipped = []
-    for place in places[indices.start : indices.stop]:
-        first, last = max(start, place.offset), min(stop, _end(place))
-        spec = place.spec
-        if last - first != spec.numel:
-            spec = TensorSpec(spec.name, (last - first,), spec.dtype)
-        clipped.append(Placement(spec, first - start))
-    return tuple(clipped), indices
-
-
 @dataclass(frozen=True)
-class _Stretch:
-    """Neighbouring tensors that the same learners train. `shares`: by index of the contribution, in [0, 1], the largest is 1."""
+class SenderMean(Merge):
+    """Every coordinate's weighted mean over those who sent it, that is, whose decoded value is not zero; 0 where nobody did.
 
-    elements: slice
-    shares: Mapping[int, float]
-    total: float
+    For contributions that name a few coordinates each: SparseLoCo's reference implementation (arXiv 2508.15706) divides by a
+    coordinate's senders and not by all learners. With dense contributions it is the mean.
+    """
 
-    @property
-    def first(self) -> int:
-        return next(iter(self.shares))
+    elementwise: ClassVar[bool] = True
 
-    def within(self, run: slice) -> "_Stretch | None":
-        """The part of it in a run, relative to the run's start; None if there is none."""
-        start, stop = max(self.elements.start, run.start), min(self.elements.stop, run.stop)
-        if start >= stop:
-            return None
-        return _Stretch(slice(start - run.start, stop - run.start), self.shares, self.total)
-
-
-def _stretches(
-    codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int
-) -> list[_Stretch]:
-    """Check everything that can be checked before decoding, and say who trains what."""
-    _check(codec, contributions, places, num_elements)
-    if all(contribution.tensors is None for contribution in contributions):
-        return [_stretch(contributions, range(len(contributions)), slice(0, num_elements))]
-    stretches: list[tuple[list[int], slice]] = []
-    for index, place in enumerate(places):
-        trained_by = [i for i, each in enumerate(contributions) if each.tensors is None or index in each.tensors]
-        if stretches and stretches[-1][0] == trained_by:
-            stretches[-1] = trained_by, slice(stretches[-1][1].start, _end(place))
-        else:
-            stretches.append((trained_by, slice(place.offset, _end(place))))
-    return [_stretch(contributions, trained_by, elements) for trained_by, elements in stretches]
-
-
-def _stretch(contributions: Sequence[Encoded], trained_by: Sequence[int], elements: slice) -> _Stretch:
-    """Weights divided by the largest of those who train it, so equal ones are exactly 1; nobody's where all are 0."""
-    largest = max((contributions[i].weight for i in trained_by), default=0.0)
-    if largest == 0:
-        return _Stretch(elements, {}, 0.0)
-    shares = {i: contributions[i].weight / largest for i in trained_by}
-    return _Stretch(elements, shares, math.fsum(shares.values()))
-
-
-def _check(codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int) -> None:
-    if not contributions:
-        raise ConfigError("a merge needs at least one contribution.")
-    for each in contributions:
-        if not math.isfinite(each.weight) or each.weight < 0:
-            raise ConfigError(f"the weight of {each.learner} must be finite and not negative, not {each.weight!r}.")
-        if not each.payloads:
-            raise ConfigError(f"{each.learner} brings no payload to the merge; leave it out.")
-        for index in each.tensors or ():
-            if not 0 <= index < len(places):
-                raise LayoutError(
-                    f"{each.learner} trains tensor {index}, and there are tensors 0 to {len(places) - 1}."
-                )
-    if not any(each.weight for each in contributions):
-        raise ConfigError(f"the weights of all {len(contributions)} contributions are 0; at least one must count.")
-    end = 0
-    for place in places:
-        if place.offset != end:
-            raise LayoutError(
-                f"tensor {place.spec.name!r} begins at element {place.offset}, and the one before ends at {end}."
-            )
-        end = _end(place)
-    if end != num_elements:
-        raise LayoutError(f"the tensors of a merge have {end} elements together, and its contributions {num_elements}.")
-    _check_sizes(codec, contributions, num_elements)
-
-
-def _check_sizes(codec: Codec, contributions: Sequence[Encoded], num_elements: int) -> None:
-    expected_bytes = codec.encoded_bytes(num_elements)
-    for learner, payload in ((each.learner, payload) for each in contributions for payload in each.payloads):
-        if payload.dtype != torch.uint8 or payload.shape != (expected_bytes,):
-            raise CorruptPayloadError(
-                f"the contribution of {learner} is {tuple(payload.shape)} {str(payload.dtype).removeprefix('torch.')},"
-                f" and {num_elements} elements in {codec.name} are {expected_bytes} bytes."
-            )
-
-
-class _Reader:
-    """Decodes runs of contributions into vectors that are used over and over."""
-
-    def __init__(self, codec: Codec, num_elements: int, device: torch.device) -> None:
-        self._codec = codec
-        self._num_elements = num_elements
-        self._late: Tensor | None = None
-        self.scratch = torch.empty(num_elements, dtype=torch.float32, device=device)
-
-    def read(self, contribution: Encoded, span: slice, out: Tensor) -> Tensor:
-        """What a learner brings, in this span of payload bytes: the sum over its payloads, written into `out`."""
-        self._decode(contribution, contribution.payloads[0][span], out)
-        for payload in contribution.payloads[1:]:
-            if self._late is None:
-                self._late = torch.empty_like(self.scratch)
-            out.add_(self._decode(contribution, payload[span], self._late[: out.numel()]))
-        return out
-
-    def _decode(self, contribution: Encoded, payload: Tensor, out: Tensor) -> Tensor:
-        try:
-            return self._codec.decode(payload, out.numel(), out)
-        except CorruptPayloadError as error:
-            raise CorruptPayloadError(
-                f"the contribution of {contribution.learner} cannot be merged: {error}"
-            ) from error
-
-
-def _tokens_times_rate(tokens: int, steps: int) -> float:
-    if tokens == 0:
-        return 0.0
-    if steps < 1:
-        raise ConfigError(f"{tokens} tokens in {steps} steps have no rate; report the steps with the tokens.")
-    return tokens * (tokens / steps)
-
-
-def _end(place: Placement) -> int:
-    return place.offset + place.spec.numel
-
-
-def _runs(codec: Codec, num_elements: int) -> Iterator[tuple[slice, slice]]:
-    """The (elements, payload bytes) of each run of RUN_SEGMENTS segments; the last one may be shorter."""
-    num_segments = -(-num_elements // SEGMENT_ELEMENTS)
-    for first in range(0, num_segments, RUN_SEGMENTS):
-        last = min(first + RUN_SEGMENTS, num_segments)
-        elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, num_elements))
-        yield elements, codec.segment_span(num_elements, first, last)
-
-
-def _require_finite(merged: Tensor) -> None:
-    """One pass without a temporary: minimum and maximum carry every inf and NaN. `merged` is not empty."""
-    low, high = torch.aminmax(merged)
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise NonFiniteError("the sum of the contributions overflows fp32; find the learner that diverged.")
+    def merge(
+        self,
+        codec: Codec,
+        contributions: Sequence[Encoded],
+        places: Sequence[Placement],
+        num_elements: int,
+        momentum: Tensor | None = None,
+    ) -> Tensor:
+        stretches_of(codec, contributions, places, num_elements)  # checks
+        largest = max(each.weight for each in contributions)
+        device = contributions[0].payloads[0].device
+        merged = torch.zeros(num_elements, dtype=torch.float32, device=device)
+        reader = Reader(codec, min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), device)
+        weight = torch.empty_like(reader.scratch)
+        for part, span in runs(codec, num_elements):
+            sum_, senders = merged[part], weight[: part.stop - part.start].zero_()
+            for each in contributions:
+                decoded = reader.read(each, span, reader.scratch[: sum_.numel()])
+                share = each.weight / largest
+                senders.add_(decoded.ne(0.0).float().mul_(share))
+                sum_.add_(decoded.mul_(share))
+            require_finite(sum_.div_(senders.masked_fill_(senders == 0.0, 1.0)))
+        return merged

@@ -6,7 +6,7 @@
     what goes on the wire?                            exchanged, up, down, error_feedback
     how much does each contribution count?            weight
     who calls a merge, and who must be in it?         quorum
-    how are contributions merged?                     merge, partial
+    how are contributions merged?                     screen, merge, partial
     what does the global model do with the result?    outer, outer_at
     what does a learner do with the answer?           adopt
 
@@ -22,10 +22,14 @@ from typing import Any, Literal, get_args
 
 from diloco.core.adopt import Adopt, Eager, Replace, adopt_from_dict
 from diloco.core.codecs import FP32, Codec, codec_from_name
+from diloco.core.contributions import WEIGHTS
 from diloco.core.fragments import Fragmentation, Whole, fragmentation_from_dict
-from diloco.core.merge import WEIGHTS, Mean, Merge, merge_from_dict
-from diloco.core.outer import SGD, Outer, outer_from_dict
+from diloco.core.heloco import HeLoCo
+from diloco.core.merge import Mean, Merge
+from diloco.core.merges import merge_from_dict
+from diloco.core.outer import SGD, DelayedNesterov, Nesterov, Outer, outer_from_dict
 from diloco.core.quorum import AllLive, Called, Pushed, Quorum, quorum_from_dict
+from diloco.core.robust import Screen, screen_from_dict
 from diloco.core.schedule import Schedule, SyncEvery, sync_every_of
 from diloco.core.values import fraction, nearest
 from diloco.errors import ConfigError
@@ -63,6 +67,7 @@ class Method:
         error_feedback: β; a learner adds β times what its last encodings lost to its next contribution. 0 (False): it does not.
         weight: how much a contribution counts: "uniform", "tokens", "tokens^2/steps", "discounted" (tokens, by staleness).
         quorum: who calls a merge, and who must be in it.
+        screen: which contributions are refused for their norm before the merge; None: none.
         merge: how contributions become one outer gradient.
         partial: "full": the merged outer gradient as it is. "scale": times contributing ÷ live weight, so that part of the learners
             moves the model by their part.
@@ -86,6 +91,7 @@ class Method:
     error_feedback: float = 0.0
     weight: str = "uniform"
     quorum: Quorum = AllLive()
+    screen: Screen | None = None
     merge: Merge = Mean()
     partial: Partial = "full"
     outer: Outer = SGD(lr=1.0)
@@ -133,16 +139,20 @@ class Method:
              "Eager() takes the outer step on each learner; set outer_at='learners'."),
             (isinstance(self.adopt, Eager) and any(self.overlap not in (every, 2 * every) for every in periods),
              f"Eager() needs overlap=H or 2H, not overlap={self.overlap} with sync_every={self.sync_every}."),
-            (isinstance(self.adopt, Eager) and self.merge != Mean(),
-             "Eager() replaces its own part of a mean; use merge=Mean()."),
+            (isinstance(self.adopt, Eager) and (self.merge != Mean() or self.screen is not None),
+             "Eager() replaces its own part of a mean; use merge=Mean() and no screen."),
             (isinstance(self.adopt, Eager) and not self.wait,
              "Eager() steps with the answer that is due; use wait=True."),
             (isinstance(self.quorum, Called) and self.wait,
              "a learner cannot wait for an answer that the syncer calls for; use wait=False with Called()."),
             (self.partial == "scale" and self.quorum.scheduled,
              "partial='scale' is for Called() and Pushed(); a scheduled round takes the mean of those present."),
+            (self.partial == "scale" and isinstance(self.outer, DelayedNesterov),
+             "DelayedNesterov divides by its buffer, and partial='scale' divides once more; use partial='full' with it."),
             (self.dynamic_steps and not isinstance(self.quorum, Pushed),
              f"dynamic_steps lets learners push at their own pace; use quorum=Pushed(), not {quorum}."),
+            (isinstance(self.merge, HeLoCo) and not isinstance(self.outer, Nesterov | DelayedNesterov),
+             f"HeLoCo() corrects towards the outer momentum, and {self.outer} has none."),
             (isinstance(self.quorum, AllLive) and self.quorum.drop > 0 and self.overlap > 0,
              f"AllLive(drop={getattr(self.quorum, 'drop', 0)}) needs overlap=0, not {self.overlap}."),
             (self.adopt.needs_origin and not (self.overlap or not self.quorum.scheduled),
@@ -157,6 +167,7 @@ class Method:
             "wait": True,
             "weight": "uniform",
             "quorum": AllLive(self.quorum.at_least),
+            "screen": None,
             "partial": "full",
             "outer": SGD(lr=1.0),
             "outer_at": "syncer",
@@ -183,7 +194,7 @@ class Method:
     @property
     def needs_whole_fragments(self) -> bool:
         """Whether a round cannot be closed shard by shard."""
-        return not self.merge.elementwise
+        return self.screen is not None or not self.merge.elementwise
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only (JSON, TOML); `Method.from_dict` gives the same method back."""
@@ -232,5 +243,6 @@ def _parse(key: str, value: Any) -> Any:
         "fragments": fragmentation_from_dict, "up": codec_from_name, "down": codec_from_name, "quorum": quorum_from_dict,
         "merge": merge_from_dict, "outer": outer_from_dict, "adopt": adopt_from_dict, "sync_every": sync_every_of,
         "offsets": lambda offsets: None if offsets is None else tuple(offsets),
+        "screen": lambda screen: None if screen is None else screen_from_dict(screen),
     }  # fmt: skip
     return parsers[key](value) if key in parsers else value

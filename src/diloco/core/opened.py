@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from diloco.core.merge import weights_of
+from diloco.core.contributions import weights_of
 from diloco.core.quorum import Called, Decision, Pushed, decide_open
 from diloco.core.rounds import Accept, Action, Call, FragmentState, Reject, Round
 from diloco.core.update import LATE, VERSION, Contribution

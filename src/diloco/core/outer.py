@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.core.values import Choice, choice_from_dict, fraction, positive
+from diloco.core.values import Choice, choice_from_dict, fraction, positive, whole_number
 from diloco.errors import ConfigError, LayoutError
 
 State = dict[str, Tensor]
@@ -105,6 +105,61 @@ class Nesterov(Outer):
 
 
 @dataclass(frozen=True)
+class DelayedNesterov(Outer):
+    """Nesterov momentum for outer gradients that arrive one at a time (arXiv 2401.09135, algorithm 2).
+
+    On the s-th outer gradient, with N = `buffer`, usually the number of learners:
+
+        buf ← buf + Δ
+        s mod N = 0:   m ← μ·m + buf/N;  Θ ← Θ − lr·((1 − cN + c)·μ·m + Δ/N);  buf ← 0
+        otherwise:     Θ ← Θ − lr·(c·μ·m + Δ/N)
+
+    so that N outer gradients move the model as far as one synchronous outer step does, and momentum is not taken N times.
+    c in [0, 1/N] spreads the momentum over the steps. With N = 1 and c = 0 it is `Nesterov`.
+
+    State: "momentum" and "buffer", fp32 of the parameters' shape, and "step", a 0-dimensional int64.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    buffer: int = 1
+    c: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", positive("DelayedNesterov(lr=…)", self.lr))
+        object.__setattr__(self, "momentum", fraction("DelayedNesterov(momentum=…)", self.momentum, below_one=True))
+        whole_number("DelayedNesterov(buffer=…)", self.buffer, minimum=1)
+        object.__setattr__(self, "c", fraction("DelayedNesterov(c=…)", self.c, below_one=False))
+        if self.c > 1 / self.buffer:
+            raise ConfigError(f"DelayedNesterov(c={self.c}) exceeds 1/buffer = {1 / self.buffer:g}; lower it.")
+
+    def init(self, num_elements: int) -> State:
+        return {
+            "momentum": torch.zeros(num_elements),
+            "buffer": torch.zeros(num_elements),
+            "step": torch.zeros((), dtype=torch.int64),
+        }
+
+    def step(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
+        _check_fit(self, ("momentum", "buffer", "step"), state, params, delta)
+        num = torch.tensor(float(self.buffer), device=params.device)
+        step = int(state["step"]) + 1
+        momentum, gathered, share = state["momentum"], state["buffer"].add(delta), self.c
+        if step % self.buffer == 0:
+            momentum = momentum.mul(self.momentum).add_(gathered.div_(num))
+            gathered, share = torch.zeros_like(gathered), 1 - self.c * self.buffer + self.c
+        direction = momentum.mul(share * self.momentum).add_(delta.div(num))
+        return _descend(params, direction.mul_(self.lr)), {
+            "momentum": momentum,
+            "buffer": gathered,
+            "step": torch.tensor(step),
+        }
+
+    def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
+        return state["momentum"]
+
+
+@dataclass(frozen=True)
 class Adam(Outer):
     """Adam with bias correction (arXiv 1412.6980, algorithm 1), as `torch.optim.Adam` computes it; at step k = 1, 2, …:
 
@@ -146,7 +201,7 @@ class Adam(Outer):
         return state["first_moment"]
 
 
-OUTER_OPTIMIZERS: tuple[type[Outer], ...] = (SGD, Nesterov, Adam)
+OUTER_OPTIMIZERS: tuple[type[Outer], ...] = (SGD, Nesterov, DelayedNesterov, Adam)
 
 
 def outer_from_dict(values: Mapping[str, object]) -> Outer:

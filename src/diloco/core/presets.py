@@ -12,12 +12,14 @@ from typing import Any, Literal
 from diloco.core.adopt import Adopt, Eager, Mix, Replace, adopt_from_dict
 from diloco.core.codecs import Codec, codec_from_name
 from diloco.core.fragments import Balanced, ByLayer, Fragmentation, Whole, fragmentation_from_dict
-from diloco.core.merge import Mean, Merge, merge_from_dict
+from diloco.core.merge import Mean, Merge, SenderMean
+from diloco.core.merges import merge_from_dict
 from diloco.core.method import Method, Partial, check_keys
-from diloco.core.outer import SGD, Nesterov, Outer, outer_from_dict
-from diloco.core.quorum import AllLive, Called, Quorum, quorum_from_dict
+from diloco.core.outer import SGD, DelayedNesterov, Nesterov, Outer, outer_from_dict
+from diloco.core.quorum import AllLive, Called, Pushed, Quorum, quorum_from_dict
+from diloco.core.radial import RadialDirectional
 from diloco.core.schedule import SyncEvery
-from diloco.core.values import nearest
+from diloco.core.values import nearest, whole_number
 from diloco.errors import ConfigError
 
 
@@ -114,6 +116,33 @@ def MuLoCo(
                    _fragments(fragments, Whole()), codec, error_feedback, weight, quorum)  # fmt: skip
 
 
+def SparseLoCo(
+    *, sync_every: SyncEvery = 15, codec: Any = ("topk-128-2bit", "fp32"), error_feedback: float | None = None, outer: Any = None,
+    average: Literal["senders", "learners"] = "senders", fragments: Any = None, weight: str = "uniform",
+    quorum: Quorum | None = None,
+) -> Method:  # fmt: skip
+    """The largest entries of every chunk in 2 bits, what is left out fed back, and a plain outer step.
+
+        e ← β·e + Δ;  send Q(TopK(e));  e ← e − sent;  Θ ← Θ − mean of what was sent
+
+    `average`: a coordinate's mean over those who sent it (the reference implementation), or over all learners.
+
+    Defaults: H = 15, k = 128 of each 4096, four bins, β = 0.95 (where the codec is lossy), outer SGD lr 1.
+
+    Reference: Sarfi et al. 2025, SparseLoCo, arXiv 2508.15706.
+    """
+    if average not in ("senders", "learners"):
+        raise ConfigError(f"average is {average!r}; use 'senders' or 'learners'.")
+    up, down = _codecs(codec)
+    if error_feedback is None:
+        error_feedback = 0.0 if up.lossless else 0.95
+    return Method(
+        name="SparseLoCo", paper="arXiv 2508.15706", fragments=_fragments(fragments, Whole()), sync_every=sync_every, up=up,
+        down=down, error_feedback=error_feedback, weight=weight, quorum=_quorum(quorum, AllLive()),
+        merge=SenderMean() if average == "senders" else Mean(), outer=_outer(outer, SGD(lr=1.0)),
+    )  # fmt: skip
+
+
 def DelayedDiLoCo(
     *, sync_every: int = 30, intervals: int = 1, fragments: Any = None, codec: Any = "fp32", outer: Any = None,
     error_feedback: float = False, weight: str = "uniform", quorum: Quorum | None = None,
@@ -177,15 +206,43 @@ def DecoupledDiLoCo(
     return Method(
         name="DecoupledDiLoCo", paper="arXiv 2604.21428", fragments=_fragments(fragments, Balanced(24)), sync_every=sync_every,
         overlap=overlap, offsets=None if offsets is None else tuple(offsets), wait=False, up=up, down=down,
-        error_feedback=error_feedback, weight=weight, quorum=_quorum(quorum, Called()), merge=_merge(merge, Mean()),
+        error_feedback=error_feedback, weight=weight, quorum=_quorum(quorum, Called()), merge=_merge(merge, RadialDirectional()),
         partial=partial, outer=_outer(outer, Nesterov(lr=0.7, momentum=0.9)), adopt=_adopt(adopt, Replace()),
+    )  # fmt: skip
+
+
+def AsyncDiLoCo(
+    *, learners: int = 4, sync_every: int = 50, dynamic_steps: bool = True, fragments: Any = None, codec: Any = "fp32",
+    outer: Any = None, error_feedback: float = False, weight: str = "tokens", quorum: Any = None, merge: Any = None,
+    partial: Partial = "full", adopt: Any = None, wait: bool = False,
+) -> Method:  # fmt: skip
+    """Every learner pushes after its own H inner steps and is merged at once, with Delayed Nesterov on the syncer.
+
+        on the s-th arriving outer gradient g (N = `learners`): buffer += g
+            s mod N = 0:  m ← β·m + buffer/N;  Θ ← Θ − lr·((1 − cN + c)·β·m + g/N);  buffer = 0
+            otherwise:    Θ ← Θ − lr·(c·β·m + g/N)
+        learner w takes ⌊v_w / max v · H⌋ inner steps between two pushes (`dynamic_steps`), v its measured speed
+
+    `merge=HeLoCo(…)` corrects each outer gradient towards the outer momentum and damps it by age (arXiv 2606.00271).
+
+    Defaults: H = 50, outer lr 0.7, momentum 0.9, c = 0, N = `learners` = 4.
+
+    Reference: Liu et al. 2024, Asynchronous Local-SGD Training for Language Modeling, arXiv 2401.09135.
+    """
+    whole_number("learners", learners, minimum=1)
+    up, down = _codecs(codec)
+    return Method(
+        name="AsyncDiLoCo", paper="arXiv 2401.09135", fragments=_fragments(fragments, Whole()), sync_every=sync_every, wait=wait,
+        dynamic_steps=dynamic_steps, up=up, down=down, error_feedback=error_feedback, weight=weight,
+        quorum=_quorum(quorum, Pushed()), merge=_merge(merge, Mean()), partial=partial,
+        outer=_outer(outer, DelayedNesterov(lr=0.7, momentum=0.9, buffer=learners)), adopt=_adopt(adopt, Replace()),
     )  # fmt: skip
 
 
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset
     for preset in (
-        DataParallel, LocalSGD, DiLoCo, StreamingDiLoCo, MuLoCo, DelayedDiLoCo, EagerDiLoCo, DecoupledDiLoCo,
+        DataParallel, LocalSGD, DiLoCo, StreamingDiLoCo, MuLoCo, SparseLoCo, DelayedDiLoCo, EagerDiLoCo, DecoupledDiLoCo, AsyncDiLoCo,
     )
 }  # fmt: skip
 

@@ -17,8 +17,8 @@ from copy import deepcopy
 from typing import Any
 
 from diloco.core import opened, scheduled
+from diloco.core.contributions import weights_of
 from diloco.core.ledger import Ledger, total
-from diloco.core.merge import weights_of
 from diloco.core.method import Method
 from diloco.core.quorum import Decision, Pace
 from diloco.core.rounds import (

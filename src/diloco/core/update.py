@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from diloco.core.contributions import Encoded
 from diloco.core.layout import Placement
-from diloco.core.merge import Encoded
 from diloco.core.method import Method
+from diloco.core.robust import norms_of
 
 SMALLEST_NORMAL = 2.0**-126  # below it devices disagree on denormals
 
@@ -143,6 +144,11 @@ def close_round(
     Raises:
         NonFiniteError, CorruptPayloadError: a payload that cannot be used.
     """
+    refused: tuple[str, ...] = ()
+    if method.screen is not None:
+        norms = norms_of(method.up, contributions, theta.numel())
+        refused = tuple(contributions[index].learner for index in method.screen.refused(norms))
+        contributions = [each for each in contributions if each.learner not in refused]
     momentum = method.outer.momentum_of(outer_state)
     merged = method.merge.merge(method.up, contributions, places, theta.numel(), momentum)
     if scale != 1.0:
@@ -150,16 +156,16 @@ def close_round(
     if method.outer_at == "learners":
         payload, residual, mean = _encoded(method, merged, residual)
         taken = _outer_step(method, theta, outer_state, mean)
-        return Closed(taken.theta, taken.outer_state, residual, payload)
+        return Closed(taken.theta, taken.outer_state, residual, payload, refused)
     if method.exchanged == "gradients":  # the answer is the mean itself, a change from nothing
         theta, target = torch.zeros_like(theta), merged
     else:
         target, outer_state = method.outer.step(outer_state, theta, merged)
     if method.down.lossless:
         new = flush_denormals(target)
-        return Closed(new, outer_state, None, method.down.encode(new))
+        return Closed(new, outer_state, None, method.down.encode(new), refused)
     payload, residual, sent = _encoded(method, target.sub(theta), residual)
-    return Closed(flush_denormals(theta.add(sent)), outer_state, residual, payload)
+    return Closed(flush_denormals(theta.add(sent)), outer_state, residual, payload, refused)
 
 
 def _encoded(method: Method, change: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
+from diloco.core.contributions import Encoded, encoded_of, shard_of, weights_of
 from diloco.core.fragments import Layout, digest
 from diloco.core.layout import Placement
-from diloco.core.merge import Encoded, encoded_of, shard_of, weights_of
 from diloco.core.method import Method
 from diloco.core.quorum import AllLive
 from diloco.core.update import OUTLIER, Closed, Contribution, advance, close_round, update_of

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from diloco.core.contributions import encoded_of
 from diloco.core.fragments import Layout, digest
 from diloco.core.ledger import Ledger
-from diloco.core.merge import encoded_of
 from diloco.core.method import Method
 from diloco.core.syncer import Accept, Call, Deadlines, Evict, Merge, Publish, Reject, Store, SyncerCore, WakeAt
 from diloco.core.update import Closed, Contribution, Update, close_round, update_of

@@ -1,0 +1,290 @@
+"""Merges and screens that stand a few learners that lie, or have diverged.
+
+    CoordinateMedian, TrimmedMean   per coordinate           Yin et al. 2018, arXiv 1803.01498
+    GeometricMedian                 of whole fragments       Pillutla et al. 2019, arXiv 1912.13445 (Weiszfeld's iteration)
+    MultiKrum                       of whole fragments       Blanchard et al. 2017, arXiv 1703.02757
+    MedianNormClip                  of whole fragments       as in Covenant-72B: every contribution clipped to the median norm
+    NormOutliers, NormZScore        refuse contributions     EDiT, arXiv 2412.07210 (z-score of the norms)
+
+A weight is what a learner says of itself, so the medians and Krum give every learner the same; only weight 0 leaves one out.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, pstdev
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
+from diloco.core.contributions import RUN_SEGMENTS, Encoded, Reader, require_finite, runs, stretches_of
+from diloco.core.layout import Placement
+from diloco.core.merge import Mean, Merge
+from diloco.core.radial import BLOCK_ELEMENTS
+from diloco.core.values import Choice, choice_from_dict, fraction, positive, whole_number
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Merge):
+    """Per coordinate the mean of what is left when ⌊trim·n⌋ of n values are cut at each end; `trim` from 0 to below 0.5."""
+
+    elementwise: ClassVar[bool] = True
+
+    trim: float = 0.25
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trim", fraction("TrimmedMean(trim=…)", self.trim, below_one=True))
+        if self.trim >= 0.5:
+            raise ConfigError(f"TrimmedMean(trim={self.trim}) leaves nothing; use less than 0.5.")
+
+    def merge(
+        self,
+        codec: Codec,
+        contributions: Sequence[Encoded],
+        places: Sequence[Placement],
+        num_elements: int,
+        momentum: Tensor | None = None,
+    ) -> Tensor:
+        return _by_coordinate(codec, contributions, places, num_elements, lambda count: math.floor(self.trim * count))
+
+
+@dataclass(frozen=True)
+class CoordinateMedian(Merge):
+    """Per coordinate the median; of an even number, the mean of the two in the middle."""
+
+    elementwise: ClassVar[bool] = True
+
+    def merge(
+        self,
+        codec: Codec,
+        contributions: Sequence[Encoded],
+        places: Sequence[Placement],
+        num_elements: int,
+        momentum: Tensor | None = None,
+    ) -> Tensor:
+        return _by_coordinate(codec, contributions, places, num_elements, lambda count: (count - 1) // 2)
+
+
+def _by_coordinate(
+    codec: Codec,
+    contributions: Sequence[Encoded],
+    places: Sequence[Placement],
+    num_elements: int,
+    cut_of: Callable[[int], int],
+) -> Tensor:
+    """Sort the values of every coordinate, cut some at each end, average the rest; a run of all learners at a time."""
+    stretches = stretches_of(codec, contributions, places, num_elements)
+    device = contributions[0].payloads[0].device
+    merged = torch.zeros(num_elements, dtype=torch.float32, device=device)
+    reader = Reader(codec, 0, device)
+    values = torch.empty(len(contributions), min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), device=device)
+    for part, span in runs(codec, num_elements):
+        rows = values[:, : part.stop - part.start]
+        for row, each in zip(rows, contributions, strict=True):
+            reader.read(each, span, row)
+        for stretch in stretches:
+            piece = stretch.within(part)
+            counting = [] if piece is None else [index for index, share in piece.shares.items() if share > 0]
+            if piece is None or not counting:
+                continue
+            cut = cut_of(len(counting))
+            left = rows[counting, piece.elements].sort(dim=0).values[cut : len(counting) - cut]
+            total = merged[part][piece.elements]
+            for row in left:
+                total.add_(row)
+            total.div_(torch.tensor(float(len(left)), device=device))
+        require_finite(merged[part])
+    return merged
+
+
+@dataclass(frozen=True)
+class MedianNormClip(Merge):
+    """The weighted mean of contributions that are scaled down to the median norm where theirs is larger."""
+
+    elementwise: ClassVar[bool] = False
+
+    def merge(
+        self,
+        codec: Codec,
+        contributions: Sequence[Encoded],
+        places: Sequence[Placement],
+        num_elements: int,
+        momentum: Tensor | None = None,
+    ) -> Tensor:
+        stretches_of(codec, contributions, places, num_elements)  # checks
+        norms = norms_of(codec, contributions, num_elements)
+        limit = median(length for length, each in zip(norms, contributions, strict=True) if each.weight > 0)
+        clipped = [
+            each if length <= limit else replace(each, factor=each.factor * limit / length)
+            for each, length in zip(contributions, norms, strict=True)
+        ]
+        return Mean().merge(codec, clipped, places, num_elements)
+
+
+@dataclass(frozen=True)
+class GeometricMedian(Merge):
+    """The point with the smallest sum of weighted distances, by a fixed number of Weiszfeld steps from the mean.
+
+    z ← Σ (w/‖v − z‖)·v / Σ (w/‖v − z‖). Two passes over the contributions for every step.
+    """
+
+    elementwise: ClassVar[bool] = False
+
+    iterations: int = 8
+
+    def __post_init__(self) -> None:
+        whole_number("GeometricMedian(iterations=…)", self.iterations, minimum=1)
+
+    def merge(
+        self,
+        codec: Codec,
+        contributions: Sequence[Encoded],
+        places: Sequence[Placement],
+        num_elements: int,
+        momentum: Tensor | None = None,
+    ) -> Tensor:
+        centre = Mean().merge(codec, contributions, places, num_elements)
+        if sum(each.weight > 0 for each in contributions) < 3:
+            return centre  # every point between two is as good
+        for _ in range(self.iterations):
+            distances = _distances(codec, contributions, num_elements, centre)
+            nearest = max(min(distances), 1e-12)
+            weighed = [
+                replace(each, weight=each.weight * nearest / max(distance, nearest))
+                for each, distance in zip(contributions, distances, strict=True)
+            ]
+            centre = Mean().merge(codec, weighed, places, num_elements)
+        return centre
+
+
+@dataclass(frozen=True)
+class MultiKrum(Merge):
+    """The mean of the n − f contributions whose n − f − 2 nearest others are nearest; f = `num_byzantine`.
+
+    Its guarantee needs n ≥ 2f + 3 learners. With fewer it looks at as many others as there are left, at least one.
+    """
+
+    elementwise: ClassVar[bool] = False
+
+    num_byzantine: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number("MultiKrum(num_byzantine=…)", self.num_byzantine, minimum=0)
+
+    def merge(
+        self,
+        codec: Codec,
+        contributions: Sequence[Encoded],
+        places: Sequence[Placement],
+        num_elements: int,
+        momentum: Tensor | None = None,
+    ) -> Tensor:
+        stretches_of(codec, contributions, places, num_elements)  # checks
+        counting = [replace(each, weight=1.0) for each in contributions if each.weight > 0]
+        num = len(counting)
+        if num > 2 and self.num_byzantine:
+            squared = _pairwise(codec, counting, num_elements)
+            looked_at = max(1, num - self.num_byzantine - 2)
+            scores = [math.fsum(sorted(squared[i][:i] + squared[i][i + 1 :])[:looked_at]) for i in range(num)]
+            kept = sorted(sorted(range(num), key=lambda i: (scores[i], i))[: max(1, num - self.num_byzantine)])
+            counting = [counting[i] for i in kept]
+        return Mean().merge(codec, counting, places, num_elements)
+
+
+# --- screens ----------------------------------------------------------------------------------------------------------------
+
+
+class Screen(Choice):
+    """Which contributions are refused for their norm, before the merge."""
+
+    @abstractmethod
+    def refused(self, norms: Sequence[float]) -> tuple[int, ...]:
+        """Indices of the contributions that are left out; never all of them."""
+
+
+@dataclass(frozen=True)
+class NormOutliers(Screen):
+    """Refuse what is longer than `max_ratio` times the median norm."""
+
+    max_ratio: float = 4.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_ratio", positive("NormOutliers(max_ratio=…)", self.max_ratio))
+        if self.max_ratio < 1:
+            raise ConfigError(f"NormOutliers(max_ratio={self.max_ratio}) refuses the median itself; use at least 1.")
+
+    def refused(self, norms: Sequence[float]) -> tuple[int, ...]:
+        limit = self.max_ratio * median(norms)
+        return tuple(index for index, length in enumerate(norms) if length > limit)
+
+
+@dataclass(frozen=True)
+class NormZScore(Screen):
+    """Refuse what is more than `threshold` standard deviations longer than the mean norm (EDiT, arXiv 2412.07210).
+
+    With n learners no z-score exceeds √(n − 1), so few learners need a low threshold.
+    """
+
+    threshold: float = 3.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threshold", positive("NormZScore(threshold=…)", self.threshold))
+
+    def refused(self, norms: Sequence[float]) -> tuple[int, ...]:
+        mean, deviation = math.fsum(norms) / len(norms), pstdev(norms)
+        return tuple(index for index, length in enumerate(norms) if length - mean > self.threshold * deviation > 0)
+
+
+SCREENS: tuple[type[Screen], ...] = (NormOutliers, NormZScore)
+
+
+def screen_from_dict(values: Mapping[str, object]) -> Screen:
+    """Read back `Screen.to_dict()`."""
+    return choice_from_dict("screen", SCREENS, values)
+
+
+# --- norms and distances ------------------------------------------------------------------------------------------------
+
+
+def norms_of(codec: Codec, contributions: Sequence[Encoded], num_elements: int) -> list[float]:
+    """‖v‖ of every contribution, decoded run by run: fp64 sums of blocks of 4096 elements, added exactly."""
+    return _distances(codec, contributions, num_elements, None)
+
+
+def _distances(codec: Codec, contributions: Sequence[Encoded], num_elements: int, centre: Tensor | None) -> list[float]:
+    reader = Reader(codec, min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), contributions[0].payloads[0].device)
+    found = []
+    for each in contributions:
+        blocks: list[float] = []
+        for part, span in runs(codec, num_elements):
+            decoded = reader.read(each, span, reader.scratch[: part.stop - part.start])
+            blocks += _squares(decoded if centre is None else decoded.sub_(centre[part]))
+        found.append(math.sqrt(math.fsum(blocks)))
+    return found
+
+
+def _pairwise(codec: Codec, contributions: Sequence[Encoded], num_elements: int) -> list[list[float]]:
+    """Squared distances between all contributions."""
+    num, device = len(contributions), contributions[0].payloads[0].device
+    reader = Reader(codec, 0, device)
+    values = torch.empty(num, min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), device=device)
+    blocks: dict[tuple[int, int], list[float]] = {(i, j): [] for i in range(num) for j in range(i)}
+    for part, span in runs(codec, num_elements):
+        rows = values[:, : part.stop - part.start]
+        for row, each in zip(rows, contributions, strict=True):
+            reader.read(each, span, row)
+        for (i, j), found in blocks.items():
+            found += _squares(rows[i] - rows[j])
+    squared = [[0.0] * num for _ in range(num)]
+    for (i, j), found in blocks.items():
+        squared[i][j] = squared[j][i] = math.fsum(found)
+    return squared
+
+
+def _squares(x: Tensor) -> list[float]:
+    """Sums of squares of the blocks of a run."""
+    return [float(block.double().square().sum()) for block in x.split(BLOCK_ELEMENTS)]
