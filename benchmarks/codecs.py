@@ -1,4 +1,7 @@
-"""Encode and decode speed of every codec on one thread, as a ratio to an fp32 memory copy measured in the same run."""
+"""Encode and decode speed of every codec on one thread, as a ratio to an fp32 memory copy measured in the same run.
+
+With --errors instead: what every codec and some of other parameters lose, as docs/wire-formats.md shows it.
+"""
 
 import argparse
 import statistics
@@ -7,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from diloco.core.codecs import CODECS
+from diloco.core.codecs import CODECS, Codec, SignPruned, TopK, TwoBit
 
 _FOUR_BIT_TARGETS = {"encode": 0.10, "decode": 0.40}
 
@@ -71,6 +75,37 @@ def _rows(num_elements: int, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def errors(num_elements: int = 1 << 22) -> list[dict[str, Any]]:
+    """One row per codec: name, bits per element, and the error's root mean square ÷ the vector's own for two distributions.
+
+    Gaussian values, and Student's t with 3 degrees of freedom, whose heavy tails are the harder case for one scale a block.
+    """
+    generator = torch.Generator().manual_seed(0)
+    gaussian = torch.randn(num_elements, generator=generator)
+    chi_squared = torch.randn(3, num_elements, generator=generator).square_().sum(0)
+    heavy = torch.randn(num_elements, generator=generator) / (chi_squared / 3).sqrt_()
+    others = [
+        TwoBit(block=b, range_sigmas=r) for r in (6.0, 4.0) for b in (64, 256, 1024, 4096, 32768) if (b, r) != (4096, 6)
+    ]
+    sparse = [TopK(k, values) for k in (32, 128, 512) for values in ("fp32", "bf16", "2bit")]
+    pruned = [SignPruned(fraction, "bf16") for fraction in (0.25, 0.5, 0.75)]
+    codecs: dict[str, Codec] = CODECS | {codec.name: codec for codec in (*others, *sparse, *pruned)}
+    return [
+        {
+            "name": name,
+            "bits": codec.bits_per_element,
+            "gaussian": _error(codec, gaussian),
+            "heavy": _error(codec, heavy),
+        }
+        for name, codec in codecs.items()
+    ]
+
+
+def _error(codec: Codec, x: Tensor) -> float:
+    lost = x - codec.decode(codec.encode(x), x.numel())
+    return float(lost.double().square().mean().sqrt() / x.double().square().mean().sqrt())
+
+
 def _seconds(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
@@ -80,10 +115,17 @@ def _seconds(action: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="smaller buffers and fewer repeats")
-    print(f"{'':16s}{'GB/s':>8s}{'ratio':>8s}{'target':>8s}")
-    for row in run(parser.parse_args().quick):
+    parser.add_argument("--errors", action="store_true", help="what is lost instead of how long it takes")
+    arguments = parser.parse_args()
+    if arguments.errors:
+        print(f"{'':22s}{'bits':>10s}{'Gaussian':>12s}{'heavy tails':>12s}")
+        for row in errors():
+            print(f"{row['name']:22s}{row['bits']:10.5g}{row['gaussian']:12.3g}{row['heavy']:12.3g}")
+        return
+    print(f"{'':24s}{'GB/s':>8s}{'ratio':>8s}{'target':>8s}")
+    for row in run(arguments.quick):
         target = "" if row["target"] is None else f"{row['target']:.2f} {'met' if row['met'] else 'MISSED'}"
-        print(f"{row['name']:16s}{row['gb_per_s']:8.2f}{row['ratio']:8.2f}   {target}")
+        print(f"{row['name']:24s}{row['gb_per_s']:8.2f}{row['ratio']:8.2f}   {target}")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def encode_bins(x: Tensor, out: Tensor, range_sigmas: float, scratch: Scratch) -
     sums[1].sub_(sums[2])
     sums[2].sub_(sums[3])
     above[0].add_(above[1]).add_(above[2])
-    codes = scratch.take("codes", (blocks, width), torch.uint8).copy_(above[0])
+    codes = scratch.take("codes", (blocks, width), torch.uint8)
+    codes.view(torch.int8).copy_(above[0])  # several times faster than to uint8
 
     numbers = torch.cat([width - counts[:1], counts[:2] - counts[1:], counts[2:]])
     numbers[2] -= width - n
