@@ -42,7 +42,9 @@ STUDY = Study(
     "(arXiv 2503.09799).",
     rows=rows,
     verdict=verdict,
-    notes=["After a warm start of a quarter of the steps, H = 30. Outer lr and momentum are chosen from nine pairs on another split with another seed."],
+    notes=[
+        "After a warm start of a quarter of the steps, H = 30. Outer lr and momentum are chosen from nine pairs on another split with another seed."
+    ],
 )
 
 if __name__ == "__main__":

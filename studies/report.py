@@ -121,7 +121,10 @@ def run(study: Study, seeds: Sequence[int] = SEEDS) -> None:
             result = outcome(arm)
             done += 1
             if not known:
-                print(f"{study.name} {done}/{total}: {row.label}, seed {seed}: {result.loss:.4f} in {result.seconds:.0f} s", flush=True)
+                print(
+                    f"{study.name} {done}/{total}: {row.label}, seed {seed}: {result.loss:.4f} in {result.seconds:.0f} s",
+                    flush=True,
+                )
         write(study, rows)
 
 
@@ -187,8 +190,8 @@ def write(study: Study, rows: Sequence[Row]) -> None:
     seeds = sorted({seed for results in found.values() for seed in results})
     took_s = sum(entry["seconds"] for entry in table)
     lines += ["", f"**{verdict[0].upper()}{verdict[1:]}**: {sentence}.", "",
-              f"Held-out nats per byte of the global model; seeds {', '.join(map(str, seeds)) or 'none'}, compared in pairs (± standard"
-              f" error); below {TIE} is a tie. Equal {study.equal}. {MACHINE}; {took_s:.0f} s in all; {time.strftime('%Y-%m-%d')}."]  # fmt: skip
+              (f"Held-out nats per byte of the global model; seeds {', '.join(map(str, seeds)) or 'none'}, compared in pairs (± standard"
+              f" error); below {TIE} is a tie. Equal {study.equal}. {MACHINE}; {took_s:.0f} s in all; {time.strftime('%Y-%m-%d')}.")]  # fmt: skip
     lines += [f"{note}" for note in study.notes]
     (RESULTS / f"{study.name}.md").write_text("\n".join(lines) + "\n")
     values = {"study": study.name, "claim": study.claim, "verdict": verdict, "why": sentence, "seeds": seeds, "equal": study.equal,
@@ -199,16 +202,22 @@ def write(study: Study, rows: Sequence[Row]) -> None:
 
 
 def _plot(study: Study, gaps: Gaps) -> None:
-    import matplotlib
+    import matplotlib as mpl
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
 
     labels = [label for label in gaps if label != "data parallel"]
-    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.34 * len(labels)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.34 * len(labels)), layout="constrained")
     places = range(len(labels))
     colours = ["#999999" if label == "isolated" else "#2a6f97" for label in labels]
-    axes.barh(places, [gaps[each].mean for each in labels], xerr=[gaps[each].error for each in labels], color=colours, height=0.6)
+    axes.barh(
+        places,
+        [gaps[each].mean for each in labels],
+        xerr=[gaps[each].error for each in labels],
+        color=colours,
+        height=0.6,
+    )
     axes.set_yticks(list(places), labels)
     axes.invert_yaxis()
     axes.axvline(0.0, color="black", linewidth=0.8)
@@ -217,14 +226,16 @@ def _plot(study: Study, gaps: Gaps) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(RESULTS / f"{study.name}.png", dpi=110)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def main(study: Study) -> None:
     """The command line of one study."""
     parser = argparse.ArgumentParser(description=study.claim)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--show", action="store_true", help="write the tables of what is in the cache, and train nothing")
+    parser.add_argument(
+        "--show", action="store_true", help="write the tables of what is in the cache, and train nothing"
+    )
     given = parser.parse_args()
     if given.show:
         write(study, [*study.controls(), *study.rows()])

@@ -1,0 +1,62 @@
+"""How few bits the wire needs, in both directions."""
+
+from collections.abc import Sequence
+
+import diloco
+from studies.arms import Arm
+from studies.report import Gaps, Row, Study, chosen_outer, main
+
+ARMS = {
+    "fp32": ("fp32", "fp32", 0.0),
+    "bf16": ("bf16", "bf16", 0.0),
+    "int8": ("int8", "int8", 0.0),
+    "int4": ("int4", "int4", 0.0),
+    "E3M0": ("e3m0", "e3m0", 0.0),
+    "E3M0 up only": ("e3m0", "fp32", 0.0),
+    "E3M0, feedback": ("e3m0", "e3m0", 1.0),
+    "2 bit": ("2bit", "2bit", 0.0),
+    "2 bit, feedback": ("2bit", "2bit", 1.0),
+    "top-k 128 up only": ("topk-128", "fp32", 0.0),
+    "top-k 128 up only, feedback": ("topk-128", "fp32", 1.0),
+}
+FP32_LOSS_SHARE = 0.005
+
+
+def rows() -> Sequence[Row]:
+    outer = chosen_outer(4)
+    return [
+        Row(
+            label,
+            Arm(method=diloco.DiLoCo(sync_every=30, outer=outer, codec=(up, down), error_feedback=feedback).to_dict()),
+        )
+        for label, (up, down, feedback) in ARMS.items()
+    ]
+
+
+def verdict(gaps: Gaps) -> tuple[bool | None, str]:
+    base = gaps["fp32"].mean
+    cost = {label: gaps[label].mean - base for label in ARMS}
+    limit = FP32_LOSS_SHARE * 1.9
+    within = cost["int4"] <= limit and cost["E3M0"] <= limit
+    return within, (
+        f"4 bits both ways cost {cost['int4']:+.4f} (int4) and {cost['E3M0']:+.4f} (E3M0) against fp32, where 0.5 % is {limit:.4f}; 2 bits "
+        f"{cost['2 bit']:+.3f}, with feedback {cost['2 bit, feedback']:+.3f}; top-k 3 % {cost['top-k 128 up only']:+.3f}, with "
+        f"feedback {cost['top-k 128 up only, feedback']:+.3f}"
+    )
+
+
+STUDY = Study(
+    name="wire",
+    claim="4-bit outer gradients lose nothing (arXiv 2501.18512); 2 bits with bin means nearly nothing (arXiv 2505.23725).",
+    rows=rows,
+    verdict=verdict,
+    notes=[
+        (
+            "M = 4, H = 30, both directions unless named; a lossy answer always keeps its error on the syncer. The rule: int4 and E3M0 both "
+            "ways within 0.5 % of fp32's loss."
+        )
+    ],
+)
+
+if __name__ == "__main__":
+    main(STUDY)
