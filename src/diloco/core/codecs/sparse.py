@@ -114,8 +114,8 @@ class TopK(_Sparse):
     """The `k` largest magnitudes of each chunk of 4096 elements, lower positions first where magnitudes are equal.
 
     A shorter chunk of n elements keeps min(k, n). k = 4096 keeps all, which with fp32 values is lossless. SparseLoCo, arXiv
-    2508.15706: k = 128 and 2-bit values with 4 bins ("topk-128-2bit"), with error feedback; its chunks are those
-    of a tensor (64 × 64 of a matrix), these are of the flat fragment. k = 128 takes 112 bytes of positions a chunk:
+    2508.15706: k = 128 and 2-bit values with 4 bins ("topk-128-2bit"), with error feedback; its chunks are cut from
+    each tensor, these from the flat fragment. k = 128 takes 112 bytes of positions a chunk:
     1.21875 bits per element with fp32 values, 0.71875 with bf16, 0.296875 with 2 bits.
     """
 
@@ -198,7 +198,7 @@ def largest(keys: Tensor, k: int, scratch: Scratch) -> Tensor:
     threshold = _kth_largest(keys, k)
     reached = scratch.take(
         "reached", tuple(keys.shape), torch.int32
-    )  # a comparison into its own type is several times faster
+    )  # comparing into another type is several times slower
     torch.ge(keys, threshold, out=reached)
     if int(reached.sum(-1, dtype=torch.int32).amax()) > k:  # more than one key at the threshold
         over = torch.gt(keys, threshold, out=scratch.take("over", tuple(keys.shape), torch.int32))
