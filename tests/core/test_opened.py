@@ -268,6 +268,20 @@ def test_a_merge_of_part_of_the_live_weight_is_scaled_to_that_part() -> None:
     assert merge.scale == pytest.approx(6 / (6 + 6 + 2))  # the others with what they had last reported
 
 
+def test_a_push_is_scaled_by_what_the_others_push() -> None:
+    run = Run(method(Pushed(at_least=1), partial="scale"), "ab")
+    run.step("a", 4)
+    run.step("b", 2)
+    [_, merge] = run.send("a")
+    assert isinstance(merge, Merge)
+    assert merge.scale == pytest.approx(4 / (4 + 2))  # b has not pushed yet
+    run.close("a")
+    run.step("b", 2)
+    [_, merge] = run.send("b", base=0)
+    assert isinstance(merge, Merge)
+    assert merge.scale == pytest.approx(4 / (4 + 4))  # a has nothing pending, and will bring 4 again
+
+
 def test_unscaled_it_is_not() -> None:
     run = Run(method(Called(at_least=1, grace=0.0), partial="full"), "abc")
     run.step("abc", 4)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from tests.core.virtual_world import Weather, World
 
+from diloco.core.adopt import KeepDisplacement
 from diloco.core.method import Method
-from diloco.core.presets import StreamingDiLoCo
-from diloco.core.quorum import AllLive
+from diloco.core.presets import AsyncDiLoCo, DecoupledDiLoCo, StreamingDiLoCo
+from diloco.core.quorum import AllLive, Called, Pushed
 
 WEATHERS = {
     "kills": Weather(kills=0.02),
@@ -71,6 +72,40 @@ def test_learners_that_never_wait_arrive_as_fast_as_they_can(
     rejoining_s = 10.0 * world.evictions + 20.0
     assert world.now < 200 * 1.3 * slowest + rejoining_s
     assert world.merges
+
+
+OPEN = {
+    "grace": DecoupledDiLoCo(sync_every=12, overlap=5),
+    "grace, kept": replace(DecoupledDiLoCo(sync_every=12, overlap=5), adopt=KeepDisplacement()),
+    "K = 1": DecoupledDiLoCo(sync_every=12, quorum=Called(grace=0.0)),
+    "K = M": DecoupledDiLoCo(sync_every=12, quorum=Called(at_least=4, grace=0.0), weight="uniform"),
+    "late is dropped": DecoupledDiLoCo(sync_every=12, quorum=Called(grace=0.0, late="drop")),
+    "pushed": AsyncDiLoCo(learners=4, sync_every=12),
+    "pushed, two": AsyncDiLoCo(learners=4, sync_every=12, dynamic_steps=False, quorum=Pushed(at_least=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("num_fragments", [1, 4])
+@pytest.mark.parametrize("weather", ["calm", *WEATHERS])
+@pytest.mark.parametrize("name", OPEN)
+def test_where_nobody_blocks_everybody_arrives_as_fast_as_they_can(
+    name: str, weather: str, num_fragments: int, seed: int
+) -> None:
+    """Called and pushed rounds in any weather: no learner waits for anything, merges go on, and the books balance."""
+    world = World(
+        OPEN[name], num_fragments=num_fragments, learners=4, steps=160, seed=seed, weather=WEATHERS.get(weather, Weather()),
+        starts_s=(0.0, 0.0, 3.0, 11.0),
+    )  # fmt: skip
+    world.run()
+    assert world.merges
+    assert not any(node.waiting for node in world.nodes.values())
+    if weather == "calm":
+        assert set(world.rejected) <= {"late"}
+        slowest = max(node.speed_s for node in world.nodes.values())
+        assert world.now < 11.0 + Weather().model_s[1] + 160 * 1.3 * slowest + 5.0
+        if "late" not in name:
+            world.check_agreement()
 
 
 def test_survivors_wait_for_the_dead_only_until_their_deadline() -> None:

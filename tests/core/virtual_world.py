@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from diloco.core.learner import LearnerCore
+from diloco.core.learner import LearnerCore, Send, mode_of
 from diloco.core.ledger import Ledger
 from diloco.core.method import Method
 from diloco.core.syncer import (
     Accept,
     Action,
+    Call,
     Deadlines,
     Evict,
     Member,
@@ -55,7 +56,9 @@ class Published:
     """One version as everybody may see it."""
 
     version: int
-    contributors: tuple[str, ...]
+    merged_rounds: dict[
+        str, tuple[int, int]
+    ]  # by learner: incarnation and newest round that is in it or an earlier one
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Node:
     done: bool = False
     known: list[int] = field(default_factory=list)  # newest version asked for, by fragment
     offered: dict[tuple[int, int], Contribution] = field(default_factory=dict)
+    calls: list[int] = field(default_factory=list)
     up_free_at: float = 0.0
     down_free_at: float = 0.0
 
@@ -185,7 +189,7 @@ class World:
             if core is None:
                 node.core = LearnerCore(
                     self.method.schedule(self.num_fragments), versions, wait=self.method.wait,
-                    keeps_pending=self.method.adopt.keeps_pending, step=stale_step,
+                    keeps_pending=self.method.adopt.keeps_pending, step=stale_step, mode=mode_of(self.method),
                 )  # fmt: skip
             else:
                 core.rejoined(versions, stale_step)
@@ -210,13 +214,22 @@ class World:
         if core is None:  # given up meanwhile, and joining again
             return
         for send in core.stepped(self.random.randint(1, 100)):
-            c = Contribution(
-                node.name, node.incarnation, send.fragment, send.round, send.base, send.tokens, send.steps, core.tokens,
-                send.discarded, step=core.step,
-            )  # fmt: skip
-            node.offered[c.fragment, c.round] = c
-            self._upload(node, c)
+            self._send(node, core, send)
+        calls, node.calls = node.calls, []
+        for fragment in calls:
+            if (answer := core.called(fragment)) is not None:
+                self._send(node, core, answer)
+        if core.mode == "called":
+            self._say(node)  # every step is reported
         self._settle(node)
+
+    def _send(self, node: Node, core: LearnerCore, send: Send) -> None:
+        c = Contribution(
+            node.name, node.incarnation, send.fragment, send.round, send.base, send.tokens, send.steps, core.tokens,
+            send.discarded, step=core.step,
+        )  # fmt: skip
+        node.offered[c.fragment, c.round] = c
+        self._upload(node, c)
 
     def _settle(self, node: Node) -> None:
         core = node.core
@@ -232,7 +245,8 @@ class World:
             assert version > held
             flights = [f.round for f in core.books[fragment].flights]
             core.adopted(fragment, version)
-            assert version >= [*flights, held][0] + 1
+            if core.mode == "scheduled":
+                assert version >= [*flights, held][0] + 1
         self._check_learner(node)
         if core.step >= self.steps:
             self._leave(node)
@@ -313,17 +327,19 @@ class World:
             if published.version > node.known[fragment]:
                 node.known[fragment] = published.version
                 node.down_free_at = max(node.down_free_at, self.now) + self._between(self.weather.download_s)
-                listed = node.name in published.contributors
+                merged_in, merged = published.merged_rounds.get(node.name, (0, -1))
+                merged = merged if merged_in == incarnation else -1
                 self._live(
                     node, node.down_free_at - self.now,
-                    lambda v=published.version, listed=listed: self._downloaded(node, incarnation, fragment, v, listed),
+                    lambda v=published.version, merged=merged: self._downloaded(node, incarnation, fragment, v, merged),
                 )  # fmt: skip
 
-    def _downloaded(self, node: Node, incarnation: int, fragment: int, version: int, listed: bool) -> None:
+    def _downloaded(self, node: Node, incarnation: int, fragment: int, version: int, merged: int) -> None:
         if node.incarnation == incarnation:
-            for key in [k for k in node.offered if k[0] == fragment and k[1] < version]:
+            passed = version if self.method.quorum.scheduled else merged + 1
+            for key in [k for k in node.offered if k[0] == fragment and k[1] < passed]:
                 del node.offered[key]
-        self._take(node, incarnation, lambda core: core.received(fragment, version, version - 1 if listed else -1))
+        self._take(node, incarnation, lambda core: core.received(fragment, version, merged))
 
     def _beat(self, node: Node, life: int) -> None:
         if node.life != life or node.done:
@@ -408,6 +424,7 @@ class World:
         self.syncer = SyncerCore(
             self.method, saved["versions"], deadlines=DEADLINES, roster=roster, incarnations=saved["incarnations"],
             ledgers=saved["ledgers"], step=saved["step"], round_steps=saved["round_steps"],
+            clock=saved["clock"], merged_rounds=saved["merged_rounds"],
         )  # fmt: skip
         self.tick_at = 0.0
         self._carry_out(self.syncer.tick(self.now))
@@ -434,6 +451,10 @@ class World:
                     for node in self.nodes.values():
                         if node.connected and node.life and node.known and not node.done:
                             self._download(node, action.fragment)
+                case Call(fragment=fragment, learners=learners):
+                    for node in (self.nodes[learner] for learner in learners):
+                        if node.connected and node.life and not node.done:
+                            self._live(node, LATENCY_S, lambda n=node, f=fragment: n.calls.append(f))
                 case Reject():
                     self._rejected(action)
                 case Evict():
@@ -469,7 +490,8 @@ class World:
         assert isinstance(publish, Publish)
         assert publish.version == len(self.history[fragment]) + 1, "versions go up by one"
         self.disk = self._saved(syncer.durable_ledgers())
-        self.history[fragment].append(Published(publish.version, publish.contributors))
+        merged_rounds = {learner: rounds[fragment] for learner, rounds in syncer.merged_rounds.items()}
+        self.history[fragment].append(Published(publish.version, merged_rounds))
         self._carry_out(actions)
         self._check_syncer()
 
@@ -479,7 +501,7 @@ class World:
         return deepcopy({
             "versions": [f.version for f in syncer.fragments], "ledgers": ledgers, "step": syncer.step,
             "round_steps": [f.step for f in syncer.fragments], "roster": list(syncer.members.values()),
-            "incarnations": syncer.incarnations,
+            "incarnations": syncer.incarnations, "clock": syncer.clock, "merged_rounds": syncer.merged_rounds,
         })  # fmt: skip
 
     def _save_roster(self) -> None:
@@ -492,9 +514,14 @@ class World:
     def _check_merge(self, merge: Merge) -> None:
         assert self.syncer is not None
         names = [c.learner for c in merge.contributions]
-        assert names == sorted(set(names))
-        assert len(names) >= self.method.quorum.at_least
-        assert all(c.round == merge.round for c in merge.contributions)
+        assert names == sorted(names)
+        assert len(merge.weights) == len(set(names))
+        if self.method.quorum.scheduled:
+            assert len(names) == len(set(names)) >= self.method.quorum.at_least
+            assert all(c.round == merge.round for c in merge.contributions)
+        else:
+            assert 0 < merge.scale <= 1
+            assert all(c.base <= merge.round for c in merge.contributions)
         self.merges.append(merge)
 
     def _check_learner(self, node: Node) -> None:
@@ -527,7 +554,7 @@ class World:
                 book = node.core.books[fragment]
                 state = self.syncer.fragments[fragment]
                 rounds = [r for n, r in state.rounds.items() if n != state.version or state.phase != "storing"]
-                held = [r.contributions[node.name] for r in rounds if node.name in r.contributions]
+                held = [c for r in rounds for c in r.everything if c.learner == node.name]
                 given_up = sum(c.accounted - c.tokens for c in held) + book.overwritten
                 assert theirs.trained == book.ledger.trained == node.core.tokens
                 assert theirs.merged + sum(c.tokens for c in held) == book.ledger.merged + sum(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from diloco.core.contributions import weights_of
 from diloco.core.quorum import Called, Decision, Pushed, decide_open
-from diloco.core.rounds import Accept, Action, Call, FragmentState, Reject, Round
+from diloco.core.rounds import Accept, Action, Call, FragmentState, Member, Reject, Round
 from diloco.core.update import LATE, VERSION, Contribution
 
 if TYPE_CHECKING:
@@ -114,15 +114,28 @@ def reported(core: SyncerCore, steps: int) -> None:
 
 
 def scale(core: SyncerCore, round_: Round, weights: Sequence[float]) -> float:
-    """The part of the live weight that is in the round; those who are not in it count with what they had last reported."""
+    """The part of the live weight that is in the round.
+
+    Who is not in it counts with the work that it had pending when last heard of. Where learners push, somebody who has just pushed has
+    none, and still counts: with what its last push brought.
+    """
     if core.method.partial == "full":
         return 1.0
-    absent = sorted(round_.members - round_.contributions.keys())
+    absent = [core.members[learner] for learner in sorted(round_.members - round_.contributions.keys())]
     fragment = next(iter(round_.contributions.values())).fragment
-    tokens = [core.ledgers[learner][fragment].pending for learner in absent]
-    steps = [
-        max(1, core.members[learner].step - core.members[learner].sent_step.get(fragment, 0)) for learner in absent
-    ]
-    missing = sum(weights_of(core.method.weight, tokens, steps, [0] * len(absent)))
+    work = [_work(core, member, fragment) for member in absent]
+    missing = sum(
+        weights_of(core.method.weight, [tokens for tokens, _ in work], [steps for _, steps in work], [0] * len(work))
+    )
     contributed = sum(weights)
     return contributed / (contributed + missing)
+
+
+def _work(core: SyncerCore, member: Member, fragment: int) -> tuple[int, int]:
+    """Tokens and steps that a learner which is not in a round would bring."""
+    tokens = core.ledgers[member.learner][fragment].pending
+    steps = max(1, member.step - member.sent_step.get(fragment, 0))
+    last_tokens, last_steps = member.sent_work.get(fragment, (0, 1))
+    if isinstance(core.method.quorum, Pushed) and last_tokens > tokens:
+        return last_tokens, max(1, last_steps)
+    return tokens, steps

@@ -57,6 +57,7 @@ class Member:
         ready_step: the inner step known when it became ready: it may have passed that one without contributing.
         tokens: trained by this incarnation.
         sent_step: by fragment, the inner step after which it last contributed.
+        sent_work: by fragment, tokens and steps of its last contribution.
     """
 
     learner: str
@@ -71,6 +72,7 @@ class Member:
     ready_step: int = 0
     tokens: int = 0
     sent_step: dict[int, int] = field(default_factory=dict)
+    sent_work: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def healthy(self) -> bool:

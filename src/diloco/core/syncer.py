@@ -216,7 +216,7 @@ class SyncerCore:
             member.ready, member.ready_step = True, c.step - 1
         answer = (scheduled.answer if self.method.quorum.scheduled else opened.answer)(self, now, c)
         if isinstance(answer, Accept):
-            member.sent_step[c.fragment] = c.step
+            member.sent_step[c.fragment], member.sent_work[c.fragment] = c.step, (c.tokens, c.steps)
         return [answer, *self._look_again(now)]
 
     def merged(self, fragment: int, refused: Sequence[str] = ()) -> list[Action]:
