@@ -106,6 +106,7 @@ class Outcome:
     seconds: float
     steps: tuple[int, ...] = ()
     merges: int = 0
+    date: str = ""
 
 
 def outcome(arm: Arm) -> Outcome:
@@ -118,12 +119,8 @@ def outcome(arm: Arm) -> Outcome:
     started = time.monotonic()
     result = replace(train(arm), seconds=round(time.monotonic() - started, 1))
     CACHE.mkdir(exist_ok=True)
-    values = {
-        "arm": asdict(arm),
-        "text": world.fingerprint(),
-        "date": time.strftime("%Y-%m-%d"),
-        "outcome": asdict(result),
-    }
+    result = replace(result, date=time.strftime("%Y-%m-%d"))
+    values = {"arm": asdict(arm), "text": world.fingerprint(), "outcome": asdict(result)}
     temporary = CACHE / f"{arm.key()}.{time.time_ns()}.part"
     temporary.write_text(json.dumps(values, indent=1) + "\n")
     temporary.replace(CACHE / f"{arm.key()}.json")
@@ -143,7 +140,7 @@ def _read(arm: Arm) -> dict[str, Any] | None:
 
 def _outcome(record: Mapping[str, Any]) -> Outcome:
     values = record["outcome"]
-    return Outcome(**{**values, "steps": tuple(values["steps"])})
+    return Outcome(**{"date": record.get("date", ""), **values, "steps": tuple(values["steps"])})
 
 
 def outcomes(arms: Iterable[Arm], jobs: int = 1, say: Callable[[Arm, Outcome], None] | None = None) -> None:

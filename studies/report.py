@@ -229,7 +229,7 @@ def _values(
     seeds = sorted({seed for results in found.values() for seed in results})
     return {"study": study.name, "claim": study.claim, "verdict": verdict, "why": sentence, "notes": list(study.notes),
             "seeds": seeds, "equal": study.equal, "machine": MACHINE, "seconds": sum(entry["seconds"] for entry in table),
-            "date": time.strftime("%Y-%m-%d"), "table": table}  # fmt: skip
+            "date": max((each.date for results in found.values() for each in results.values()), default=""), "table": table}  # fmt: skip
 
 
 def outer_in_words(method: Method) -> str:
