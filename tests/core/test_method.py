@@ -17,7 +17,7 @@ from diloco.core.heloco import HeLoCo
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merge import SenderMean
 from diloco.core.method import Method
-from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov
+from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov, Outer
 from diloco.core.presets import (
     PRESETS,
     AsyncDiLoCo,
@@ -236,6 +236,11 @@ def test_a_difference_is_said_in_words() -> None:
 def test_what_cannot_work_is_refused(make: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
+
+
+@pytest.mark.parametrize("outer", [Nesterov(), DelayedNesterov(), Adam(lr=0.1)], ids=str)
+def test_heloco_takes_any_outer_momentum(outer: Outer) -> None:
+    assert replace(DiLoCo(outer=outer), merge=HeLoCo()).merge == HeLoCo()
 
 
 def test_every_fragment_is_sent_after_every_step_where_there_is_only_one() -> None:

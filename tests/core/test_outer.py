@@ -9,7 +9,8 @@ from torch import Tensor
 from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov, Outer, State, outer_from_dict
 from diloco.errors import ConfigError, LayoutError
 
-OUTERS = [SGD(1.0), SGD(0.7), Nesterov(), Nesterov(0.4, 0.5), Adam(0.3), Adam(0.01, (0.5, 0.999), 1e-8)]
+IN_TORCH = [SGD(1.0), SGD(0.7), Nesterov(), Nesterov(0.4, 0.5), Adam(0.3), Adam(0.01, (0.5, 0.999), 1e-8)]
+OUTERS = [*IN_TORCH, DelayedNesterov(buffer=3, c=0.2)]
 
 
 def as_torch(outer: Outer, params: Tensor) -> torch.optim.Optimizer:
@@ -30,7 +31,7 @@ def run(outer: Outer, params: Tensor, deltas: list[Tensor]) -> tuple[Tensor, Sta
     return params, state
 
 
-@pytest.mark.parametrize("outer", OUTERS, ids=str)
+@pytest.mark.parametrize("outer", IN_TORCH, ids=str)
 def test_torch_optim_takes_the_same_steps(outer: Outer) -> None:
     num_steps = 60
     start = torch.randn(257)
@@ -165,6 +166,8 @@ def test_numbers_are_kept_as_floats() -> None:
         (lambda: Adam(0.1, betas=(0.9, 1.0)), r"each of Adam\(betas=…\) must be .* below 1, not 1.0"),
         (lambda: Adam(0.1, betas=(0.9,)), "must be two numbers"),
         (lambda: Adam(0.1, betas=0.9), "must be two numbers, not 0.9"),
+        (lambda: DelayedNesterov(buffer=0), r"DelayedNesterov\(buffer=…\) must be a whole number of at least 1, not 0"),
+        (lambda: DelayedNesterov(c=-0.1), r"DelayedNesterov\(c=…\) must be a number from 0 to 1, not -0.1"),
         (lambda: Adam(0.1, eps=0.0), r"Adam\(eps=…\) must be a finite number above 0"),
         (
             lambda: outer_from_dict({"type": "Nestrov"}),
@@ -239,5 +242,23 @@ def test_buffered_outer_gradients_are_applied_once() -> None:
 
 
 def test_delayed_nesterovs_c_is_bounded_by_its_buffer() -> None:
+    assert DelayedNesterov(buffer=4, c=0.25).c == 0.25
     with pytest.raises(ConfigError, match="exceeds 1/buffer = 0.25"):
         DelayedNesterov(buffer=4, c=0.3)
+
+
+def test_delayed_nesterov_golden_trajectory() -> None:
+    """Δ = 1, N = 2, c = 1/4, lr 1, μ 1/2, exact in binary. m is 0, 1, 1, 3/2; each step takes Δ/2 + share·m/2, share 1/4 or 3/4."""
+    outer = DelayedNesterov(lr=1.0, momentum=0.5, buffer=2, c=0.25)
+    params, state = torch.tensor([4.0]), outer.init(1)
+    seen, momenta, gathered = [], [], []
+    for _ in range(4):
+        params, state = outer.step(state, params, torch.tensor([1.0]))
+        seen.append(params.item())
+        momenta.append(state["momentum"].item())
+        gathered.append(state["buffer"].item())
+    assert seen == [3.5, 2.625, 2.0, 0.9375]
+    assert momenta == [0.0, 1.0, 1.0, 1.5]
+    assert gathered == [1.0, 0.0, 1.0, 0.0]
+    assert state["step"].item() == 4
+    assert state["step"].dtype == torch.int64

@@ -27,7 +27,7 @@ from diloco.core.fragments import Fragmentation, Whole, fragmentation_from_dict
 from diloco.core.heloco import HeLoCo
 from diloco.core.merge import Mean, Merge
 from diloco.core.merges import merge_from_dict
-from diloco.core.outer import SGD, DelayedNesterov, Nesterov, Outer, outer_from_dict
+from diloco.core.outer import SGD, DelayedNesterov, Outer, outer_from_dict
 from diloco.core.quorum import AllLive, Called, Pushed, Quorum, quorum_from_dict
 from diloco.core.robust import Screen, screen_from_dict
 from diloco.core.schedule import Schedule, SyncEvery, sync_every_of
@@ -151,7 +151,7 @@ class Method:
              "DelayedNesterov divides by its buffer, and partial='scale' divides once more; use partial='full' with it."),
             (self.dynamic_steps and not isinstance(self.quorum, Pushed),
              f"dynamic_steps lets learners push at their own pace; use quorum=Pushed(), not {quorum}."),
-            (isinstance(self.merge, HeLoCo) and not isinstance(self.outer, Nesterov | DelayedNesterov),
+            (isinstance(self.merge, HeLoCo) and self.outer.momentum_of(self.outer.init(0)) is None,
              f"HeLoCo() corrects towards the outer momentum, and {self.outer} has none."),
             (isinstance(self.quorum, AllLive) and self.quorum.drop > 0 and self.overlap > 0,
              f"AllLive(drop={getattr(self.quorum, 'drop', 0)}) needs overlap=0, not {self.overlap}."),
