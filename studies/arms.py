@@ -5,24 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-import diloco
+from diloco.core.codecs import Codec
 from diloco.core.method import Method
-from diloco.core.update import Contribution
-from diloco.exchange.base import Exchange
+from diloco.core.values import Choice
 from studies import world
-from studies.world import BATCH, LR, SEQUENCE, STEPS, Model
+from studies.world import LR
 
 CACHE = Path(__file__).parent / "cache"
-WARM = Path(__file__).parent / "warm"  # warm starts by seed: not kept in the repository
 FORMAT = 1
+DIVERGED = 20.0
+"""Stands for a loss that is not finite or beyond it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,8 @@ class Arm:
         budget_s: virtual seconds after the warm start, instead of a number of steps.
         starts: when each learner starts, as a share of the common part; default: at its beginning.
         ends: when each learner leaves, likewise.
-        topics: every learner has its own stretch of the text.
+        topics: every learner has its own topic of the text.
+        examples: a learner's tokens are credited in proportion to the size of its topic.
         attack: what the last learner's outer gradients become: "noise", "flipped", "scaled".
         batch: sequences of a learner's step, where not BATCH ÷ M.
     """
@@ -59,15 +59,43 @@ class Arm:
     starts: tuple[float, ...] | None = None
     ends: tuple[float, ...] | None = None
     topics: bool = False
+    examples: bool = False
     attack: str = ""
     batch: int | None = None
 
     def key(self) -> str:
-        """Name of the run: a hash of everything that it depends on."""
-        values = {name: value for name, value in asdict(self).items() if value != getattr(Arm(), name)}
-        if self.kind == "data parallel" and not self.topics:
-            values.pop("learners", None)  # it is the same run whatever M is
+        """Name of the run: a hash of what it depends on, where that is not the default."""
+        values = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        if self.kind != "method":  # a control knows nothing of methods, speeds and who is there
+            for name in ("method", "speeds", "budget_s", "starts", "ends", "attack"):
+                values.pop(name, None)
+        if self.kind == "data parallel":  # it is the same run whatever M, its warm start and its shards are
+            for name in ("learners", "warm", "topics"):
+                values.pop(name, None)
+        if self.method is not None and "method" in values:
+            method = Method.from_dict(self.method)
+            values["method"] = _sparse(method)
+            if in_flight_at_the_end(method):
+                values["evaluated"] = "published"
         return hashlib.sha256(json.dumps([FORMAT, values], sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _sparse(value: Any) -> Any:
+    """A method or one of its choices in plain values, without defaults: a field that is added later changes no key."""
+    if isinstance(value, Codec):
+        return value.name
+    if isinstance(value, Method | Choice):
+        changed = {f.name: now for f in fields(value) if (now := getattr(value, f.name)) != f.default}
+        if isinstance(value, Method):
+            del changed["name"], changed["paper"]
+            return {name: _sparse(now) for name, now in changed.items()}
+        return {"type": type(value).__name__, **{name: _sparse(now) for name, now in changed.items()}}
+    return [_sparse(each) for each in value] if isinstance(value, tuple) else value
+
+
+def in_flight_at_the_end(method: Method) -> bool:
+    """Whether the run has a newer global model at its last step than its learners have adopted."""
+    return method.quorum.scheduled and method.overlap > 0
 
 
 @dataclass(frozen=True)
@@ -78,168 +106,56 @@ class Outcome:
     seconds: float
     steps: tuple[int, ...] = ()
     merges: int = 0
+    date: str = ""
 
 
 def outcome(arm: Arm) -> Outcome:
     """Of a run that is in the cache, or is trained now."""
-    found = cached(arm)
-    if found is not None:
-        return found
+    found = _read(arm)
+    if found is not None and found.get("text", world.fingerprint()) == world.fingerprint():
+        return _outcome(found)
+    from studies.train import train
+
     started = time.monotonic()
-    torch.set_num_threads(1)
-    result = replace(_train(arm), seconds=time.monotonic() - started)
+    result = replace(train(arm), seconds=round(time.monotonic() - started, 1))
     CACHE.mkdir(exist_ok=True)
-    text = json.dumps({"arm": asdict(arm), "outcome": asdict(result)}, indent=1)
+    result = replace(result, date=time.strftime("%Y-%m-%d"))
+    values = {"arm": asdict(arm), "text": world.fingerprint(), "outcome": asdict(result)}
     temporary = CACHE / f"{arm.key()}.{time.time_ns()}.part"
-    temporary.write_text(text + "\n")
+    temporary.write_text(json.dumps(values, indent=1) + "\n")
     temporary.replace(CACHE / f"{arm.key()}.json")
     return result
 
 
 def cached(arm: Arm) -> Outcome | None:
     """The outcome of a run that was made before."""
+    found = _read(arm)
+    return None if found is None else _outcome(found)
+
+
+def _read(arm: Arm) -> dict[str, Any] | None:
     file = CACHE / f"{arm.key()}.json"
-    if not file.exists():
-        return None
-    values = json.loads(file.read_text())["outcome"]
-    return Outcome(**{**values, "steps": tuple(values["steps"])})
+    return json.loads(file.read_text()) if file.exists() else None
 
 
-# --- training -------------------------------------------------------------------------------------------------------------
+def _outcome(record: Mapping[str, Any]) -> Outcome:
+    values = record["outcome"]
+    return Outcome(**{"date": record.get("date", ""), **values, "steps": tuple(values["steps"])})
 
 
-def make_optimizer(model: Model, arm: Arm) -> torch.optim.Optimizer:
-    """AdamW (0.9, 0.99, decay 0.1), or Muon for the matrices of the layers with AdamW for the rest."""
-    if arm.inner == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=arm.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
-    from diloco.training.optimizers import Chained
+def outcomes(arms: Iterable[Arm], jobs: int = 1, say: Callable[[Arm, Outcome], None] | None = None) -> None:
+    """Train what is missing, in `jobs` processes of one thread each; `say` is called after each run that was missing."""
+    missing = list({arm.key(): arm for arm in arms if cached(arm) is None}.values())
+    say = say or (lambda *_: None)
+    if jobs == 1:
+        for arm in missing:
+            say(arm, outcome(arm))
+        return
+    from studies.train import warm_started
 
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("layers.")]
-    others = [p for name, p in model.named_parameters() if p.dim() != 2 or not name.startswith("layers.")]
-    return Chained(
-        [
-            torch.optim.Muon(matrices, lr=2 * arm.lr, weight_decay=0.1),
-            torch.optim.AdamW(others, lr=arm.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True),
-        ]
-    )
-
-
-def inner_step(model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor, factor: float) -> None:
-    """One inner step. Denormals are flushed in here and nowhere else: they slow a model of this size down by half."""
-    for group in optimizer.param_groups:
-        group.setdefault("peak_lr", group["lr"])
-        group["lr"] = group["peak_lr"] * factor
-    torch.set_flush_denormal(True)
-    model.loss(tokens).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    torch.set_flush_denormal(False)
-
-
-def warm_started(arm: Arm) -> tuple[Model, torch.optim.Optimizer, int]:
-    """Model and optimizer after the warm start, and the step reached; made once for all arms of a seed."""
-    steps = round(arm.warm * STEPS)
-    model = Model(arm.seed)
-    optimizer = make_optimizer(model, arm)
-    if steps == 0:
-        return model, optimizer, 0
-    WARM.mkdir(exist_ok=True)
-    file = WARM / f"{arm.inner}-{arm.lr:g}-{arm.seed}-{steps}.pt"
-    if not file.exists():
-        for step in range(1, steps + 1):
-            inner_step(model, optimizer, world.global_batch(arm.seed, step), world.lr_factor(step / STEPS, step))
-        part = file.with_suffix(f".{time.time_ns()}.part")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, part)
-        part.replace(file)
-    saved = torch.load(file, weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    return model, optimizer, steps
-
-
-def _train(arm: Arm) -> Outcome:
-    if arm.kind == "method":
-        return _train_together(arm)
-    model, optimizer, start = warm_started(arm)
-    for step in range(start + 1, STEPS + 1):
-        batch = _batch(arm, step, 0) if arm.kind == "isolated" else _whole_batch(arm, step)
-        inner_step(model, optimizer, batch, world.lr_factor(step / STEPS, step))
-    return Outcome(world.evaluate(model.state_dict(), arm.split), 0.0, (STEPS - start,))
-
-
-def _whole_batch(arm: Arm, step: int) -> Tensor:
-    if not arm.topics:
-        return world.global_batch(arm.seed, step)
-    return torch.cat([_batch(arm, step, learner) for learner in range(arm.learners)])
-
-
-def _batch(arm: Arm, step: int, learner: int) -> Tensor:
-    size = arm.batch or BATCH // arm.learners
-    if arm.topics:
-        return world.topic_batch(arm.seed, step, learner, arm.learners, size)
-    return world.part_of(world.global_batch(arm.seed, step), learner, arm.learners)[:size]
-
-
-def _train_together(arm: Arm) -> Outcome:
-    """M learners through `run_local`."""
-    assert arm.method is not None
-    method = Method.from_dict(arm.method)
-    start = round(arm.warm * STEPS)
-    common = STEPS - start
-    length_s = arm.budget_s or float(common)
-    speeds = arm.speeds or (1.0,) * arm.learners
-    jitter = torch.Generator().manual_seed(77 + arm.seed)
-    factors = 0.9 + 0.2 * torch.rand(arm.learners, 4096, generator=jitter)
-
-    def step_s(index: int, taken: int) -> float:
-        return 1.0 / speeds[index] * (float(factors[index, taken % 4096]) if arm.speeds else 1.0)
-
-    def life(index: int, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        model, optimizer, _ = warm_started(arm)
-        if arm.attack and index == arm.learners - 1:
-            exchange.offer = _poisoned(arm, method, exchange)  # type: ignore[method-assign]
-        ends_s = length_s * (arm.ends[index] if arm.ends else 1.0)
-        by_time = arm.budget_s is not None or arm.ends is not None or arm.starts is not None
-        with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
-            taken = 0
-            while exchange.now_s < ends_s if by_time else taken < common:  # type: ignore[attr-defined]
-                taken += 1
-                done = exchange.now_s / length_s if by_time else taken / common  # type: ignore[attr-defined]
-                progress = (start + done * common) / STEPS
-                step = start + (taken if not by_time else max(1, round(exchange.now_s * speeds[index])))  # type: ignore[attr-defined]
-                inner_step(model, optimizer, _batch(arm, step, index), world.lr_factor(progress, step))
-                learner.step(tokens=SEQUENCE * (arm.batch or BATCH // arm.learners))
-            learner.state_dict()  # answers that are on their way
-            return learner.global_state_dict(), learner.metrics()
-
-    starts_s = None if arm.starts is None else [share * length_s for share in arm.starts]
-    ended = diloco.run_local(life, learners=arm.learners, step_s=step_s, starts_s=starts_s)
-    last = max(range(arm.learners), key=lambda index: sum(ended[index][1]["versions"]))
-    state, metrics = ended[last]
-    return Outcome(
-        world.evaluate(state, arm.split), 0.0, tuple(each["steps"] for _, each in ended), sum(metrics["versions"])
-    )
-
-
-def _poisoned(arm: Arm, method: Method, exchange: Exchange) -> Callable[[Contribution, Callable[[], Tensor]], None]:
-    """What a learner offers becomes: noise of ten times its norm, its negative, or a hundred times itself."""
-    generator, honest = torch.Generator().manual_seed(arm.seed), exchange.offer
-
-    def offer(contribution: Contribution, payload: Callable[[], Tensor]) -> None:
-        encoded = payload()
-        num_elements = encoded.numel() // 4  # fp32 in this study
-        x = method.up.decode(encoded, num_elements)
-        match arm.attack:
-            case "noise":
-                noise = torch.randn(num_elements, generator=generator)
-                bad = noise * (10 * x.norm() / noise.norm())
-            case "flipped":
-                bad = -x
-            case "scaled":
-                bad = 100 * x
-            case other:
-                raise ValueError(f"attack is {other!r}; use noise, flipped or scaled.")
-        honest(contribution, lambda: method.up.encode(bad))
-
-    return offer
+    for arm in {(each.warm, each.inner, each.lr, each.seed): each for each in missing}.values():
+        warm_started(arm)  # once, and not by several at the same time
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(outcome, arm): arm for arm in missing}
+        for done in as_completed(running):
+            say(running[done], done.result())

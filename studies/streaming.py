@@ -23,8 +23,8 @@ def rows() -> Sequence[Row]:
 def verdict(gaps: Gaps) -> tuple[bool | None, str]:
     base = gaps["DiLoCo"].mean
     cost = {label: gap.mean - base for label, gap in gaps.items() if label.startswith("streaming")}
-    worst = max(cost, key=lambda label: cost[label])
     cheap = all(cost[f"streaming, τ={overlap}, α=0"] < 0.02 for overlap in (0, 1, 5))
+    worst = max(cost, key=lambda label: cost[label])
     return cheap and cost["streaming, τ=1, α=0.5"] < 0.02, (
         f"against DiLoCo τ = 0, 1, 5 without mixing cost {cost['streaming, τ=0, α=0']:+.3f}, {cost['streaming, τ=1, α=0']:+.3f}, "
         f"{cost['streaming, τ=5, α=0']:+.3f}; α = 0.5 costs {cost['streaming, τ=1, α=0.5']:+.3f} at τ = 1; the dearest is {worst}"

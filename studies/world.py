@@ -43,7 +43,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width))
         gate, value = self.up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * value)
+        mixed: Tensor = self.down(F.silu(gate) * value)
+        return x + mixed
 
 
 class Model(nn.Module):
@@ -81,6 +82,12 @@ def _text() -> tuple[Tensor, Tensor]:
     return train, held_out
 
 
+@cache
+def fingerprint() -> str:
+    """Of the text: another Python version has another standard library."""
+    return load_corpus(DataTable(kind="stdlib")).fingerprint()[:12]
+
+
 def global_batch(seed: int, step: int) -> Tensor:
     """The sequences of one step of all learners, int64 (BATCH, SEQUENCE + 1)."""
     train, _ = _text()
@@ -88,12 +95,38 @@ def global_batch(seed: int, step: int) -> Tensor:
     return _windows(train, torch.randint(len(train) - SEQUENCE - 1, (BATCH,), generator=generator))
 
 
-def topic_batch(seed: int, step: int, learner: int, learners: int, sequences: int) -> Tensor:
-    """Sequences from this learner's own stretch of the text (modules come in order of their names, packages stay together)."""
+STRETCH = 4096  # bytes that belong to one topic together
+
+
+@cache
+def topics(count: int) -> tuple[Tensor, ...]:
+    """Stretches of the training text in `count` topics, larger first: k-means over byte frequencies, whose square roots are compared."""
     train, _ = _text()
+    num = len(train) // STRETCH
+    stretches = train[: num * STRETCH].view(num, STRETCH)
+    counts = torch.zeros(num, 256).scatter_add_(1, stretches, torch.ones(stretches.shape))
+    points = F.normalize(counts.sqrt(), dim=1)
+    centres = points[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:count]]
+    nearest = torch.zeros(num, dtype=torch.long)
+    for _ in range(50):
+        nearest = torch.cdist(points, centres).argmin(1)
+        centres = torch.stack([points[nearest == k].mean(0) for k in range(count)])
+    return tuple(sorted((torch.where(nearest == k)[0] for k in range(count)), key=len, reverse=True))
+
+
+def topic_shares(count: int) -> list[float]:
+    """The part of the text that each topic is."""
+    sizes = [len(topic) for topic in topics(count)]
+    return [size / sum(sizes) for size in sizes]
+
+
+def topic_batch(seed: int, step: int, learner: int, learners: int, sequences: int) -> Tensor:
+    """Sequences from this learner's own topic."""
+    train, _ = _text()
+    topic = topics(learners)[learner]
     generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * learner + step)
-    length = len(train) // learners
-    starts = learner * length + torch.randint(length - SEQUENCE - 1, (sequences,), generator=generator)
+    stretches = topic[torch.randint(len(topic), (sequences,), generator=generator)]
+    starts = stretches * STRETCH + torch.randint(STRETCH - SEQUENCE, (sequences,), generator=generator)
     return _windows(train, starts)
 
 

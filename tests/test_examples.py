@@ -3,14 +3,18 @@
 import importlib.util
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from diloco.config import load_config
+from diloco.config import DataTable, load_config
+from diloco.core.fragments import make_layout
 from diloco.core.presets import method_from_table
+from diloco.training.data import held_out_batches
+from diloco.training.sources import load_corpus
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -61,3 +65,38 @@ def test_digits_over_a_syncer_are_the_same_bits(digits: ModuleType) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert "the bits of the local run: yes" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def moe() -> ModuleType:
+    return load("moe")
+
+
+def test_moe_every_expert_is_tensors_of_its_own_and_has_one_learner(moe: ModuleType) -> None:
+    model = moe.Mixture()
+    layout = make_layout(model, moe.METHOD.fragments)
+    assert len(layout.fragments) == 1 + moe.EXPERTS // 2
+    trained_by: dict[str, int] = {}
+    for name, _ in model.named_parameters():
+        learners = [i for i in range(moe.LEARNERS) if any(fnmatchcase(name, p) for p in moe.experts_of(i))]
+        trained_by[name] = len(learners)
+        if ".experts." in name:
+            expert = int(name.split(".experts.")[1].split(".")[0])
+            assert learners == [expert // 2], name
+    assert set(trained_by.values()) == {1, moe.LEARNERS}
+
+
+def test_moe_learners_of_parts_of_the_experts_train_all_of_them(moe: ModuleType) -> None:
+    corpus = load_corpus(DataTable())
+    plan = moe.Plan(corpus, seed=0, steps=22, warm_steps=2)
+    warm = moe.Worker.new(plan, range(moe.LEARNERS)).train(plan, plan.warm_steps)
+    before = {name: value.clone() for name, value in warm.model.state_dict().items()}
+    result = moe.together(plan, warm, moe.experts_of)
+    changed = {name for name, value in result.state.items() if not torch.equal(value, before[name])}
+    assert changed == set(before)
+    assert result.num_trained < sum(p.numel() for p in warm.model.parameters()) / 2
+    held_out = held_out_batches(corpus, moe.LENGTH, num_sequences=64, batch=32)
+    loss, loads = moe.judge(result.state, held_out)
+    assert loss < moe.judge(before, held_out)[0] < 5.7
+    # Every token takes as many places as experts are chosen; fp32 means of them.
+    torch.testing.assert_close(loads.sum(dim=1), torch.ones(moe.LAYERS))

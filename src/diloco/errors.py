@@ -5,7 +5,7 @@ value, and what to do next. Foreign errors (gRPC, SQLite, the operating system) 
 enter; everything else propagates.
 
     DilocoError
-    ├── ConfigError            wrong use: an option, a value or a combination that cannot work (exit code 2)
+    ├── ConfigError            wrong use: an option, a value or a combination that cannot work, or that would be unsafe (exit code 2)
     ├── LayoutError            two parties do not hold the same model
     ├── PayloadError           bytes that cannot be what they claim to be
     │   ├── NonFiniteError     inf or NaN where only finite numbers can be used
@@ -17,7 +17,7 @@ enter; everything else propagates.
     │   ├── NotInitialisedError      the run has no model yet
     │   ├── AlreadyInitialisedError  the run has a model already
     │   └── StaleIncarnationError    this learner was replaced or evicted
-    ├── AuthError              missing, wrong or insufficient token, or an unsafe binding
+    ├── AuthError              missing, wrong or insufficient token, or a certificate that cannot be read
     ├── ExchangeError          the other side is gone, or did not answer in time
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
     └── CheckpointError        a checkpoint is missing, damaged or belongs to something else
@@ -29,7 +29,7 @@ class DilocoError(Exception):
 
 
 class ConfigError(DilocoError, ValueError):
-    """Wrong use: an option, a value or a combination of them that cannot work."""
+    """Wrong use: an option, a value or a combination of them that cannot work, or a port that would be open to anybody."""
 
 
 class LayoutError(DilocoError):
@@ -77,7 +77,7 @@ class StaleIncarnationError(RunError):
 
 
 class AuthError(DilocoError):
-    """A missing, wrong or insufficient token, or a binding that would be open to anybody."""
+    """A missing, wrong or insufficient token, or a certificate to trust that cannot be read."""
 
 
 class ExchangeError(DilocoError):

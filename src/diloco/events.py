@@ -248,7 +248,10 @@ class Published(Event):
 
 
 class Traffic(Event):
-    """Bytes on the process's sockets so far, by purpose ("contributions", "updates", "joins", "control")."""
+    """Bytes on the process's sockets so far, by purpose ("contributions", "updates", "joins", "control").
+
+    Written every two seconds: what a process that is killed has counted since is lost.
+    """
 
     kind: Literal["traffic"] = "traffic"
     sent_bytes: dict[str, int]

@@ -34,10 +34,10 @@ sync_every = 4
 overlap = 1
 mix = 0.0
 codec = "e3m0"
-fragments = {type = "Named", patterns = [["layers.0.*"], ["layers.1.*"]]}
-quorum = {type = "AllLive", at_least = 2}
+fragments = {{type = "Named", patterns = [["layers.0.*"], ["layers.1.*"]]}}
+quorum = {{type = "AllLive", at_least = {at_least}}}
 [syncer]
-lost_floor_s = 60.0
+lost_floor_s = {lost_floor_s}
 """
 
 
@@ -52,9 +52,9 @@ def until(condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> No
 class SyncerProcess:
     """`diloco syncer` as a process that can be killed and started again on the same port."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, at_least: int, lost_floor_s: float) -> None:
         self.directory = directory
-        (directory / "run.toml").write_text(RUN_FILE)
+        (directory / "run.toml").write_text(RUN_FILE.format(at_least=at_least, lost_floor_s=lost_floor_s))
         self.port = 0
         self.start()
 
@@ -87,8 +87,8 @@ class SyncerProcess:
 
 
 @contextmanager
-def syncer_process(directory: Path) -> Iterator[SyncerProcess]:
-    it = SyncerProcess(directory)
+def syncer_process(directory: Path, *, at_least: int = 2, lost_floor_s: float = 60.0) -> Iterator[SyncerProcess]:
+    it = SyncerProcess(directory, at_least=at_least, lost_floor_s=lost_floor_s)
     try:
         yield it
     finally:

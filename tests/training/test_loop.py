@@ -203,13 +203,50 @@ def test_data_parallel_over_the_local_exchange_is_the_baseline(tiny: Tiny) -> No
         torch.testing.assert_close(value, parallel[name], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("step", [4, 6, 7, 13])
-def test_a_pair_stopped_and_resumed_is_the_same_to_the_bit(tiny: Tiny, tmp_path: Path, step: int) -> None:
-    (_, whole), _ = run_pair(tiny())
-    first = tiny(f"run.dir={tmp_path / 'again'}", f"checkpoint.every_steps={step}", "checkpoint.keep=9")
+FAMILY = {
+    "LocalSGD": "sync_every=6",
+    "DiLoCo": "sync_every=[[0, 6], [12, 4]]",
+    "MuLoCo": "sync_every=6, codec='2bit'",
+    "SparseLoCo": "sync_every=6",
+    "DelayedDiLoCo": "sync_every=6",
+    "EagerDiLoCo": "sync_every=6",
+    "DecoupledDiLoCo": "sync_every=6, fragments={type='Balanced', num_fragments=3}",
+    "AsyncDiLoCo": "sync_every=6",
+}
+
+
+@pytest.mark.parametrize("preset", FAMILY)
+def test_the_trainer_runs_every_method_of_the_family(tiny: Tiny, preset: str) -> None:
+    config = tiny(f"method={{preset='{preset}', {FAMILY[preset]}}}")
+    (a, model_a), (b, model_b) = run_pair(config)
+    assert (a.steps, b.steps, a.run_tokens) == (20, 20, 5_120)
+    assert a.held_out_loss == b.held_out_loss < 5.6
+    assert_same(model_a, model_b)
+    assert a.metrics["merges"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("preset", "step"),
+    [
+        (None, 4),
+        (None, 6),
+        (None, 7),
+        (None, 13),
+        ("DiLoCo", 13),
+        ("SparseLoCo", 8),
+        ("DelayedDiLoCo", 8),
+        ("EagerDiLoCo", 8),
+    ],
+)
+def test_a_pair_stopped_and_resumed_is_the_same_to_the_bit(
+    tiny: Tiny, tmp_path: Path, preset: str | None, step: int
+) -> None:
+    method = [] if preset is None else [f"method={{preset='{preset}', {FAMILY[preset]}}}"]
+    (_, whole), _ = run_pair(tiny(*method))
+    first = tiny(*method, f"run.dir={tmp_path / 'again'}", f"checkpoint.every_steps={step}", "checkpoint.keep=9")
     run_pair(first)
     at = [first.dir / f"pair-{i}" / "checkpoints" / f"step-{step:010d}" for i in range(2)]
-    (summary, resumed), _ = run_pair(tiny(f"run.dir={tmp_path / 'again'}"), resume_from=at)
+    (summary, resumed), _ = run_pair(tiny(*method, f"run.dir={tmp_path / 'again'}"), resume_from=at)
     assert summary.steps == 20
     assert_same(whole, resumed)
 

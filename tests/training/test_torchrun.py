@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import diloco
 from diloco.cli.train import _connector
@@ -28,7 +30,7 @@ from diloco.training.export import checkpoint_state
 from diloco.training.inner import InnerStep
 from diloco.training.loop import Part, Summary, Trainer
 from diloco.training.models import build_model
-from diloco.training.optimizers import make_optimizer
+from diloco.training.optimizers import make_optimizer, untrained
 from diloco.training.schedule import schedule_factor
 from diloco.training.sources import load_corpus
 
@@ -204,6 +206,41 @@ def test_ranks_that_are_learners_resume_to_the_bit(tiny: Tiny, tmp_path: Path) -
             finish(process)
         for index in range(2):
             assert_same(expected, checkpoint_state(config.dir / f"learner-{index}" / "checkpoints" / "step-0000000020"))
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_gradients_cross_ranks_once_a_step_and_what_is_left_alone_stays(tiny: Tiny, group: dist.ProcessGroup) -> None:
+    config = tiny("train.accumulate=4")
+    model = build_model(config.model, 256, 32, config.run.seed)
+    wrapped = DistributedDataParallel(model, process_group=group)
+    crossings: list[int] = []
+
+    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        crossings.append(bucket.index())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    wrapped.register_comm_hook(None, hook)
+    inner = InnerStep(wrapped, make_optimizer(model, config), config.train, torch.device("cpu"))
+    batch = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        inner.run(batch, 1.0)
+    assert len(crossings) == 3 * len(set(crossings))
+
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    inner.leave_alone(untrained(model, ["model.layers.*"]))
+    inner.run(batch, 1.0)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
+    assert changed == {name for name in before if name.startswith("model.layers.")}
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ class Presence:
         self._now = threading.Event()
         self._answered_at = time.monotonic()
         self._report = Report()
+        self._is_away = False
         self._is_void = False
         self._tells_steps = False
         self._lock = threading.Lock()
@@ -154,8 +155,9 @@ class Presence:
             except StaleIncarnationError as error:
                 session.given_up(incarnation, str(error))
             except ExchangeError:
-                if not session.is_closing:
+                if not (self._is_away or session.is_closing):
                     log.warning("lost the connection to the syncer at %s; trying again", session.connection.address)
+                self._is_away = True
             session.connection.closing.wait(WATCH_AGAIN_S)
 
     def _take(self, notice: pb.Notice, incarnation: int) -> None:
@@ -163,6 +165,7 @@ class Presence:
         match notice.WhichOneof("what"):
             case "welcome":
                 self.start_step, session.boot = notice.welcome.step, notice.welcome.boot
+                self._is_away = False
                 session.inbox.wake()
                 self._sending.offer_again()
             case "published":

@@ -1,0 +1,85 @@
+"""`python -m studies` lists the studies and how they came out; with names (or `all`) it runs them, in this order.
+
+python -m studies                      what there is
+python -m studies learners wire        run these, then write docs/studies.md
+python -m studies all --jobs 2
+python -m studies all --show           write tables and docs/studies.md from what is in the cache, and train nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from studies.report import RESULTS, Study, add_options, markdown, run, show
+
+NAMES = (
+    "learners", "who_calls", "wire", "decoupled", "eager", "warm_start", "sync_interval", "streaming", "merge", "failures", "pool",
+    "non_iid", "inner", "poison",
+)  # fmt: skip
+DOCS = Path(__file__).parents[1] / "docs" / "studies.md"
+INTRODUCTION = """# Studies
+
+Published claims about DiLoCo and its relatives, tried on real text at a scale that two CPU cores can carry. `python -m studies` lists
+them, `python -m studies.learners` runs one again; runs that are in `studies/cache/` are not made twice.
+
+Every study trains a byte-level decoder of 165 thousand parameters on the source of Python's standard library: 600 inner steps of 1,024
+tokens over all learners, AdamW at 4e-3 with warm-up and a cosine, after a warm start of the first quarter on one model unless it says
+otherwise. The learners are `diloco.Learner`s in one process and in virtual time; the global model is what is evaluated. Both controls
+see the same data in the same order: **data parallel** is one model on the full batch, the **isolated** learner has a learner's share
+of every batch and no one to talk to. Gaps are means of differences between runs of the same seed, with their standard error; less than
+0.01 is a tie. Outer settings are chosen on another part of the held-out text with another seed. The verdict follows the rule that each
+study names, and holds for this scale: a model of this size, few rounds and a high inner learning rate are not those of the papers.
+
+This page is written by `python -m studies all --show`.
+"""
+
+
+def study_of(name: str) -> Study:
+    """The study in the module of this name."""
+    found: Study = importlib.import_module(f"studies.{name}").STUDY
+    return found
+
+
+def docs() -> str:
+    """docs/studies.md, from the JSON files in `results/`."""
+    values = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in NAMES}
+    lines = [INTRODUCTION, "| study | verdict | |", "|---|---|---|"]
+    for name, each in values.items():
+        title = name.replace("_", " ")
+        lines.append(f"| [{title}](#{title.replace(' ', '-')}) | {each['verdict']} | {each['claim']} |")
+    for name, each in values.items():
+        lines += ["", markdown(each).rstrip()]
+        if (RESULTS / f"{name}.png").exists():
+            lines += ["", f"![{name.replace('_', ' ')}](../studies/results/{name}.png)"]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m studies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=["all", *NAMES, []])
+    add_options(parser)
+    given = parser.parse_args(arguments)
+    if not given.names:
+        for name in NAMES:
+            file = RESULTS / f"{name}.json"
+            verdict = json.loads(file.read_text())["verdict"] if file.exists() else "not run"
+            sys.stdout.write(f"{name:14} {verdict:33} {study_of(name).claim}\n")
+        return
+    for name in NAMES if "all" in given.names else given.names:
+        if given.show:
+            show(study_of(name))
+        else:
+            run(study_of(name), given.seeds, given.jobs)
+    if all((RESULTS / f"{name}.json").exists() for name in NAMES):
+        DOCS.write_text(docs())
+
+
+if __name__ == "__main__":
+    main()

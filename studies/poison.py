@@ -1,0 +1,68 @@
+"""One learner of eight that sends noise, its negative, or a hundred times itself, and what each merge makes of it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import diloco
+from diloco.core.merge import Merge
+from diloco.core.robust import Screen
+from studies.arms import Arm
+from studies.report import Gaps, Row, Study, chosen_outer, main
+
+LEARNERS = 8
+ATTACKS = {"": "honest", "noise": "noise", "flipped": "sign flipped", "scaled": "scaled by 100"}
+MERGES: dict[str, tuple[Merge, Screen | None]] = {
+    "mean": (diloco.Mean(), None),
+    "mean, norm outliers refused": (diloco.Mean(), diloco.NormOutliers()),
+    "clipped to the median norm": (diloco.MedianNormClip(), None),
+    "trimmed mean": (diloco.TrimmedMean(trim=0.125), None),
+    "coordinate median": (diloco.CoordinateMedian(), None),
+    "geometric median": (diloco.GeometricMedian(), None),
+    "multi-Krum": (diloco.MultiKrum(num_byzantine=1), None),
+    "radial-directional": (diloco.RadialDirectional(averaged=("embed*", "position*")), None),
+}
+
+
+def rows() -> Sequence[Row]:
+    outer = chosen_outer(LEARNERS)
+    found = []
+    for merge_name, (merge, screen) in MERGES.items():
+        for attack, attack_name in ATTACKS.items():
+            method = replace(diloco.DiLoCo(sync_every=30, outer=outer), merge=merge, screen=screen)
+            found.append(
+                Row(f"{merge_name}: {attack_name}", Arm(method=method.to_dict(), learners=LEARNERS, attack=attack))
+            )
+    return found
+
+
+def verdict(gaps: Gaps) -> tuple[bool | None, str]:
+    honest = gaps["mean: honest"].mean
+    worst = {
+        name: max(gaps[f"{name}: {attack}"].mean - honest for key, attack in ATTACKS.items() if key) for name in MERGES
+    }
+    price = {name: gaps[f"{name}: honest"].mean - honest for name in MERGES}
+    robust = [name for name in MERGES if worst[name] < 0.05]
+    shown = ", ".join(f"{name} {worst[name]:+.3f} (honest {price[name]:+.3f})" for name in MERGES if worst[name] < 1.0)
+    lost = ", ".join(name for name in MERGES if worst[name] >= 1.0)
+    return "mean" not in robust and len(robust) >= 3, (
+        f"the worst of three attacks costs, against the mean of honest learners: {shown}; more than 1 nat: {lost}"
+    )
+
+
+STUDY = Study(
+    name="poison",
+    claim="A mean is ruined by one bad learner in eight; robust merges are not.",
+    rows=rows,
+    verdict=verdict,
+    control=Arm(learners=LEARNERS),
+    notes=[
+        (
+            "M = 8, H = 30, outer settings of the mean. Noise has ten times the norm of the learner's own outer gradient. The learner that "
+            "sends it trains honestly. The rule: three robust merges stay within 0.05 of the mean of honest learners under every attack, "
+            "and the mean does not."
+        )
+    ],
+)
+
+if __name__ == "__main__":
+    main(STUDY)

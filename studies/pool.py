@@ -1,0 +1,81 @@
+"""Learners that are added and taken away by a plan: does the result follow the compute, or its schedule?"""
+
+from collections.abc import Sequence
+
+import diloco
+from studies.arms import Arm
+from studies.report import Gaps, Row, Study, chosen_outer, main
+
+LEARNERS, BATCH, ROUNDS = 8, 2, 15
+ALL = (0, ROUNDS)
+SCHEDULES: dict[str, tuple[tuple[int, int], ...]] = {
+    "constant 1": (ALL,),
+    "constant 8": (ALL,) * 8,
+    "doubling 4 → 8": (ALL,) * 4 + ((8, ROUNDS),) * 4,
+    "halving 8 → 4": (ALL,) * 4 + ((0, 7),) * 4,
+    "ramp 1 → 8": tuple((2 * index, ROUNDS) for index in range(8)),
+    "ramp 8 → 1": tuple((0, ROUNDS - 2 * index) for index in range(8)),
+}
+"""For each learner the rounds of 30 steps that it is there for."""
+
+
+def compute(name: str) -> int:
+    """Learner-rounds of a schedule."""
+    return sum(end - start for start, end in SCHEDULES[name])
+
+
+def _label(name: str) -> str:
+    return f"{name}, compute {compute(name) / compute('constant 8'):.2f}"
+
+
+def rows() -> Sequence[Row]:
+    outer = chosen_outer(LEARNERS)
+    method = diloco.DiLoCo(sync_every=30, outer=outer).to_dict()
+    found = []
+    for equal in (False, True):
+        for name, lives in SCHEDULES.items():
+            if equal and name == "constant 8":
+                continue  # the same run
+            # A longer run has the same shape: rounds are more, not longer, and every learner's life is rounded to whole ones.
+            stretch = compute("constant 8") / compute(name) if equal else 1.0
+            rounds = round(ROUNDS * stretch)
+            starts, ends = (
+                tuple(round(each * rounds / ROUNDS) / rounds for each in times) for times in zip(*lives, strict=True)
+            )
+            label = f"{name}, as long as it takes" if equal else _label(name)
+            arm = Arm(method=method, learners=len(lives), batch=BATCH, starts=starts, ends=ends, budget_s=30.0 * rounds)
+            found.append(Row(label, arm))
+    return found
+
+
+def verdict(gaps: Gaps) -> tuple[bool | None, str]:
+    by_name = {name: gaps[_label(name)].mean for name in SCHEDULES}
+    doubling = by_name["doubling 4 → 8"] - by_name["halving 8 → 4"]
+    ramp = by_name["ramp 1 → 8"] - by_name["ramp 8 → 1"]
+    order = by_name["constant 8"] < by_name["halving 8 → 4"] < by_name["ramp 8 → 1"] < by_name["constant 1"]
+    longer = {name: gaps[f"{name}, as long as it takes"].mean for name in SCHEDULES if name != "constant 8"}
+    shown = ", ".join(f"{name} {gap:+.3f}" for name, gap in longer.items())
+    return order and abs(doubling) < 0.02 and abs(ramp) < 0.02, (
+        f"in runs of one length doubling is {doubling:+.3f} against halving and ramping up {ramp:+.3f} against ramping down; constant 8 "
+        f"{by_name['constant 8']:+.3f}, constant 1 {by_name['constant 1']:+.3f}. With as much compute as constant 8, in more steps: {shown}"
+    )
+
+
+STUDY = Study(
+    name="pool",
+    claim="The result follows the total compute and not its schedule (arXiv 2311.08105).",
+    rows=rows,
+    verdict=verdict,
+    equal="length of 450 steps and tokens by the compute that is named (1: constant 8); where it says 'as long as it takes', tokens",
+    control=Arm(learners=LEARNERS),
+    notes=[
+        (
+            "H = 30, two sequences a learner, 15 rounds. 'As long as it takes': more rounds, until the learners have taken as many steps "
+            "together as eight do in 450 each (constant 1 takes 3,600). A learner that joins starts from the global model. The rule: in runs "
+            "of one length the same compute in another order ends within 0.02, and more compute ends lower."
+        )
+    ],
+)
+
+if __name__ == "__main__":
+    main(STUDY)

@@ -1,0 +1,256 @@
+"""A learner whose link or syncer misbehaves: nothing hangs, nothing is sent in vain, nobody is forgotten."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save
+from tests.syncer.relay import Link, Relay
+from tests.syncer.runs import RUN, Raw, method, start, train
+from tests.syncer.test_faults import QUICK, syncer_process, until
+
+import diloco
+from diloco import errors
+from diloco.exchange.connection import Connection
+from diloco.exchange.remote import Remote
+from diloco.exchange.remote.joining import Initial
+
+PROMPT_S = 4.0
+"""Closing may take a second to say goodbye; the rest is for a busy machine."""
+
+EXCHANGE_BYTES = 4 * (8 * 4 + 8 + 3 * 8 + 3)
+"""Both fragments in fp32."""
+
+
+@contextmanager
+def promptly() -> Any:
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < PROMPT_S
+
+
+def impatient(address: str) -> Remote:
+    """A learner that tries a transfer again after half a second of nothing."""
+    connection = Connection(address, token=None, ca=None, insecure=False, stall_floor_s=0.5)
+    return Remote(connection, run=RUN, learner="a", initial=Initial(0, 0, "test"))
+
+
+class Life:
+    """A learner that trains in a thread until it is stopped or fails."""
+
+    def __init__(self, exchange: Remote, steps: int = 1_000_000) -> None:
+        self.exchange = exchange
+        self.step = 0
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self.result: Future[Any] = self._pool.submit(train, 0, exchange, None, steps, self._at_step)
+
+    def _at_step(self, step: int) -> None:
+        self.step = step
+        if self._stop.is_set():
+            raise StopIteration
+
+    def stop(self) -> None:
+        self._stop.set()
+        wait([self.result], timeout=5)
+        self.exchange.close()  # whatever it waits for
+        with suppress(StopIteration, errors.ExchangeError):
+            self.result.result(timeout=30)
+        self._pool.shutdown()
+
+
+@contextmanager
+def living(exchange: Remote) -> Any:
+    life = Life(exchange)
+    try:
+        yield life
+    finally:
+        life.stop()
+
+
+def test_closing_while_the_syncer_is_away_is_prompt(tmp_path: Path) -> None:
+    """A contribution waits to be sent again, the training thread waits for its answer."""
+    with syncer_process(tmp_path, at_least=1) as syncer:
+        exchange = diloco.connect(syncer.address, run=RUN, learner="a", initialise=True)
+        with living(exchange) as life:
+            until(lambda: life.step > 5, "it does not train")
+            syncer.kill()
+            until(lambda: exchange._session.connection.is_away, "the learner does not notice")
+            with promptly():
+                exchange.close()
+            with pytest.raises(errors.ExchangeError, match="closed"):
+                life.result.result(timeout=10)
+
+
+def test_closing_while_joining_again_is_prompt(tmp_path: Path) -> None:
+    with start(tmp_path, method(), deadlines=QUICK) as syncer, Relay(syncer.port) as relay:
+        exchange = diloco.connect(relay.address, run=RUN, learner="a", initialise=True)
+        with living(exchange) as life:
+            until(lambda: life.step > 5, "it does not train")
+            relay.stall()
+            until(lambda: not syncer.engine.status()["learners"], "it is not given up")
+            relay.refuse()  # so that joining again leads nowhere
+            relay.resume()
+            until(lambda: exchange._presence._is_void, "the learner does not hear that it was given up")
+            with promptly():
+                exchange.close()
+
+
+def test_a_process_that_fails_without_closing_ends(tmp_path: Path) -> None:
+    """The threads of an exchange do not keep it alive, even with the syncer gone."""
+    script = (
+        "import sys, diloco, torch; from tests.syncer.runs import Net, RUN\n"
+        "net = Net(); exchange = diloco.connect(sys.argv[1], run=RUN, learner='a', initialise=True)\n"
+        "learner = diloco.Learner(net, torch.optim.SGD(net.parameters(), lr=0.1), exchange=exchange)\n"
+        "for _ in range(3): learner.step(tokens=1)\n"
+        "print('trained', flush=True); sys.stdin.readline(); raise SystemExit(7)"
+    )
+    with syncer_process(tmp_path, at_least=1) as syncer:
+        command = [sys.executable, "-c", script, syncer.address]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"trained\n"
+            syncer.kill()
+            process.stdin.close()
+            assert process.wait(timeout=30) == 7
+
+
+class StallOnce:
+    """Stalls the first connection over which more than `limit_bytes` went up, and no other."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.stalled: Link | None = None
+
+    def __call__(self, link: Link) -> None:
+        if self.stalled is None and link.up_bytes > self._limit_bytes:
+            self.stalled = link
+            link.may_flow.clear()
+
+
+def test_an_upload_that_stands_still_is_sent_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is told: neither end sees an error. The connection with the contributions is the first to carry this much."""
+    stall = StallOnce(5_000)
+    with start(tmp_path, method()) as syncer, Relay(syncer.port, stall) as relay:
+        life = Life(impatient(relay.address), steps=60)
+        _, metrics = life.result.result(timeout=60)
+        life.stop()
+    assert stall.stalled is not None
+    assert "nothing has moved" in caplog.text
+    assert metrics["incarnation"] == 1
+    assert metrics["merges"] == 2 * 60 // 4
+
+
+def test_a_broken_link_costs_no_contribution_twice(tmp_path: Path) -> None:
+    """The same syncer is there after every cut, and has what it acknowledged."""
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
+        cuts = []
+
+        def at_step(step: int) -> None:
+            if step % 20 == 9:
+                cuts.append(step)
+                relay.cut()
+
+        exchange = diloco.connect(relay.address, run=RUN, learner="a", initialise=True)
+        with ThreadPoolExecutor(1) as pool:
+            _, metrics = pool.submit(train, 0, exchange, None, 60, at_step).result(timeout=60)
+    assert len(cuts) == 3
+    assert metrics["incarnation"] == 1
+    assert metrics["merges"] == 2 * 60 // 4
+    assert metrics["num_bytes"]["contributions"] == 60 // 4 * EXCHANGE_BYTES
+
+
+def test_half_open_connections_are_dialled_anew_in_time(tmp_path: Path) -> None:
+    """With the default deadlines: nobody is given up because its connections have died without a word."""
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
+        with living(impatient(relay.address)) as life:
+            until(lambda: life.step > 5, "it does not train")
+            relay.stall()
+            until(lambda: syncer.engine.status()["learners"]["a"]["silent_s"] > 2, "it is still heard")
+            until(lambda: syncer.engine.status()["learners"]["a"]["silent_s"] < 1, "it is not heard again")
+            step = life.step
+            until(lambda: life.step > step + 20, "it does not train on")
+            assert syncer.engine.status()["learners"]["a"]["incarnation"] == 1
+
+
+def test_tokens_of_an_old_incarnation_are_not_counted_for_the_new_one(tmp_path: Path) -> None:
+    with start(tmp_path, method(), deadlines=QUICK) as syncer, Relay(syncer.port) as relay:
+        with living(diloco.connect(relay.address, run=RUN, learner="a", initialise=True)) as life:
+            until(lambda: life.step > 20, "it does not train")
+            relay.stall()
+            until(lambda: not syncer.engine.status()["learners"], "it is not given up")
+            counted = syncer.engine.status()["tokens"]
+            step = life.step
+            relay.resume()
+            until(lambda: syncer.engine.status()["learners"].get("a", {}).get("incarnation") == 2, "it does not rejoin")
+            until(lambda: life.step > step + 20, "it does not train on")
+            life._stop.set()
+            until(life.result.done, "it does not stop")
+        syncer.engine.drain()
+        status = syncer.engine.status()
+        assert counted < status["tokens"] <= counted + 5 * (life.step - step)
+        for fragment in status["fragments"]:
+            ledger = fragment["ledger"]
+            settled = ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
+            assert ledger["trained"] == settled + ledger["pending"] == status["tokens"]
+
+
+@pytest.mark.parametrize("kind", ["damaged", "behind"])
+def test_a_whole_fragment_for_one_that_is_in_the_run_is_an_update(kind: str, tmp_path: Path) -> None:
+    """Fetched whole because the update was damaged on the way, or is not kept; bytes of joins are those of joining."""
+    with start(tmp_path, method()) as syncer:
+        pull: Callable[..., Any] = syncer.engine.pull
+        tampered: list[int] = []
+
+        def tampering(fragment: int, base: int) -> Any:
+            pulled = pull(fragment, base)
+            if base == 0 and not tampered:
+                tampered.append(fragment)
+                if kind == "behind":
+                    return pull(fragment, -1)
+                return replace(pulled, payload=pulled.payload.clone().add_(1))
+            return pulled
+
+        syncer.engine.pull = tampering  # type: ignore[method-assign]
+        _, metrics = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 8)
+        status = syncer.engine.status()
+    assert tampered
+    assert metrics["num_bytes"]["joins"] == 2 * (EXCHANGE_BYTES + len(save({})))  # given and fetched; no static tensors
+    assert metrics["merges"] == 4
+    assert all(not fragment["ledger"]["discarded"].get("missed") for fragment in status["fragments"])
+
+
+def test_a_viewer_and_a_stranger_cannot_hang_a_learner(tmp_path: Path) -> None:
+    """A connection that says nothing, and one that stops in the middle of a push, hold up nobody else."""
+    with start(tmp_path, method()) as syncer:
+        first = Raw(syncer.address)
+        first.initialise()
+        first.join()
+        hang = threading.Event()
+
+        def half() -> Any:
+            yield first.header(4 * 40).SerializeToString()
+            hang.wait(60)
+
+        with ThreadPoolExecutor(1) as pool:
+            stuck = pool.submit(first.push_frames, half())
+            _, metrics = train(1, diloco.connect(syncer.address, run=RUN, learner="b"), None, 12)
+            assert metrics["merges"] > 0
+            first.connection.close()
+            hang.set()
+            with pytest.raises(errors.ExchangeError):
+                stuck.result(timeout=10)
+        until(lambda: syncer.engine.status()["spooled_bytes"] == 0, "the room of the broken push is not given back")

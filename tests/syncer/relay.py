@@ -1,0 +1,120 @@
+"""A relay before a syncer: the network, and what can happen to it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Self
+
+
+class Link:
+    """One relayed connection. `up_bytes`: forwarded towards the syncer so far."""
+
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self.ends = (client, server)
+        self.up_bytes = 0
+        self.may_flow = threading.Event()
+        self.may_flow.set()
+
+    def hang_up(self) -> None:
+        """Both ends read the end of the stream, and whoever waits here goes on."""
+        for end in self.ends:
+            with suppress(OSError):  # the other side was quicker
+                end.shutdown(socket.SHUT_RDWR)
+        self.may_flow.set()
+
+
+class Relay:
+    """Forwards connections to a port of this machine; a context manager.
+
+    `before_up(link)` is called with every piece that goes towards the syncer, before it does.
+    """
+
+    def __init__(self, port: int, before_up: Callable[[Link], None] = lambda _: None) -> None:
+        self._target = port
+        self._before_up = before_up
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self.links: list[Link] = []
+        self._is_open = threading.Event()
+        self._is_open.set()
+        self._is_over = False
+        self._threads: list[threading.Thread] = []
+        self._run(self._accept)
+
+    def stall(self) -> None:
+        """From now on nothing arrives over the connections there are, and nobody is told. New ones are as usual."""
+        for link in self.links:
+            link.may_flow.clear()
+
+    def resume(self) -> None:
+        """What was held back arrives."""
+        for link in self.links:
+            link.may_flow.set()
+
+    def cut(self) -> None:
+        """Break the connections there are."""
+        for link in self.links:
+            link.hang_up()
+
+    def refuse(self) -> None:
+        """New connections are taken by the system and lead nowhere."""
+        self._is_open.clear()
+
+    def close(self) -> None:
+        self._is_over = True
+        self._is_open.set()
+        self._hang_up(self._listener)
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+        for end in (self._listener, *(end for link in self.links for end in link.ends)):
+            end.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, args=args)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client = self._listener.accept()[0]
+            except OSError:
+                return
+            self._is_open.wait()
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:  # the syncer is away, or this is over
+                client.close()
+                continue
+            link = Link(client, server)
+            self.links.append(link)
+            if self._is_over:
+                link.hang_up()
+            self._run(self._forward, link, client, server, True)
+            self._run(self._forward, link, server, client, False)
+
+    def _forward(self, link: Link, source: socket.socket, target: socket.socket, up: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if up:
+                    self._before_up(link)
+                link.may_flow.wait()
+                target.sendall(data)
+                link.up_bytes += len(data) if up else 0
+        link.hang_up()
+
+    @staticmethod
+    def _hang_up(end: socket.socket) -> None:
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

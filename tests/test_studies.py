@@ -1,0 +1,206 @@
+"""The frame of the studies holds: keys, the cache, the rules of a table. What the studies find is for `python -m studies` to say."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from studies import __main__ as command
+from studies import arms, report, train, world
+from studies.arms import DIVERGED, Arm, Outcome, cached, outcome
+from studies.report import Gap, NotChosenError, Row, Study
+
+import diloco
+
+METHOD = diloco.DiLoCo(sync_every=2).to_dict()
+SHORT = Arm(method=METHOD, learners=2, warm=0.0, budget_s=4.0)
+"""Four steps of two learners."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(arms, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(train, "WARM", tmp_path / "warm")
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    return tmp_path
+
+
+def put(arm: Arm, loss: float) -> None:
+    """A finished run in the cache."""
+    arms.CACHE.mkdir(exist_ok=True)
+    values = {"arm": asdict(arm), "text": "text", "outcome": asdict(Outcome(loss, 1.0, (450,), date="2026-01-31"))}
+    (arms.CACHE / f"{arm.key()}.json").write_text(json.dumps(values))
+
+
+# ---------------------------------------------------------------------------------------------------------------- arms
+
+
+def test_a_key_holds_what_a_run_depends_on_and_nothing_else() -> None:
+    arm = Arm(method=METHOD)
+    different = [
+        replace(arm, seed=1), replace(arm, learners=2), replace(arm, warm=0.5), replace(arm, split="select"),
+        replace(arm, attack="noise"), replace(arm, method=diloco.DiLoCo(sync_every=3).to_dict()),
+        replace(arm, method=diloco.DiLoCo(sync_every=2, codec="int4").to_dict()),
+    ]  # fmt: skip
+    assert len({each.key() for each in (arm, *different)}) == len(different) + 1
+    same = {**METHOD, "name": "another name"}
+    del same["screen"]  # as saved before there was such a field
+    assert replace(arm, method=same).key() == arm.key()
+
+
+def test_controls_are_shared() -> None:
+    parallel = Arm(kind="data parallel")
+    assert replace(parallel, learners=8, warm=0.5, topics=True, budget_s=450.0, method=METHOD).key() == parallel.key()
+    alone = Arm(kind="isolated")
+    assert replace(alone, speeds=(1.0, 0.5), budget_s=450.0).key() == alone.key()
+    assert replace(alone, learners=8).key() != alone.key() != replace(alone, warm=0.5).key()
+
+
+def test_a_run_is_made_once(folder: Path) -> None:
+    assert cached(SHORT) is None
+    first = outcome(SHORT)
+    file = folder / "cache" / f"{SHORT.key()}.json"
+    written = file.stat().st_mtime_ns
+    assert first.steps == (4, 4)
+    assert first.merges == 2
+    assert 0 < first.loss < DIVERGED
+    assert outcome(SHORT) == cached(SHORT) == first
+    assert file.stat().st_mtime_ns == written
+    assert cached(replace(SHORT, seed=1)) is None
+
+
+def test_runs_on_another_text_are_made_again(folder: Path) -> None:
+    put(SHORT, 1.0)  # "text" is no text's fingerprint
+    assert cached(SHORT) == Outcome(1.0, 1.0, (450,), date="2026-01-31")
+    assert outcome(SHORT).loss != 1.0
+
+
+def test_a_kept_warm_start_is_the_warm_start(folder: Path) -> None:
+    for inner in ("adamw", "muon"):
+        arm = Arm(warm=2 / world.STEPS, inner=inner)
+        made, kept = train.warm_started(arm), train.warm_started(arm)
+        assert made[2] == kept[2] == 2
+        one, other = train._state(*made[:2]), train._state(*kept[:2])
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        for group in kept[1].param_groups:
+            assert group["lr"] in (arm.lr, 2 * arm.lr)  # the peak, not where the warm start was
+
+
+def test_learners_share_the_batch_of_data_parallel() -> None:
+    whole = world.global_batch(3, 7)
+    assert torch.equal(torch.cat([world.part_of(whole, index, 4) for index in range(4)]), whole)
+    assert not torch.equal(world.global_batch(3, 8), whole)
+
+
+def test_a_topic_is_read_by_one_learner() -> None:
+    shares = world.topic_shares(4)
+    assert sum(shares) == pytest.approx(1)
+    assert shares == sorted(shares, reverse=True)
+    stretches = torch.cat(world.topics(4))
+    assert len(stretches.unique()) == len(stretches)
+
+
+def test_the_two_held_out_parts_share_nothing() -> None:
+    reported, selected = world.held_out("report"), world.held_out("select")
+    assert reported.shape == selected.shape == (world.HELD_OUT_SEQUENCES, world.SEQUENCE + 1)
+    assert not {tuple(each) for each in reported.tolist()} & {tuple(each) for each in selected.tolist()}
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def verdict(gaps: report.Gaps) -> tuple[bool | None, str]:
+    return gaps["ours"].mean < gaps["isolated"].mean, f"ours {gaps['ours'].mean:+.3f}"
+
+
+OURS = Arm(method=METHOD)
+STUDY = Study(name="a_study", claim="Ours is better.", rows=lambda: [Row("ours", OURS, "lr 1")], verdict=verdict)
+
+
+def shown(folder: Path) -> tuple[dict[str, Any], str]:
+    report.show(STUDY)
+    values = json.loads((folder / "results" / "a_study.json").read_text())
+    assert report.markdown(values) == (folder / "results" / "a_study.md").read_text()
+    return values, report.markdown(values)
+
+
+def test_gaps_are_of_pairs() -> None:
+    def losses(*values: float) -> dict[int, Outcome]:
+        return {seed: Outcome(value, 1.0) for seed, value in enumerate(values)}
+
+    found = report.gap(losses(2.1, 2.3, 2.2), losses(2.0, 2.2, 2.1))
+    assert found is not None
+    assert found.mean == pytest.approx(0.1)
+    assert found.error == pytest.approx(0.0, abs=1e-12)  # seeds scatter, pairs do not
+    spread = report.gap(losses(2.1, 2.4), losses(2.0, 2.2, 2.1))
+    assert spread is not None
+    assert (spread.num_seeds, spread.mean, spread.error) == (2, pytest.approx(0.15), pytest.approx(0.05))
+    assert report.gap({}, losses(2.0)) is None
+
+
+def test_what_was_not_run_is_said(folder: Path) -> None:
+    values, text = shown(folder)
+    assert values["verdict"] == "cannot be judged"
+    assert "| ours (lr 1) | 0.7 / 0.9 | not run | | |" in text
+    assert "the arm 'ours' was not run" in text
+
+
+@pytest.mark.parametrize(("loss", "word"), [(2.05, "reproduced"), (2.15, "not reproduced at this scale")])
+def test_the_verdict_follows_the_rule(folder: Path, loss: float, word: str) -> None:
+    for seed in report.SEEDS:
+        put(Arm(kind="data parallel", seed=seed), 2.0 + seed)
+        put(Arm(kind="isolated", seed=seed), 2.1 + seed)
+        put(replace(OURS, seed=seed), loss + seed)
+    values, text = shown(folder)
+    assert values["verdict"] == word
+    assert values["date"] == "2026-01-31"
+    assert f"| ours (lr 1) | 0.7 / 0.9 | {loss + 1:.4f} | {loss - 2:+.3f} ± 0.000 | {loss - 2.1:+.3f} ± 0.000 |" in text
+    assert "fewer than" not in text
+
+
+def test_few_seeds_and_divergence_are_said(folder: Path) -> None:
+    put(Arm(kind="data parallel"), 2.0)
+    put(Arm(kind="isolated"), 2.1)
+    put(OURS, DIVERGED)
+    _, text = shown(folder)
+    assert "| ours (lr 1) | 0.7 / 0.9 | diverged | | |" in text
+    assert "fewer than 3 seeds" in text
+
+
+def test_settings_are_chosen_on_their_own_split_and_seed(folder: Path) -> None:
+    candidates = {"low": Arm(method=METHOD, learners=2), "high": Arm(method=METHOD, learners=3)}
+    for name, arm in candidates.items():
+        put(arm, 1.0 if name == "low" else 2.0)  # what is reported must not be looked at
+    with pytest.raises(NotChosenError):
+        report.best(candidates)
+    for name, arm in candidates.items():
+        put(replace(arm, seed=report.SELECTION_SEED, split="select"), 1.5 if name == "high" else 1.6)
+    assert report.best(candidates) == "high"
+    assert report.SELECTION_SEED not in report.SEEDS
+
+
+def test_a_gap_of_one_pair_has_no_error() -> None:
+    assert str(Gap(0.1234, 0.0, 1)) == "+0.123"
+    assert str(Gap(-0.01, 0.002, 3)) == "-0.010 ± 0.002"
+
+
+# ------------------------------------------------------------------------------------------------------------ studies
+
+
+@pytest.mark.parametrize("name", command.NAMES)
+def test_every_study_of_the_list_is_one(name: str) -> None:
+    study = command.study_of(name)
+    assert study.name == name
+    try:
+        rows = [*study.controls(), *study.rows()]
+    except NotChosenError:
+        return
+    labels = [row.label for row in rows]
+    assert len(set(labels)) == len(labels)
+
+
+def test_the_page_of_all_studies_is_up_to_date() -> None:
+    assert command.DOCS.read_text() == command.docs()
