@@ -7,7 +7,6 @@ snapshot of what is sent and a copy of what is adopted; encoding, sending, recei
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
@@ -15,18 +14,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from diloco.core.adopt import Adopt, Eager
-from diloco.core.fragments import Layout, gather, make_layout, scatter
+from diloco.core.adopt import Eager
+from diloco.core.fragments import Layout, make_layout
 from diloco.core.learner import LearnerCore, Send, mode_of
 from diloco.core.method import Method
 from diloco.core.update import Contribution, Update
 from diloco.eager import EagerSteps
 from diloco.errors import CheckpointError, ConfigError
-from diloco.exchange.base import Arrived, Called, Exchange, Model, Opened, Rejected, Rejoined, Report
+from diloco.exchange.base import Arrived, Called, Exchange, Opened, Rejected, Rejoined, Report
+from diloco.histogram import Histogram
 from diloco.residuals import Residuals
-from diloco.snapshot import Snapshots
-from diloco.static import StaticTensors
 from diloco.trainable import check_trainable, trained_tensors
+from diloco.values import Values
 
 
 class Learner:
@@ -75,11 +74,8 @@ class Learner:
         self._exchange = exchange
         check_trainable(model, inner_optimizer, self.method, exchange)
         self.layout: Layout = make_layout(model, self.method.fragments)
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._values = Values(model, self.layout, self.method)
         self._trained = trained_tensors(self.layout, trains)
-        self._aliases = _aliases(model)
-        self._snapshots = Snapshots(self.layout)
-        self._static = StaticTensors(model, self.layout)
         self._blocked_s = 0.0
         self._num_blocked = 0
         self._blocked = Histogram()
@@ -89,7 +85,7 @@ class Learner:
         self._merges = 0
         self._received: dict[tuple[int, int], Arrived] = {}
         self._start_model: Opened | None = None
-        self._start(exchange.open(self.layout, self.method, self._own_model))
+        self._start(exchange.open(self.layout, self.method, self._values.own_model))
         self._hook = None
         if self.method.exchanged == "gradients":
             self._hook = inner_optimizer.register_step_pre_hook(lambda *_: self._exchange_gradients())
@@ -112,24 +108,28 @@ class Learner:
             self._exchange.boundary()
         else:
             for send in self._core.stepped(tokens, sync_every=self._exchange.sync_every):
-                self._send(send, self._parameters)
+                self._send(send, self._values.parameters)
             self._report(waiting=False)
             self._settle()
             while self._exchange.boundary():
                 self._settle()
-            self._keep_origins()
+            self._values.end_boundary(self._sent, keep=self._keeps_origins)
+            self._sent.clear()
         self._blocked.add(self._blocked_s - blocked_s)
         self._last_step_at = time.monotonic()
 
     def _send(self, send: Send, tensors: Mapping[str, Tensor]) -> None:
         self._sent[send.fragment] = send
-        self._static.check(send.fragment, len(self.layout.fragments))
+        self._values.static.check(send.fragment, len(self.layout.fragments))
         if not self._exchange.sends and self._eager is None:
             return
         fragment = self.layout.fragments[send.fragment]
-        snapshot = self._snapshots.take(fragment, tensors)
-        anchors = self._anchors if self._eager is None else self._eager.anchors
-        measured = self._origins.get(send.fragment, anchors[send.fragment])
+        snapshot = self._values.snapshots.take(fragment, tensors)
+        if self.method.exchanged == "gradients":
+            measured = None
+        else:
+            anchors = self._values.anchors if self._eager is None else self._eager.anchors
+            measured = self._values.origins.get(send.fragment, anchors[send.fragment])
         contribution = Contribution(
             self._name, self._incarnation, send.fragment, send.round, send.base, send.tokens, send.steps,
             self._core.tokens, send.discarded, step=self._core.step, tensors=self._trained[send.fragment],
@@ -139,10 +139,9 @@ class Learner:
         tentative = residuals.offered(send.fragment, send.round)
 
         def payload() -> Tensor:
-            given = None if self.method.exchanged == "gradients" else measured
-            outer_gradient = self._snapshots.displacement(fragment, given, snapshot)
+            outer_gradient = self._values.snapshots.displacement(fragment, measured, snapshot)
             encoded = residuals.encode(tentative, outer_gradient)
-            self._snapshots.give_back(snapshot)
+            self._values.snapshots.give_back(snapshot)
             return encoded
 
         if self._eager is None:
@@ -163,15 +162,13 @@ class Learner:
         if self._eager is not None:
             for fragment, send in self._sent.items():
                 anchor = self._eager.step(send, arrived.get(fragment), self._name, self._exchange.num_live)
-                self._write(fragment, anchor, self._parameters)
+                self._values.write(fragment, anchor)
             self._sent.clear()
 
-    def _keep_origins(self) -> None:
-        """The end of a boundary: what is measured next of a fragment that was sent and has not been adopted starts from here."""
-        if self.method.adopt.needs_origin or (self._core.schedule.intervals_in_flight and self._eager is None):
-            for fragment in self._sent:
-                self._origins[fragment] = gather(self.layout.fragments[fragment], self._parameters).cpu()
-        self._sent.clear()
+    @property
+    def _keeps_origins(self) -> bool:
+        """Whether what is measured next may start from the parameters as they were sent."""
+        return self.method.adopt.needs_origin or (self._core.schedule.intervals_in_flight > 0 and self._eager is None)
 
     def _wait_while(self, missing: Callable[[], bool]) -> None:
         """Block until the answers that are missing are here."""
@@ -199,7 +196,7 @@ class Learner:
                         self._residuals.roll_back(update.fragment, update.base)
                 case Called(fragment=fragment):
                     if (send := self._core.called(fragment)) is not None:
-                        self._send(send, self._parameters)
+                        self._send(send, self._values.parameters)
                 case Rejected(fragment=fragment, round=round_, reason=reason):
                     if self._core.rejected(fragment, round_, reason):
                         self._residuals.roll_back(fragment, round_)
@@ -209,48 +206,22 @@ class Learner:
     def _adopt(self, fragment: int, version: int) -> None:
         arrived = self._received[fragment, version]
         if self.method.exchanged == "gradients":
-            gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-            self._write(fragment, arrived.theta, gradients)
+            self._values.write(fragment, arrived.theta, self._values.gradients())
         elif self._eager is not None:
             self._eager.adopted(fragment, arrived)
         else:
-            self._write(fragment, arrived.theta, self._parameters, self.method.adopt)
-        self._anchors[fragment] = arrived.theta
-        self._origins.pop(fragment, None)
-        if self._eager is None:
+            self._values.adopt(fragment, arrived.theta, just_sent=fragment in self._sent)
             self._sent.pop(fragment, None)
+        self._values.adopted(fragment, arrived.theta)
         for flight in self._core.adopted(fragment, version):
             if not flight.listed:
                 self._residuals.roll_back(fragment, flight.round)
         self._received = {key: value for key, value in self._received.items() if key[0] != fragment or key[1] > version}
 
-    @torch.no_grad()
-    def _write(self, fragment: int, flat: Tensor, tensors: Mapping[str, Tensor], adopt: Adopt | None = None) -> None:
-        """A fragment's tensors become `adopt` of themselves and `flat`, or `flat`.
-
-        Tensor by tensor, so that what is made on the way stays in a processor's cache.
-        """
-        layout = self.layout.fragments[fragment]
-        device = tensors[layout.names[0]].device
-        origins = {}
-        if adopt is not None and adopt.needs_origin and fragment not in self._sent:
-            origins = scatter(layout, self._origins.get(fragment, self._anchors[fragment]).to(device))
-        for name, value in scatter(layout, flat.to(device)).items():
-            own = tensors[name]
-            if adopt is None:
-                own.copy_(value)
-            else:
-                local = own.float()  # where the fragment was sent at this very boundary, nothing was trained since
-                own.copy_(adopt.adopt(local, value.to(own.device), origins.get(name, local)))
-
     def _exchange_gradients(self) -> None:
         """Before an inner step: every gradient becomes the mean over learners."""
         self._require_open()
-        gradients = {}
-        for name, parameter in self._parameters.items():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients[name] = parameter.grad
+        gradients = self._values.gradients()
         for send in self._core.stepped(0):
             self._send(send, gradients)
         self._settle()
@@ -288,21 +259,10 @@ class Learner:
         self._name, self._incarnation = opened.learner, opened.incarnation
         self._received.clear()
         self._residuals = Residuals(self.method, len(self.layout.fragments))
-        self._anchors = list(opened.model.fragments)
-        self._origins: dict[
-            int, Tensor
-        ] = {}  # parameters when they were sent, where that is what the next is measured from
         self._sent: dict[int, Send] = {}  # at this boundary
         self._eager = EagerSteps(self.method, opened) if isinstance(self.method.adopt, Eager) else None
         # Where gradients are exchanged, a fragment's later versions are gradients, and the model is the learners' own.
-        if self.method.exchanged != "gradients" or not any(opened.versions):
-            for fragment, theta in enumerate(opened.model.fragments):
-                self._write(fragment, theta, self._parameters)
-        self._static.adopt(opened.model.static)
-
-    def _own_model(self) -> Model:
-        fragments = tuple(gather(fragment, self._parameters).cpu() for fragment in self.layout.fragments)
-        return Model(fragments, self._static.values())
+        self._values.take(opened.model, write=self.method.exchanged != "gradients" or not any(opened.versions))
 
     # --- state ------------------------------------------------------------------------------------------------------------
 
@@ -332,19 +292,11 @@ class Learner:
 
         Host tensors, in the parameters' dtypes. With gradients exchanged it is the model itself.
         """
-        values: dict[str, Tensor] = {}
-        if self.method.exchanged != "gradients":
-            for fragment, anchor in zip(self.layout.fragments, self._newest(), strict=True):
-                values.update(scatter(fragment, anchor))
-        state = {}
-        for name, own in self.model.state_dict().items():
-            source = values.get(self._aliases.get(name, name))
-            state[name] = own.to("cpu", copy=True) if source is None else source.to(own.dtype, copy=True)
-        return state
+        return self._values.state_dict(None if self.method.exchanged == "gradients" else self._newest())
 
     def _newest(self) -> list[Tensor]:
         """The global fragments adopted; where learners push, those that have come and wait for this one's own push too."""
-        newest = list(self._anchors)
+        newest = list(self._values.anchors)
         if self._core.mode == "pushed":
             for (fragment, _), arrived in sorted(self._received.items(), key=lambda each: each[0]):
                 newest[fragment] = arrived.theta
@@ -381,8 +333,7 @@ class Learner:
             "layout": self.layout.digest(),
             "method": self.method.to_dict(),
             "core": self._core.state_dict(),
-            "anchors": {str(f): anchor for f, anchor in enumerate(self._anchors)},
-            "origins": {str(f): origin for f, origin in self._origins.items()},
+            **self._values.learner_state(),
             "received": {f"{f}.{v}": _arrived_out(arrived) for (f, v), arrived in self._received.items()},
             "eager": {} if self._eager is None else self._eager.state_dict(),
             "residuals": self._residuals.state_dict(),
@@ -422,9 +373,8 @@ class Learner:
         self._core.load_state_dict(state["core"])
         if not state["exchange"]:  # a syncer keeps the books, by incarnation, and this is a new one
             self._core.reincarnated()
-        self._anchors = [state["anchors"][str(f)] for f in range(len(self._anchors))]
+        self._values.load_learner_state(state)
         self._residuals.load_state_dict(state["residuals"])
-        self._origins = {int(f): origin for f, origin in state["origins"].items()}
         if self._eager is not None:
             self._eager.load_state_dict(state["eager"])
         self._received = {_fragment_and_version(key): _arrived_in(saved) for key, saved in state["received"].items()}
@@ -461,24 +411,6 @@ class Learner:
             raise ConfigError("this learner is closed; make a new one to train on.")
 
 
-class Histogram:
-    """How many calls of `step` were blocked for how long."""
-
-    BOUNDS_S = (0.0, 0.001, 0.01, 0.1, 1.0, 10.0)
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(self.BOUNDS_S) + 1)
-
-    def add(self, seconds: float) -> None:
-        """One call."""
-        self._counts[bisect_left(self.BOUNDS_S, seconds)] += 1
-
-    def as_dict(self) -> dict[str, int]:
-        """By upper bound in seconds; "0" were not blocked."""
-        names = [*(f"{bound:g}" for bound in self.BOUNDS_S), "inf"]
-        return dict(zip(names, self._counts, strict=True))
-
-
 def _arrived_out(arrived: Arrived) -> dict[str, Any]:
     tensors = {"theta": arrived.theta} | ({} if arrived.mean is None else {"mean": arrived.mean})
     return {"update": asdict(arrived.update), "merged_round": arrived.merged_round, **tensors}
@@ -492,13 +424,3 @@ def _arrived_in(saved: Mapping[str, Any]) -> Arrived:
 def _fragment_and_version(key: str) -> tuple[int, int]:
     fragment, version = key.split(".")
     return int(fragment), int(version)
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Every name of a tied parameter in `state_dict`, to the one name it has in the layout."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        name: first[id(value)]
-        for name, value in model.state_dict(keep_vars=True).items()
-        if id(value) in first and first[id(value)] != name
-    }
