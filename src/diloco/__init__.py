@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from diloco import errors as errors
     from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
-    from diloco.core.codecs import BF16, E3M0, FP16, FP32, Int4, Int8
+    from diloco.core.codecs import BF16, E3M0, FP16, FP32, Int4, Int8, SignPruned, TopK, TwoBit
     from diloco.core.fragments import Balanced, ByLayer, Named, Whole
     from diloco.core.heloco import HeLoCo
     from diloco.core.merge import Mean, SenderMean
@@ -58,7 +58,7 @@ __all__ = [
     "Mean", "SenderMean", "RadialDirectional", "HeLoCo", "CoordinateMedian", "TrimmedMean", "GeometricMedian", "MultiKrum",
     "MedianNormClip", "NormOutliers", "NormZScore",
     "Replace", "Mix", "KeepDisplacement", "Eager",
-    "FP32", "BF16", "FP16", "Int8", "Int4", "E3M0",
+    "FP32", "BF16", "FP16", "Int8", "Int4", "E3M0", "TwoBit", "TopK", "SignPruned",
     # the rest
     "DilocoError", "errors", "__version__",
 ]  # fmt: skip
@@ -97,7 +97,7 @@ _MODULES = {
         "NormZScore",
     ),
     "diloco.core.adopt": ("Replace", "Mix", "KeepDisplacement", "Eager"),
-    "diloco.core.codecs": ("FP32", "BF16", "FP16", "Int8", "Int4", "E3M0"),
+    "diloco.core.codecs": ("FP32", "BF16", "FP16", "Int8", "Int4", "E3M0", "TwoBit", "TopK", "SignPruned"),
     "diloco.errors": ("DilocoError",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

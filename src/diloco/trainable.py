@@ -48,7 +48,8 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, method: 
         )
     if method.exchanged == "gradients" and not exchange.gradients:
         raise ConfigError(
-            "a syncer cannot run DataParallel on gradients: it would never hold the model, so nobody could rejoin; "
+            "a syncer or an elastic group cannot run DataParallel on gradients: nobody but the learners would hold the model, so none "
+            "could rejoin; "
             "use Collective over a process group, or a method that exchanges outer gradients."
         )
 

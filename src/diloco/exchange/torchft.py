@@ -81,6 +81,8 @@ class TorchFT(Exchange):
         >>> learner = diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(), exchange=TorchFT("a", lighthouse=url, host="10.0.0.5"))
     """
 
+    gradients = False
+
     def __init__(self, replica: str, *, lighthouse: str, host: str, timeout_s: float = 600.0) -> None:
         try:
             from torchft import ProcessGroupGloo
