@@ -21,9 +21,9 @@ from torch import Tensor
 
 from diloco.core.codecs import Codec
 from diloco.core.contributions import Encoded, Reader, end_of, require_finite, stretches_of
+from diloco.core.distances import inner_product, norm, times
 from diloco.core.layout import Placement
 from diloco.core.merge import Merge
-from diloco.core.radial import inner_product, norm
 from diloco.core.values import fraction
 from diloco.errors import ConfigError
 
@@ -74,7 +74,7 @@ class HeLoCo(Merge):
                 damped = share / (1 + self.damping * each.staleness)
                 merged[part].add_(vector[part].mul(own * damped))
                 if along and momentum is not None:
-                    merged[part].add_(momentum[part].mul(along * damped))
+                    merged[part].add_(times(momentum[part], along * damped))
                 totals[index] += share
         for place, total in zip(places, totals, strict=True):
             if total:
