@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from diloco.core.heloco import HeLoCo
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merge import Mean, Merge, SenderMean
 from diloco.core.merges import MERGES, merge_from_dict
+from diloco.core.method import Method
 from diloco.core.radial import RadialDirectional
 from diloco.core.robust import (
+    SCREENS,
     CoordinateMedian,
     GeometricMedian,
     MedianNormClip,
@@ -444,3 +447,14 @@ def test_norms_are_those_of_what_is_decoded() -> None:
 def test_what_cannot_be_is_refused(make: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()  # type: ignore[operator]
+
+
+def test_the_page_about_merges_has_them_all_and_its_examples_work() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "merges.md").read_text()
+    for kind in (*MERGES, *SCREENS):
+        assert f"`{kind.__name__}(" in page, kind
+    names: dict[str, object] = {}
+    exec(page.split("```python")[1].split("```")[0], names)
+    guarded = names["guarded"]
+    assert isinstance(guarded, Method)
+    assert (guarded.merge, guarded.screen) == (TrimmedMean(0.125), NormOutliers(4.0))

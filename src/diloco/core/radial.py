@@ -31,7 +31,7 @@ class RadialDirectional(Merge):
         averaged: tensors whose name matches one of these patterns (shell style) are averaged instead: embeddings, whose rows are
             trained by different learners at different times.
 
-    A tensor that one learner alone trains is that learner's, bit for bit. Two passes over the contributions.
+    A tensor that one learner alone trains is that learner's, bit for bit. Three passes over the contributions.
     """
 
     elementwise: ClassVar[bool] = False
