@@ -1,6 +1,7 @@
-"""Lengths, angles and distances of outer gradients, the same on any number of threads.
+"""Lengths, angles and distances of outer gradients, the same on any device and any number of threads.
 
-Sums are fp64 over fixed blocks of 4096 elements from the start of the vector, and blocks are added exactly (`math.fsum`). Contributions
+Sums are fp64 over fixed blocks of 4096 elements from the start of the vector: a block's upper half is added to its lower one until one
+element is left (`torch.sum` adds in an order that depends on the processor), and blocks are added exactly (`math.fsum`). Contributions
 are decoded run by run. Where a learner trains a part of the tensors, its length is taken over those (a distance of two learners: over
 what both train) and scaled up by √(elements / those elements), so that it is neither short nor near for that.
 """
@@ -12,25 +13,26 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
+from diloco.core.codecs.sums import fold
 from diloco.core.contributions import RUN_SEGMENTS, Encoded, Reader, clear, runs, untrained
 from diloco.core.layout import Placement
 
 BLOCK_ELEMENTS = 4096
+_GROUP_ELEMENTS = (
+    16 * BLOCK_ELEMENTS
+)  # at a time: enough to spread the cost of a call, few enough for a processor's cache
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def inner_product(x: Tensor, y: Tensor) -> float:
-    """⟨x, y⟩ of two flat fp32 vectors: fp64 sums of blocks of 4096 elements, added exactly. The same on any number of threads."""
-    blocks = [
-        float((x[start : start + BLOCK_ELEMENTS].double() * y[start : start + BLOCK_ELEMENTS].double()).sum())
-        for start in range(0, x.numel(), BLOCK_ELEMENTS)
-    ]
-    return math.fsum(blocks)
+    """⟨x, y⟩ of two flat fp32 vectors: fp64 sums of blocks of 4096 elements, added exactly."""
+    pieces = zip(x.split(_GROUP_ELEMENTS), y.split(_GROUP_ELEMENTS), strict=True)
+    return math.fsum(sum_ for one, other in pieces for sum_ in _sums(one.double().mul_(other.double())))
 
 
 def norm(x: Tensor) -> float:
     """‖x‖ of a flat fp32 vector, as `inner_product` sums it."""
-    return math.sqrt(inner_product(x, x))
+    return math.sqrt(math.fsum(_squares(x)))
 
 
 def times(x: Tensor, factor: float) -> Tensor:
@@ -101,4 +103,15 @@ def _scaled_up(num_elements: int, gaps: Sequence[slice]) -> float:
 
 def _squares(x: Tensor) -> list[float]:
     """Sums of squares of the blocks of a run."""
-    return [float(block.double().square().sum()) for block in x.split(BLOCK_ELEMENTS)]
+    return [sum_ for piece in x.split(_GROUP_ELEMENTS) for sum_ in _sums(piece.double().square_())]
+
+
+def _sums(x: Tensor) -> list[float]:
+    """Sums of the blocks of a flat fp64 vector, which is overwritten; what the last one lacks is 0."""
+    full = x.numel() - x.numel() % BLOCK_ELEMENTS
+    sums: list[float] = fold(x[:full].view(-1, BLOCK_ELEMENTS)).flatten().tolist()
+    if full < x.numel():
+        last = torch.zeros(BLOCK_ELEMENTS, dtype=torch.float64, device=x.device)
+        last[: x.numel() - full] = x[full:]
+        sums.append(float(fold(last)))
+    return sums
