@@ -194,8 +194,8 @@ class Learner:
                         self._residuals.commit(update.fragment, flight.round)
                     if self._core.mode == "scheduled" and event.merged_round < update.base:
                         self._residuals.roll_back(update.fragment, update.base)
-                case Called(fragment=fragment):
-                    if (send := self._core.called(fragment)) is not None:
+                case Called(fragment=fragment, version=version):
+                    if (send := self._core.called(fragment, version)) is not None:
                         self._send(send, self._values.parameters)
                 case Rejected(fragment=fragment, round=round_, reason=reason):
                     if self._core.rejected(fragment, round_, reason):

@@ -338,3 +338,17 @@ def test_a_resumed_learner_under_a_new_incarnation_counts_from_nothing() -> None
 def test_a_state_of_another_cut_is_refused() -> None:
     with pytest.raises(CheckpointError, match="has 2 fragments and this model 1"):
         core(Schedule(4, 1)).load_state_dict(core(Schedule(4, 2)).state_dict())
+
+
+def test_a_call_that_is_quicker_than_its_version_is_answered_after_it() -> None:
+    """The syncer publishes and calls at once; the call is a few bytes and the version is not."""
+    core = LearnerCore(Schedule(4, 1), [0], wait=False, mode="called")
+    core.stepped(5)
+    assert core.called(0, 0) is not None
+    core.stepped(5)
+    assert core.called(0, 1) is None
+    assert core.stepped(5) == ()
+    core.received(0, 1, merged_round=0)
+    core.adopted(0, 1)
+    (send,) = core.stepped(5)
+    assert (send.base, send.tokens) == (1, 5)

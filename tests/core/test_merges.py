@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +15,15 @@ from torch import Tensor
 
 from diloco.core.codecs import FP32, SEGMENT_ELEMENTS, Int4
 from diloco.core.contributions import Encoded, shard_of
+from diloco.core.distances import inner_product, norm, norms_of
 from diloco.core.heloco import HeLoCo
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merge import Mean, Merge, SenderMean
 from diloco.core.merges import MERGES, merge_from_dict
-from diloco.core.radial import RadialDirectional, inner_product, norm
+from diloco.core.method import Method
+from diloco.core.radial import RadialDirectional
 from diloco.core.robust import (
+    SCREENS,
     CoordinateMedian,
     GeometricMedian,
     MedianNormClip,
@@ -27,7 +32,6 @@ from diloco.core.robust import (
     NormZScore,
     Screen,
     TrimmedMean,
-    norms_of,
     screen_from_dict,
 )
 from diloco.errors import ConfigError, CorruptPayloadError
@@ -114,6 +118,64 @@ def test_a_tensor_counts_those_who_train_it(how: Merge) -> None:
     nobody = [Encoded(each.learner, each.payloads, 1.0, tensors=frozenset({0, 1, 2})) for each in contributions]
     if not isinstance(how, SenderMean):  # it goes by what is not zero
         assert not how.merge(FP32(), nobody, PLACES, NUM)[-7:].any()
+
+
+@pytest.mark.parametrize("how", ALL, ids=str)
+def test_what_a_payload_says_of_tensors_that_its_learner_does_not_train_counts_for_nothing(how: Merge) -> None:
+    """A codec of 2 bits says something of every coordinate, and a learner that lies says anything."""
+    values, noisy = vectors(4), vectors(4)
+    for one, other in zip(values[1:3], noisy[1:3], strict=True):
+        one[5000:35000], other[5000:35000] = 0.0, 1e6
+    own = [None, frozenset({0, 2, 3}), frozenset({0, 2, 3}), None]
+
+    def merged(values: Sequence[Tensor]) -> Tensor:
+        brought = [replace(each, tensors=theirs) for each, theirs in zip(encoded(values), own, strict=True)]
+        return how.merge(FP32(), brought, PLACES, NUM)
+
+    assert torch.equal(merged(noisy), merged(values))
+    assert merged(values)[5000:35000].any()
+
+
+@pytest.mark.parametrize("how", [how for how in ALL if how.weighted], ids=str)
+def test_weights_are_ratios(how: Merge) -> None:
+    values = vectors(4)
+    values[0], heavy = values[1], merge(how, values[1:], [2.0, 1.0, 1.0])
+    # one learner twice is one of twice the weight, if it is longer than nobody's median or the median is its own
+    if not isinstance(how, MedianNormClip):
+        torch.testing.assert_close(merge(how, values), heavy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merge(how, values[1:], [6.0, 3.0, 3.0]), heavy, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", [how for how in ALL if not how.weighted], ids=str)
+def test_some_count_everybody_the_same(how: Merge) -> None:
+    values = vectors(4)
+    assert torch.equal(merge(how, values, [1e9, 1.0, 2.0, 3.0]), merge(how, values))
+    assert torch.equal(merge(how, values, [1e9, 0.0, 2.0, 3.0]), merge(how, [values[0], *values[2:]]))
+
+
+@pytest.mark.parametrize("how", ALL, ids=str)
+@pytest.mark.parametrize("num_idle", [1, 5])
+def test_who_trains_nothing_of_a_fragment_changes_nothing(how: Merge, num_idle: int) -> None:
+    values, codec = vectors(3), FP32()
+    idle = [Encoded(f"z{i}", (codec.encode(torch.zeros(NUM)),), 1.0, tensors=frozenset()) for i in range(num_idle)]
+    assert torch.equal(how.merge(codec, [*encoded(values), *idle], PLACES, NUM), merge(how, values))
+    assert not how.merge(codec, idle, PLACES, NUM).any()
+
+
+@pytest.mark.parametrize("how", [RadialDirectional(()), HeLoCo(0.9)], ids=str)
+@pytest.mark.parametrize("scale", [1e-30, 1e-38, 1e-42])
+def test_very_short_vectors_are_vectors(how: Merge, scale: float) -> None:
+    """Their directions are longer than they by more than fp32 can say."""
+    one, two = vectors(2)
+    momentum = scale * (one + 3 * torch.randn(NUM, generator=torch.Generator().manual_seed(3)))
+    merged = how.merge(FP32(), encoded([one, two]), PLACES, NUM, momentum)
+    if isinstance(how, HeLoCo):  # only the direction of the momentum counts; 1e-42 has a few bits left
+        assert torch.isfinite(merged).all()
+        same = how.merge(FP32(), encoded([one, two]), PLACES, NUM, momentum / scale)
+        assert norm(merged - same) < (0.01 if scale == 1e-42 else 1e-5) * norm(same)
+    short = how.merge(FP32(), encoded([scale * one, scale * two], [1e11, 1e11]), PLACES, NUM)
+    expected = scale * how.merge(FP32(), encoded([one, two]), PLACES, NUM)
+    assert norm(short - expected) <= (0.01 if scale < 1e-37 else 1e-5) * norm(expected)  # denormals have fewer bits
 
 
 @pytest.mark.parametrize("how", [how for how in ALL if how.elementwise], ids=str)
@@ -203,6 +265,42 @@ def test_sender_mean_divides_by_those_who_sent() -> None:
 def test_sender_mean_of_dense_contributions_is_the_mean() -> None:
     values = vectors(4)
     torch.testing.assert_close(merge(SenderMean(), values), merge(Mean(), values), rtol=1e-6, atol=1e-7)
+
+
+def test_krum_keeps_those_with_the_nearest_neighbours() -> None:
+    """Against the definition, in fp64, with scattered contributions."""
+    generator = torch.Generator().manual_seed(4)
+    values = [torch.randn(NUM, generator=generator) * (1 + i % 4) for i in range(9)]
+    for f in (0, 1, 2, 3):
+        stack = torch.stack(values).double()
+        distances = (stack[:, None] - stack[None]).square().sum(-1)
+        near = distances.sort(dim=1).values[:, 1 : 1 + 9 - f - 2].sum(1)
+        kept = sorted(near.argsort()[: 9 - f].tolist())
+        assert torch.equal(merge(MultiKrum(f), values), merge(Mean(), [values[i] for i in kept]))
+
+
+def test_krum_compares_learners_over_what_both_train() -> None:
+    """Seven train the first two tensors and seven the last two; the one that lies in each half is left out."""
+    honest = vectors(14)
+    halves = [frozenset({0, 1}) if i < 7 else frozenset({2, 3}) for i in range(14)]
+    bad = {3, 9}
+    values = [-10 * value if i in bad else value for i, value in enumerate(honest)]
+    brought = [replace(each, tensors=own) for each, own in zip(encoded(values), halves, strict=True)]
+    good = [each for i, each in enumerate(brought) if i not in bad]
+    assert torch.equal(MultiKrum(2).merge(FP32(), brought, PLACES, NUM), Mean().merge(FP32(), good, PLACES, NUM))
+
+
+def test_lengths_of_parts_are_compared_with_those_of_wholes() -> None:
+    """A learner that trains a tenth of the elements is as long as one whose other elements are like those."""
+    values = [torch.full((NUM,), value) for value in (1.0, 2.0, 3.0)]
+    brought = [
+        replace(each, tensors=own)
+        for each, own in zip(encoded(values), [None, frozenset({1}), frozenset({0, 2})], strict=True)
+    ]
+    assert norms_of(FP32(), brought, NUM, PLACES) == pytest.approx([math.sqrt(NUM) * i for i in (1, 2, 3)], rel=1e-12)
+    clipped = MedianNormClip().merge(FP32(), brought, PLACES, NUM)
+    torch.testing.assert_close(clipped[5000:35000], torch.full((30000,), 1.5), rtol=1e-6, atol=0)
+    torch.testing.assert_close(clipped[:5000], torch.full((5000,), 1.5), rtol=1e-6, atol=0)  # 3 is clipped to 2
 
 
 @pytest.mark.parametrize("num", [3, 4, 7])
@@ -349,3 +447,14 @@ def test_norms_are_those_of_what_is_decoded() -> None:
 def test_what_cannot_be_is_refused(make: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()  # type: ignore[operator]
+
+
+def test_the_page_about_merges_has_them_all_and_its_examples_work() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "merges.md").read_text()
+    for kind in (*MERGES, *SCREENS):
+        assert f"`{kind.__name__}(" in page, kind
+    names: dict[str, object] = {}
+    exec(page.split("```python")[1].split("```")[0], names)
+    guarded = names["guarded"]
+    assert isinstance(guarded, Method)
+    assert (guarded.merge, guarded.screen) == (TrimmedMean(0.125), NormOutliers(4.0))

@@ -33,7 +33,7 @@ from diloco.core.presets import (
 )
 from diloco.core.quorum import AllLive, Called, Pushed
 from diloco.core.radial import RadialDirectional
-from diloco.core.robust import CoordinateMedian, NormOutliers
+from diloco.core.robust import CoordinateMedian, MultiKrum, NormOutliers
 from diloco.core.update import advance, close_round
 from diloco.errors import ConfigError
 
@@ -218,6 +218,8 @@ def test_a_difference_is_said_in_words() -> None:
         (lambda: replace(AsyncDiLoCo(), partial="scale"), "divides once more"),
         (lambda: replace(DiLoCo(), dynamic_steps=True), r"use quorum=Pushed\(\)"),
         (lambda: replace(DiLoCo(outer=SGD(lr=1.0)), merge=HeLoCo()), "has none"),
+        (lambda: DecoupledDiLoCo(merge=CoordinateMedian()), "use weight='uniform' with it, not 'tokens\\^2/steps'"),
+        (lambda: replace(DiLoCo(weight="tokens"), merge=MultiKrum()), r"MultiKrum\(\) counts every learner the same"),
         (lambda: DiLoCo(overlap=1, quorum=AllLive(drop=0.5)), "needs overlap=0, not 1"),
         (lambda: replace(DiLoCo(), adopt=KeepDisplacement()), "set overlap"),
         (lambda: replace(DataParallel(), screen=NormOutliers()), "needs screen=None"),

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS, Codec
+from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
 from diloco.core.contributions import Encoded
 from diloco.core.fragments import digest
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.method import Method
 from diloco.core.outer import SGD, Adam, Nesterov, Outer
 from diloco.core.presets import DataParallel, DiLoCo, LocalSGD
+from diloco.core.robust import NormOutliers
 from diloco.core.update import SMALLEST_NORMAL, Closed, advance, close_round, flush_denormals
 from diloco.errors import CorruptPayloadError, NonFiniteError
 
@@ -221,3 +222,44 @@ def test_an_update_may_be_kept_while_the_next_is_computed() -> None:
     assert torch.equal(first.theta, kept)
     first.payload.zero_()
     assert torch.equal(advanced, kept)
+
+
+# --- screens ------------------------------------------------------------------------------------------------------------------
+
+
+def screened(contributions: list[Encoded], num_elements: int = 40) -> Closed:
+    how = replace(DiLoCo(weight="tokens"), screen=NormOutliers(3.0))
+    two = (
+        Placement(TensorSpec("a", (30,), "float32"), 0),
+        Placement(TensorSpec("b", (num_elements - 30,), "float32"), 30),
+    )
+    return close_round(how, torch.zeros(num_elements), how.outer.init(num_elements), None, contributions, two)
+
+
+def test_a_round_goes_on_without_those_that_are_refused() -> None:
+    values = [torch.randn(40) for _ in range(4)]
+    sent = [FP32().encode(50 * each if i == 1 else each) for i, each in enumerate(values)]
+    closed = screened(brought(sent))
+    assert closed.refused == ("learner-1",)
+    without = screened([each for each in brought(sent) if each.learner != "learner-1"])
+    assert without.refused == ()
+    assert torch.equal(closed.theta, without.theta)
+
+
+def test_who_brings_nothing_is_no_yardstick() -> None:
+    """Most of the learners have no tokens, or train nothing of this fragment: the one that does is no outlier for that."""
+    zeros, work = FP32().encode(torch.zeros(40)), FP32().encode(torch.randn(40))
+    for idle in ({"weight": 0.0}, {"tensors": frozenset()}):
+        contributions = brought([zeros, zeros, work, zeros])
+        contributions = [each if i == 2 else replace(each, **idle) for i, each in enumerate(contributions)]
+        closed = screened(contributions)
+        assert closed.refused == ()
+        assert torch.equal(closed.theta, screened([contributions[2]]).theta)
+
+
+def test_who_trains_a_part_is_judged_by_that_part() -> None:
+    values = [torch.ones(40) for _ in range(5)]
+    values[4][30:], values[3][:30], values[3][30:] = 1e3, 7.0, 1e3
+    contributions = brought([FP32().encode(each) for each in values])
+    contributions[3:] = [replace(each, tensors=frozenset({0})) for each in contributions[3:]]
+    assert screened(contributions).refused == ("learner-3",)

@@ -52,9 +52,9 @@ def until(condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> No
 class SyncerProcess:
     """`diloco syncer` as a process that can be killed and started again on the same port."""
 
-    def __init__(self, directory: Path, *, at_least: int, lost_floor_s: float) -> None:
+    def __init__(self, directory: Path, run_file: str) -> None:
         self.directory = directory
-        (directory / "run.toml").write_text(RUN_FILE.format(at_least=at_least, lost_floor_s=lost_floor_s))
+        (directory / "run.toml").write_text(run_file)
         self.port = 0
         self.start()
 
@@ -88,7 +88,7 @@ class SyncerProcess:
 
 @contextmanager
 def syncer_process(directory: Path, *, at_least: int = 2, lost_floor_s: float = 60.0) -> Iterator[SyncerProcess]:
-    it = SyncerProcess(directory, at_least=at_least, lost_floor_s=lost_floor_s)
+    it = SyncerProcess(directory, RUN_FILE.format(at_least=at_least, lost_floor_s=lost_floor_s))
     try:
         yield it
     finally:

@@ -2,12 +2,16 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def command(
@@ -54,50 +58,102 @@ def _read_token(path: Path) -> str:
 
 
 def _print(status: dict[str, Any]) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    learners, fragments = status["learners"], status["fragments"]
     console.print(
         f"run [bold]{status['run']}[/], {status['method']['name']}, step {status['step']:,}, {status['tokens']:,} tokens"
     )
     if not status["initialised"]:
         console.print("no model yet: start one learner with --initialise")
         return
+    console.print(_participation(status))
+    console.print(_learners(status))
+    console.print(_fragments(status["fragments"]))
+    console.print(
+        "merges: fragments whose newest merge has the learner; behind: versions of the fragment where it is most behind; "
+        "stale: versions between what its last contribution was measured from and the merge it went into; up, down: bytes on the "
+        "syncer's sockets from and to it. Tokens of a fragment: merged + pending + discarded + lost = trained.",
+        style="dim",
+    )
+
+
+def _participation(status: dict[str, Any]) -> str:
+    """Who is there, and who was in the newest merge: a run with everybody alive and half of them taking part is half a run."""
+    learners = status["learners"].values()
+    line = f"{sum(it['live'] for it in learners)} live, {sum(it['healthy'] for it in learners)} healthy"
+    merge = status["newest_merge"]
+    if merge is None:
+        return line
+    scale = "" if merge["scale"] == 1 else f", scaled by {merge['scale']:.2f}"
+    names = ", ".join(merge["contributors"])
+    return f"{line}; newest merge: {names} into version {merge['version']} of fragment {merge['fragment']}{scale}"
+
+
+def _learners(status: dict[str, Any]) -> "Table":
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    learners, num_fragments = status["learners"], len(status["fragments"])
     num_bytes: dict[str, dict[str, dict[str, int]]] = status["num_bytes"] or {}
     gone = sorted(name for name in num_bytes if name not in learners and name not in ("", "viewers"))
-    table = Table("learner", "state", "step", "s/step", "tokens", "heard", "in merges", "in", "out", box=SIMPLE)
-    for name in [*learners, *gone]:
-        it = learners.get(name, {})
-        kinds = num_bytes.get(name, {}).values()
-        received, sent = (sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent"))
-        in_merges = sum(name in fragment["last_contributors"] for fragment in fragments)
-        state = "gone" if not it else "waiting" if it["waiting"] else "healthy" if it["healthy"] else "starting"
+    table = Table("learner", "state", box=SIMPLE, padding=(0, 1))
+    for title in ("step", "s/step", "tokens", "merges", "behind", "stale", "heard", "up", "down"):
+        table.add_column(title, justify="right")
+    for name, it in learners.items():
         table.add_row(
             name,
-            state,
-            f"{it['step']:,}" if it else "",
-            f"{it['step_s']:.2g}" if it and it["step_s"] is not None else "",
-            _short(it["tokens"]) if it else "",
-            f"{it['silent_s']:.1f} s" if it else "",
-            f"{in_merges} of {len(fragments)}",
-            f"{_short(received)}B" if num_bytes else "?",
-            f"{_short(sent)}B" if num_bytes else "?",
+            _state(it),
+            f"{it['step']:,}",
+            _or_unknown(it["step_s"], lambda seconds: f"{seconds:.2g}"),
+            _short(it["tokens"]),
+            f"{it['merged']} of {num_fragments}",
+            _or_unknown(it["versions_behind"], str),
+            _or_unknown(it["staleness"], str),
+            f"{it['silent_s']:.1f} s",
+            *_traffic(num_bytes, name),
         )
-    console.print(table)
-    table = Table("fragment", "version", "merged", "pending", "discarded", "lost", "newest merge, and now", box=SIMPLE)
+    for name in gone:
+        merged = sum(name in fragment["last_contributors"] for fragment in status["fragments"])
+        table.add_row(name, "gone", "", "", "", f"{merged} of {num_fragments}", "", "", "", *_traffic(num_bytes, name))
+    return table
+
+
+def _state(it: dict[str, Any]) -> str:
+    """One word; only a healthy learner is expected in a merge."""
+    if not it["live"]:
+        return f"lost, {it['given_up_in_s']:.0f} s left"
+    return "waiting" if it["waiting"] else "healthy" if it["healthy"] else "starting"
+
+
+def _traffic(num_bytes: dict[str, dict[str, dict[str, int]]], name: str) -> tuple[str, str]:
+    """Bytes from and to a learner; "?" where the system cannot count them."""
+    if not num_bytes:
+        return "?", "?"
+    kinds = num_bytes.get(name, {}).values()
+    up, down = (sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent"))
+    return f"{_short(up)}B", f"{_short(down)}B"
+
+
+def _fragments(fragments: list[dict[str, Any]]) -> "Table":
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, padding=(0, 1))
+    for title in ("fragment", "version", "trained", "merged", "pending", "discarded", "lost"):
+        table.add_column(title, justify="right")
+    table.add_column("newest merge, and now")
     for it in fragments:
         ledger = it["ledger"]
         discarded = sum(ledger["discarded"].values())
-        tokens = (_short(count) for count in (ledger["merged"], ledger["pending"], discarded, ledger["lost"]))
+        counts = (ledger["trained"], ledger["merged"], ledger["pending"], discarded, ledger["lost"])
         members = ", ".join(it["last_contributors"]) or "none yet"
-        table.add_row(str(it["fragment"]), str(it["version"]), *tokens, f"{members}; {it['reason']}")
-    console.print(table)
-    console.print(
-        "in merges: fragments whose newest merge has the learner; in, out: bytes on the syncer's sockets; the rest are tokens"
-    )
+        table.add_row(str(it["fragment"]), str(it["version"]), *map(_short, counts), f"{members}; {it['reason']}")
+    return table
+
+
+def _or_unknown(value: Any, show: Callable[[Any], str]) -> str:
+    return "" if value is None else show(value)
 
 
 def _short(count: float) -> str:

@@ -42,6 +42,11 @@ class Encoded:
     tensors: frozenset[int] | None = None
     factor: float = 1.0
 
+    @property
+    def counts(self) -> bool:
+        """Whether anything of it is in a merge."""
+        return self.weight > 0 and self.tensors != frozenset()
+
 
 WEIGHTS = ("uniform", "tokens", "tokens^2/steps", "discounted")
 
@@ -257,6 +262,22 @@ class Reader:
             raise CorruptPayloadError(
                 f"the contribution of {contribution.learner} cannot be merged: {error}"
             ) from error
+
+
+def untrained(contribution: Encoded, places: Sequence[Placement]) -> list[slice]:
+    """The elements of the tensors that a learner does not train. What its payloads say of them is noise: 2 bits cannot say 0."""
+    if contribution.tensors is None:
+        return []
+    return [slice(p.offset, end_of(p)) for index, p in enumerate(places) if index not in contribution.tensors]
+
+
+def clear(decoded: Tensor, run: slice, gaps: Sequence[slice]) -> Tensor:
+    """Set what lies in `gaps` to 0, in place; `decoded` holds the elements of `run`."""
+    for gap in gaps:
+        first, last = max(gap.start, run.start), min(gap.stop, run.stop)
+        if first < last:
+            decoded[first - run.start : last - run.start].zero_()
+    return decoded
 
 
 def end_of(place: Placement) -> int:

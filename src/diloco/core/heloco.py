@@ -21,9 +21,9 @@ from torch import Tensor
 
 from diloco.core.codecs import Codec
 from diloco.core.contributions import Encoded, Reader, end_of, require_finite, stretches_of
+from diloco.core.distances import inner_product, norm, times
 from diloco.core.layout import Placement
 from diloco.core.merge import Merge
-from diloco.core.radial import inner_product, norm
 from diloco.core.values import fraction
 from diloco.errors import ConfigError
 
@@ -63,6 +63,7 @@ class HeLoCo(Merge):
         merged = torch.zeros(num_elements, dtype=torch.float32, device=device)
         largest = max(each.weight for each in contributions)
         totals = [0.0] * len(places)
+        lengths = [0.0 if momentum is None else norm(momentum[place.offset : end_of(place)]) for place in places]
         for each in contributions:
             vector = reader.whole(each)
             share = each.weight / largest
@@ -70,11 +71,13 @@ class HeLoCo(Merge):
                 if share == 0 or (each.tensors is not None and index not in each.tensors):
                     continue
                 part = slice(place.offset, end_of(place))
-                own, along = self._corrected(vector[part], None if momentum is None else momentum[part])
+                own, along = 1.0, 0.0
+                if momentum is not None and lengths[index]:
+                    own, along = self._corrected(vector[part], momentum[part], lengths[index])
                 damped = share / (1 + self.damping * each.staleness)
                 merged[part].add_(vector[part].mul(own * damped))
                 if along and momentum is not None:
-                    merged[part].add_(momentum[part].mul(along * damped))
+                    merged[part].add_(times(momentum[part], along * damped))
                 totals[index] += share
         for place, total in zip(places, totals, strict=True):
             if total:
@@ -82,10 +85,10 @@ class HeLoCo(Merge):
         require_finite(merged)
         return merged
 
-    def _corrected(self, v: Tensor, m: Tensor | None) -> tuple[float, float]:
+    def _corrected(self, v: Tensor, m: Tensor, m_norm: float) -> tuple[float, float]:
         """a, b of the corrected outer gradient a·v + b·m."""
-        v_norm, m_norm = norm(v), 0.0 if m is None else norm(m)
-        if m is None or v_norm == 0 or m_norm == 0:
+        v_norm = norm(v)
+        if v_norm == 0:
             return 1.0, 0.0
         along = inner_product(v, m)
         cosine = along / (v_norm * m_norm)

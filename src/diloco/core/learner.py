@@ -70,7 +70,7 @@ class FragmentBook:
         overwritten: tokens discarded by adoption and not yet reported.
         passed: versions up to this one are passed over: the contribution to it was dropped, and its learner goes on from its own
             parameters.
-        asked: the syncer has called it when there was no work on it.
+        asked: the syncer has called it when it could not be answered.
         push_at: where learners push: the inner step of the next push.
         answered: where learners push: the newest contribution is settled, so the newest version may be adopted.
     """
@@ -157,14 +157,15 @@ class LearnerCore:
             sends = [self.called(f) for f, book in enumerate(self.books) if book.asked]
         return tuple(send for send in sends if send is not None)
 
-    def called(self, fragment: int) -> Send | None:
-        """The syncer asks for a fragment: all work on it since the last send or adoption.
+    def called(self, fragment: int, version: int | None = None) -> Send | None:
+        """The syncer asks for a fragment, which is at this version: all work on it since the last send or adoption.
 
-        None if the version held was answered already: what was trained since stays pending. None if there is no work yet; then it
-        is sent after the next step.
+        None if the version held was answered already: what was trained since stays pending. Where the call is for a newer version
+        (a call may be quicker than the version itself), and where there is no work yet, it is answered after the next step that can.
         """
         book = self.books[fragment]
         if book.flights and book.flights[-1].base == book.held:
+            book.asked = book.asked or (version is not None and version > book.held)
             return None
         book.asked = book.pending_steps == 0
         return None if book.asked else self._offer(fragment, book.held)

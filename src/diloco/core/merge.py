@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
-from diloco.core.contributions import RUN_SEGMENTS, Encoded, Reader, require_finite, runs, stretches_of
+from diloco.core.contributions import (
+    RUN_SEGMENTS,
+    Encoded,
+    Reader,
+    clear,
+    require_finite,
+    runs,
+    stretches_of,
+    untrained,
+)
 from diloco.core.layout import Placement
 from diloco.core.values import Choice
 
@@ -24,6 +33,9 @@ class Merge(Choice):
 
     elementwise: ClassVar[bool]
     """True: merging a run of whole segments gives the bits of that part of the whole. False: it needs whole fragments."""
+
+    weighted: ClassVar[bool] = True
+    """False: everybody counts the same, whatever its weight; only weight 0 leaves one out."""
 
     @abstractmethod
     def merge(
@@ -111,7 +123,7 @@ class SenderMean(Merge):
     """Every coordinate's weighted mean over those who sent it, that is, whose decoded value is not zero; 0 where nobody did.
 
     For contributions that name a few coordinates each: SparseLoCo's reference implementation (arXiv 2508.15706) divides by a
-    coordinate's senders and not by all learners. With dense contributions it is the mean.
+    coordinate's senders and not by all learners. With dense contributions it is the mean. Who does not train a tensor sends none of it.
     """
 
     elementwise: ClassVar[bool] = True
@@ -130,10 +142,11 @@ class SenderMean(Merge):
         merged = torch.zeros(num_elements, dtype=torch.float32, device=device)
         reader = Reader(codec, min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), device)
         weight = torch.empty_like(reader.scratch)
+        gaps = [untrained(each, places) for each in contributions]
         for part, span in runs(codec, num_elements):
             sum_, senders = merged[part], weight[: part.stop - part.start].zero_()
-            for each in contributions:
-                decoded = reader.read(each, span, reader.scratch[: sum_.numel()])
+            for each, theirs in zip(contributions, gaps, strict=True):
+                decoded = clear(reader.read(each, span, reader.scratch[: sum_.numel()]), part, theirs)
                 share = each.weight / largest
                 senders.add_(decoded.ne(0.0).float().mul_(share))
                 sum_.add_(decoded.mul_(share))

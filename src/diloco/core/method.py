@@ -149,6 +149,8 @@ class Method:
              "partial='scale' is for Called() and Pushed(); a scheduled round takes the mean of those present."),
             (self.partial == "scale" and isinstance(self.outer, DelayedNesterov),
              "DelayedNesterov divides by its buffer, and partial='scale' divides once more; use partial='full' with it."),
+            (self.weight != "uniform" and not self.merge.weighted,
+             f"{type(self.merge).__name__}() counts every learner the same; use weight='uniform' with it, not {self.weight!r}."),
             (self.dynamic_steps and not isinstance(self.quorum, Pushed),
              f"dynamic_steps lets learners push at their own pace; use quorum=Pushed(), not {quorum}."),
             (isinstance(self.merge, HeLoCo) and self.outer.momentum_of(self.outer.init(0)) is None,

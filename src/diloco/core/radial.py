@@ -15,26 +15,12 @@ from torch import Tensor
 
 from diloco.core.codecs import Codec
 from diloco.core.contributions import Encoded, Reader, end_of, require_finite
+from diloco.core.distances import norm, times
 from diloco.core.layout import Placement
 from diloco.core.merge import Mean, Merge
 
-BLOCK_ELEMENTS = 4096
 CANCELLED = 1e-3
 """Below this length of the mean direction there is none."""
-
-
-def inner_product(x: Tensor, y: Tensor) -> float:
-    """⟨x, y⟩ of two flat fp32 vectors: fp64 sums of blocks of 4096 elements, added exactly. The same on any number of threads."""
-    blocks = [
-        float((x[start : start + BLOCK_ELEMENTS].double() * y[start : start + BLOCK_ELEMENTS].double()).sum())
-        for start in range(0, x.numel(), BLOCK_ELEMENTS)
-    ]
-    return math.fsum(blocks)
-
-
-def norm(x: Tensor) -> float:
-    """‖x‖ of a flat fp32 vector, as `inner_product` sums it."""
-    return math.sqrt(inner_product(x, x))
 
 
 @dataclass(frozen=True)
@@ -45,7 +31,7 @@ class RadialDirectional(Merge):
         averaged: tensors whose name matches one of these patterns (shell style) are averaged instead: embeddings, whose rows are
             trained by different learners at different times.
 
-    A tensor that one learner alone trains is that learner's, bit for bit. Two passes over the contributions.
+    A tensor that one learner alone trains is that learner's, bit for bit. Three passes over the contributions.
     """
 
     elementwise: ClassVar[bool] = False
@@ -75,7 +61,7 @@ class RadialDirectional(Merge):
             for index, place in enumerate(places):
                 if own[index]:
                     part = slice(place.offset, end_of(place))
-                    directions[part].add_(vector[part].mul_(each.weight / own[index]))
+                    directions[part].add_(times(vector[part], each.weight / own[index]))
         for index, place in enumerate(places):
             train = [i for i, each in enumerate(counting) if each.tensors is None or index in each.tensors]
             if len(train) < 2 or any(fnmatchcase(place.spec.name, pattern) for pattern in self.averaged):
@@ -85,7 +71,7 @@ class RadialDirectional(Merge):
             length = norm(directions[part])
             if length / total >= CANCELLED:
                 radius = math.fsum(counting[i].weight * norms[i][index] for i in train) / total
-                mean[part] = directions[part].mul_(radius / length)
+                mean[part] = times(directions[part], radius / length)
         require_finite(mean)
         return mean
 

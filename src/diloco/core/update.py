@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from diloco.core.contributions import Encoded
+from diloco.core.distances import norms_of
 from diloco.core.layout import Placement
 from diloco.core.method import Method
-from diloco.core.robust import norms_of
 
 SMALLEST_NORMAL = 2.0**-126  # below it devices disagree on denormals
 
@@ -146,8 +146,10 @@ def close_round(
     """
     refused: tuple[str, ...] = ()
     if method.screen is not None:
-        norms = norms_of(method.up, contributions, theta.numel())
-        refused = tuple(contributions[index].learner for index in method.screen.refused(norms))
+        # Who brings nothing is not judged: with it, the median norm may be 0 and the only work there is an outlier.
+        judged = [each for each in contributions if each.counts]
+        norms = norms_of(method.up, judged, theta.numel(), places)
+        refused = tuple(judged[index].learner for index in method.screen.refused(norms)) if judged else ()
         contributions = [each for each in contributions if each.learner not in refused]
     momentum = method.outer.momentum_of(outer_state)
     merged = method.merge.merge(method.up, contributions, places, theta.numel(), momentum)

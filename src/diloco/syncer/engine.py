@@ -31,6 +31,7 @@ from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.notices import Notices, Watches
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.state import RunState
+from diloco.syncer.status import Status
 from diloco.syncer.store import Store
 from diloco.syncer.ticker import Ticker
 
@@ -62,6 +63,7 @@ class Engine:
         self._spool = spool
         self._journal = Journal(events_log, metrics)
         self._watches = Watches()
+        self._status = Status(self._state)
         self._ticker = Ticker(self._tick)
         self._merger = Merger(self._state, store, spool, self._journal, carry_out=self._carry_out)
         self._hands = Hands(
@@ -126,22 +128,7 @@ class Engine:
     def status(self) -> dict[str, Any]:
         """Plain values for `diloco status`."""
         with self._lock:
-            step, tokens = self.position()
-            base: dict[str, Any] = {
-                "run": self._state.run,
-                "method": self.method.to_dict(),
-                "initialised": self.initialised,
-                "step": step,
-                "tokens": tokens,
-                "initial_tokens": self._state.initial_tokens,
-                "spooled_bytes": self._spool.held_bytes,
-            }
-            if not self.initialised:
-                return {**base, "learners": {}, "fragments": []}
-            status = {**self._state.core.status(time.monotonic()), **base}
-            for fragment, held in zip(status["fragments"], self.model.fragments, strict=True):
-                fragment["last_contributors"] = list(held.contributors)
-            return status
+            return self._status.as_dict(num_spooled_bytes=self._spool.held_bytes)
 
     # --- membership -------------------------------------------------------------------------------------------------------
 
@@ -201,6 +188,7 @@ class Engine:
             actions = self._state.core.heartbeat(
                 time.monotonic(), learner, incarnation, step=step, tokens=tokens, step_s=step_s, waiting=waiting
             )
+            self._status.heard(learner, incarnation, versions)
             self._hands.carry_out(actions)
 
     def leave(self, learner: str, incarnation: int, tokens: int) -> None:
@@ -260,7 +248,7 @@ class Engine:
                 if isinstance(first, Accept) and not first.duplicate:
                     is_kept = True
                     self._hands.keep(contribution, slot)
-                    self._journal.contributed(contribution, slot.num_bytes, contribution.round - contribution.base)
+                    self._journal.contributed(contribution, slot.num_bytes, self._status.contributed(contribution))
                 if isinstance(first, Reject):
                     self._journal.rejected(first)
                 self._hands.carry_out(others)

@@ -69,12 +69,19 @@ class HeldFragment:
 
 @dataclass
 class HeldModel:
-    """The whole model: `static` is a safetensors file with the frozen parameters and buffers."""
+    """The whole model: `static` is a safetensors file with the frozen parameters and buffers, `newest` what this process has published
+    last."""
 
     method: Method
     layout: Layout
     static: bytes
     fragments: list[HeldFragment]
+    newest: Update | None = None
+
+    def take(self, update: Update, closed: Closed, merged: MergedRounds) -> None:
+        """A new version is published."""
+        self.fragments[update.fragment].take(update, closed, merged)
+        self.newest = update
 
     def fragment(self, index: int) -> HeldFragment:
         """Raises LayoutError for one that there is not."""

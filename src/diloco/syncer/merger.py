@@ -154,7 +154,7 @@ class Merger:
         f = result.update.fragment
         with self._state.lock:
             actions = self._state.core.stored(time.monotonic(), f)
-            self._state.model.fragments[f].take(result.update, result.closed, self._state.merged_rounds(f))
+            self._state.model.take(result.update, result.closed, self._state.merged_rounds(f))
             self._carry_out(actions)
 
     def _note_failure(self, future: Future[None]) -> None:

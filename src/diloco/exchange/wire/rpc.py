@@ -82,4 +82,6 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 20_000),  # a learner that is gone without a word holds a thread and the room of its push
+    ("grpc.keepalive_timeout_ms", 20_000),
 ]

@@ -1,0 +1,117 @@
+"""What `diloco status` says of everybody: who is there, who takes part, and how far behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from tests.syncer.runs import RUN, Raw, layout, method, start
+from tests.syncer.test_faults import QUICK, until
+from typer.testing import CliRunner
+
+import diloco
+from diloco.cli.status import command
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.syncer.server import Syncer
+
+ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Syncer]:
+    with start(tmp_path, method(), deadlines=QUICK) as it:
+        yield it
+
+
+def joined(syncer: Syncer, name: str) -> Raw:
+    raw = Raw(syncer.address, name)
+    if not syncer.engine.initialised:
+        raw.initialise()
+    raw.join()
+    return raw
+
+
+def beat(raw: Raw, step: int, versions: tuple[int, ...] = (0, 0)) -> None:
+    request = pb.HeartbeatRequest(
+        run=RUN, learner=raw.name, incarnation=raw.incarnation, step=step, tokens=5 * step, step_s=0.1, versions=versions
+    )  # fmt: skip
+    raw.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
+
+
+def shown(syncer: Syncer, *options: str) -> str:
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["--address", syncer.address, "--run", RUN, *options])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_before_there_is_a_model(syncer: Syncer) -> None:
+    assert "no model yet" in shown(syncer)
+    assert json.loads(shown(syncer, "--json"))["newest_merge"] is None
+
+
+def test_who_takes_part_and_who_is_behind(syncer: Syncer) -> None:
+    first, second = joined(syncer, "first"), joined(syncer, "second")
+    beat(first, 1)
+    assert first.push(ONES).accepted  # second has not trained yet, so nobody waits for it
+    syncer.engine.drain()
+    beat(first, 2, versions=(1, 0))
+    beat(second, 2, versions=(0, 0))
+    status: dict[str, Any] = json.loads(shown(syncer, "--json"))
+    learners = status["learners"]
+    assert {name: (it["live"], it["healthy"], it["merged"]) for name, it in learners.items()} == {
+        "first": (True, True, 1),
+        "second": (True, True, 0),
+    }
+    assert [learners[name]["versions_behind"] for name in ("first", "second")] == [0, 1]
+    assert [learners[name]["staleness"] for name in ("first", "second")] == [0, None]
+    assert status["newest_merge"] == {
+        "fragment": 0,
+        "version": 1,
+        "contributors": ["first"],
+        "weights": [1.0],
+        "scale": 1.0,
+    }
+    for fragment in status["fragments"]:
+        ledger = fragment["ledger"]
+        settled = ledger["pending"] + ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
+        assert settled == ledger["trained"] == status["tokens"] == 20
+    text = shown(syncer)
+    assert "2 live, 2 healthy; newest merge: first into version 1 of fragment 0" in text
+    assert max(map(len, text.splitlines())) <= 100
+    for raw in (first, second):
+        raw.connection.close()
+
+
+def test_whom_a_round_waits_for_and_who_is_lost(syncer: Syncer) -> None:
+    first, second = joined(syncer, "first"), joined(syncer, "second")
+    for raw in (first, second):
+        beat(raw, 1)
+    assert first.push(ONES).accepted
+    assert "waiting for second; second is given up in" in " ".join(shown(syncer).split())
+    second.connection.close()
+
+    def is_given_up() -> bool:
+        beat(first, 1)
+        return "second" not in syncer.engine.status()["learners"]
+
+    until(is_given_up, "second is not given up")
+    text = shown(syncer)
+    assert "gone" in text
+    assert "1 live, 1 healthy" in text
+    first.connection.close()
+
+
+def test_a_run_that_needs_more_says_how_many(tmp_path: Path) -> None:
+    with start(tmp_path, method(at_least=3)) as syncer:
+        raw = joined(syncer, "first")
+        beat(raw, 1)
+        assert raw.push(ONES).accepted
+        assert "1 of at least 3 learners have contributed" in " ".join(shown(syncer).split())
+        raw.connection.close()
