@@ -33,7 +33,7 @@ from diloco.core.presets import (
 )
 from diloco.core.quorum import AllLive, Called, Pushed
 from diloco.core.radial import RadialDirectional
-from diloco.core.robust import CoordinateMedian, MultiKrum, NormOutliers
+from diloco.core.robust import CoordinateMedian, MultiKrum, NormOutliers, TrimmedMean
 from diloco.core.update import advance, close_round
 from diloco.errors import ConfigError
 
@@ -248,3 +248,20 @@ def test_heloco_takes_any_outer_momentum(outer: Outer) -> None:
 def test_every_fragment_is_sent_after_every_step_where_there_is_only_one() -> None:
     schedule = DataParallel(fragments=Balanced(3)).schedule(3)
     assert schedule.due(1) == schedule.due(7) == ((0, 1, 2), (0, 1, 2))
+
+
+def test_a_run_file_may_replace_the_merge_of_any_preset() -> None:
+    table = {
+        "preset": "DiLoCo",
+        "sync_every": 20,
+        "merge": {"type": "TrimmedMean", "trim": 0.2},
+        "screen": {"type": "NormOutliers"},
+    }
+    method = method_from_table(table)
+    assert method == replace(DiLoCo(sync_every=20), merge=TrimmedMean(0.2), screen=NormOutliers())
+    with pytest.raises(ConfigError, match="did you mean 'merge'"):
+        method_from_table({"preset": "DiLoCo", "merg": {"type": "Mean"}})
+    with pytest.raises(ConfigError, match=r"use wait=False with Called"):
+        method_from_table({"preset": "DiLoCo", "quorum": {"type": "Called"}})
+    with pytest.raises(ConfigError, match="a scheduled round takes the mean"):
+        method_from_table({"preset": "DiLoCo", "partial": "scale"})

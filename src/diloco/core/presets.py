@@ -248,10 +248,13 @@ PRESETS: dict[str, Callable[..., Method]] = {
 
 
 def method_from_table(table: Mapping[str, Any]) -> Method:
-    """A method from a run file's `[method]` table: `preset = "DiLoCo"` and the preset's keywords.
+    """A method from a run file's `[method]` table: `preset = "DiLoCo"`, the preset's keywords, and `REPLACEABLE` fields.
+
+    `merge`, `screen`, `partial` and `adopt` replace the preset's answer where it has no such keyword.
 
     Raises:
-        ConfigError: no or an unknown preset, or a keyword that the preset does not take (names the nearest).
+        ConfigError: no or an unknown preset, a keyword that the preset does not take (names the nearest), or answers that
+            do not go together.
     """
     keywords = dict(table)
     name = keywords.pop("preset", None)
@@ -260,8 +263,15 @@ def method_from_table(table: Mapping[str, Any]) -> Method:
     if name not in PRESETS:
         raise ConfigError(f"there is no preset {name!r}{nearest(str(name), PRESETS)}")
     preset = PRESETS[name]
-    check_keys(keywords, list(inspect.signature(preset).parameters), f"{name} keyword")
-    return preset(**keywords)
+    own = inspect.signature(preset).parameters
+    replaced = {key: keywords.pop(key) for key in [*keywords] if key not in own and key in REPLACEABLE}
+    check_keys(keywords, [*own, *REPLACEABLE], f"{name} keyword")
+    method = preset(**keywords)
+    return Method.from_dict(method.to_dict() | replaced) if replaced else method
+
+
+REPLACEABLE = ("merge", "screen", "partial", "adopt")
+"""Fields of `Method` that a run file may set whatever the preset: none of them makes another method of it."""
 
 
 def _family(
