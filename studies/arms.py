@@ -44,6 +44,7 @@ class Arm:
         examples: a learner's tokens are credited in proportion to the size of its topic.
         attack: what the last learner's outer gradients become: "noise", "flipped", "scaled".
         batch: sequences of a learner's step, where not BATCH ÷ M.
+        common: steps of a control after the warm start, where not all the others: its lr schedule ends with them.
     """
 
     kind: str = "method"
@@ -62,6 +63,7 @@ class Arm:
     examples: bool = False
     attack: str = ""
     batch: int | None = None
+    common: int | None = None
 
     def key(self) -> str:
         """Name of the run: a hash of what it depends on, where that is not the default."""

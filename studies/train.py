@@ -107,10 +107,12 @@ def train(arm: Arm) -> Outcome:
                 raise
             return Outcome(DIVERGED, 0.0)
     model, optimizer, start = warm_started(arm)
-    for step in range(start + 1, STEPS + 1):
+    common = arm.common or STEPS - start
+    for step in range(start + 1, start + common + 1):
         batch = _batch(arm, step, 0) if arm.kind == "isolated" else world.global_batch(arm.seed, step)
-        inner_step(model, optimizer, batch, world.lr_factor(step / STEPS, step))
-    return Outcome(world.evaluate(model.state_dict(), arm.split), 0.0, (STEPS - start,))
+        progress = (start + (step - start) * (STEPS - start) / common) / STEPS
+        inner_step(model, optimizer, batch, world.lr_factor(progress, step))
+    return Outcome(world.evaluate(model.state_dict(), arm.split), 0.0, (common,))
 
 
 def _batch(arm: Arm, step: int, learner: int) -> Tensor:

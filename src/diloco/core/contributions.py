@@ -160,6 +160,15 @@ class Stretch:
     def first(self) -> int:
         return next(iter(self.shares))
 
+    @property
+    def counting(self) -> list[int]:
+        """Those of its learners whose weight is not 0."""
+        return [index for index, share in self.shares.items() if share > 0]
+
+    @property
+    def num_elements(self) -> int:
+        return int(self.elements.stop - self.elements.start)
+
     def within(self, run: slice) -> "Stretch | None":
         """The part of it in a run, relative to the run's start; None if there is none."""
         start, stop = max(self.elements.start, run.start), min(self.elements.stop, run.stop)

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.codecs.sums import fold
-from diloco.core.contributions import RUN_SEGMENTS, Encoded, Reader, clear, runs, untrained
+from diloco.core.contributions import RUN_SEGMENTS, Encoded, Reader, Stretch, clear, runs, untrained
 from diloco.core.layout import Placement
 
 BLOCK_ELEMENTS = 4096
-_GROUP_ELEMENTS = (
-    16 * BLOCK_ELEMENTS
-)  # at a time: enough to spread the cost of a call, few enough for a processor's cache
+_GROUP_ELEMENTS = 64 * BLOCK_ELEMENTS  # at a time, to spread the cost of the calls
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -49,56 +47,77 @@ def norms_of(
 
     `places`: the tensors, needed where a learner trains only some of them.
     """
-    return distances_of(codec, contributions, num_elements, places, None)
-
-
-def distances_of(
-    codec: Codec,
-    contributions: Sequence[Encoded],
-    num_elements: int,
-    places: Sequence[Placement],
-    centre: Tensor | None,
-) -> list[float]:
-    """‖v − centre‖ of every contribution, as `norms_of` sums it; None stands for 0."""
     reader = Reader(codec, min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), contributions[0].payloads[0].device)
     found = []
     for each in contributions:
         blocks: list[float] = []
         gaps = untrained(each, places)
         for part, span in runs(codec, num_elements):
-            decoded = reader.read(each, span, reader.scratch[: part.stop - part.start])
-            blocks += _squares(clear(decoded if centre is None else decoded.sub_(centre[part]), part, gaps))
-        found.append(math.sqrt(math.fsum(blocks) * _scaled_up(num_elements, gaps)))
+            blocks += _squares(clear(reader.read(each, span, reader.scratch[: part.stop - part.start]), part, gaps))
+        left = num_elements - sum(gap.stop - gap.start for gap in gaps)
+        found.append(math.sqrt(math.fsum(blocks) * (num_elements / left)) if left else 0.0)
     return found
 
 
+Matrix = list[list[float]]
+
+
 def squared_distances(
-    codec: Codec, contributions: Sequence[Encoded], num_elements: int, places: Sequence[Placement]
-) -> list[list[float]]:
-    """Squared distances between all contributions; inf between two that train nothing in common."""
+    codec: Codec, contributions: Sequence[Encoded], stretches: Sequence[Stretch], num_elements: int
+) -> list[Matrix]:
+    """‖v_i − v_j‖² of all contributions in one pass, for each stretch over itself; 0 where one of the two does not count there.
+
+    Blocks begin with each run of a stretch. A run of all learners is decoded at a time.
+    """
     num, device = len(contributions), contributions[0].payloads[0].device
     reader = Reader(codec, 0, device)
     values = torch.empty(num, min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), device=device)
-    gaps = [untrained(each, places) for each in contributions]
-    blocks: dict[tuple[int, int], list[float]] = {(i, j): [] for i in range(num) for j in range(i)}
+    pairs = [[(i, j) for i in each.counting for j in each.counting if j < i] for each in stretches]
+    blocks: list[dict[tuple[int, int], list[float]]] = [{pair: [] for pair in each} for each in pairs]
     for part, span in runs(codec, num_elements):
         rows = values[:, : part.stop - part.start]
         for row, each in zip(rows, contributions, strict=True):
             reader.read(each, span, row)
-        for (i, j), found in blocks.items():
-            found += _squares(clear(rows[i] - rows[j], part, gaps[i] + gaps[j]))
-    squared = [[0.0] * num for _ in range(num)]
-    for (i, j), found in blocks.items():
-        both = {(gap.start, gap.stop): gap for gap in gaps[i] + gaps[j]}
-        factor = _scaled_up(num_elements, list(both.values()))
-        squared[i][j] = squared[j][i] = math.fsum(found) * factor if factor else math.inf
+        for stretch, found in zip(stretches, blocks, strict=True):
+            piece = stretch.within(part)
+            for (i, j), sums in found.items() if piece is not None else ():
+                sums += _squares(rows[i, piece.elements] - rows[j, piece.elements])
+    squared: list[Matrix] = [[[0.0] * num for _ in range(num)] for _ in stretches]
+    for matrix, found in zip(squared, blocks, strict=True):
+        for (i, j), sums in found.items():
+            matrix[i][j] = matrix[j][i] = math.fsum(sums)
     return squared
 
 
-def _scaled_up(num_elements: int, gaps: Sequence[slice]) -> float:
-    """What a sum of squares over all but the gaps is multiplied by to stand for one over all; 0 where nothing is left."""
-    left = num_elements - sum(gap.stop - gap.start for gap in gaps)
-    return num_elements / left if left else 0.0
+def between(squared: Sequence[Matrix], stretches: Sequence[Stretch], num_elements: int) -> Matrix:
+    """Squared distances of whole contributions, from those of the stretches; inf between two that train nothing in common."""
+    learners = range(len(squared[0]))
+
+    def distance(i: int, j: int) -> float:
+        common = [s for s, each in enumerate(stretches) if i in each.counting and j in each.counting]
+        shared = sum(stretches[s].num_elements for s in common)
+        return math.fsum(squared[s][i][j] for s in common) * (num_elements / shared) if shared else math.inf
+
+    return [[0.0 if i == j else distance(i, j) for j in learners] for i in learners]
+
+
+def to_mean(
+    weights: Sequence[float], squared: Sequence[Matrix], stretches: Sequence[Stretch], num_elements: int
+) -> list[float]:
+    """‖v_i − z‖ of every contribution, z the mean with these weights, without z: ‖v_i − z‖² = Σ_j a_j·D_ij − ½ Σ_jk a_j·a_k·D_jk
+
+    with D the squared distances and a the weights, of sum 1, for each stretch over itself. 0 for one that counts nowhere.
+    """
+    sums, lengths = [0.0] * len(weights), [0] * len(weights)
+    for matrix, stretch in zip(squared, stretches, strict=True):
+        total = math.fsum(weights[i] for i in stretch.counting)
+        shares = {i: weights[i] / total for i in stretch.counting}
+        to_all = {i: math.fsum(share * matrix[i][j] for j, share in shares.items()) for i in shares}
+        spread = math.fsum(share * to_all[i] for i, share in shares.items()) / 2
+        for i in shares:
+            sums[i] += max(0.0, to_all[i] - spread)
+            lengths[i] += stretch.num_elements
+    return [math.sqrt(sum_ * (num_elements / n)) if n else 0.0 for sum_, n in zip(sums, lengths, strict=True)]
 
 
 def _squares(x: Tensor) -> list[float]:

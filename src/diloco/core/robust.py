@@ -22,12 +22,13 @@ from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.contributions import RUN_SEGMENTS, Encoded, Reader, require_finite, runs, stretches_of
-from diloco.core.distances import distances_of, norms_of, squared_distances
+from diloco.core.distances import between, norms_of, squared_distances, to_mean
 from diloco.core.layout import Placement
 from diloco.core.merge import Mean, Merge
 from diloco.core.values import Choice, choice_from_dict, fraction, positive, whole_number
 from diloco.errors import ConfigError
 
+_ROUNDING = 1e-8  # a distance below this part of the largest is none: squares have 16 digits
 _SORTED_ELEMENTS = 16384
 """How much of every vector is sorted at once, so that all of them stay in a processor's cache."""
 
@@ -94,9 +95,9 @@ def _by_coordinate(
             reader.read(each, span, row)
         for stretch in stretches:
             piece = stretch.within(part)
-            counting = [] if piece is None else [index for index, share in piece.shares.items() if share > 0]
-            if piece is None or not counting:
+            if piece is None or not piece.counting:
                 continue
+            counting = piece.counting
             cut = cut_of(len(counting))
             count = torch.tensor(float(len(counting) - 2 * cut), device=device)
             own = [rows[index, piece.elements].split(_SORTED_ELEMENTS) for index in counting]
@@ -159,7 +160,8 @@ class MedianNormClip(Merge):
 class GeometricMedian(Merge):
     """The point with the smallest sum of weighted distances, by a fixed number of Weiszfeld steps from the mean.
 
-    z ← Σ (w/‖v − z‖)·v / Σ (w/‖v − z‖). Two passes over the contributions for every step.
+    z ← Σ (w/‖v − z‖)·v / Σ (w/‖v − z‖). Every z is a mean, so that the distances between contributions say how far they are from it:
+    two passes over the contributions, however many steps.
     """
 
     elementwise: ClassVar[bool] = False
@@ -177,18 +179,20 @@ class GeometricMedian(Merge):
         num_elements: int,
         momentum: Tensor | None = None,
     ) -> Tensor:
-        centre = Mean().merge(codec, contributions, places, num_elements)
-        if sum(each.counts for each in contributions) < 3:
-            return centre  # every point between two is as good
-        for _ in range(self.iterations):
-            distances = distances_of(codec, contributions, num_elements, places, centre)
-            nearest = max(min(distances), 1e-12)
-            weighed = [
-                replace(each, weight=each.weight * nearest / max(distance, nearest))
-                for each, distance in zip(contributions, distances, strict=True)
-            ]
-            centre = Mean().merge(codec, weighed, places, num_elements)
-        return centre
+        stretches = stretches_of(codec, contributions, places, num_elements)
+        weights = [each.weight for each in contributions]
+        counting = sorted({i for stretch in stretches for i in stretch.counting})
+        if len(counting) > 2:  # every point between two is as good
+            squared = squared_distances(codec, contributions, stretches, num_elements)
+            for _ in range(self.iterations):
+                distances = to_mean(weights, squared, stretches, num_elements)
+                nearest = max(min(distances[i] for i in counting), _ROUNDING * max(distances)) or 1.0
+                weights = [
+                    each.weight * (nearest / max(distance, nearest))
+                    for each, distance in zip(contributions, distances, strict=True)
+                ]
+        weighed = [replace(each, weight=weight) for each, weight in zip(contributions, weights, strict=True)]
+        return Mean().merge(codec, weighed, places, num_elements)
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,8 @@ class MultiKrum(Merge):
         counting = [replace(each, weight=1.0) for each in contributions if each.counts] or contributions
         num = len(counting)
         if num > 2 and self.num_byzantine:
-            squared = squared_distances(codec, counting, num_elements, places)
+            stretches = stretches_of(codec, counting, places, num_elements)
+            squared = between(squared_distances(codec, counting, stretches, num_elements), stretches, num_elements)
             looked_at = max(1, num - self.num_byzantine - 2)
             scores = [_score(squared[i][:i] + squared[i][i + 1 :], looked_at) for i in range(num)]
             kept = sorted(sorted(range(num), key=lambda i: (scores[i], i))[: max(1, num - self.num_byzantine)])

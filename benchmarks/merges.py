@@ -1,0 +1,115 @@
+"""What every merge costs, as a ratio to the weighted mean of the same contributions.
+
+    python -m benchmarks.merges [--quick]
+
+Eight learners send 10 million elements in int4; the fragment has tensors of a transformer's sizes. The mean is measured beside every
+merge, in turns, on one thread.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.core.codecs import Int4
+from diloco.core.contributions import Encoded
+from diloco.core.layout import Placement, TensorSpec
+from diloco.core.merge import Mean, Merge
+from diloco.core.merges import MERGES
+
+NUM_LEARNERS = 8
+NUM_ELEMENTS = 10_000_000
+
+
+def run(quick: bool) -> list[dict[str, Any]]:
+    """One row per merge: name, value (seconds), ratio to the mean's time (median over the repeats of both, in turns)."""
+    num_elements, repeats = (NUM_ELEMENTS // 10, 3) if quick else (NUM_ELEMENTS, 5)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _rows(num_elements, repeats)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _rows(num_elements: int, repeats: int) -> list[dict[str, Any]]:
+    contributions, places, momentum = _inputs(num_elements)
+
+    def action(how: Merge) -> Callable[[], Tensor]:
+        return lambda: how.merge(Int4(), contributions, places, num_elements, momentum)
+
+    rows: list[dict[str, Any]] = []
+    mean = action(Mean())
+    mean()
+    for how in (kind() for kind in MERGES):
+        seconds, ratios = [], []
+        for _ in range(repeats):
+            base = _seconds(mean)
+            seconds.append(_seconds(action(how)))
+            ratios.append(seconds[-1] / base)
+        rows.append(
+            {
+                "name": str(how),
+                "value": statistics.median(seconds),
+                "unit": "s",
+                "ratio": statistics.median(ratios),
+                "target": None,
+                "met": None,
+            }
+        )
+    return rows
+
+
+def _inputs(num_elements: int) -> tuple[list[Encoded], tuple[Placement, ...], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(num_elements, generator=generator)
+    contributions = [
+        Encoded(
+            f"learner-{i}",
+            (Int4().encode(common + torch.randn(num_elements, generator=generator)),),
+            1.0 + i / 8,
+            i % 3,
+        )
+        for i in range(NUM_LEARNERS)
+    ]
+    return contributions, _places(num_elements), common
+
+
+def _places(num_elements: int) -> tuple[Placement, ...]:
+    """An embedding of a tenth, then matrices of 12 · width² in blocks with two vectors each, as a transformer has them."""
+    width = max(8, int((num_elements / 120) ** 0.5))
+    sizes = {"embed.weight": num_elements // 10}
+    left = num_elements - num_elements // 10
+    layer = 0
+    while left:
+        for name, size in (("norm", width), ("attention", 4 * width**2), ("up", 4 * width**2), ("down", 4 * width**2)):
+            sizes[f"layers.{layer}.{name}.weight"] = min(size, left)
+            left -= min(size, left)
+        layer += 1
+    places, offset = [], 0
+    for name, size in sizes.items():
+        places.append(Placement(TensorSpec(name, (size,), "float32"), offset))
+        offset += size
+    return tuple(places)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the elements and fewer repeats")
+    print(f"{'':60s}{'s':>8s}{'ratio':>8s}")
+    for row in run(parser.parse_args().quick):
+        print(f"{row['name']:60s}{row['value']:8.3f}{row['ratio']:8.2f}")
+
+
+if __name__ == "__main__":
+    main()
