@@ -80,7 +80,9 @@ def squared_distances(
             reader.read(each, span, row)
         for stretch, found in zip(stretches, blocks, strict=True):
             piece = stretch.within(part)
-            for (i, j), sums in found.items() if piece is not None else ():
+            if piece is None:
+                continue
+            for (i, j), sums in found.items():
                 sums += _squares(rows[i, piece.elements] - rows[j, piece.elements])
     squared: list[Matrix] = [[[0.0] * num for _ in range(num)] for _ in stretches]
     for matrix, found in zip(squared, blocks, strict=True):
