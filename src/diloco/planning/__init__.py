@@ -1,0 +1,1 @@
+"""What will it cost? Utilisation, wall clock, goodput, scaling laws. Nothing here imports torch."""
