@@ -1,0 +1,136 @@
+"""Quantities with their units, read and printed: "100 Mbit/s", "50 ms", "3.5e9 bytes", "0.09 USD/GB".
+
+A number without its unit is never taken: between Mbit/s and MB/s lies a factor of eight that no later check would notice.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.config import nearest
+from diloco.errors import ConfigError
+
+_NUMBER = re.compile(r"\s*([+-]?(?:(?:\d[\d_]*)?\.?\d+\.?(?:[eE][+-]?\d+)?|inf|nan))\s*(.*?)\s*")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One kind of quantity.
+
+    Arguments:
+        name: what it is, for error sentences.
+        units: each known unit → how many of the base unit it is; the unit of factor 1 is the base.
+        example: how to write one.
+        shown: the units that `show` chooses from; none: all that `units` lists.
+    """
+
+    name: str
+    units: Mapping[str, float]
+    example: str
+    shown: tuple[str, ...] = ()
+
+    def parse(self, text: object, key: str = "", *, positive: bool = False) -> float:
+        """`text` in the base unit, for example "100 Mbit/s" → 1e8.
+
+        `key` is what the text was given for, named by the error. Zero passes unless the quantity has to be `positive`.
+        Raises ConfigError for a bare number, an unknown unit, and a negative or non-finite value.
+        """
+        given = f"{key} = {json.dumps(text, default=str)}" if key else json.dumps(text, default=str)
+        if isinstance(text, bool) or not isinstance(text, str | int | float):
+            raise ConfigError(f'{given} is not a {self.name}; write for example "{self.example}"')
+        match = _NUMBER.fullmatch(str(text))
+        if match is None:
+            raise ConfigError(
+                f'{given} is not a {self.name}; write a number and its unit, for example "{self.example}"'
+            )
+        number, unit = float(match[1]), match[2]
+        if not unit:
+            raise ConfigError(f'{given} has no unit; write for example "{match[1]} {self.example.partition(" ")[2]}"')
+        if unit not in self.units:
+            raise ConfigError(f'{given}: unknown unit "{unit}" of a {self.name}; {self._nearest(unit)}')
+        if not math.isfinite(number):
+            raise ConfigError(f'{given} is not finite; write a number, for example "{self.example}"')
+        if number < 0 or (positive and number == 0):
+            wanted = "above 0" if positive else "0 or more"
+            raise ConfigError(f'{given} has to be {wanted}; write for example "{self.example}"')
+        return number * self.units[unit]
+
+    def show(self, value: float, digits: int = 3) -> str:
+        """`value`, in the base unit, to `digits` significant digits in the largest unit of which it is at least one."""
+        if not math.isfinite(value):
+            return str(value)
+        rounded = float(f"{value:.{digits - 1}e}")
+        names = sorted(self.shown or self.units, key=self.units.__getitem__)
+        unit = next((name for name in reversed(names) if self.units[name] <= abs(rounded)), names[0])
+        if rounded == 0:
+            unit = min(names, key=lambda name: abs(math.log(self.units[name])))
+        return f"{significant(value / self.units[unit], digits)} {unit}"
+
+    def _nearest(self, unit: str) -> str:
+        unit = re.sub("(b/s|bps)$", "bit/s", unit)  # a small b is a bit: never suggest eight times as much
+        alike = [name for name in self.units if name.lower() == unit.lower()]
+        return f'did you mean "{alike[0]}"?' if alike else nearest(unit, list(self.units))
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """`value` to `digits` significant digits, without exponent or trailing zeros; digits before the point are kept."""
+    if value == 0:
+        return "0"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _decimal(base: str, prefixes: str, factor: float = 1.0) -> dict[str, float]:
+    """`base` and its multiples: prefixes such as "kMGT" are successive powers of a thousand."""
+    return {base: factor} | {f"{prefix}{base}": factor * 1000.0 ** (i + 1) for i, prefix in enumerate(prefixes)}
+
+
+def _binary(base: str, factor: float = 1.0) -> dict[str, float]:
+    return {f"{prefix}i{base}": factor * 1024.0 ** (i + 1) for i, prefix in enumerate("KMGT")}
+
+
+_BYTES: dict[str, Any] = {"bytes": 1.0, "byte": 1.0} | _decimal("B", "kMGTP") | _binary("B")
+_TIMES = {
+    "us": 1e-6,
+    "µs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+    "year": 365.25 * 86400.0,
+}
+
+RATE = Quantity(
+    "rate",
+    _decimal("bit/s", "kMGT") | _decimal("B/s", "kMGT", 8.0) | _binary("B/s", 8.0),
+    "100 Mbit/s",
+    tuple(_decimal("bit/s", "kMGT")),
+)
+"""Bits per second."""
+
+TIME = Quantity("time", _TIMES, "50 ms", ("us", "ms", "s", "min", "h", "d"))
+"""Seconds; a year has 365.25 days."""
+
+SIZE = Quantity("size", _BYTES, "3.5 GB", ("bytes", *_decimal("B", "kMGTP")))
+"""Bytes."""
+
+COMPUTE = Quantity("speed", _decimal("FLOP/s", "kMGTPE"), "300 TFLOP/s")
+"""Floating-point operations per second."""
+
+PRICE_PER_BYTE = Quantity(
+    "price",
+    {"USD/GB": 1e-9, "USD/TB": 1e-12, "USD/GiB": 2.0**-30, "USD/TiB": 2.0**-40, "USD/MB": 1e-6},
+    "0.09 USD/GB",
+    ("USD/GB",),
+)
+"""US dollars per byte."""
+
+PRICE_PER_S = Quantity(
+    "price", {"USD/h": 1 / 3600, "USD/d": 1 / 86400, "USD/s": 1.0, "USD/min": 1 / 60}, "2 USD/h", ("USD/h",)
+)
+"""US dollars per second."""
