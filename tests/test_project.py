@@ -235,6 +235,9 @@ def test_methods_prints_resolved_presets_with_their_papers() -> None:
     assert (table.returncode, table.stderr) == (0, "")
     assert all(name in table.stdout for name in PRESETS)
     assert "2501.18512" in table.stdout
+    rows = {cells[0]: set(cells[1:]) for line in table.stdout.splitlines() if len(cells := line.split()) == 6}
+    assert (rows["screen"], rows["offsets"]) == ({"none"}, {"(p+1)·H/P"})  # what None stands for
+    assert rows["up"] == {"topk-128-2bit", "fp32", "bf16"}
 
 
 # --------------------------------------------------------------------------------------------------------- repository

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 FIELD_COLUMNS, METHOD_COLUMNS = 18, 31  # what a field's name and a method's values need to stay readable
 
+UNSET = {"offsets": "(p+1)·H/P", "screen": "none"}
+"""What None stands for, by field."""
+
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per method.")] = False,
@@ -43,11 +46,16 @@ def _print_table(console: "Console", methods: "list[Method]") -> None:
         table.add_column(method.name, overflow="fold")
     for field in fields(methods[0]):
         if field.name != "name":
-            table.add_row(field.name, *(_shown(getattr(method, field.name)) for method in methods))
+            table.add_row(field.name, *(_shown(field.name, getattr(method, field.name)) for method in methods))
     console.print(table)
 
 
-def _shown(value: object) -> str:
-    return (
-        {True: "yes", False: "no"}[value] if isinstance(value, bool) else "by default" if value is None else str(value)
-    )
+def _shown(field: str, value: object) -> str:
+    """A value as one would write it; codecs by their names."""
+    from diloco.core.codecs import Codec
+
+    if value is None:
+        return UNSET[field]
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value.name if isinstance(value, Codec) else str(value)
