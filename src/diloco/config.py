@@ -5,16 +5,15 @@ and, for a misspelt key, the nearest known one. The resolved configuration (defa
 """
 
 import copy
-import difflib
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from diloco.errors import ConfigError
+from diloco.tables import Table, read_toml, validate, write_toml
 
 LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer")
 """The tables that a `[learner.NAME]` table may change."""
@@ -23,11 +22,7 @@ MUON_PRESET = "MuLoCo"
 """The method whose inner optimizer is Muon unless the run file says otherwise."""
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RunTable(_Table):
+class RunTable(Table):
     """What the run is called, how long it is, and how many learners are planned."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -55,7 +50,7 @@ class ModelTable(BaseModel):
         return dict(self.model_extra or {})
 
 
-class DataTable(_Table):
+class DataTable(Table):
     """Where the tokens come from, and which of them are held out."""
 
     kind: Literal["stdlib", "text", "tokens", "huggingface"] = "stdlib"
@@ -91,7 +86,7 @@ class DataTable(_Table):
         return self
 
 
-class InnerTable(_Table):
+class InnerTable(Table):
     """The inner optimizer: AdamW for everything, or Muon for the hidden matrices and AdamW for the rest."""
 
     optimizer: Literal["adamw", "muon"] | None = None  # default: adamw, and muon under the preset MuLoCo
@@ -105,7 +100,7 @@ class InnerTable(_Table):
     muon_steps: int = Field(default=5, gt=0, lt=100)  # Newton-Schulz iterations
 
 
-class ScheduleTable(_Table):
+class ScheduleTable(Table):
     """The inner learning rate as a function of a learner's own steps."""
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -115,7 +110,7 @@ class ScheduleTable(_Table):
     decay_fraction: float = Field(default=0.2, gt=0, le=1)  # wsd: share of the steps that decay
 
 
-class TrainTable(_Table):
+class TrainTable(Table):
     """The inner loop."""
 
     global_batch: int = Field(default=16, gt=0)  # sequences per step over all planned learners
@@ -133,14 +128,14 @@ class TrainTable(_Table):
     log_every_steps: int = Field(default=10, gt=0)  # between step events
 
 
-class WarmStartTable(_Table):
+class WarmStartTable(Table):
     """What comes before the learners part: one model, at the full batch of the run."""
 
     steps: int = Field(default=0, ge=0)  # of the run; they end when the run is initialised, and the schedule goes on
     checkpoint: Path | None = None  # begin with this checkpoint's global model, inner optimizer, step and tokens
 
 
-class EvaluateTable(_Table):
+class EvaluateTable(Table):
     """The global model on the held-out part."""
 
     every_steps: int = Field(default=0, ge=0)  # 0: only at the end
@@ -149,14 +144,14 @@ class EvaluateTable(_Table):
     prompt: str = "def "
 
 
-class CheckpointTable(_Table):
+class CheckpointTable(Table):
     """Local checkpoints of a learner."""
 
     every_steps: int = Field(default=0, ge=0)  # 0: only when training is stopped by a signal
     keep: int = Field(default=2, ge=1)
 
 
-class SyncerTable(_Table):
+class SyncerTable(Table):
     """Where the syncer is, how it is trusted, and when it gives up on a learner."""
 
     address: str = "127.0.0.1:7700"
@@ -187,7 +182,7 @@ class SyncerTable(_Table):
         return self
 
 
-class RunConfig(_Table):
+class RunConfig(Table):
     """A whole run file."""
 
     run: RunTable
@@ -291,10 +286,7 @@ def parse_config(
     text: str, source: str = "run file", overrides: Sequence[str] = (), learner: str | None = None
 ) -> RunConfig:
     """As `load_config`, from the text of a run file."""
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is not TOML: {error}; correct that line") from error
+    tables = read_toml(text, source)
     config = resolved = _read(tables, overrides, source)
     for name, own in config.learner.items():
         keys = [key if key in LEARNERS_OWN else f"the table {key}" for key in own]
@@ -316,10 +308,7 @@ def _read(tables: Mapping[str, Any], overrides: Sequence[str], source: str) -> R
     own = copy.deepcopy(dict(tables))
     for override in overrides:
         _override(own, override)
-    try:
-        return RunConfig.model_validate(own)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(error)}") from error
+    return validate(RunConfig, own, source)
 
 
 def _laid_over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,12 +318,6 @@ def _laid_over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, A
         below = merged.get(key)
         merged[key] = _laid_over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-def nearest(key: str, known: Sequence[str]) -> str:
-    """The end of an error sentence about an unknown key: the nearest known one, or all of them."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f'did you mean "{close[0]}"?' if close else "known are " + ", ".join(sorted(known))
 
 
 def _override(tables: dict[str, Any], override: str) -> None:
@@ -353,56 +336,6 @@ def _override(tables: dict[str, Any], override: str) -> None:
     tables[keys[-1]] = value
 
 
-def _explain(error: ValidationError) -> str:
-    """One sentence for the first thing that is wrong."""
-    first = error.errors()[0]
-    keys = [str(part) for part in first["loc"]]
-    name = ".".join(keys)
-    if first["type"] == "extra_forbidden":
-        table: Any = RunConfig
-        for key in keys[:-1]:
-            table = table.model_fields[key].annotation
-        return f'unknown key "{name}"; {nearest(keys[-1], list(table.model_fields))}'
-    if first["type"] == "missing":
-        return f'"{name}" is missing; add it'
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error":
-        return f"[{name}] {message}" if name else message
-    return f"{name} = {json.dumps(first['input'], default=str)}: {message[0].lower()}{message[1:]}"
-
-
 def dump_config(config: RunConfig) -> str:
     """The resolved configuration as TOML that `parse_config` reads back to an equal value."""
-    tables = config.model_dump(mode="json", exclude_none=True)
-    return "\n".join(_toml_table(name, table) for name, table in tables.items())
-
-
-def _toml_table(name: str, table: dict[str, Any]) -> str:
-    return f"[{name}]\n" + "".join(
-        f"{_toml_key(key)} = {_toml_value(value)}\n" for key, value in table.items() if value is not None
-    )
-
-
-def _toml_key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
-
-
-def _toml_value(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # JSON's escapes are TOML's, except that TOML wants DEL escaped too and no surrogate pairs
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items() if item is not None)
-            + "}"
-        )
-    raise ConfigError(
-        f"a value of type {type(value).__name__} cannot be written to a run file; use numbers, strings, lists, tables"
-    )
+    return write_toml(config.model_dump(mode="json", exclude_none=True))

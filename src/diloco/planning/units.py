@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.config import nearest
 from diloco.errors import ConfigError
+from diloco.tables import nearest
 
 _NUMBER = re.compile(r"\s*([+-]?(?:(?:\d[\d_]*)?\.?\d+\.?(?:[eE][+-]?\d+)?|inf|nan))\s*(.*?)\s*")
 

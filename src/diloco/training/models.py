@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from diloco.config import ModelTable, nearest
+from diloco.config import ModelTable
 from diloco.errors import ConfigError, LayoutError
+from diloco.tables import nearest
 
 # The model of `diloco demo`: small enough for two CPU cores, and a decoder like its larger relatives.
 SMALL_LLAMA: dict[str, Any] = {

@@ -1,0 +1,113 @@
+"""TOML files as pydantic tables: read with errors that name the key and the nearest known one, and written so that they read back."""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from diloco.errors import ConfigError
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class Table(BaseModel):
+    """A table of a file: frozen, unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def read_toml(text: str, source: str) -> dict[str, Any]:
+    """The tables of a TOML text. Raises ConfigError that names `source` and the line."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not TOML: {error}; correct that line") from error
+
+
+def validate(kind: type[T], tables: Mapping[str, Any], source: str) -> T:
+    """`tables` as a `kind`. Raises ConfigError: one sentence for the first thing that is wrong."""
+    try:
+        return kind.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(error, kind, tables)}") from error
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """The end of an error sentence about an unknown key: the nearest known one, or all of them."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f'did you mean "{close[0]}"?' if close else "known are " + ", ".join(sorted(known))
+
+
+def _explain(error: ValidationError, kind: type[BaseModel], tables: Mapping[str, Any]) -> str:
+    first = error.errors()[0]
+    keys, name = first["loc"], _name(first["loc"], tables)
+    if first["type"] == "extra_forbidden":
+        table = kind
+        for key in keys[:-1]:
+            table = table if isinstance(key, int) else _table_of(table.model_fields[key].annotation)
+        return f'unknown key "{name}"; {nearest(str(keys[-1]), list(table.model_fields))}'
+    if first["type"] == "missing":
+        return f'"{name}" is missing; add it'
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"[{name}] {message}" if name else message
+    return f"{name} = {json.dumps(first['input'], default=str)}: {message[0].lower()}{message[1:]}"
+
+
+def _name(keys: tuple[int | str, ...], tables: Any) -> str:
+    """The keys with dots between; a table of an array by its own `name` where it has one, else by its number, from 1."""
+    parts = []
+    for key in keys:
+        try:
+            tables = tables[key]
+        except (KeyError, IndexError, TypeError):
+            tables = None
+        own = tables.get("name") if isinstance(key, int) and isinstance(tables, Mapping) else None
+        parts.append(str(own or key + 1) if isinstance(key, int) else key)
+    return ".".join(parts)
+
+
+def _table_of(annotation: Any) -> Any:
+    """The table in `Site`, `Site | None` or `tuple[Site, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(found for found in map(_table_of, get_args(annotation)) if found is not None)
+
+
+def write_toml(tables: Mapping[str, Any]) -> str:
+    """Tables of plain values as TOML; None is left out. Raises ConfigError for a value that TOML does not have."""
+    texts = []
+    for name, table in tables.items():
+        if isinstance(table, list):
+            texts += [f"[[{name}]]\n{_lines(each)}" for each in table]
+        elif table is not None:
+            texts.append(f"[{name}]\n{_lines(table)}")
+    return "\n".join(texts)
+
+
+def _lines(table: Mapping[str, Any]) -> str:
+    return "".join(f"{_key(key)} = {_value(value)}\n" for key, value in table.items() if value is not None)
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that TOML wants DEL escaped too and no surrogate pairs
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None) + "}"
+    raise ConfigError(
+        f"a value of type {type(value).__name__} cannot be written to a file; use numbers, strings, lists, tables"
+    )
