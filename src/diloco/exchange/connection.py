@@ -23,7 +23,8 @@ from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryab
 
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
-FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
+"""Pauses between tries: a syncer that was started again must hear of everybody before the shortest deadline it may give is over."""
 
 STALL_FLOOR_S, STALL_CAP_S = 60.0, 3600.0
 """A transfer may stand still for this long before anything is known of the link, and at most. A chunk of a transfer is half a
