@@ -65,8 +65,8 @@ def _gated(hidden: int, inner: int) -> int:
 def _attention(c: _Config, *, bias: bool, output_bias: bool, head_norms: bool) -> int:
     """Query, key, value and output of grouped-query attention."""
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
-    head = c.get("head_dim", hidden // heads)
-    queries, keys = heads * head, c.get("num_key_value_heads", heads) * head
+    head = c["head_dim"] if c.get("head_dim", 0) else hidden // heads
+    queries, keys = heads * head, (c["num_key_value_heads"] if c.get("num_key_value_heads", 0) else heads) * head
     biases = bias * (queries + 2 * keys) + output_bias * hidden
     return hidden * (2 * queries + 2 * keys) + biases + head_norms * 2 * head
 
