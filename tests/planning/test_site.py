@@ -5,6 +5,7 @@ import math
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,8 @@ def test_a_step_time_follows_from_speed_and_utilization() -> None:
         "[model]\nparameters = 1e9\nlayers = 24\n[budget]\ntokens = 1e9\ntokens_per_step = 1e6\n"
     )
     assert parse_site(text).learners()[0].step_s == pytest.approx(6e9 * 1e6 / (4 * 1.5e14))
+    sparse = text.replace("layers = 24", "layers = 24\nactive_parameters = 1e8")
+    assert parse_site(sparse).learners()[0].step_s == pytest.approx(6e8 * 1e6 / (4 * 1.5e14))
     two = text.replace('name = "a"', 'name = "a"\nlearners = 2')
     assert parse_site(two).learners()[1].step_s == pytest.approx(6e9 * 0.5e6 / (4 * 1.5e14))
 
@@ -76,6 +79,18 @@ def test_step_times_scatter_around_their_mean_and_depend_on_nothing_but_who_when
     assert [berlin.step_seconds(step) for step in reversed(range(5))] == drawn[4::-1]
     assert berlin.step_seconds(7, seed=1) != drawn[7]
     assert home.step_seconds(3) == 2.0
+
+
+def test_the_model_comes_by_preset_by_numbers_or_by_config(tmp_path: Path) -> None:
+    config = tmp_path / "tiny" / "config.json"
+    config.parent.mkdir()
+    config.write_text('{"model_type": "gpt2", "vocab_size": 10, "n_positions": 4, "n_embd": 2, "n_layer": 3}')
+    by_config = parse_site(ONE + f'[model]\nconfig = "{config}"\n').workload()
+    assert (by_config.name, by_config.num_layers, by_config.num_parameters) == ("tiny", 3, (10 + 4) * 2 + 3 * 74 + 4)
+    assert parse_site(ONE + '[model]\npreset = "10b"\n').workload().num_parameters == 1e10
+    assert parse_site(ONE + "[model]\nparameters = 5e6\nlayers = 7\n").workload().num_layers == 7
+    with pytest.raises(ConfigError, match="does not say which model; add"):
+        parse_site(ONE).workload()
 
 
 # ------------------------------------------------------------------------------------------------------------- outages
@@ -123,6 +138,7 @@ def test_random_outages_are_seeded_exponential_and_each_learners_own() -> None:
      'site a shares the link "dc", and there is no such [[link]]; did you mean "dc-1"?'),
     (ONE + "[modle]\nlayers = 3\n", 'site file: unknown key "modle"; did you mean "model"?'),
     (ONE + "[model]\nlayers = 3\n", "[model] a model is its preset, its parameters and layers, or its config; give one of the three"),
+    (ONE + '[model]\npreset = "1B"\n', '[model] there is no model preset "1B"; did you mean "1b"?'),
     (ONE + '[[fault]]\nlearner = "b"\nat = "1 s"\n', 'a [[fault]] names the learner "b"; known are a'),
     (ONE + '[[fault]]\nlearner = "a"\nat = "9 s"\nback = "5 s"\n', "[fault.1] back at 5 s is not after at = 9 s"),
     (ONE + '[[fault]]\nlearner = "a"\nat = "1 s"\n[[fault]]\nlearner = "a"\nat = "9 s"\n',

@@ -13,6 +13,8 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from diloco.errors import ConfigError
+from diloco.planning.configs import count_parameters
+from diloco.planning.models import PRESETS, Workload
 from diloco.planning.network import Network, Path
 from diloco.planning.units import COMPUTE, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
 from diloco.tables import Table, nearest, read_toml, validate, write_toml
@@ -46,12 +48,15 @@ class ModelTable(Table):
     parameters: float | None = Field(default=None, gt=0)
     layers: int | None = Field(default=None, gt=0)
     config: FilePath | None = None  # a transformers config.json, instead of parameters and layers
+    active_parameters: float | None = Field(default=None, gt=0)  # those that a token uses, of a mixture of experts
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         ways = (self.preset is not None) + (self.parameters is not None) + (self.config is not None)
         if ways != 1 or (self.parameters is None) != (self.layers is None):
             raise ValueError("a model is its preset, its parameters and layers, or its config; give one of the three")
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f'there is no model preset "{self.preset}"; {nearest(self.preset, list(PRESETS))}')
         return self
 
 
@@ -287,7 +292,7 @@ class Site(Table):
         return [i for i, (own, place) in enumerate(zip(self.names, self.places, strict=True)) if name in (own, place.name)]  # fmt: skip
 
     def _step_s(self, place: SiteTable) -> float:
-        """6·N·D / (accelerators · peak · utilization) for D tokens of a step, an equal share of the batch."""
+        """6·N·D / (accelerators · peak · utilization): N parameters that a token uses, D tokens of a step, an equal share of the batch."""
         if place.step_time is not None:
             return place.step_time
         assert self.model is not None
@@ -295,17 +300,26 @@ class Site(Table):
         assert place.speed is not None
         assert place.utilization is not None
         share = self.budget.tokens_per_step / len(self.names)
+        used = self.model.active_parameters or self.workload().num_parameters
         flop_per_s = place.accelerators * place.speed * place.utilization
-        return 6.0 * self.num_parameters * share / flop_per_s
+        return 6.0 * used * share / flop_per_s
 
-    @property
-    def num_parameters(self) -> float:
-        """Of the model. Raises ConfigError where the file names none."""
-        if self.model is None or self.model.parameters is None:
-            raise ConfigError(
-                "the site file does not say how large the model is; add [model] with parameters and layers"
-            )
-        return self.model.parameters
+    def workload(self) -> Workload:
+        """The model, without a step time: learners differ in theirs. Raises ConfigError where the file names none."""
+        if self.model is None:
+            raise ConfigError("the site file does not say which model; add [model] with parameters and layers")
+        if self.model.preset is not None:
+            return PRESETS[self.model.preset].with_step(0.0)
+        if self.model.config is not None:
+            return Workload(self.model.config.parent.name, *count_parameters(self.model.config), 0.0)
+        assert self.model.parameters is not None
+        assert self.model.layers is not None
+        return Workload("the model", self.model.parameters, self.model.layers, 0.0)
+
+    def site_of(self, learner: str) -> int | None:
+        """The index of the site of a learner, or of the site of this name; None: there is none."""
+        named = self._named(learner)
+        return self.site.index(self.places[named[0]]) if named else None
 
 
 def load_site(path: str | FilePath) -> Site:
