@@ -1,0 +1,15 @@
+"""`diloco plan`: what will it cost? One file per question; none of them imports torch."""
+
+import typer
+
+from diloco.cli.plan import utilization
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def plan() -> None:
+    """Know before you train: utilisation, hours, bytes, money and failures, in a second and without torch."""
+
+
+app.command("utilization")(utilization.command)
