@@ -1,8 +1,8 @@
-"""`diloco plan`: what will it cost? One file per question; none of them imports torch."""
+"""`diloco plan`: what will it cost? One file per question; none imports torch but `measure`, which trains."""
 
 import typer
 
-from diloco.cli.plan import utilization
+from diloco.cli.plan import measure, utilization
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -13,3 +13,4 @@ def plan() -> None:
 
 
 app.command("utilization")(utilization.command)
+app.command("measure")(measure.command)
