@@ -25,7 +25,6 @@ COMMANDS = {
     "export": "Write the global model to a directory that transformers can load.",
     "keys": "Make and manage the certificates and tokens of a run.",
     "plan": "What a run will cost, before it is started: links, hours, failures, methods for your sites.",
-    "plan": "Know before you train: what link, how many hours, bytes, dollars and failures. Needs no torch.",
     "methods": "List the methods with their resolved values and the papers they come from.",
 }
 

@@ -30,7 +30,7 @@ def why(workload: Workload, setting: Setting, bit_per_s: float) -> list[str]:
     )
     found = "from the closed form" if has_closed_form(pattern) else "by running the graph until it is periodic"
     sentences = [
-        f"H = {every} steps compute for {TIME.show(compute_s)}: a step is {3 * workload.num_layers - 1} nodes of {TIME.show(costs.node_s)}.",
+        f"H = {every} steps compute for {TIME.show(compute_s)}, {3 * workload.num_layers - 1} nodes of {TIME.show(costs.node_s)} each.",
         (f"In that time {workload.num_parameters:.4g} values of {codec.bits_per_value:g} bits ({setting.up}) are sent: "
          f"{sends}. Carried without a pause that is {RATE.show(period_bits / compute_s)}, the least that any overlap could do with."),
         f"With τ = {tau} {slack}.",
