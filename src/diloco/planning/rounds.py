@@ -1,0 +1,298 @@
+"""Who sends what, and when, between learners and a syncer in virtual time: rounds by the schedule, and rounds that the syncer calls.
+
+At a boundary (after an inner step) sends come before applications. `Scheduled` is DiLoCo, Streaming and eager updates: a learner blocks
+until all that is due is there. `CalledRounds` is Decoupled DiLoCo: it never does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+
+from diloco.core.quorum import Called, Pace, decide_open
+from diloco.core.schedule import Schedule
+from diloco.planning.network import Network
+from diloco.planning.stations import Merging, Star, Station
+
+ROUNDING = 1e-9
+"""Of a step: a clock that is a sum of fractions may stay below a whole number."""
+REPORT_EVERY_S = 0.05
+"""Learners whose rounds are called report their steps, this often at most."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What is exchanged.
+
+    Attributes:
+        schedule: which fragment after which inner step, and τ.
+        up_bytes, down_bytes: of each fragment, encoded.
+        merging: what the syncer takes for a round.
+        called: the syncer calls the rounds by this rule; None: the schedule does, and learners wait.
+    """
+
+    schedule: Schedule
+    up_bytes: Sequence[float]
+    down_bytes: Sequence[float]
+    merging: Merging = Merging()
+    called: Called | None = None
+
+
+class Scheduled(Star):
+    """Fragments are sent after the schedule's steps, every learner is in every round, and an answer that is due is waited for.
+
+    Attributes:
+        window: inner steps after which everything may repeat: as many periods as an answer may take.
+        left_s: of each learner, when it went on from step 0, 1·window, 2·window, …
+        ended_s: when it went on from step `stop_at`, the last one.
+    """
+
+    def __init__(
+        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: Exchange, *, copies: int = 1,
+        traced: bool = False, stop_at: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            network,
+            step_s,
+            latency_s,
+            exchange.up_bytes,
+            exchange.down_bytes,
+            exchange.merging,
+            copies=copies,
+            traced=traced,
+        )
+        schedule = exchange.schedule
+        assert isinstance(schedule.sync_every, int)
+        assert schedule.offsets is not None
+        every, tau = schedule.sync_every, schedule.overlap
+        self.window = every * (tau // every + 1)
+        self.left_s: list[list[float]] = [[] for _ in self.stations]
+        self.ended_s = [math.inf] * len(self.stations)
+        self._schedule, self._every, self._stop_at = schedule, every, stop_at
+        self._rounds = [[0] * len(self._up_bytes) for _ in self.stations]
+        self._due: list[deque[tuple[int, int, int]]] = [deque() for _ in self.stations]  # step, fragment, version
+        self._in: dict[tuple[int, int], int] = {}
+        places = (
+            {offset % every for offset in schedule.offsets}
+            | {(offset + tau) % every for offset in schedule.offsets}
+            | {0}
+        )
+        self._eventful = sorted(places)
+        for station in self.stations:
+            self._go_on(station)
+
+    def _go_on(self, station: Station) -> None:
+        """Compute to the next step at whose end there is something to do."""
+        if station.step % self.window == 0:
+            self.left_s[station.index].append(self.now_s)
+        if station.step == self._stop_at:
+            self.ended_s[station.index] = self.now_s
+            return
+        steps = self._steps_to_next(station.step)
+        if self._stop_at is not None:
+            steps = min(steps, self._stop_at - station.step)
+        ends_s = self.now_s + steps * station.step_s
+        self.note(station.index, "compute", self.now_s, ends_s)
+        station.step += steps
+        self.at(ends_s, partial(self._boundary, station))
+
+    def _steps_to_next(self, step: int) -> int:
+        place = step % self._every
+        return next((each - place for each in self._eventful if each > place), self._every - place)
+
+    def _boundary(self, station: Station) -> None:
+        rounds, due = self._rounds[station.index], self._due[station.index]
+        for fragment in self._schedule.sends(station.step):
+            self.push(station, fragment, rounds[fragment])
+            rounds[fragment] += 1
+            due.append((station.step + self._schedule.overlap, fragment, rounds[fragment]))
+        station.blocked_at = self.now_s
+        self._settle(station)
+
+    def _settle(self, station: Station) -> None:
+        """Go on if all that is due is there."""
+        due = self._due[station.index]
+        if any(step <= station.step and station.got[fragment] < version for step, fragment, version in due):
+            return
+        while due and due[0][0] <= station.step:
+            due.popleft()
+        assert station.blocked_at is not None
+        self.note(station.index, "waiting", station.blocked_at, self.now_s)
+        station.blocked_at = None
+        self._go_on(station)
+
+    def contributed(self, station: Station, fragment: int, round_: int) -> None:
+        self._in[fragment, round_] = self._in.get((fragment, round_), 0) + 1
+        if self._in[fragment, round_] == len(self.stations):
+            del self._in[fragment, round_]
+            self.merge(fragment, round_ + 1, len(self.stations))
+
+    def received(self, station: Station, fragment: int) -> None:
+        if station.blocked_at is not None:
+            self._settle(station)
+
+
+@dataclass
+class _Turn:
+    """A fragment on the syncer: `next_step` of the run clock at which it is called next, and its open round."""
+
+    next_step: int
+    version: int = 0
+    is_open: bool = True
+    called_at: float | None = None
+    quorum_at: float | None = None
+    closed_at: float = 0.0
+    contributed: set[int] = field(default_factory=set)
+    fresh: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)  # for the next round
+    wakes_at: float = -math.inf
+
+
+class CalledRounds(Star):
+    """The syncer calls each fragment's turn by a run clock; learners answer at a boundary and never wait.
+
+    Attributes:
+        steps: inner steps of each learner so far.
+        stale_steps: of each learner, summed over adoptions: inner steps since the send before it, which adoption overwrites.
+        num_adoptions: of each learner.
+    """
+
+    def __init__(
+        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: Exchange, *, copies: int = 1,
+        traced: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            network,
+            step_s,
+            latency_s,
+            exchange.up_bytes,
+            exchange.down_bytes,
+            exchange.merging,
+            copies=copies,
+            traced=traced,
+        )
+        assert exchange.called is not None
+        schedule, quorum = exchange.schedule, exchange.called
+        num, num_fragments = len(self.stations), len(self._up_bytes)
+        self.steps = [0] * num
+        self.stale_steps = [0] * num
+        self.num_adoptions = [0] * num
+        self._schedule, self._quorum = schedule, quorum
+        self._clock = 0.0
+        self._reported = [0] * num
+        self._pace = Pace(step_s=median(station.step_s for station in self.stations))
+        self._turns = [_Turn(schedule.next_send(f, 0)) for f in range(num_fragments)]
+        self._answered = [
+            [-1] * num_fragments for _ in range(num)
+        ]  # the version that the newest contribution was measured from
+        self._fresh_from = [[0] * num_fragments for _ in range(num)]  # the step since which work is pending
+        self._asked: list[dict[int, None]] = [{} for _ in range(num)]
+        self._calls: list[deque[tuple[int, int]]] = [deque() for _ in range(num)]
+        self._arrivals: list[set[int]] = [set() for _ in range(num)]
+        self._names = [str(i) for i in range(num)]
+        for station in self.stations:
+            self._compute(station)
+
+    # --- learners ---------------------------------------------------------------------------------------------------------
+
+    def _compute(self, station: Station) -> None:
+        self.note(station.index, "compute", self.now_s, self.now_s + station.step_s)
+        self.at(self.now_s + station.step_s, partial(self._boundary, station))
+
+    def _boundary(self, station: Station) -> None:
+        i = station.index
+        station.step += 1
+        self.steps[i] += 1
+        report_every = max(1, math.ceil(REPORT_EVERY_S / station.step_s))
+        if station.step % report_every == 0:
+            self.at(self.now_s + station.latency_s, partial(self._heard, i, station.step))
+        asked, self._asked[i] = self._asked[i], {}
+        for fragment in asked:
+            self._answer(station, fragment, station.held[fragment] + 1)  # asked for still
+        while self._calls[i]:
+            self._answer(station, *self._calls[i].popleft())
+        for fragment in sorted(self._arrivals[i]):
+            self._adopt(station, fragment, station.got[fragment])
+        self._arrivals[i].clear()
+        self._compute(station)
+
+    def _answer(self, station: Station, fragment: int, version: int) -> None:
+        i = station.index
+        if self._answered[i][fragment] == station.held[fragment]:
+            if version > station.held[fragment]:
+                self._asked[i][fragment] = None
+        elif station.step == self._fresh_from[i][fragment]:
+            self._asked[i][fragment] = None
+        else:
+            self._answered[i][fragment] = station.held[fragment]
+            self._fresh_from[i][fragment] = station.step
+            self.push(station, fragment, station.held[fragment])
+
+    def _adopt(self, station: Station, fragment: int, version: int) -> None:
+        i = station.index
+        self.stale_steps[i] += station.step - self._fresh_from[i][fragment]
+        self.num_adoptions[i] += 1
+        self._fresh_from[i][fragment] = station.step
+        station.held[fragment] = version
+
+    def received(self, station: Station, fragment: int) -> None:
+        self._arrivals[station.index].add(fragment)  # adopted at the next boundary
+
+    # --- the syncer -------------------------------------------------------------------------------------------------------
+
+    def _heard(self, learner: int, step: int) -> None:
+        self._clock += (step - self._reported[learner]) / len(self.stations)
+        self._reported[learner] = step
+        self._look_again()
+
+    def contributed(self, station: Station, fragment: int, round_: int) -> None:
+        turn = self._turns[fragment]
+        if not turn.is_open:
+            turn.late.add(station.index)
+            return
+        turn.contributed.add(station.index)
+        if turn.called_at is not None:
+            turn.fresh.add(station.index)
+            if turn.quorum_at is None and len(turn.fresh) >= min(self._quorum.at_least, len(self.stations)):
+                turn.quorum_at = self.now_s
+                self._pace.measured(quorum_s=self.now_s - turn.called_at)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        for fragment, turn in enumerate(self._turns):
+            if turn.is_open and turn.called_at is None and self._clock > turn.next_step - ROUNDING:
+                self._call(fragment, turn)
+            if turn.is_open and turn.called_at is not None and turn.contributed:
+                self._decide(fragment, turn)
+
+    def _call(self, fragment: int, turn: _Turn) -> None:
+        turn.called_at = self.now_s
+        turn.next_step = self._schedule.next_send(fragment, self._clock + ROUNDING)
+        for station in self.stations:
+            self.at(
+                self.now_s + station.latency_s, partial(self._calls[station.index].append, (fragment, turn.version))
+            )
+
+    def _decide(self, fragment: int, turn: _Turn) -> None:
+        names = self._names
+        grace_s = self._quorum.grace_s(self._schedule.overlap, self._pace)
+        decision = decide_open(
+            self.now_s, [names[i] for i in turn.contributed], [names[i] for i in turn.fresh], names, self._quorum,
+            quorum_at=turn.quorum_at, grace_s=grace_s,
+        )  # fmt: skip
+        if decision.merge is not None:
+            turn.is_open, turn.closed_at = False, self.now_s
+            self.merge(fragment, turn.version + 1, len(turn.contributed))
+        elif decision.wait_until is not None and decision.wait_until > turn.wakes_at:
+            turn.wakes_at = decision.wait_until
+            self.at(turn.wakes_at, self._look_again)
+
+    def published(self, fragment: int, version: int) -> None:
+        turn = self._turns[fragment]
+        self._pace.measured(sync_s=self.now_s - turn.closed_at)
+        self._turns[fragment] = _Turn(turn.next_step, version, contributed=turn.late)
+        self._look_again()

@@ -1,0 +1,170 @@
+"""Learners around one syncer: what part of the time each computes, how long a synchronisation takes, how old an answer is.
+
+The papers' graph (`utilization.py`) has equal learners and a reduction in one pass, layer by layer. This is what a run with a syncer does:
+a fragment's encoded bytes up from every learner, a merge, a notice, a request, and the update down to every learner; over the links of
+each, with their latency, beside whatever else is on them. Its predictions are compared with runs of the real system.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco.core.quorum import Called
+from diloco.errors import ConfigError
+from diloco.planning.models import Workload
+from diloco.planning.network import Network, Path
+from diloco.planning.rounds import CalledRounds, Exchange, Scheduled
+from diloco.planning.settings import Setting
+from diloco.planning.stations import Activity, Merging
+from diloco.planning.utilization import strided
+from diloco.planning.wire import wire_format
+
+SETTLED = 1e-9
+"""Windows whose durations differ by less than this are the same but for rounding."""
+MAX_WINDOWS = 40
+CALLED_ROUNDS = (3, 8)
+"""Rounds of every fragment, in the mean, that are left out at the start, and measured."""
+CALLED_PERIODS = 1000
+"""Of H steps of the slowest learner, after which called rounds are given up on a link that carries next to nothing."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run comes to.
+
+    Attributes:
+        utilization: of each learner, compute ÷ wall clock.
+        period_steps: inner steps of a learner, in the mean, between two merges of one fragment; H where the network keeps up.
+        stale_steps: inner steps that a learner takes, in the mean, between sending a fragment and adopting the answer.
+        contributors: learners in a merge, in the mean.
+        activities: who did what when, where that was asked for.
+    """
+
+    utilization: tuple[float, ...]
+    period_steps: float
+    stale_steps: float
+    contributors: float
+    activities: tuple[Activity, ...] = ()
+
+    @property
+    def mean_utilization(self) -> float:
+        """Over learners."""
+        return sum(self.utilization) / len(self.utilization)
+
+
+def exchange_of(
+    workload: Workload, setting: Setting, merging: Merging | None = None, called: Called | None = None
+) -> Exchange:
+    """The exchange of a setting: strided fragments of equal layers, in the exact bytes of their codecs; down as up by default."""
+    if setting.method == "data-parallel":
+        raise ConfigError(
+            "data parallel has no syncer; leave --learners and the syncer's options out, or use another method."
+        )
+    up, down = wire_format(setting.up), wire_format(setting.down or setting.up)
+    layer_values = workload.num_parameters / workload.num_layers
+    sizes = [round(len(layers) * layer_values) for layers in strided(workload.num_layers, setting.num_fragments)]
+    if setting.method == "decoupled":
+        called = called or Called()
+    return Exchange(
+        setting.schedule,
+        [up.encoded_bytes(n) for n in sizes],
+        [down.encoded_bytes(n) for n in sizes],
+        merging or Merging(),
+        called,
+    )
+
+
+def predict(
+    network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: Exchange, *, num_steps: int | None = None,
+    copies: int = 1, traced: bool = False,
+) -> Prediction:  # fmt: skip
+    """What a run comes to in the long run, or over its first `num_steps` steps.
+
+    Arguments:
+        network: all links, with nothing on them.
+        step_s, latency_s: of each learner: an inner step, and one way to the syncer; the latter as in the network's paths.
+        exchange: what is exchanged.
+        num_steps: only of scheduled rounds: as long as a run is.
+        copies: learners that each of these stands for.
+        traced: return what everybody did.
+    """
+    if exchange.called is not None:
+        return _called(CalledRounds(network, step_s, latency_s, exchange, copies=copies, traced=traced), exchange)
+    star = Scheduled(network, step_s, latency_s, exchange, copies=copies, traced=traced, stop_at=num_steps)
+    star.run(lambda: _is_settled(star))
+    if num_steps is None:
+        utilization = [_of_windows(star, i) for i in range(len(step_s))]
+    else:
+        utilization = [num_steps * seconds / ended_s for seconds, ended_s in zip(step_s, star.ended_s, strict=True)]
+    every, tau = exchange.schedule.sync_every, exchange.schedule.overlap
+    assert isinstance(every, int)
+    return Prediction(tuple(utilization), every, tau, len(step_s) * copies, tuple(star.trace or ()))
+
+
+def _is_settled(star: Scheduled) -> bool:
+    """The last three windows of every learner took as long, or there were enough of them."""
+    if min(map(len, star.left_s)) > MAX_WINDOWS:
+        return True
+    for left_s in star.left_s:
+        if len(left_s) < 5:
+            return False
+        a, b, c, d = left_s[-4:]
+        if max(b - a, c - b, d - c) - min(b - a, c - b, d - c) > SETTLED * (d - c):
+            return False
+    return True
+
+
+def _of_windows(star: Scheduled, i: int) -> float:
+    """Over the last window; over the later half of them where they never settled."""
+    left_s = star.left_s[i]
+    windows = 1 if len(left_s) <= MAX_WINDOWS else len(left_s) // 2
+    return windows * star.window * star.stations[i].step_s / (left_s[-1] - left_s[-1 - windows])
+
+
+def _called(star: CalledRounds, exchange: Exchange) -> Prediction:
+    every, num, num_fragments = exchange.schedule.sync_every, len(star.stations), len(exchange.up_bytes)
+    assert isinstance(every, int)
+    until_s = CALLED_PERIODS * every * max(each.step_s for each in star.stations)
+    skipped, measured = (rounds * num_fragments for rounds in CALLED_ROUNDS)
+    star.run(lambda: sum(star.num_merges) >= skipped or star.now_s >= until_s)
+    before = _counts(star)
+    star.run(lambda: sum(star.num_merges) >= skipped + measured or star.now_s >= until_s)
+    steps, merges, contributions, stale, adoptions = (b - a for a, b in zip(before, _counts(star), strict=True))
+    return Prediction(
+        (1.0,) * num,
+        steps / num / (merges / num_fragments) if merges else math.inf,
+        stale / adoptions if adoptions else math.inf,
+        contributions / merges if merges else 0.0,
+        tuple(star.trace or ()),
+    )
+
+
+def _counts(star: CalledRounds) -> tuple[int, ...]:
+    return sum(star.steps), sum(star.num_merges), star.num_contributions, sum(star.stale_steps), sum(star.num_adoptions)
+
+
+def star_network(
+    num_learners: int,
+    up_bit_per_s: float,
+    down_bit_per_s: float,
+    latency_s: float = 0.0,
+    syncer_bit_per_s: float = math.inf,
+) -> Network:
+    """Equal links of learners, and the syncer's own, as wide in both directions."""
+    links = {"syncer up": syncer_bit_per_s, "syncer down": syncer_bit_per_s}
+    paths = []
+    for i in range(num_learners):
+        links |= {f"learner {i} up": up_bit_per_s, f"learner {i} down": down_bit_per_s}
+        paths.append(Path((f"learner {i} up", "syncer down"), (f"learner {i} down", "syncer up"), latency_s))
+    return Network(links, paths)
+
+
+def predict_equal(
+    exchange: Exchange, num_learners: int, step_s: float, bit_per_s: float, *, latency_s: float = 0.0,
+    syncer_bit_per_s: float = math.inf, traced: bool = False,
+) -> Prediction:  # fmt: skip
+    """`predict` for equal learners, which do the same at the same time: one of them on its share of the syncer's link."""
+    network = star_network(1, bit_per_s, bit_per_s, latency_s, syncer_bit_per_s / num_learners)
+    return predict(network, [step_s], [latency_s], exchange, copies=num_learners, traced=traced)

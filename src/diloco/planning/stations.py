@@ -1,0 +1,206 @@
+"""Learners and a syncer in virtual time: who computes, who waits, what is on which link. No model, no tensor.
+
+What a learner and a syncer do is that of `diloco.learner`, `diloco.exchange.remote` and `diloco.syncer`, in time only:
+
+    a learner pushes one contribution at a time, in order, and the next when the last is acknowledged; it pulls one update at a time
+    the syncer merges one round at a time, then tells every learner, who then asks for the update: a publication costs two latencies
+    more than its bytes
+    at a boundary sends come before applications; where the method waits, a learner blocks until all that is due is there
+Who sends what, and when, is in `rounds.py`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, NamedTuple
+
+from diloco.planning.network import Network, Transfer
+
+
+class Activity(NamedTuple):
+    """What a learner or its link did from one time to another."""
+
+    learner: int
+    kind: Literal["compute", "waiting", "up", "down"]
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Merging:
+    """What the syncer takes for a round, one after the other.
+
+    Attributes:
+        fixed_s: whatever its size: closing, storing, telling.
+        bytes_per_s: encoded contributions that it works through, all learners' together; infinite: no time.
+    """
+
+    fixed_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of a round with this many bytes of contributions."""
+        return self.fixed_s + num_bytes / self.bytes_per_s
+
+
+@dataclass
+class Station:
+    """One learner: its inner steps, and its two connections.
+
+    Attributes:
+        step_s: of an inner step.
+        latency_s: one way.
+        step: the inner step whose boundary it is at or computes to.
+        blocked_at: since when it waits; None: it computes.
+        held: the version of each fragment that it has adopted.
+        got: the newest version that is here.
+    """
+
+    index: int
+    step_s: float
+    latency_s: float
+    held: list[int]
+    got: list[int]
+    step: int = 0
+    blocked_at: float | None = None
+    pushes: deque[tuple[int, int]] = field(default_factory=deque)
+    pulls: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+class Star:
+    """The links, the connections and the syncer's worker; who sends what and when is for the subclasses.
+
+    Arguments:
+        network: all links; nothing is on them.
+        step_s, latency_s: of each learner.
+        up_bytes, down_bytes: of each fragment.
+        merging: what the syncer takes.
+        copies: how many learners each one stands for (equal ones do the same at the same time).
+        traced: keep what everybody did.
+    """
+
+    def __init__(
+        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], up_bytes: Sequence[float],
+        down_bytes: Sequence[float], merging: Merging, *, copies: int = 1, traced: bool = False,
+    ) -> None:  # fmt: skip
+        num_fragments = len(up_bytes)
+        self.stations = [
+            Station(i, seconds, latency, [0] * num_fragments, [0] * num_fragments)
+            for i, (seconds, latency) in enumerate(zip(step_s, latency_s, strict=True))
+        ]
+        self.now_s = 0.0
+        self.trace: list[Activity] | None = [] if traced else None
+        self.num_merges = [0] * num_fragments
+        self.num_contributions = 0
+        self._network, self._merging, self._copies = network, merging, copies
+        self._up_bytes, self._down_bytes = up_bytes, down_bytes
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = 0
+        self._carried: dict[int, tuple[int, int]] = {}  # transfer → fragment and round or version
+        self._merger_free_s = 0.0
+
+    # --- time -------------------------------------------------------------------------------------------------------------
+
+    def at(self, time_s: float, do: Callable[[], None]) -> None:
+        """Have this done then; what is due at the same time is done in the order in which it was asked for."""
+        heapq.heappush(self._events, (time_s, self._num_events, do))
+        self._num_events += 1
+
+    def run(self, is_over: Callable[[], bool]) -> None:
+        """Until `is_over()`, or nothing is left to happen."""
+        while not is_over():
+            next_s = min(self._network.next_s, self._events[0][0] if self._events else math.inf)
+            if math.isinf(next_s):
+                return
+            self.now_s = max(self.now_s, next_s)
+            for transfer in self._network.arrived(self.now_s):
+                self._arrived(transfer)
+            while self._events and self._events[0][0] <= self.now_s and self._network.next_s > self.now_s:
+                heapq.heappop(self._events)[2]()
+
+    def note(
+        self, learner: int, kind: Literal["compute", "waiting", "up", "down"], begin_s: float, end_s: float
+    ) -> None:
+        """For the trace."""
+        if self.trace is not None and end_s > begin_s:
+            self.trace.append(Activity(learner, kind, begin_s, end_s))
+
+    # --- connections ------------------------------------------------------------------------------------------------------
+
+    def push(self, station: Station, fragment: int, round_: int) -> None:
+        """Hand in a contribution; it travels when those before it are acknowledged."""
+        station.pushes.append((fragment, round_))
+        if len(station.pushes) == 1:
+            self._send_next(station)
+
+    def _send_next(self, station: Station) -> None:
+        fragment, round_ = station.pushes[0]
+        number = self._network.send(self.now_s, station.index, "up", self._up_bytes[fragment])
+        self._carried[number] = (fragment, round_)
+
+    def _acknowledged(self, station: Station) -> None:
+        station.pushes.popleft()
+        if station.pushes:
+            self._send_next(station)
+
+    def _told(self, station: Station, fragment: int, version: int) -> None:
+        """A learner hears of a publication."""
+        station.pulls.append((fragment, version))
+        if len(station.pulls) == 1:
+            self._ask_next(station)
+
+    def _ask_next(self, station: Station) -> None:
+        fragment, version = station.pulls[0]
+
+        def answer() -> None:
+            number = self._network.send(self.now_s, station.index, "down", self._down_bytes[fragment])
+            self._carried[number] = (fragment, version)
+
+        self.at(self.now_s + station.latency_s, answer)
+
+    def _arrived(self, transfer: Transfer) -> None:
+        station = self.stations[transfer.learner]
+        fragment, number = self._carried.pop(transfer.number)
+        self.note(transfer.learner, transfer.direction, transfer.began_s, transfer.ended_s)
+        if transfer.direction == "up":
+            self.at(self.now_s + station.latency_s, partial(self._acknowledged, station))
+            self.contributed(station, fragment, number)
+            return
+        station.pulls.popleft()
+        if station.pulls:
+            self._ask_next(station)
+        station.got[fragment] = max(station.got[fragment], number)
+        self.received(station, fragment)
+
+    # --- the syncer -------------------------------------------------------------------------------------------------------
+
+    def merge(self, fragment: int, version: int, num_contributions: int) -> None:
+        """Close a round; it is published when the worker has come to it and is done."""
+        seconds = self._merging.seconds(num_contributions * self._copies * self._up_bytes[fragment])
+        self._merger_free_s = max(self._merger_free_s, self.now_s) + seconds
+        self.num_merges[fragment] += 1
+        self.num_contributions += num_contributions * self._copies
+        self.at(self._merger_free_s, partial(self._publish, fragment, version))
+
+    def _publish(self, fragment: int, version: int) -> None:
+        for station in self.stations:
+            self.at(self.now_s + station.latency_s, partial(self._told, station, fragment, version))
+        self.published(fragment, version)
+
+    # --- what a method does -----------------------------------------------------------------------------------------------
+
+    def contributed(self, station: Station, fragment: int, round_: int) -> None:
+        """All bytes of a contribution are at the syncer."""
+        raise NotImplementedError
+
+    def received(self, station: Station, fragment: int) -> None:
+        """A version is at a learner."""
+        raise NotImplementedError
+
+    def published(self, fragment: int, version: int) -> None:
+        """A version is out."""
