@@ -223,7 +223,7 @@ def test_late_work_alone_is_no_quorum() -> None:
     decision = run.core.decision(run.now, 0)
     assert decision is not None
     assert decision.merge is None
-    assert decision.reason == "0 of 1 have contributed; a, c may still"
+    assert decision.reason == "0 of 1 have contributed; a, b, c may still"
 
 
 def test_late_work_can_be_dropped_and_is_counted() -> None:
@@ -235,6 +235,51 @@ def test_late_work_can_be_dropped_and_is_counted() -> None:
     assert isinstance(reject, Reject)
     assert reject.reason == "late"
     assert run.core.ledgers["b"][0].discarded == {"late": 4}
+
+
+def test_the_late_work_of_all_who_are_left_waits_for_what_they_answer() -> None:
+    """Or every merge would have the work of the turn before in it, for ever."""
+    run = Run(method(Called(at_least=1, grace=0.0)), "ab")
+    run.step("ab", 4)
+    run.send("a")
+    run.send("b")
+    run.close("ab")
+    run.core.left(run.now, "a", 1, tokens=4)
+    assert run.step("b", 4) == [Call(0, 1, ("b",))]
+    [_, merge] = run.send("b")
+    assert isinstance(merge, Merge)
+    assert [(c.base, c.tokens) for c in merge.contributions] == [(0, 4), (1, 4)]
+
+
+def test_work_on_the_newest_version_that_came_before_the_call_answers_it() -> None:
+    """After a restart of the syncer learners offer again what they had answered; they will not answer twice."""
+    run = Run(method(Called(at_least=2, grace=0.0)), "ab")
+    run.step("ab", 3)
+    assert len(run.send("a")) == len(run.send("b")) == 1  # nobody has called yet
+    [call, merge] = run.step("a") + run.step("b")
+    assert call == Call(0, 0, ("a", "b"))
+    assert isinstance(merge, Merge)
+
+
+def test_late_work_can_be_dropped_while_its_round_is_merged() -> None:
+    run = Run(method(Called(at_least=1, grace=0.0, late="drop")), "ab")
+    run.step("ab", 4)
+    run.send("a")
+    assert run.core.fragments[0].phase == "merging"
+    assert [action.reason for action in run.send("b") if isinstance(action, Reject)] == ["late"]
+
+
+@pytest.mark.parametrize("weight", ["tokens^2/steps", "tokens"])
+def test_tokens_without_steps_are_refused_before_anything_is_closed_with_them(weight: str) -> None:
+    run = Run(method(weight=weight), "ab")
+    run.step("ab", 4)
+    contribution = Contribution("a", 1, 0, 0, 0, 4, 0, 4, step=4)
+    if weight == "tokens":
+        assert accepted(run.core.contributed(0.0, contribution)[0])
+    else:
+        with pytest.raises(ConfigError, match="4 tokens in 0 steps have no rate"):
+            run.core.contributed(0.0, contribution)
+        assert run.core.fragments[0].phase == "open"
 
 
 def test_sent_again_it_is_merged_once() -> None:
@@ -266,6 +311,21 @@ def test_a_merge_of_part_of_the_live_weight_is_scaled_to_that_part() -> None:
     assert isinstance(merge, Merge)
     assert merge.weights == (6.0,)
     assert merge.scale == pytest.approx(6 / (6 + 6 + 2))  # the others with what they had last reported
+
+
+def test_who_has_just_joined_counts_with_the_steps_since() -> None:
+    """Not with those that the run had behind it: tokens · tokens / steps would be next to nothing."""
+    run = Run(method(weight="tokens^2/steps"), "ab")
+    run.step("ab", 4)
+    run.send("a")
+    run.close("a")
+    run.core.joined(run.now, "c")
+    run.steps["c"], run.sent["c"] = 4, 4
+    run.core.heartbeat(run.now, "c", 1, step=6, tokens=2, step_s=1.0, waiting=False)
+    run.step("ab", 5)
+    [_, merge] = run.send("a")
+    assert isinstance(merge, Merge)
+    assert merge.scale == pytest.approx(5 / (5 + 9 + 2))
 
 
 def test_a_push_is_scaled_by_what_the_others_push() -> None:

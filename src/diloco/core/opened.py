@@ -35,9 +35,9 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
         return Accept(c, duplicate=True)
     if not 0 <= c.base <= state.version or c.round != c.base:
         return core.reject(c, VERSION)
-    if quorum.late == "drop" and c.base < state.version:
-        return core.reject(c, LATE)
     number = state.version if state.phase == "open" else state.version + 1
+    if quorum.late == "drop" and c.base < number:
+        return core.reject(c, LATE)
     round_ = state.rounds.get(number)
     if round_ is None:
         round_ = state.rounds[number] = Round(number, now, c.step, set(core.members))
@@ -82,6 +82,8 @@ def before_decisions(core: SyncerCore, now: float) -> list[Action]:
                 round_ = state.rounds[state.version] = Round(state.version, now, core.step, ready)
             if not round_.called:
                 round_.called, round_.opened_at = True, now
+                round_.fresh = {each.learner for each in round_.contributions.values() if each.base == state.version}
+                _note_quorum(core, round_, now)
                 state.turn = core.schedule.next_send(index, core.clock + ROUNDING)
                 calls.append(Call(index, state.version, tuple(sorted(core.members))))
         for round_ in state.rounds.values():

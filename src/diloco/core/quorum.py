@@ -117,7 +117,8 @@ class Pushed(Quorum):
 
     Attributes:
         at_least: K; fewer where fewer learners are live.
-        late: what happens to work that was measured from an older version than the newest: "merge" or "drop" (counted).
+        late: what happens to work that was measured from an older version than the one it would be merged into: "merge" or "drop"
+            (counted).
     """
 
     scheduled: ClassVar[bool] = False
@@ -231,7 +232,7 @@ def decide_open(
         grace_s: how long the round stays open after that.
     """
     needed = min(quorum.at_least, max(1, len(members)))
-    missing = sorted(set(members) - set(contributed))
+    missing = sorted(set(members) - set(fresh))
     merge = tuple(sorted(contributed))
     if not contributed:
         return Decision(None, None, f"nobody has contributed; {needed} of {len(members)} are needed")

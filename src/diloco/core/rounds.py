@@ -56,7 +56,7 @@ class Member:
         ready: it has trained since it joined; one that is still starting up delays nobody.
         ready_step: the inner step known when it became ready: it may have passed that one without contributing.
         tokens: trained by this incarnation.
-        sent_step: by fragment, the inner step after which it last contributed.
+        sent_step: by fragment, the inner step after which it last contributed, or joined.
         sent_work: by fragment, tokens and steps of its last contribution.
     """
 
@@ -91,7 +91,7 @@ class Round:
         members: who is waited for.
         contributions: the newest of each learner.
         earlier: what came too late for the round before, of learners that have a newer one here.
-        fresh: who has answered the call, or pushed since the round before was closed.
+        fresh: who has answered the call (brought work on this very version), or pushed since the round before was closed.
         called: the syncer has asked for it.
         quorum_at: when enough fresh contributions were there.
         closed_at: when it was closed to be merged.

@@ -130,7 +130,8 @@ class SyncerCore:
             actions += self._evict(now, learner, "replaced by a newer incarnation", replaced=True)
         incarnation = self.incarnations.get(learner, 0) + 1
         self.incarnations[learner] = incarnation
-        self.members[learner] = Member(learner, incarnation, self.step, now, now, ready=ready)
+        sent_step = dict.fromkeys(range(len(self.fragments)), self.step)
+        self.members[learner] = Member(learner, incarnation, self.step, now, now, ready=ready, sent_step=sent_step)
         if learner not in self.ledgers:
             self.ledgers[learner] = [Ledger() for _ in self.fragments]
         self._settled_trained[learner] = self.ledgers[learner][0].trained if self.fragments else 0
@@ -203,12 +204,14 @@ class SyncerCore:
         Raises:
             StaleIncarnationError: from an incarnation that was evicted or replaced.
             VersionError: there is no such fragment.
+            ConfigError: it has no weight, so that no round could be closed with it.
         """
         self.check(c.learner, c.incarnation)
         if not 0 <= c.fragment < len(self.fragments):
             raise VersionError(
                 f"there is no fragment {c.fragment}; the run has fragments 0 to {len(self.fragments) - 1}."
             )
+        weights_of(self.method.weight, [c.tokens], [c.steps], [0])
         member = self.members[c.learner]
         self._alive(now, member, c.step, c.trained)
         member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
