@@ -125,6 +125,16 @@ def test_a_turn_that_comes_while_a_round_is_stored_is_called_afterwards() -> Non
     assert run.core.fragments[0].turn == 12
 
 
+def test_a_turn_is_not_called_again_after_a_restart() -> None:
+    """Three learners that take eight steps each turn the clock by less than eight."""
+    run = Run(method())
+    run.step("abc", 8)
+    assert run.core.clock < 8
+    restarted, resumed = SyncerCore(method(), [1], clock=run.core.clock), SyncerCore(method(), [1])
+    resumed.wind(run.core.clock)
+    assert restarted.fragments[0].turn == resumed.fragments[0].turn == 12
+
+
 # --- who is in ------------------------------------------------------------------------------------------------------------
 
 

@@ -84,11 +84,16 @@ def before_decisions(core: SyncerCore, now: float) -> list[Action]:
                 round_.called, round_.opened_at = True, now
                 round_.fresh = {each.learner for each in round_.contributions.values() if each.base == state.version}
                 _note_quorum(core, round_, now)
-                state.turn = core.schedule.next_send(index, core.clock + ROUNDING)
+                state.turn = next_turn(core, index)
                 calls.append(Call(index, state.version, tuple(sorted(core.members))))
         for round_ in state.rounds.values():
             round_.members = set(ready)
     return calls
+
+
+def next_turn(core: SyncerCore, fragment: int) -> int:
+    """The run clock at which a fragment is called next; the turn that it has reached, if only nearly, has been called."""
+    return core.schedule.next_send(fragment, core.clock + ROUNDING)
 
 
 def decision(core: SyncerCore, now: float, fragment: int) -> Decision | None:

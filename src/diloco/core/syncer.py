@@ -97,7 +97,7 @@ class SyncerCore:
         """By learner, for each fragment: the newest of its contributions that is in a published version, as (incarnation, round)."""
         self.deadlines = deadlines or Deadlines()
         self.fragments = [
-            FragmentState(version, step=sent, turn=self.schedule.next_send(index, clock))
+            FragmentState(version, step=sent, turn=opened.next_turn(self, index))
             for index, (version, sent) in enumerate(zip(versions, round_steps or [0] * len(versions), strict=True))
         ]
         self.members: dict[str, Member] = {member.learner: member for member in roster}
@@ -116,7 +116,7 @@ class SyncerCore:
         """Set the run clock (of a checkpoint), and every fragment's next turn by it."""
         self.clock = clock
         for index, state in enumerate(self.fragments):
-            state.turn = self.schedule.next_send(index, clock)
+            state.turn = opened.next_turn(self, index)
 
     # --- membership -------------------------------------------------------------------------------------------------------
 
