@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.processes import SyncerProcess, until
 from tests.syncer.runs import RUN, Raw, method, start, train
 
 import diloco
@@ -41,59 +41,13 @@ lost_floor_s = {lost_floor_s}
 """
 
 
-def until(condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
-    """Look again until it holds; fails after `limit_s`."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        threading.Event().wait(0.02)
-
-
-class SyncerProcess:
-    """`diloco syncer` as a process that can be killed and started again on the same port."""
-
-    def __init__(self, directory: Path, run_file: str) -> None:
-        self.directory = directory
-        (directory / "run.toml").write_text(run_file)
-        self.port = 0
-        self.start()
-
-    def start(self) -> None:
-        port_file = self.directory / "port"
-        port_file.unlink(missing_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "diloco",
-            "syncer",
-            str(self.directory / "run.toml"),
-            "--address",
-            f"127.0.0.1:{self.port}",
-        ]
-        command += ["--state-dir", str(self.directory / "state"), "--port-file", str(port_file)]
-        with open(self.directory / "syncer.log", "ab") as log:
-            self.process = subprocess.Popen(command, stderr=log, stdout=log)
-        until(lambda: port_file.exists() or self.process.poll() is not None, "the syncer does not start")
-        assert self.process.poll() is None, (self.directory / "syncer.log").read_text()
-        self.port = int(port_file.read_text())
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-
 @contextmanager
 def syncer_process(directory: Path, *, at_least: int = 2, lost_floor_s: float = 60.0) -> Iterator[SyncerProcess]:
     it = SyncerProcess(directory, RUN_FILE.format(at_least=at_least, lost_floor_s=lost_floor_s))
     try:
         yield it
     finally:
-        it.process.kill()
-        it.process.wait()
+        it.kill()
 
 
 def test_a_killed_syncer_comes_back_and_the_run_has_the_same_bits(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,10 @@ def test_who_takes_part_and_who_is_behind(syncer: Syncer) -> None:
         settled = ledger["pending"] + ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
         assert settled == ledger["trained"] == status["tokens"] == 20
     text = shown(syncer)
-    assert "2 live, 2 healthy; newest merge: first into version 1 of fragment 0" in text
+    assert "2 live, 2 healthy; newest merge: version 1 of fragment 0 by first\n" in text
+    assert re.search(
+        r"1 of 2 +no contribution yet", text
+    )  # contributors of the newest merge, and what the fragment does now
     assert max(map(len, text.splitlines())) <= 100
     for raw in (first, second):
         raw.connection.close()

@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,25 @@ from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+MAX_NAMES = 6
+
+LEGEND = (
+    "in newest merges: fragments whose newest merge has the learner; versions behind: of the fragment where that is most; work stale: "
+    "versions between what its last contribution was measured from and the merge it went into; silent: since it was last heard; sent, "
+    "received: since this syncer started. Tokens trained = merged + pending + discarded + lost with their learners."
+)
+
+DISCARDED = {
+    "overlap": "trained between a send and the answer that replaced it",
+    "missed": "for a round that was closed without it",
+    "late": "came after its round, and the method drops what is late",
+    "outlier": "refused by the screen for its norm",
+    "not finite": "its round gave numbers that are not finite",
+    "twice in one round": "an earlier incarnation of its learner is in the round",
+    "version": "of a version that nobody has",
+}
+"""What stands behind the reasons in the ledger."""
 
 
 def command(
@@ -60,22 +81,19 @@ def _read_token(path: Path) -> str:
 def _print(status: dict[str, Any]) -> None:
     from rich.console import Console
 
-    console = Console()
+    console = Console(highlight=False)
+    uptime_s = round(status["uptime_s"])
     console.print(
-        f"run [bold]{status['run']}[/], {status['method']['name']}, step {status['step']:,}, {status['tokens']:,} tokens"
+        f"[bold]{status['run']}[/]: {status['method']['name']}, step {status['step']:,}, {status['tokens']:,} tokens; "
+        f"this syncer started {timedelta(seconds=uptime_s)} ago"
     )
     if not status["initialised"]:
         console.print("no model yet: start one learner with --initialise")
         return
     console.print(_participation(status))
     console.print(_learners(status))
-    console.print(_fragments(status["fragments"]))
-    console.print(
-        "merges: fragments whose newest merge has the learner; behind: versions of the fragment where it is most behind; "
-        "stale: versions between what its last contribution was measured from and the merge it went into; up, down: bytes on the "
-        "syncer's sockets from and to it. Tokens of a fragment: merged + pending + discarded + lost = trained.",
-        style="dim",
-    )
+    console.print(_fragments(status))
+    console.print(_legend(status), style="dim")
 
 
 def _participation(status: dict[str, Any]) -> str:
@@ -84,10 +102,11 @@ def _participation(status: dict[str, Any]) -> str:
     line = f"{sum(it['live'] for it in learners)} live, {sum(it['healthy'] for it in learners)} healthy"
     merge = status["newest_merge"]
     if merge is None:
-        return line
-    scale = "" if merge["scale"] == 1 else f", scaled by {merge['scale']:.2f}"
-    names = ", ".join(merge["contributors"])
-    return f"{line}; newest merge: {names} into version {merge['version']} of fragment {merge['fragment']}{scale}"
+        return f"{line}; nothing merged yet"
+    names = merge["contributors"]
+    who = ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} learners"
+    part = "" if merge["scale"] == 1 else f", with {merge['scale']:.2f} of the live weight"
+    return f"{line}; newest merge: version {merge['version']} of fragment {merge['fragment']} by {who}{part}"
 
 
 def _learners(status: dict[str, Any]) -> "Table":
@@ -97,8 +116,18 @@ def _learners(status: dict[str, Any]) -> "Table":
     learners, num_fragments = status["learners"], len(status["fragments"])
     num_bytes: dict[str, dict[str, dict[str, int]]] = status["num_bytes"] or {}
     gone = sorted(name for name in num_bytes if name not in learners and name not in ("", "viewers"))
-    table = Table("learner", "state", box=SIMPLE, padding=(0, 1))
-    for title in ("step", "s/step", "tokens", "merges", "behind", "stale", "heard", "up", "down"):
+    table = Table("learner", "state", box=SIMPLE, padding=(0, 1, 0, 0))
+    for title in (
+        "step",
+        "s/step",
+        "tokens",
+        "in\nnewest\nmerges",
+        "versions\nbehind",
+        "work\nstale",
+        "silent",
+        "sent",
+        "received",
+    ):
         table.add_column(title, justify="right")
     for name, it in learners.items():
         table.add_row(
@@ -127,39 +156,57 @@ def _state(it: dict[str, Any]) -> str:
 
 
 def _traffic(num_bytes: dict[str, dict[str, dict[str, int]]], name: str) -> tuple[str, str]:
-    """Bytes from and to a learner; "?" where the system cannot count them."""
+    """Bytes that a learner sent and received; "?" where the system cannot count them."""
     if not num_bytes:
         return "?", "?"
     kinds = num_bytes.get(name, {}).values()
-    up, down = (sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent"))
-    return f"{_short(up)}B", f"{_short(down)}B"
+    sent, received = (
+        sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent")
+    )  # the syncer's point of view
+    return _short(sent, "B"), _short(received, "B")
 
 
-def _fragments(fragments: list[dict[str, Any]]) -> "Table":
+def _fragments(status: dict[str, Any]) -> "Table":
     from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(box=SIMPLE, padding=(0, 1))
-    for title in ("fragment", "version", "trained", "merged", "pending", "discarded", "lost"):
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("fragment", "version", "trained", "merged", "pending", "discarded", "lost", "newest\nmerge"):
         table.add_column(title, justify="right")
-    table.add_column("newest merge, and now")
-    for it in fragments:
+    table.add_column("now")
+    for it in status["fragments"]:
         ledger = it["ledger"]
-        discarded = sum(ledger["discarded"].values())
-        counts = (ledger["trained"], ledger["merged"], ledger["pending"], discarded, ledger["lost"])
-        members = ", ".join(it["last_contributors"]) or "none yet"
-        table.add_row(str(it["fragment"]), str(it["version"]), *map(_short, counts), f"{members}; {it['reason']}")
+        counts = (
+            ledger["trained"],
+            ledger["merged"],
+            ledger["pending"],
+            sum(ledger["discarded"].values()),
+            ledger["lost"],
+        )
+        merge = f"{len(it['last_contributors'])} of {len(status['learners'])}" if it["version"] else ""
+        table.add_row(str(it["fragment"]), str(it["version"]), *map(_short, counts), merge, it["reason"])
     return table
+
+
+def _legend(status: dict[str, Any]) -> str:
+    """What the columns mean, and the reasons for which tokens were discarded in this run."""
+    reasons: Counter[str] = Counter()
+    for fragment in status["fragments"]:
+        reasons.update(fragment["ledger"]["discarded"])
+    said = [f"{_short(tokens)} {reason} ({DISCARDED[reason]})" for reason, tokens in reasons.most_common()]
+    discarded = f" Discarded, all fragments together: {'; '.join(said)}." if said else ""
+    return f"{LEGEND}{discarded}"
 
 
 def _or_unknown(value: Any, show: Callable[[Any], str]) -> str:
     return "" if value is None else show(value)
 
 
-def _short(count: float) -> str:
-    """1,234,567 as 1.23M."""
-    for unit in ("", "k", "M", "G"):
-        if count < 1000:
-            return f"{count:.3g}{unit}"
+def _short(count: float, unit: str = "") -> str:
+    """1,234,567 as 1.23M, or 1.23 MB."""
+    prefixes = ["", "k", "M", "G", "T"]
+    while count >= 999.5 and len(prefixes) > 1:
         count /= 1000
-    return f"{count:.3g}T"
+        del prefixes[0]
+    digits = str(count) if isinstance(count, int) else f"{count:#.3g}".rstrip(".")
+    return f"{digits} {prefixes[0]}{unit}" if unit else f"{digits}{prefixes[0]}"

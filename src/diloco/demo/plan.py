@@ -124,7 +124,7 @@ def prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
         mark=MARK, directory=json.dumps(str(directory)), seed=seed, learners=NUM_LEARNERS, held_out=plan.held_out,
         tokens=plan.steps * plan.sequences * plan.sequence_length, sequences=plan.sequences,
         sequence_length=plan.sequence_length, warm_start_steps=plan.warm_start_steps, warmup_steps=min(50, plan.steps // 12),
-        steps=plan.steps, sync_every=plan.sync_every, checkpoint_every=plan.checkpoint_every, port=_free_port(),
+        steps=plan.steps, sync_every=plan.sync_every, checkpoint_every=plan.checkpoint_every, port=free_port(),
     )  # fmt: skip
     try:
         if directory.exists():
@@ -146,7 +146,7 @@ def _may_go(directory: Path, run_file: Path) -> bool:
     return not any(directory.iterdir())
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Of those below what systems give to outgoing connections: one of these could take the port while the syncer is started again."""
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
