@@ -1,6 +1,6 @@
 """A Decoupled run of real processes: nobody waits, and every token is accounted for.
 
-    python -m benchmarks.decoupled [--step-s SECONDS] [--directory DIR] [--json]
+    python -m benchmarks.decoupled [--step-s SECONDS] [--preset PRESET] [--directory DIR] [--json]
 
 A syncer and four learners, of speeds 1 : 1 : 0.6 : 0.4, train together. The slowest is killed, a new one joins, the syncer is killed and
 started again, everybody leaves. Printed: how long `learner.step()` took and how long it was blocked waiting for the network, by learner;
@@ -47,14 +47,16 @@ FIRST_FOUR = ("quick-1", "quick-2", "slow-1", "slow-2")
 IN_THE_END = ("quick-1", "quick-2", "slow-1", "joiner")
 LIMIT_S = 120.0
 
+PRESETS = ("DecoupledDiLoCo", "StreamingDiLoCo", "DiLoCo")
+
 RUN_FILE = f"""
 [run]
 name = "{RUN}"
 tokens = 1_000_000
 [method]
-preset = "DecoupledDiLoCo"
+preset = "{{preset}}"
 sync_every = {H}
-fragments = {{type = "Balanced", num_fragments = {FRAGMENTS}}}
+fragments = {{{{type = "Balanced", num_fragments = {FRAGMENTS}}}}}
 [syncer]
 lost_floor_s = 2.0
 """
@@ -78,16 +80,19 @@ class Result:
     away_s: float
 
 
-def run(directory: Path, *, step_s: float, say: Callable[[str], None] = lambda _: None) -> Result:
+def run(
+    directory: Path, *, step_s: float, preset: str = PRESETS[0], say: Callable[[str], None] = lambda _: None
+) -> Result:
     """The whole story.
 
     Arguments:
         directory: for the run file, logs, and the syncer's state and events.
         step_s: what an inner step of the quickest learners takes.
+        preset: the method, with its defaults but for H and the fragments.
         say: hears what happens.
     """
     with ExitStack() as stack:
-        syncer = SyncerProcess(directory, RUN_FILE)
+        syncer = SyncerProcess(directory, RUN_FILE.format(preset=preset))
         stack.callback(syncer.kill)
         learners = _Learners(directory, stack, step_s)
         watch = _Watch(syncer, learners)
@@ -292,6 +297,7 @@ def main() -> None:
     parser.add_argument(
         "--step-s", type=float, default=0.1, help="what an inner step of the quickest takes; default 0.1"
     )
+    parser.add_argument("--preset", choices=PRESETS, default=PRESETS[0], help="to compare with; default %(default)s")
     parser.add_argument("--directory", type=Path, help="keep the run file, the logs and the syncer's state here")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--learner", nargs="+", help=argparse.SUPPRESS)
@@ -303,7 +309,9 @@ def main() -> None:
     with ExitStack() as stack:
         directory = chosen.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.mkdir(parents=True, exist_ok=True)
-        result = run(directory, step_s=chosen.step_s, say=lambda what: print(f"{what} …", file=sys.stderr))
+        result = run(
+            directory, step_s=chosen.step_s, preset=chosen.preset, say=lambda what: print(f"{what} …", file=sys.stderr)
+        )
     if chosen.json:
         print(json.dumps(asdict(result), indent=1))
     else:
