@@ -1,0 +1,226 @@
+"""Goodput: which part of the accelerators' time trains the model when chips fail and learners differ in speed.
+
+Goodput is the work done, divided by the work of the same chips if nothing ever failed and nobody waited. A chip fails once in its mean
+time between interruptions (MTBI), independently of the others. How much stands still with it is what the modes differ in:
+
+    data-parallel   all learners step together; a failure stops all of them until the chip is repaired and taken in
+    elastic         all learners step together; a failure stops them for the time that down-scaling takes, the repaired chips for up-scaling
+    decoupled       each learner is on its own; a failure stops its learner, by the elastic rule, or (`elastic_learners=False`) until the repair
+
+The closed forms hold where nobody waits at random; `diloco.planning.failures` simulates every case.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from diloco.errors import ConfigError
+
+Mode = Literal["data-parallel", "elastic", "decoupled"]
+YEAR_S = 365.25 * 86400.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """How often chips fail and what a failure takes, in seconds.
+
+    The defaults reproduce the published table of Decoupled DiLoCo (arXiv 2604.21428), whose own times are not known: they are a fit,
+    in which only `repair_s` + `up_s` of about 80 s is well determined. Measure yours.
+
+    Attributes:
+        mtbi_s: of one chip.
+        down_s: a job or learner stands still while it goes on without the failed chips.
+        repair_s: from a failure until the missing chips are back; those that fail meanwhile come back with them.
+        up_s: it stands still while they are taken in.
+        step_s: an inner step, at whose end a failure is noticed.
+    """
+
+    mtbi_s: float = YEAR_S
+    down_s: float = 15.0
+    repair_s: float = 65.0
+    up_s: float = 15.0
+    step_s: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("mtbi_s", "step_s"):
+            _number(f"Times({name}=…)", getattr(self, name), above_zero=True)
+        for name in ("down_s", "repair_s", "up_s"):
+            _number(f"Times({name}=…)", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How learners differ from each other, and from themselves.
+
+    Attributes:
+        jitter: coefficient of variation of a learner's step time: standard deviation divided by mean, drawn anew every step.
+        relative: each learner's speed, in steps per second compared with 1 / `Times.step_s`; empty: all are 1.
+    """
+
+    jitter: float = 0.0
+    relative: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _number("Speeds(jitter=…)", self.jitter)
+        for speed in self.relative:
+            _number("Speeds(relative=…)", speed, above_zero=True)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """When decoupled learners wait for each other.
+
+    The syncer opens a round when the first learner has made its next `sync_every` steps; every learner contributes at the end of its
+    own, and goes on for `overlap` steps before it needs the answer. The round closes when K running learners have contributed and the
+    grace window is over, which is min(cap, max(0, γ·(τ·ξ_step − ξ_quorum − ξ_sync))), or when all running learners have. The work of
+    those that are late is in the next round, where it does not count for the quorum. Learners that stand still are not waited for.
+
+    Attributes:
+        quorum: K; fewer where fewer learners run.
+        grace: γ, 0 to 1. grace_cap_s: the longest grace window.
+        overlap: τ, in steps; None: nobody ever waits, as with this package's `DecoupledDiLoCo`.
+        sync_every: steps from one round to the next: H, or H/P where P fragments take turns.
+        sync_s: from the close of a round until the learners have its result.
+    """
+
+    quorum: int = 1
+    grace: float = 0.8
+    grace_cap_s: float = 10.0
+    overlap: int | None = 2
+    sync_every: int = 1
+    sync_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _number("Rounds(grace=…)", self.grace)
+        if self.grace > 1:
+            raise ConfigError(f"Rounds(grace={self.grace!r}) cannot be; it is a share of the slack, from 0 to 1.")
+        _number("Rounds(grace_cap_s=…)", self.grace_cap_s)
+        _number("Rounds(sync_s=…)", self.sync_s)
+        _whole("Rounds(quorum=…)", self.quorum, 1)
+        _whole("Rounds(sync_every=…)", self.sync_every, 1)
+        if self.overlap is not None:
+            _whole("Rounds(overlap=…)", self.overlap, 0)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Chips and how they work together.
+
+    Attributes:
+        chips: of all learners; every learner has the same number.
+        learners: M.
+        mode: who stands still when a chip fails, see above.
+        elastic_learners: whether a decoupled learner goes on without its failed chips, or stands still until they are repaired.
+
+    Raises:
+        ConfigError: numbers that cannot be: fewer chips than learners, speeds of another number of learners, a quorum above M.
+    """
+
+    chips: int
+    learners: int = 1
+    mode: Mode = "decoupled"
+    times: Times = field(default_factory=Times)
+    speeds: Speeds = field(default_factory=Speeds)
+    rounds: Rounds = field(default_factory=Rounds)
+    elastic_learners: bool = True
+
+    def __post_init__(self) -> None:
+        _whole("chips", self.chips, 1)
+        _whole("learners", self.learners, 1)
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f"there is no mode {self.mode!r}; choose {', '.join(get_args(Mode))}.")
+        if self.chips < self.learners:
+            raise ConfigError(
+                f"{self.chips} chips cannot be shared by {self.learners} learners; give each at least one."
+            )
+        if len(self.speeds.relative) not in (0, self.learners):
+            given = len(self.speeds.relative)
+            raise ConfigError(f"{given} speeds for {self.learners} learners; give one for each learner, or none.")
+        if self.rounds.quorum > self.learners:
+            raise ConfigError(f"a quorum of {self.rounds.quorum} cannot be met by {self.learners} learners; lower it.")
+
+    @property
+    def relative_speeds(self) -> tuple[float, ...]:
+        return self.speeds.relative or (1.0,) * self.learners
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether what fails goes on without the chips that failed."""
+        return self.mode == "elastic" or (self.mode == "decoupled" and self.elastic_learners)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a decoupled learner may have to wait for another one."""
+        if self.mode != "decoupled" or self.rounds.overlap is None:
+            return False
+        differ = self.speeds.jitter > 0 or len(set(self.relative_speeds)) > 1 or self.rounds.quorum > 1
+        return (self.learners > 1 and differ) or self.rounds.sync_s > self.rounds.overlap * self.times.step_s
+
+
+def availability(failures_per_s: float, step_s: float, times: Times, *, elastic: bool) -> float:
+    """Share of time in which something that stops as a whole does not stand still.
+
+    With u = h / (1 − e^(−λh)), the mean time from the end of a stop to the end of the step in which the next failure falls,
+
+        not elastic   u / (u + T + t_up)
+        elastic       u / (u + t_down) · (T + u) / (T + u + t_up)
+
+    A step in which chips fail still counts, several failures in one step are one, failures during a stop are absorbed, and no work is lost.
+
+    Arguments:
+        failures_per_s: λ, of all its chips together.
+        step_s: h.
+        times: t_down, T = `repair_s` and t_up.
+        elastic: whether it goes on without the chips that failed.
+    """
+    run_s = step_s / -math.expm1(-failures_per_s * step_s)
+    if not elastic:
+        return run_s / (run_s + times.repair_s + times.up_s)
+    until_up_s = times.repair_s + run_s
+    return run_s / (run_s + times.down_s) * until_up_s / (until_up_s + times.up_s)
+
+
+def closed_form(fleet: Fleet) -> float | None:
+    """Goodput from 0 to 1 by formula; None where waiting is random: step times that vary in lock-step, or learners that may wait."""
+    speeds, times = fleet.relative_speeds, fleet.times
+    if fleet.may_wait:
+        return None
+    if fleet.mode != "decoupled":
+        if fleet.speeds.jitter and fleet.learners > 1:
+            return None
+        rate, slowest = fleet.chips / times.mtbi_s, min(speeds)
+        share = availability(rate, times.step_s / slowest, times, elastic=fleet.is_elastic)
+        return share * slowest * fleet.learners / sum(speeds)
+    return sum(speed * share for speed, share in zip(speeds, running_shares(fleet), strict=True)) / sum(speeds)
+
+
+def running_shares(fleet: Fleet) -> list[float]:
+    """For each decoupled learner, the share of time in which it does not stand still for a failure."""
+    rate, times = fleet.chips / fleet.learners / fleet.times.mtbi_s, fleet.times
+    return [
+        availability(rate, times.step_s / speed, times, elastic=fleet.elastic_learners)
+        for speed in fleet.relative_speeds
+    ]
+
+
+def all_stopped(fleet: Fleet) -> float:
+    """Chance that at a given moment no learner runs: 1 − G for what steps together, Π(1 − G_m) for decoupled learners.
+
+    The syncer is taken never to stop. Uptime is one minus this.
+    """
+    if fleet.mode == "decoupled":
+        return math.prod(1 - share for share in running_shares(fleet))
+    slowest_s = fleet.times.step_s / min(fleet.relative_speeds)
+    return 1 - availability(fleet.chips / fleet.times.mtbi_s, slowest_s, fleet.times, elastic=fleet.is_elastic)
+
+
+def _number(name: str, value: float, *, above_zero: bool = False) -> None:
+    if not 0 <= value < math.inf or (above_zero and value == 0):
+        raise ConfigError(f"{name} is {value!r}; it is a number {'above 0' if above_zero else 'of 0 or more'}.")
+
+
+def _whole(name: str, value: int, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"{name} is {value!r}; it is a whole number of {minimum} or more.")
