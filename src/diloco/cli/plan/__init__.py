@@ -2,7 +2,7 @@
 
 import typer
 
-from diloco.cli.plan import measure, utilization
+from diloco.cli.plan import advise, measure, utilization
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -13,4 +13,5 @@ def plan() -> None:
 
 
 app.command("utilization")(utilization.command)
+app.command("advise")(advise.command)
 app.command("measure")(measure.command)

@@ -1,0 +1,165 @@
+"""How much higher than with data parallel the loss is expected to be, term by term, each term with the experiment that it comes from.
+
+    penalty = A(N, M) + ΔH + Δτ + Δcodec + Δmethod        percent of the loss of data parallel at equal tokens
+
+    A        DiLoCo with M learners at H = 30, on a model of N parameters
+    ΔH       for a longer interval
+    Δτ       for an answer that comes late
+    Δcodec   for fewer bits
+    Δmethod  for eager updates, for rounds that wait for nobody
+
+The experiments varied one thing at a time, and the sum assumes that they add up. What no experiment covers has no penalty: None, with
+the reason.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from diloco.planning.settings import Setting
+from diloco.planning.wire import wire_format
+
+LEARNERS = (1, 2, 4, 8)
+STUDY_PARAMETERS = 165_056
+LOSSES: dict[float, tuple[float, ...]] = {
+    STUDY_PARAMETERS: (1.7878, 1.7559, 1.8195, 1.8870, 1.9457),
+    35e6: (3.485, 3.482, 3.508, 3.554, 3.621),
+    180e6: (2.950, 2.943, 2.957, 2.981, 3.019),
+    1.3e9: (2.460, 2.451, 2.464, 2.472, 2.493),
+    2.4e9: (2.326, 2.317, 2.323, 2.332, 2.351),
+}
+"""By N: data parallel, and DiLoCo for each of `LEARNERS`; H = 30, outer settings chosen for each. This repository's study of learners,
+and arXiv 2503.09799."""
+
+BASE_EVERY, LONGEST_EVERY = 30, 1000
+PER_E_FOLD_PERCENT = 100 * math.log(1.029) / math.log(15.02) / math.log(1000 / 50)
+"""Of the loss, for each factor e of H: perplexity 15.02 rises by 2.9 % from H = 50 to 1000, arXiv 2311.08105."""
+
+NO_COST_OVERLAP, LONGEST_OVERLAP, OVERLAP_PERCENT = 1, 10, 0.2
+"""One inner step of overlap costs nothing, ten less than 0.2 %: arXiv 2501.18512."""
+
+LEAST_BITS = 4
+"""Bits a value that lose nothing: arXiv 2501.18512 (its large runs are in E3M0), 2604.21428 (int4)."""
+
+EAGER_PERCENT = 100 * (2.69 / 2.67 - 1)
+"""Eager updates against no overlap, 500M, M = 2, H = 30: arXiv 2502.12996."""
+
+DECOUPLED_PERCENT = 100 * (1.9402 - 1.8870) / 1.8870
+"""Study decoupled, K = 1 + grace (speeds 1 : 1 : 0.6 : 0.4, a quarter fewer tokens), against DiLoCo of study learners, M = 4: at most."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a penalty: what for, how much, and which experiment says so. Where none does `percent` is None and `source` says why."""
+
+    what: str
+    percent: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """The sum of its terms."""
+
+    terms: tuple[Term, ...]
+
+    @property
+    def percent(self) -> float | None:
+        """Of the loss of data parallel; None: there is a term that no experiment gives."""
+        values = [term.percent for term in self.terms]
+        return None if None in values else sum(value for value in values if value is not None)
+
+    @property
+    def unknown(self) -> str | None:
+        """Why there is none."""
+        return next((f"{term.what}: {term.source}" for term in self.terms if term.percent is None), None)
+
+    @property
+    def sources(self) -> list[str]:
+        """Of the terms that are known, each once."""
+        return list(dict.fromkeys(term.source for term in self.terms if term.percent is not None))
+
+
+def expected_penalty(num_parameters: float, num_learners: int, setting: Setting) -> Penalty:
+    """The penalty of a method, for a model of so many parameters and so many learners.
+
+    Of decoupled learners it holds where merges come as often as planned and nearly everybody is in them; the caller has to see to that.
+    """
+    if setting.method == "data-parallel":
+        return Penalty((Term("data parallel", 0.0, "by definition"),))
+    terms = [_base(num_parameters, num_learners), *_interval(setting), *_overlap(setting), *_codec(setting)]
+    if setting.method == "eager":
+        measured = setting.sync_every <= BASE_EVERY and num_learners <= 2
+        terms.append(
+            Term("eager updates", EAGER_PERCENT, "arXiv 2502.12996")
+            if measured
+            else Term("eager updates", None, "measured with 2 learners at H = 30 only (arXiv 2502.12996)")
+        )
+    if setting.method == "decoupled":
+        terms.append(
+            Term("merges that wait for nobody, at most", DECOUPLED_PERCENT, "study decoupled (165k parameters)")
+        )
+    return Penalty(tuple(terms))
+
+
+def _base(num_parameters: float, num_learners: int) -> Term:
+    what = f"{num_learners} learner{'s' * (num_learners > 1)} at H = {BASE_EVERY}"
+    sizes = sorted(LOSSES)
+    if num_learners > LEARNERS[-1]:
+        return Term(what, None, f"measured with up to {LEARNERS[-1]} learners (arXiv 2503.09799)")
+    if num_parameters < 0.99 * sizes[0]:
+        return Term(what, None, f"measured from {sizes[0]:,} parameters on (study learners)")
+    octaves = [math.log2(each) for each in LEARNERS]
+    by_size = []
+    for size in sizes:
+        reference, *losses = LOSSES[size]
+        percents = [100 * (loss / reference - 1) for loss in losses]
+        by_size.append(_between(octaves, percents, math.log2(num_learners)))
+    percent = _between(list(map(math.log, sizes)), by_size, math.log(num_parameters))
+    source = "arXiv 2503.09799"
+    if num_parameters < sizes[1]:
+        source = f"between study learners ({sizes[0] / 1e3:.0f}k parameters) and arXiv 2503.09799 (35M)"
+    elif num_parameters > sizes[-1]:
+        source = f"arXiv 2503.09799 (at {sizes[-1] / 1e9:g}B, its largest model)"
+    return Term(what, percent, source)
+
+
+def _interval(setting: Setting) -> Iterator[Term]:
+    every = setting.sync_every
+    if every > LONGEST_EVERY:
+        yield Term(f"H = {every}", None, f"measured up to H = {LONGEST_EVERY} (arXiv 2311.08105)")
+    elif every > BASE_EVERY:
+        yield Term(f"H = {every}", PER_E_FOLD_PERCENT * math.log(every / BASE_EVERY), "arXiv 2311.08105")
+
+
+def _overlap(setting: Setting) -> Iterator[Term]:
+    tau = setting.overlap
+    if setting.method != "streaming" or tau <= NO_COST_OVERLAP:
+        return
+    if tau > LONGEST_OVERLAP:
+        yield Term(f"τ = {tau}", None, f"measured up to τ = {LONGEST_OVERLAP} (arXiv 2501.18512)")
+    else:
+        yield Term(f"τ = {tau}, at most", OVERLAP_PERCENT, "arXiv 2501.18512")
+
+
+def _codec(setting: Setting) -> Iterator[Term]:
+    for name in dict.fromkeys((setting.up, setting.down or setting.up)):
+        bits = wire_format(name).bits_per_value
+        if bits < LEAST_BITS:
+            yield Term(name, None, f"4 bits a value were measured, not {bits:.3g} (arXiv 2501.18512)")
+        elif bits < 16:
+            yield Term(name, 0.0, "arXiv 2501.18512")
+
+
+def _between(places: Sequence[float], values: Sequence[float], at: float) -> float:
+    """Linear between the places, constant beyond them."""
+    if at <= places[0]:
+        return values[0]
+    if at >= places[-1]:
+        return values[-1]
+    right = bisect.bisect_right(places, at)
+    share = (at - places[right - 1]) / (places[right] - places[right - 1])
+    return values[right - 1] + share * (values[right] - values[right - 1])
