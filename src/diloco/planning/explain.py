@@ -1,47 +1,95 @@
-"""Why a method needs the bandwidth that it needs, in sentences with their numbers."""
+"""Why a link comes to what it comes to, in sentences with their numbers."""
 
 from __future__ import annotations
 
+import math
+
 from diloco.planning.models import Workload
+from diloco.planning.question import Around, Graph, Question
 from diloco.planning.settings import Setting
-from diloco.planning.units import RATE, TIME
-from diloco.planning.utilization import costs_of, has_closed_form, pattern_of, utilization
+from diloco.planning.star import exchange_of
+from diloco.planning.units import RATE, SIZE, TIME
+from diloco.planning.utilization import costs_of, has_closed_form, pattern_of
 from diloco.planning.wire import wire_format
 
 
-def why(workload: Workload, setting: Setting, bit_per_s: float) -> list[str]:
+def why(question: Question, bit_per_s: float) -> list[str]:
     """Sentences on what a period of H steps computes and sends, and what it waits for on a link of `bit_per_s`."""
-    costs = costs_of(workload, setting, bit_per_s)
-    pattern = pattern_of(workload.num_layers, setting)
+    if isinstance(question, Graph):
+        step_s = costs_of(question.workload, question.setting, bit_per_s).step_s
+        return [*_period(question.workload, question.setting, step_s), *_graph(question, bit_per_s)]
+    return [*_period(question.workload, question.setting, question.workload.step_s), *_around(question, bit_per_s)]
+
+
+def _period(workload: Workload, setting: Setting, step_s: float) -> list[str]:
     every, num_fragments, tau = setting.sync_every, setting.num_fragments, setting.overlap
-    compute_s = every * costs.step_s
     codec = wire_format(setting.up)
-    period_bits = workload.num_parameters * codec.bits_per_value
-    used = utilization(workload, setting, bit_per_s)
+    least = RATE.show(workload.num_parameters * codec.bits_per_value / (every * step_s))
     sends = (
         "the whole model at once"
         if num_fragments == 1
         else f"{num_fragments} fragments, one every {every / num_fragments:.3g} steps"
     )
-    slack = (
-        "every send is waited for before the next forward pass reaches its layers"
-        if tau == 0
-        else f"a send may take {tau} inner step{'s' * (tau > 1)}, {TIME.show(tau * costs.step_s)}, before its answer is waited for"
-    )
-    found = "from the closed form" if has_closed_form(pattern) else "by running the graph until it is periodic"
     sentences = [
-        f"H = {every} steps compute for {TIME.show(compute_s)}, {3 * workload.num_layers - 1} nodes of {TIME.show(costs.node_s)} each.",
-        (f"In that time {workload.num_parameters:.4g} values of {codec.bits_per_value:g} bits ({setting.up}) are sent: "
-         f"{sends}. Carried without a pause that is {RATE.show(period_bits / compute_s)}, the least that any overlap could do with."),
-        f"With τ = {tau} {slack}.",
-        (f"At {RATE.show(bit_per_s)} a layer takes {TIME.show(costs.up_s)} on the link and the period {TIME.show(compute_s / used)}, "
-         f"{TIME.show(compute_s / used - compute_s)} of it waiting: {100 * used:.4g} % ({found})."),
+        f"H = {every} steps compute for {TIME.show(every * step_s)}.",
+        (f"Meanwhile {workload.num_parameters:,.0f} values of {codec.bits_per_value:g} bits ({setting.up}) are sent: {sends}. "
+         f"Carried without a pause that is {least}, the least that any overlap could do with."),
     ]  # fmt: skip
+    if setting.method == "decoupled":
+        sentences.append("Nobody waits: a link that is too narrow makes H longer and answers older.")
+    elif tau:
+        slack = TIME.show(tau * step_s)
+        sentences.append(
+            f"With τ = {tau} a send may take {tau} inner step{'s' * (tau > 1)}, {slack}, before its answer is waited for."
+        )
+    else:
+        sentences.append("With τ = 0 every send is waited for at once.")
+    return sentences
+
+
+def _graph(question: Graph, bit_per_s: float) -> list[str]:
+    setting, num_layers = question.setting, question.workload.num_layers
+    costs = costs_of(question.workload, setting, bit_per_s)
+    compute_s, used = setting.sync_every * costs.step_s, question.value(bit_per_s)
+    found = (
+        "in closed form"
+        if has_closed_form(pattern_of(num_layers, setting))
+        else "by running the graph until it is periodic"
+    )
+    nodes = f"A step is {3 * num_layers - 1} nodes of {TIME.show(costs.node_s)}; a layer is sent as soon as its gradient is there."
+    sentences = [nodes]
     if setting.down is not None:
-        sentences.insert(
-            2, f"The answer comes back as {setting.down} on the other direction, {TIME.show(costs.down_s)} a layer."
+        sentences.append(
+            f"It comes back as {setting.down} on the other direction of the link, {TIME.show(costs.down_s)} a layer."
         )
     if setting.latency_s:
-        passes = 1 if setting.down is None else 2
-        sentences.insert(-1, f"Latency adds {TIME.show(passes * setting.latency_s)} to each reduction.")
+        sentences.append(f"Latency adds {TIME.show((1 if setting.down is None else 2) * setting.latency_s)} to each.")
+    sentences.append(
+        f"At {RATE.show(bit_per_s)} a layer takes {TIME.show(costs.up_s)} on the link and the period {TIME.show(compute_s / used)}, "
+        f"{TIME.show(compute_s / used - compute_s)} of it waiting: {100 * used:.4g} % ({found})."
+    )
+    return sentences
+
+
+def _around(question: Around, bit_per_s: float) -> list[str]:
+    learners, setting = question.learners, question.setting
+    exchange = exchange_of(question.workload, setting, learners.merging)
+    num, up, down = len(learners.speeds), max(exchange.up_bytes), max(exchange.down_bytes)
+    share = min(bit_per_s, learners.syncer_bit_per_s / num)
+    merge_s = exchange.merging.seconds(num * up)
+    answer_s = 8 * (up + down) / share + 4 * setting.latency_s + merge_s
+    sentences = [
+        (f"A fragment is {SIZE.show(up)} up and {SIZE.show(down)} down; at {RATE.show(share)} for each of {num} learners, and with "
+         f"{TIME.show(merge_s)} for the merge and {TIME.show(4 * setting.latency_s)} of latency (up, notice, request, down), its answer "
+         f"comes after {TIME.show(answer_s)} if nothing is before it."),
+    ]  # fmt: skip
+    found = question.predict(bit_per_s)
+    if setting.method == "decoupled":
+        late = "for ever" if math.isinf(found.stale_steps) else f"{found.stale_steps:.3g} steps"
+        sentences.append(
+            f"Run in virtual time, a fragment is merged every {found.period_steps:.4g} steps and an answer is {late} old."
+        )
+    else:
+        each = ", ".join(f"{100 * value:.4g} %" for value in sorted(set(found.utilization)))
+        sentences.append(f"Run in virtual time until it is periodic, the learners compute {each} of the time.")
     return sentences

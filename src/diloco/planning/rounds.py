@@ -1,7 +1,7 @@
 """Who sends what, and when, between learners and a syncer in virtual time: rounds by the schedule, and rounds that the syncer calls.
 
-At a boundary (after an inner step) sends come before applications. `Scheduled` is DiLoCo, Streaming and eager updates: a learner blocks
-until all that is due is there. `CalledRounds` is Decoupled DiLoCo: it never does.
+`Scheduled` is DiLoCo, Streaming and eager updates: at a boundary sends come before applications, and a learner blocks until all that is
+due is there. `CalledRounds` is Decoupled DiLoCo: it never does.
 """
 
 from __future__ import annotations
@@ -149,7 +149,6 @@ class _Turn:
     contributed: set[int] = field(default_factory=set)
     fresh: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)  # for the next round
-    wakes_at: float = -math.inf
 
 
 class CalledRounds(Star):
@@ -183,6 +182,7 @@ class CalledRounds(Star):
         self.num_adoptions = [0] * num
         self._schedule, self._quorum = schedule, quorum
         self._clock = 0.0
+        self._next_call: float = 0.0
         self._reported = [0] * num
         self._pace = Pace(step_s=median(station.step_s for station in self.stations))
         self._turns = [_Turn(schedule.next_send(f, 0)) for f in range(num_fragments)]
@@ -247,7 +247,11 @@ class CalledRounds(Star):
     def _heard(self, learner: int, step: int) -> None:
         self._clock += (step - self._reported[learner]) / len(self.stations)
         self._reported[learner] = step
-        self._look_again()
+        if self._clock > self._next_call - ROUNDING:
+            for fragment in range(len(self._turns)):
+                self._call_if_due(fragment)
+            waiting = (turn.next_step for turn in self._turns if turn.is_open and turn.called_at is None)
+            self._next_call = min(waiting, default=math.inf)
 
     def contributed(self, station: Station, fragment: int, round_: int) -> None:
         turn = self._turns[fragment]
@@ -260,24 +264,23 @@ class CalledRounds(Star):
             if turn.quorum_at is None and len(turn.fresh) >= min(self._quorum.at_least, len(self.stations)):
                 turn.quorum_at = self.now_s
                 self._pace.measured(quorum_s=self.now_s - turn.called_at)
-        self._look_again()
+            self._decide(fragment)
 
-    def _look_again(self) -> None:
-        for fragment, turn in enumerate(self._turns):
-            if turn.is_open and turn.called_at is None and self._clock > turn.next_step - ROUNDING:
-                self._call(fragment, turn)
-            if turn.is_open and turn.called_at is not None and turn.contributed:
-                self._decide(fragment, turn)
-
-    def _call(self, fragment: int, turn: _Turn) -> None:
+    def _call_if_due(self, fragment: int) -> None:
+        turn = self._turns[fragment]
+        if not turn.is_open or turn.called_at is not None or self._clock <= turn.next_step - ROUNDING:
+            return
         turn.called_at = self.now_s
         turn.next_step = self._schedule.next_send(fragment, self._clock + ROUNDING)
+        call = (fragment, turn.version)
         for station in self.stations:
-            self.at(
-                self.now_s + station.latency_s, partial(self._calls[station.index].append, (fragment, turn.version))
-            )
+            self.at(self.now_s + station.latency_s, partial(self._calls[station.index].append, call))
+        self._decide(fragment)  # late work of everybody may be there
 
-    def _decide(self, fragment: int, turn: _Turn) -> None:
+    def _decide(self, fragment: int) -> None:
+        turn = self._turns[fragment]
+        if not turn.is_open or turn.called_at is None:
+            return
         names = self._names
         grace_s = self._quorum.grace_s(self._schedule.overlap, self._pace)
         decision = decide_open(
@@ -287,12 +290,12 @@ class CalledRounds(Star):
         if decision.merge is not None:
             turn.is_open, turn.closed_at = False, self.now_s
             self.merge(fragment, turn.version + 1, len(turn.contributed))
-        elif decision.wait_until is not None and decision.wait_until > turn.wakes_at:
-            turn.wakes_at = decision.wait_until
-            self.at(turn.wakes_at, self._look_again)
+        elif decision.wait_until is not None:
+            self.at(decision.wait_until, partial(self._decide, fragment))
 
     def published(self, fragment: int, version: int) -> None:
         turn = self._turns[fragment]
         self._pace.measured(sync_s=self.now_s - turn.closed_at)
         self._turns[fragment] = _Turn(turn.next_step, version, contributed=turn.late)
-        self._look_again()
+        self._next_call = min(self._next_call, turn.next_step)
+        self._call_if_due(fragment)

@@ -24,7 +24,7 @@ from diloco.planning.wire import wire_format
 SETTLED = 1e-9
 """Windows whose durations differ by less than this are the same but for rounding."""
 MAX_WINDOWS = 40
-CALLED_ROUNDS = (3, 8)
+CALLED_ROUNDS = (3, 5)
 """Rounds of every fragment, in the mean, that are left out at the start, and measured."""
 CALLED_PERIODS = 1000
 """Of H steps of the slowest learner, after which called rounds are given up on a link that carries next to nothing."""
@@ -93,10 +93,12 @@ def predict(
     if exchange.called is not None:
         return _called(CalledRounds(network, step_s, latency_s, exchange, copies=copies, traced=traced), exchange)
     star = Scheduled(network, step_s, latency_s, exchange, copies=copies, traced=traced, stop_at=num_steps)
-    star.run(lambda: _is_settled(star))
     if num_steps is None:
-        utilization = [_of_windows(star, i) for i in range(len(step_s))]
+        star.run(lambda: _is_settled(star))
+        window_s = max(_window_s(star, i) for i in range(len(step_s)))  # who is ahead comes to wait for the slowest
+        utilization = [star.window * seconds / window_s for seconds in step_s]
     else:
+        star.run(lambda: math.isfinite(max(star.ended_s)))
         utilization = [num_steps * seconds / ended_s for seconds, ended_s in zip(step_s, star.ended_s, strict=True)]
     every, tau = exchange.schedule.sync_every, exchange.schedule.overlap
     assert isinstance(every, int)
@@ -116,11 +118,11 @@ def _is_settled(star: Scheduled) -> bool:
     return True
 
 
-def _of_windows(star: Scheduled, i: int) -> float:
-    """Over the last window; over the later half of them where they never settled."""
+def _window_s(star: Scheduled, i: int) -> float:
+    """Of the last window; the mean of the later half of them where they never settled."""
     left_s = star.left_s[i]
     windows = 1 if len(left_s) <= MAX_WINDOWS else len(left_s) // 2
-    return windows * star.window * star.stations[i].step_s / (left_s[-1] - left_s[-1 - windows])
+    return (left_s[-1] - left_s[-1 - windows]) / windows
 
 
 def _called(star: CalledRounds, exchange: Exchange) -> Prediction:
@@ -161,10 +163,46 @@ def star_network(
     return Network(links, paths)
 
 
-def predict_equal(
-    exchange: Exchange, num_learners: int, step_s: float, bit_per_s: float, *, latency_s: float = 0.0,
-    syncer_bit_per_s: float = math.inf, traced: bool = False,
-) -> Prediction:  # fmt: skip
-    """`predict` for equal learners, which do the same at the same time: one of them on its share of the syncer's link."""
-    network = star_network(1, bit_per_s, bit_per_s, latency_s, syncer_bit_per_s / num_learners)
-    return predict(network, [step_s], [latency_s], exchange, copies=num_learners, traced=traced)
+@dataclass(frozen=True)
+class Learners:
+    """Learners with links of their own, all alike, to one syncer.
+
+    Attributes:
+        speeds: of each, relative to the workload's step time.
+        syncer_bit_per_s: the syncer's link, all its shards together.
+        merging: what the syncer takes for a round.
+    """
+
+    speeds: tuple[float, ...]
+    syncer_bit_per_s: float = math.inf
+    merging: Merging = Merging()
+
+    def __post_init__(self) -> None:
+        for speed in self.speeds:
+            if not 0 < speed < math.inf:
+                raise ConfigError(
+                    f"a learner of speed {speed:g} never ends a step; give speeds above 0, 1 is the model's step time."
+                )
+        if not self.speeds:
+            raise ConfigError("0 learners train nothing; give --learners 1 or more.")
+
+
+def predict_learners(
+    workload: Workload, setting: Setting, learners: Learners, bit_per_s: float, *, traced: bool = False
+) -> Prediction:
+    """`predict` for links of `bit_per_s` up and down. Equal learners do the same at the same time: one of them stands for all."""
+    exchange, num = exchange_of(workload, setting, learners.merging), len(learners.speeds)
+    step_s = [workload.step_s / speed for speed in learners.speeds]
+    copies = num if len(set(step_s)) == 1 else 1
+    num_stations = num // copies
+    network = star_network(num_stations, bit_per_s, bit_per_s, setting.latency_s, learners.syncer_bit_per_s / copies)
+    return predict(
+        network, step_s[:num_stations], [setting.latency_s] * num_stations, exchange, copies=copies, traced=traced
+    )
+
+
+def pace(prediction: Prediction, setting: Setting) -> float:
+    """What a link is judged by, 0 to 1: the mean utilisation; of decoupled learners, which always compute, H ÷ the H achieved."""
+    if setting.method != "decoupled":
+        return prediction.mean_utilization
+    return min(1.0, setting.sync_every / prediction.period_steps)

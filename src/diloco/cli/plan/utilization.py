@@ -1,20 +1,26 @@
 """`diloco plan utilization`: what link keeps the learners computing."""
 
-import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diloco.cli.plan._answers import Answers, explained, print_answers, write_pictures
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco.planning.models import Workload
+    from diloco.planning.question import Question
     from diloco.planning.settings import Setting
+    from diloco.planning.star import Learners
 
 TARGETS = "50,80,90,95,99"
 DIGITS = 6
 """Significant digits of what is printed as JSON; the search goes no further."""
+DECOUPLED_LEARNERS = 8
+"""The paper's."""
 
 
 def command(
@@ -26,14 +32,28 @@ def command(
         int | None, typer.Option(metavar="H", help="Inner steps between two synchronisations.")
     ] = None,
     overlap: Annotated[int | None, typer.Option(metavar="N", help="Inner steps a send may take; eager: H.")] = None,
-    fragments: Annotated[int | None, typer.Option(metavar="P", help="Fragments; three layers each by default.")] = None,
+    fragments: Annotated[
+        int | None, typer.Option(metavar="P", help="Fragments; of three layers each by default.")
+    ] = None,
     codec: Annotated[str, typer.Option(help="What is sent: fp32, bf16, e3m0, int4, 2bit, topk-128-2bit, …")] = "bf16",
     codec_down: Annotated[
-        str | None, typer.Option(help="What comes back, on the other direction; by default a reduction is one pass.")
+        str | None,
+        typer.Option(help="What comes back, on the other direction. Among equals a reduction is one pass by default."),
     ] = None,
     latency: Annotated[str | None, typer.Option(help='Of each pass, for example "20 ms".')] = None,
     step_time: Annotated[str | None, typer.Option(help='Of an inner step, for example "310 ms".')] = None,
-    targets: Annotated[str | None, typer.Option(help="Utilisations in percent; 50,80,90,95,99 by default.")] = None,
+    learners: Annotated[
+        int | None, typer.Option(metavar="M", help="M learners around a syncer, instead of a reduction among equals.")
+    ] = None,
+    speeds: Annotated[str | None, typer.Option(help="Of the learners around a syncer, relative: 1,1,0.5.")] = None,
+    syncer: Annotated[
+        str | None, typer.Option(help='Link of each shard of the syncer, for example "10 Gbit/s".')
+    ] = None,
+    shards: Annotated[int | None, typer.Option(help="Shards of the syncer.")] = None,
+    merge: Annotated[
+        str | None, typer.Option(help='What a shard merges, for example "1 GB/s"; no limit by default.')
+    ] = None,
+    targets: Annotated[str | None, typer.Option(help=f"In percent; {TARGETS} by default.")] = None,
     bandwidth: Annotated[
         str | None, typer.Option(help='Say what this link comes to instead, for example "1 Gbit/s".')
     ] = None,
@@ -42,38 +62,41 @@ def command(
     ] = "steady",
     why: Annotated[bool, typer.Option("--why", help="Explain the number for the last target.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per target.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write pictures there: PNG, and one HTML page.")
+    ] = None,
 ) -> None:
-    """What bandwidth keeps the learners computing, or how much they compute on a link."""
+    """What bandwidth keeps the learners computing, or how much they compute on a link.
+
+    Decoupled learners always compute; there the percentages are of the pace at which fragments are meant to be merged.
+    """
     from diloco.planning.conventions import CONVENTIONS
-    from diloco.planning.settings import setting_for
     from diloco.planning.units import TIME
 
-    latency_s = 0.0 if latency is None else TIME.parse(latency, "--latency")
-    step_s = None if step_time is None else TIME.parse(step_time, "--step-time", positive=True)
     options: dict[str, Any] = {
-        "sync_every": sync_every, "overlap": overlap, "num_fragments": fragments, "up": codec, "down": codec_down, "latency_s": latency_s,
+        "sync_every": sync_every, "overlap": overlap, "num_fragments": fragments, "up": codec, "down": codec_down,
+        "latency_s": 0.0 if latency is None else TIME.parse(latency, "--latency"),
     }  # fmt: skip
-    percentages = _percentages(targets or TARGETS)
     if targets is not None and bandwidth is not None:
         raise ConfigError("--targets asks for a bandwidth and --bandwidth gives one; leave one of them out.")
+    percentages = _percentages(targets or TARGETS)
+    around = {"--learners": learners, "--speeds": speeds, "--syncer": syncer, "--shards": shards, "--merge": merge}
     if convention not in CONVENTIONS:
         raise ConfigError(f"there is no convention {convention!r}; choose {', '.join(CONVENTIONS)}.")
     if convention != "steady":
-        _refuse_beside(convention, {"--step-time": step_time, "--bandwidth": bandwidth, "--why": why or None})
-        answers, setting, workload = _published(convention, model, method, percentages, options)
-    else:
-        from diloco.planning.models import load_workload
-
-        workload = load_workload(model, step_s)
-        setting = setting_for(workload, method, **options)
-        answers = _steady(workload, setting, percentages, bandwidth)
-    described = _described(workload, setting, convention)
-    if as_json:
-        typer.echo(json.dumps([{**answer, **described} for answer in answers], indent=1))
+        own = {"--step-time": step_time, "--bandwidth": bandwidth, "--why": why or None, "--out": out}
+        _refuse_beside(convention, {**own, **around})
+        answers, workload, setting = _published(convention, model, method, percentages, options)
+        print_answers(answers, workload, setting, convention, "computing", as_json=as_json)
         return
-    _print(answers, workload, setting, convention)
+    question = _question(model, method, step_time, options, around)
+    answers = _steady(question, percentages, bandwidth)
     if why:
-        _print_why(answers, workload, setting)
+        answers = explained(answers, question)
+    workload, setting, measure = question.workload, question.setting, question.measure
+    print_answers(answers, workload, setting, convention, measure, as_json=as_json, never=question.never)
+    if out is not None:
+        write_pictures(answers, question, out)
 
 
 def _percentages(text: str) -> list[float]:
@@ -95,35 +118,88 @@ def _refuse_beside(convention: str, given: dict[str, object]) -> None:
             )
 
 
+def _question(
+    model: str, method: str, step_time: str | None, options: dict[str, Any], around: dict[str, Any]
+) -> "Question":
+    from diloco.planning.models import load_workload
+    from diloco.planning.question import Around, Graph
+    from diloco.planning.settings import setting_for
+    from diloco.planning.units import TIME
+
+    step_s = None if step_time is None else TIME.parse(step_time, "--step-time", positive=True)
+    workload = load_workload(model, step_s)
+    setting = setting_for(workload, method, **options)
+    if setting.method != "decoupled" and all(value is None for value in around.values()):
+        return Graph(workload, setting)
+    setting = replace(setting, down=setting.down or setting.up)  # a syncer's answers always come back
+    return Around(workload, setting, _learners(around))
+
+
+def _learners(around: dict[str, Any]) -> "Learners":
+    """The learners and the syncer of the options."""
+    from diloco.planning.star import Learners
+    from diloco.planning.stations import Merging
+    from diloco.planning.units import RATE
+
+    num, text, shards = around["--learners"], around["--speeds"], around["--shards"]
+    if shards is not None and shards < 1:
+        raise ConfigError(f"a syncer of {shards} shards is none; give --shards 1 or more.")
+    if shards is not None and around["--syncer"] is None and around["--merge"] is None:
+        raise ConfigError(
+            f"{shards} shards change nothing where a shard has no limit; add --syncer or --merge, or leave --shards out."
+        )
+    try:
+        speeds = (
+            tuple(float(part) for part in text.split(","))
+            if text
+            else (1.0,) * (DECOUPLED_LEARNERS if num is None else num)
+        )
+    except ValueError:
+        raise ConfigError(f"--speeds {text!r} is not a list of numbers; write for example 1,1,0.5.") from None
+    if text and num is not None and num != len(speeds):
+        raise ConfigError(
+            f"--speeds {text} is of {len(speeds)} learners, not of {num}; give one for each, or leave --learners out."
+        )
+    rate = math.inf if around["--syncer"] is None else RATE.parse(around["--syncer"], "--syncer", positive=True)
+    merged = math.inf if around["--merge"] is None else RATE.parse(around["--merge"], "--merge", positive=True) / 8
+    return Learners(speeds, (shards or 1) * rate, Merging(bytes_per_s=(shards or 1) * merged))
+
+
 def _published(
     convention: str, model: str, method: str, percentages: list[float], options: dict[str, Any]
-) -> tuple[list[dict[str, Any]], "Setting", "Workload"]:
+) -> tuple[Answers, "Workload", "Setting"]:
     from diloco.planning.conventions import published_run
 
     run = published_run(convention, model, method, **options)
     cells = run.printed([percent / 100 for percent in percentages])
-    answers: list[dict[str, Any]] = []
+    answers: Answers = []
     for percent, cell in zip(percentages, cells, strict=True):
         shown = None if cell.gbit_per_s is None else round(round(cell.gbit_per_s, 2), 1)
         answers.append({"target": _plain(percent), "gbit_per_s": shown, "printed": cell.text})
-    return answers, run.setting, run.workload
+    return answers, run.workload, run.setting
 
 
-def _steady(
-    workload: "Workload", setting: "Setting", percentages: list[float], bandwidth: str | None
-) -> list[dict[str, Any]]:
+def _steady(question: "Question", percentages: list[float], bandwidth: str | None) -> Answers:
+    from diloco.planning.question import required_bit_per_s
     from diloco.planning.units import RATE
-    from diloco.planning.utilization import required_bit_per_s, utilization
 
     if bandwidth is not None:
         rate = RATE.parse(bandwidth, "--bandwidth", positive=True)
         return [
-            {"gbit_per_s": _rounded(rate / 1e9), "utilization": _rounded(100 * utilization(workload, setting, rate))}
+            {
+                "gbit_per_s": _rounded(rate / 1e9),
+                question.measure: _rounded(100 * question.value(rate)),
+                **question.details(rate),
+            }
         ]
-    found = [required_bit_per_s(workload, setting, percent / 100) for percent in percentages]
+    rates = required_bit_per_s(question, [percent / 100 for percent in percentages])
     return [
-        {"target": _plain(percent), "gbit_per_s": None if math.isinf(rate) else _rounded(rate / 1e9)}
-        for percent, rate in zip(percentages, found, strict=True)
+        {
+            "target": _plain(percent),
+            "gbit_per_s": None if math.isinf(rate) else _rounded(rate / 1e9),
+            **question.details(rate),
+        }
+        for percent, rate in zip(percentages, rates, strict=True)
     ]
 
 
@@ -133,49 +209,3 @@ def _plain(percent: float) -> float:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
-
-
-def _described(workload: "Workload", setting: "Setting", convention: str) -> dict[str, Any]:
-    return {
-        "convention": convention, "model": workload.name, "parameters": workload.num_parameters, "layers": workload.num_layers,
-        "step_s": workload.step_s, "method": setting.method, "sync_every": setting.sync_every, "overlap": setting.overlap,
-        "fragments": setting.num_fragments, "codec": setting.up, "codec_down": setting.down, "latency_s": setting.latency_s,
-    }  # fmt: skip
-
-
-def _print(answers: list[dict[str, Any]], workload: "Workload", setting: "Setting", convention: str) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    from diloco.planning.units import RATE, TIME
-
-    console = Console(highlight=False)
-    console.print(
-        f"[bold]{workload.name}[/], {setting.method}, H = {setting.sync_every}, τ = {setting.overlap}, P = {setting.num_fragments}, "
-        f"{setting.up}, steps of {TIME.show(workload.step_s)}, {convention}"
-    )
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("computing", justify="right")
-    table.add_column("link", justify="right")
-    for answer in answers:
-        percent = answer.get("target", answer.get("utilization"))
-        if "printed" in answer:
-            shown = f"{answer['printed']} Gbit/s"
-        elif answer["gbit_per_s"] is None:
-            shown = "never: latency alone costs more"
-        else:
-            shown = RATE.show(answer["gbit_per_s"] * 1e9)
-        table.add_row(f"{percent:.4g} %", shown)
-    console.print(table)
-
-
-def _print_why(answers: list[dict[str, Any]], workload: "Workload", setting: "Setting") -> None:
-    from rich.console import Console
-
-    from diloco.planning.explain import why
-
-    reached = [answer["gbit_per_s"] for answer in answers if answer["gbit_per_s"] is not None]
-    console = Console(highlight=False)
-    for sentence in why(workload, setting, reached[-1] * 1e9 if reached else math.inf):
-        console.print(f"- {sentence}")
