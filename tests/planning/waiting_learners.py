@@ -78,7 +78,9 @@ class World:
         jitter = self.fleet.speeds.jitter
         took_s = mean_s * (self.rng.gammavariate(jitter**-2, jitter**2) if jitter else 1.0)
         self.at(now_s + took_s, "end step", who)
-        failed = self.rng.random() < -math.expm1(-took_s * self.fleet.chips / self.fleet.learners / self.fleet.times.mtbi_s)
+        failed = self.rng.random() < -math.expm1(
+            -took_s * self.fleet.chips / self.fleet.learners / self.fleet.times.mtbi_s
+        )
         me.waits_for = -2 if failed else None  # noticed at the end of the step
 
     def end_step(self, now_s: float, who: int) -> None:
@@ -109,6 +111,8 @@ class World:
             self.rounds[min(unanswered)].answers.add(who)
         elif me.contributed > max(self.rounds, default=self.closed):
             self.rounds[me.contributed] = Round(now_s, {who})
+        else:
+            me.contributed = max(self.rounds, default=self.closed)
 
     def close(self, now_s: float) -> None:
         """Close the oldest round if it is time; look again when its grace is over."""

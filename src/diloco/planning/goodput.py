@@ -4,8 +4,8 @@ Goodput is the work done, divided by the work of the same chips if nothing ever 
 time between interruptions (MTBI), independently of the others. How much stands still with it is what the modes differ in:
 
     data-parallel   all learners step together; a failure stops all of them until the chip is repaired and taken in
-    elastic         all learners step together; a failure stops them for the time that down-scaling takes, the repaired chips for up-scaling
-    decoupled       each learner is on its own; a failure stops its learner, by the elastic rule, or (`elastic_learners=False`) until the repair
+    elastic         all learners step together; a failure stops them while the job is scaled down, and again while it is scaled up
+    decoupled       each learner is on its own; a failure stops it by the elastic rule or (`elastic_learners=False`) until the repair
 
 The closed forms hold where nobody waits at random; `diloco.planning.failures` simulates every case.
 """
@@ -165,9 +165,15 @@ def availability(failures_per_s: float, step_s: float, times: Times, *, elastic:
     With u = h / (1 − e^(−λh)), the mean time from the end of a stop to the end of the step in which the next failure falls,
 
         not elastic   u / (u + T + t_up)
-        elastic       u / (u + t_down) · (T + u) / (T + u + t_up)
+        elastic       u / (u + t_down + t_up / K)
 
-    A step in which chips fail still counts, several failures in one step are one, failures during a stop are absorbed, and no work is lost.
+    where K failures share one repair: the first opens it, and up-scaling follows at the end of the step or stop in which T has passed. By
+    renewal theory, with μ = u + t_down from one failure to the next and σ² = u² − u·h its variance,
+
+        K = max(1, T/μ + (σ² + μ²) / 2μ² + h/μ)
+
+    which is exact where T is many μ or none, and within a point of goodput between. A step in which chips fail still counts, several
+    failures in one step are one, failures during a stop are absorbed, and no work is lost.
 
     Arguments:
         failures_per_s: λ, of all its chips together.
@@ -178,8 +184,9 @@ def availability(failures_per_s: float, step_s: float, times: Times, *, elastic:
     run_s = step_s / -math.expm1(-failures_per_s * step_s)
     if not elastic:
         return run_s / (run_s + times.repair_s + times.up_s)
-    until_up_s = times.repair_s + run_s
-    return run_s / (run_s + times.down_s) * until_up_s / (until_up_s + times.up_s)
+    apart_s, variance = run_s + times.down_s, run_s * (run_s - step_s)
+    per_repair = (times.repair_s + step_s) / apart_s + (variance / apart_s**2 + 1) / 2
+    return run_s / (run_s + times.down_s + times.up_s / max(1.0, per_repair))
 
 
 def closed_form(fleet: Fleet) -> float | None:
@@ -222,5 +229,5 @@ def _number(name: str, value: float, *, above_zero: bool = False) -> None:
 
 
 def _whole(name: str, value: int, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+    if not float(value).is_integer() or value < minimum:
         raise ConfigError(f"{name} is {value!r}; it is a whole number of {minimum} or more.")

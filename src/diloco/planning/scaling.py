@@ -37,7 +37,7 @@ class PowerLaw:
     learners: float = 0.0
 
     def __call__(self, num_parameters: float, num_learners: int = 1) -> float:
-        return self.factor * num_parameters**self.parameters * float(num_learners) ** self.learners
+        return self.factor * math.pow(num_parameters, self.parameters) * math.pow(num_learners, self.learners)
 
 
 LOSS = PowerLaw(19.226, -0.0985, 0.0116)
