@@ -1,0 +1,183 @@
+"""`diloco plan utilization` as a user calls it."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from studies.published import TABLE_4, TABLE_5, TABLE_6, TARGETS
+
+from diloco.cli import main
+
+Call = Callable[..., tuple[object, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "utilization", *arguments])
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def answers(call: Call, *arguments: str) -> list[dict[str, Any]]:
+    code, printed, said = call(*arguments, "--json")
+    assert (code, said) == (0, "")
+    found = json.loads(printed)
+    assert isinstance(found, list)
+    return found
+
+
+OPTIONS = {"sync_every": "--sync-every", "overlap": "--overlap", "up": "--codec"}
+
+
+@pytest.mark.parametrize("row", [TABLE_4[0], TABLE_4[4], TABLE_5[1], TABLE_6[1]], ids=lambda row: row.title)
+def test_a_row_of_each_table(call: Call, row: Any) -> None:
+    given = [text for key, value in row.options.items() for text in (OPTIONS[key], str(value))]
+    found = answers(call, "--model", row.model, "--method", row.method, "--convention", row.convention, *given)
+    assert [each["target"] for each in found] == list(TARGETS)
+    assert [each["gbit_per_s"] for each in found] == [float(cell) for cell in row.cells]
+
+
+def test_the_steady_answer_is_the_default_and_describes_itself(call: Call) -> None:
+    [found] = answers(call, "--model", "1b", "--method", "diloco", "--targets", "80")
+    assert found["gbit_per_s"] == pytest.approx(6.33, rel=1e-3)
+    assert found.items() >= {
+        "target": 80, "measure": "computing", "convention": "steady", "model": "1b", "method": "diloco", "sync_every": 100, "overlap": 0,
+        "fragments": 1, "codec": "bf16", "codec_down": None, "latency_s": 0.0, "step_s": 0.1, "layers": 24,
+    }.items()  # fmt: skip
+
+
+def test_what_a_link_comes_to_and_why(call: Call) -> None:
+    [found] = answers(call, "--model", "1b", "--overlap", "1", "--bandwidth", "4.31 Gbit/s", "--why")
+    assert found["computing"] == pytest.approx(80, abs=0.1)
+    assert "16 bits (bf16)" in " ".join(found["why"])
+    code, printed, _ = call("--model", "1b", "--overlap", "1", "--why", "--codec-down", "e3m0", "--latency", "1 ms")
+    assert code == 0
+    assert re.search(r"99 %\s+13\S* Gbit/s", printed)
+    assert "comes back as e3m0" in printed
+    assert "Latency adds 2 ms" in printed
+
+
+def test_a_target_out_of_reach_says_why(call: Call) -> None:
+    code, printed, _ = call(
+        "--model", "1b", "--method", "data-parallel", "--latency", "20 ms", "--targets", "50,90", "--why"
+    )
+    assert code == 0
+    assert re.search(r"90 %\s+never", printed)
+    assert "never: latency alone costs more." in printed
+    found = answers(call, "--model", "1b", "--method", "streaming", "--speeds", "1,0.5", "--targets", "90", "--why")
+    assert found[0]["gbit_per_s"] is None
+
+
+def test_learners_around_a_syncer(call: Call) -> None:
+    found = answers(call, "--model", "1b", "--method", "streaming", "--overlap", "5", "--codec", "e3m0", "--speeds", "1,0.8",
+                    "--latency", "10 ms", "--syncer", "5 Gbit/s", "--shards", "2", "--merge", "2 GB/s", "--targets", "50,85")  # fmt: skip
+    assert found[0]["gbit_per_s"] < found[1]["gbit_per_s"]
+    assert found[1]["utilization_of_learners"][0] == pytest.approx(
+        0.8 * found[1]["utilization_of_learners"][1], rel=1e-3
+    )
+    assert found[0]["codec_down"] == "e3m0"
+    [free] = answers(call, "--model", "1b", "--learners", "3", "--bandwidth", "1 Tbit/s")
+    assert free["computing"] > 99
+
+
+def test_decoupled_learners_always_compute_and_are_judged_by_their_pace(call: Call) -> None:
+    half, most = answers(call, "--model", "1b", "--method", "decoupled", "--targets", "50,95")
+    assert half["measure"] == "pace"
+    assert half["utilization"] == most["utilization"] == 100
+    assert half["gbit_per_s"] == pytest.approx(16 / 4.8, rel=0.02)
+    assert half["period_steps"] == pytest.approx(48, rel=0.02)
+    assert half["stale_steps"] > 2 * most["stale_steps"]
+    code, printed, _ = call("--model", "1b", "--method", "decoupled", "--targets", "50", "--why")
+    assert code == 0
+    assert "answer's age, steps" in printed
+    assert "Nobody waits" in printed
+
+
+def test_a_model_of_ones_own(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "ours.toml").write_text('parameters = 1e9\nlayers = 24\nstep_time = "100 ms"\n')
+    ours, theirs = (answers(call, "--model", model) for model in (str(tmp_path / "ours.toml"), "1b"))
+    assert [each["gbit_per_s"] for each in ours] == [each["gbit_per_s"] for each in theirs]
+    twice = answers(call, "--model", "1b", "--step-time", "200 ms")
+    assert twice[0]["gbit_per_s"] == pytest.approx(theirs[0]["gbit_per_s"] / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("around", [(), ("--learners", "2", "--latency", "10 ms"), ("--method", "decoupled")])
+def test_pictures(call: Call, tmp_path: Path, around: tuple[str, ...]) -> None:
+    code, _, said = call("--model", "1b", "--targets", "50,90", "--out", str(tmp_path), *around)
+    assert code == 0
+    assert said.count("wrote ") == 3
+    for name in ("utilization.png", "timeline.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "utilization.html").read_text()
+    assert page.count("<svg") == 2
+    assert "src=" not in page
+    assert "90 %" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--bandwidth", "-1 Gbit/s"), "has to be above 0"),
+        (("--bandwidth", "10"), "has no unit"),
+        (("--latency", "20"), '"20" has no unit; write for example "20 ms"'),
+        (("--step-time", "0 ms"), "has to be above 0"),
+        (("--sync-every", "5"), "raise --sync-every or lower --fragments"),
+        (("--fragments", "30"), "do not fit a model of 24 layers"),
+        (("--overlap", "200"), "longer than H = 100"),
+        (("--codec", "fp4"), "there is no codec 'fp4'"),
+        (("--targets", "50,101"), "a target of 101 % cannot be"),
+        (("--targets", "a,b"), "is not a list of percentages"),
+        (("--targets", "50", "--bandwidth", "1 Gbit/s"), "leave one of them out"),
+        (("--convention", "papers"), "choose steady, streaming-diloco, scaling-laws"),
+        (("--convention", "streaming-diloco", "--sync-every", "50"), "its paper published 30, 100"),
+        (("--convention", "streaming-diloco", "--latency", "20 ms"), "knows no --latency"),
+        (("--convention", "streaming-diloco", "--step-time", "1 s"), "--step-time has no effect"),
+        (("--convention", "streaming-diloco", "--learners", "2"), "--learners has no effect"),
+        (("--learners", "0"), "give --learners 1 or more"),
+        (("--learners", "3", "--speeds", "1,1"), "is of 2 learners, not of 3"),
+        (("--speeds", "fast"), "is not a list of numbers"),
+        (("--speeds", "1,0"), "give speeds above 0"),
+        (("--learners", "3", "--shards", "2"), "add --syncer or --merge"),
+        (("--learners", "3", "--shards", "0"), "give --shards 1 or more"),
+        (("--method", "data-parallel", "--learners", "3"), "data parallel has no syncer"),
+        (("--method", "steaming",), "did you mean 'streaming'"),
+    ],
+)  # fmt: skip
+def test_wrong_use_is_one_sentence_and_exit_code_2(call: Call, arguments: tuple[str, ...], says: str) -> None:
+    code, printed, said = call("--model", "1b", *arguments)
+    assert (code, printed) == (2, "")
+    assert says in said
+    assert said.startswith("diloco: ")
+    assert said.count("\n") == 1
+
+
+def test_nothing_to_draw_is_said(call: Call, tmp_path: Path) -> None:
+    code, _, said = call("--model", "1b", "--speeds", "1,0.5", "--targets", "99", "--out", str(tmp_path))
+    assert code == 2
+    assert "lower --targets" in said
+
+
+def test_no_torch_and_an_answer_within_a_second() -> None:
+    code = (
+        "import sys, time\n"
+        "from diloco.cli import main\n"
+        "import diloco.cli.plan, diloco.planning.question, diloco.planning.conventions, rich.table, rich.console\n"
+        "started_s = time.process_time()\n"  # what else the machine is doing does not count
+        "try: main(['plan', 'utilization', '--model', '100b', '--overlap', '1', '--why'])\n"
+        "finally: print(time.process_time() - started_s, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    took_s, has_torch = done.stderr.split()
+    assert has_torch == "False"
+    assert float(took_s) < 1
