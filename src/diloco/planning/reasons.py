@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diloco.planning.advise import ROUNDING, Case, Outcome, given_up_after_s, reduce_s, reduced_bytes, slowest_bit_per_s
+from diloco.planning.outcomes import Case, Outcome, given_up_after_s, reduce_s, reduced_bytes, slowest_bit_per_s
 from diloco.planning.penalty import Term
-from diloco.planning.star import exchange_of
 from diloco.planning.units import PRICE_PER_BYTE, RATE, SIZE, TIME, significant
 from diloco.planning.wire import wire_format
+
+ROUNDING = 1e-9
+"""Of times that events add up to."""
 
 
 def explain(case: Case, outcome: Outcome) -> list[str]:
@@ -40,7 +42,7 @@ def _step(case: Case, outcome: Outcome) -> str:
             f"nobody waits; a fragment is merged every {prediction.period_steps:.4g} steps with {prediction.contributors:.3g} of "
             f"{len(case.learners)} learners in it (events in virtual time)"
         )
-    exchange = exchange_of(case.workload, setting)
+    exchange = case.exchange(outcome.candidate)
     up, down = max(exchange.up_bytes), max(exchange.down_bytes)
     passes = {
         learner.name: 8 * up / learner.up_bit_per_s + 8 * down / learner.down_bit_per_s + 4 * learner.latency_s
@@ -52,7 +54,11 @@ def _step(case: Case, outcome: Outcome) -> str:
     slack = (
         f"{TIME.show(setting.overlap * slowest.step_s)} of compute hide it" if setting.overlap else "nothing hides it"
     )
-    there_and_back = f"{TIME.show(passes[name])} to the syncer and back at {name} (its bytes up and down, 4 latencies)"
+    merge_s = exchange.merging.seconds(len(case.learners) * up)
+    there_and_back = (
+        f"{TIME.show(passes[name] + merge_s)} to the syncer and back at {name} (its bytes up and down, 4 latencies"
+        f"{f', {TIME.show(merge_s)} to merge' if merge_s else ''})"
+    )
     return (
         f"{computes}; a fragment of {SIZE.show(up)} takes at least {there_and_back} and with τ = {setting.overlap} {slack}; "
         f"of H = {setting.sync_every} steps {TIME.show(computed_s)} are computed and {TIME.show(waited_s)} waited: "
@@ -103,7 +109,7 @@ def _bytes(case: Case, outcome: Outcome) -> str:
     each = f"{SIZE.show(outcome.up_bytes / num)} up and {SIZE.show(outcome.down_bytes / num)} down a learner"
     if setting.method == "data-parallel":
         return f"{outcome.steps:.6g} steps × {SIZE.show(reduced_bytes(case, outcome.candidate))} = {each}"
-    exchange, bits = exchange_of(case.workload, setting), wire_format(setting.up).bits_per_value
+    exchange, bits = case.exchange(outcome.candidate), wire_format(setting.up).bits_per_value
     every: float = setting.sync_every
     who = f"{num} learners"
     if setting.method == "decoupled" and outcome.prediction is not None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from diloco.config import parse_config
 from diloco.planning import scaling
-from diloco.planning.advise import Case
 from diloco.planning.candidates import Candidate
+from diloco.planning.outcomes import Case
 from diloco.tables import write_toml
 
 WARMUP_STEPS, WARMUP_FRACTION = 1000, 0.05

@@ -16,6 +16,7 @@ from diloco.errors import ConfigError
 from diloco.planning.configs import count_parameters
 from diloco.planning.models import PRESETS, Workload
 from diloco.planning.network import Network, Path
+from diloco.planning.stations import Merging
 from diloco.planning.units import COMPUTE, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
 from diloco.tables import Table, nearest, read_toml, validate, write_toml
 
@@ -113,6 +114,8 @@ class SyncerTable(Table):
     up: Rate | None = None  # of each shard, from the syncer to the internet; none: no limit
     down: Rate | None = None
     shards: int = Field(default=1, ge=1)
+    merge_time: Delay = 0.0  # of a round, whatever its size: closing, storing, telling
+    merge_speed: Rate | None = None  # at which each shard works through encoded contributions; none: at once
     price_up: BytePrice | None = None
     price_down: BytePrice | None = None
     price_per_hour: HourPrice | None = None  # of each shard
@@ -263,6 +266,12 @@ class Site(Table):
             up, down = ([f"link {name} {way}" for name in learner.shares] for way in ("up", "down"))
             paths.append(Path((own_up, *up, "syncer down"), (own_down, *down, "syncer up"), learner.latency_s))
         return Network(bit_per_s, paths)
+
+    def merging(self) -> Merging:
+        """What the syncer takes for a round."""
+        speed = self.syncer.merge_speed
+        bytes_per_s = math.inf if speed is None else self.syncer.shards * speed / 8
+        return Merging(self.syncer.merge_time, bytes_per_s)
 
     def outages(self, until_s: float) -> list[Outage]:
         """Who is gone when, of all that begins before `until_s`, in order: the trace, or drawn from the mean time between failures.

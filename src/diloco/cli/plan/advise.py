@@ -10,7 +10,7 @@ import typer
 from diloco.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from diloco.planning.advise import Case, Outcome
+    from diloco.planning.outcomes import Case, Outcome
 
 RUN_FILE = "run.toml"
 

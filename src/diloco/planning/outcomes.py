@@ -1,0 +1,254 @@
+"""What a run comes to with one method: utilisation, hours, bytes, money, loss penalty.
+
+Time comes from the learners and the syncer in virtual time (`star.py`): their mean step times, their links and what they share. Bytes are
+payload: contributions, updates and gradients; a learner fetches the whole model once more when it joins. The loss penalty is that of
+`penalty.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco.planning.candidates import Candidate
+from diloco.planning.models import Workload
+from diloco.planning.network import Network
+from diloco.planning.penalty import Penalty, Term, expected_penalty
+from diloco.planning.rounds import Exchange
+from diloco.planning.site import BudgetTable, Learner, Site
+from diloco.planning.star import Prediction, exchange_of, predict
+from diloco.planning.wire import wire_format
+
+LOST_STEPS, LOST_FLOOR_S, LOST_CAP_S = 20.0, 6.0, 120.0
+"""When a syncer gives up a silent learner, by the defaults of a run file's `[syncer]`."""
+
+KEEPS_UP = 0.9
+"""Of decoupled learners: merges come at least so often as planned, with so many of the learners in them, or the penalty is not known."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run with one method.
+
+    Attributes:
+        candidate: the method.
+        utilization: of each learner: compute ÷ wall clock, without failures.
+        steps: inner steps of a learner, in the mean.
+        step_s: wall clock of an inner step of the slowest learner, waiting included.
+        slowdown: by failures: wall clock with ÷ without them.
+        hours: until the tokens are trained.
+        up_bytes, down_bytes: of all learners together.
+        usd: what the priced parts come to; None where nothing has a price.
+        penalty: of the loss.
+        prediction: where the times come from; None for data parallel.
+    """
+
+    candidate: Candidate
+    utilization: tuple[float, ...]
+    steps: float
+    step_s: float
+    slowdown: float
+    hours: float
+    up_bytes: float
+    down_bytes: float
+    usd: float | None
+    penalty: Penalty
+    prediction: Prediction | None
+
+    @property
+    def total_bytes(self) -> float:
+        """Up and down."""
+        return self.up_bytes + self.down_bytes
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all candidates share."""
+
+    site: Site
+    workload: Workload
+    budget: BudgetTable
+    learners: Sequence[Learner]
+
+    @property
+    def weights(self) -> list[float]:
+        """The accelerators of each learner, as shares of all."""
+        total = sum(learner.accelerators for learner in self.learners)
+        return [learner.accelerators / total for learner in self.learners]
+
+    def exchange(self, candidate: Candidate) -> Exchange:
+        """What learners and the syncer exchange with a method."""
+        return exchange_of(self.workload, candidate.setting, self.site.merging())
+
+    def utilization(self, outcome: Outcome) -> float:
+        """Of all accelerators."""
+        return sum(w * u for w, u in zip(self.weights, outcome.utilization, strict=True))
+
+
+def evaluate(case: Case, candidate: Candidate) -> Outcome:
+    """What a run with this method comes to."""
+    method = candidate.setting.method
+    if method == "data-parallel":
+        return _data_parallel(case, candidate)
+    return _decoupled(case, candidate) if method == "decoupled" else _scheduled(case, candidate)
+
+
+# --- by method --------------------------------------------------------------------------------------------------------------
+
+
+def _scheduled(case: Case, candidate: Candidate) -> Outcome:
+    """All learners take the same steps, and wait for the answers that are due."""
+    network, learners, copies = _representatives(case)
+    exchange = case.exchange(candidate)
+    prediction = predict(
+        network, [learner.step_s for learner in learners], [learner.latency_s for learner in learners], exchange
+    )
+    utilization = tuple(u for u, number in zip(prediction.utilization, copies, strict=True) for _ in range(number))
+    step_s = max(learner.step_s / u for learner, u in zip(case.learners, utilization, strict=True))
+    steps = case.budget.tokens / case.budget.tokens_per_step
+    rounds = steps / candidate.setting.sync_every * len(case.learners)
+    up, down = rounds * sum(exchange.up_bytes), rounds * sum(exchange.down_bytes)
+    return _outcome(case, candidate, utilization, steps, step_s, steps * step_s, up, down, prediction)
+
+
+def _decoupled(case: Case, candidate: Candidate) -> Outcome:
+    """Every learner steps at its own pace; merges take whom they get."""
+    learners = case.learners
+    exchange = case.exchange(candidate)
+    prediction = predict(
+        case.site.network(), [each.step_s for each in learners], [each.latency_s for each in learners], exchange
+    )
+    share = case.budget.tokens_per_step / len(learners)
+    seconds = case.budget.tokens / sum(share / learner.step_s for learner in learners)
+    steps = sum(seconds / learner.step_s for learner in learners) / len(learners)
+    merges = steps / prediction.period_steps
+    up, down = (
+        merges * prediction.contributors * sum(exchange.up_bytes),
+        merges * len(learners) * sum(exchange.down_bytes),
+    )
+    step_s = max(learner.step_s for learner in learners)
+    return _outcome(case, candidate, prediction.utilization, steps, step_s, seconds, up, down, prediction)
+
+
+def _data_parallel(case: Case, candidate: Candidate) -> Outcome:
+    """A ring all-reduce after every step: 2·(1 − 1/M)·bits over the slowest way, and a round trip (arXiv 2503.09799, without overlap)."""
+    steps = case.budget.tokens / case.budget.tokens_per_step
+    step_s = max(learner.step_s for learner in case.learners) + reduce_s(case, candidate)
+    utilization = tuple(learner.step_s / step_s for learner in case.learners)
+    each = steps * reduced_bytes(case, candidate)
+    num = len(case.learners)
+    return _outcome(case, candidate, utilization, steps, step_s, steps * step_s, num * each, num * each, None)
+
+
+def reduced_bytes(case: Case, candidate: Candidate) -> float:
+    """What a learner sends, and receives, in a ring all-reduce."""
+    size = wire_format(candidate.setting.up).encoded_bytes(round(case.workload.num_parameters))
+    return 2 * (1 - 1 / len(case.learners)) * size
+
+
+def reduce_s(case: Case, candidate: Candidate) -> float:
+    """Seconds of a ring all-reduce."""
+    if len(case.learners) == 1:
+        return 0.0
+    latency_s = 2 * max(learner.latency_s for learner in case.learners)
+    return 8 * reduced_bytes(case, candidate) / slowest_bit_per_s(case) + latency_s
+
+
+def slowest_bit_per_s(case: Case) -> float:
+    """The slowest learner's rate between sites, up or down, where all use the links that they share at once."""
+    rates = [rate for learner in case.learners for rate in (learner.up_bit_per_s, learner.down_bit_per_s)]
+    for link in case.site.link:
+        users = sum(link.name in learner.shares for learner in case.learners)
+        if users:
+            rates += [link.up / users, link.down / users]
+    return min(rates)
+
+
+def _representatives(case: Case) -> tuple[Network, list[Learner], list[int]]:
+    """The network, its learners, and for how many each stands: equal ones do the same at the same time, if they share nothing."""
+    site = case.site
+    shared = site.syncer.up is not None or site.syncer.down is not None or any(place.shares for place in site.site)
+    if shared:
+        return site.network(), list(case.learners), [1] * len(case.learners)
+    one_each = site.model_copy(update={"site": tuple(place.model_copy(update={"learners": 1}) for place in site.site)})
+    by_site = {learner.site: learner for learner in reversed(case.learners)}
+    return (
+        one_each.network(),
+        [by_site[place.name] for place in site.site],
+        [place.learners for place in site.site],
+    )
+
+
+# --- what they share --------------------------------------------------------------------------------------------------------
+
+
+def _outcome(
+    case: Case, candidate: Candidate, utilization: tuple[float, ...], steps: float, step_s: float, seconds: float, up_bytes: float,
+    down_bytes: float, prediction: Prediction | None,
+) -> Outcome:  # fmt: skip
+    slowdown = slowdown_by_failures(case, candidate, step_s)
+    hours = seconds * slowdown / 3600
+    return Outcome(
+        candidate, utilization, steps, step_s, slowdown, hours, up_bytes, down_bytes,
+        cost_usd(case, hours, up_bytes, down_bytes), _penalty(case, candidate, prediction), prediction,
+    )  # fmt: skip
+
+
+def slowdown_by_failures(case: Case, candidate: Candidate, step_s: float) -> float:
+    """Wall clock with failures ÷ without.
+
+    With M learners, each failing after `mtbf` in the mean and gone for `repair`:
+
+        data parallel    1 + M·repair/mtbf: everybody stops
+        decoupled        (mtbf + repair) / mtbf: only its own work is missing
+        else             that, times 1 + M·d/mtbf: the others wait d, until the syncer gives it up
+    """
+    faults = case.site.faults
+    if faults is None:
+        return 1.0
+    num = len(case.learners)
+    if candidate.setting.method == "data-parallel":
+        return 1 + num * faults.repair / faults.mtbf
+    absent = 1 + faults.repair / faults.mtbf
+    if candidate.setting.method == "decoupled" or num == 1:
+        return absent
+    return absent * (1 + num * given_up_after_s(step_s) / faults.mtbf)
+
+
+def given_up_after_s(step_s: float) -> float:
+    """How long a syncer waits for a silent learner."""
+    return min(LOST_CAP_S, max(LOST_FLOOR_S, LOST_STEPS * step_s))
+
+
+def cost_usd(case: Case, hours: float, up_bytes: float, down_bytes: float) -> float | None:
+    """Accelerators by the hour, traffic by the byte at both ends; None where the site file names no price.
+
+    What is up for learners is down for the syncer. All learners move about the same.
+    """
+    syncer, places = case.site.syncer, case.site.places
+    num, seconds = len(places), 3600 * hours
+    prices = [(place.price_up, up_bytes / num) for place in places] + [
+        (place.price_down, down_bytes / num) for place in places
+    ]
+    prices += [(place.price_per_accelerator_hour, place.accelerators * seconds) for place in places]
+    prices += [
+        (syncer.price_up, down_bytes),
+        (syncer.price_down, up_bytes),
+        (syncer.price_per_hour, syncer.shards * seconds),
+    ]
+    known = [price * amount for price, amount in prices if price is not None]
+    return sum(known) if known else None
+
+
+def _penalty(case: Case, candidate: Candidate, prediction: Prediction | None) -> Penalty:
+    penalty = expected_penalty(case.workload.num_parameters, len(case.learners), candidate.setting)
+    if candidate.setting.method != "decoupled" or prediction is None:
+        return penalty
+    every, num = candidate.setting.sync_every, len(case.learners)
+    if every < KEEPS_UP * prediction.period_steps or prediction.contributors < KEEPS_UP * num:
+        reason = (
+            f"a fragment is merged every {prediction.period_steps:.3g} steps with {prediction.contributors:.2g} of {num} learners in it, "
+            f"and measured every {every} steps with nearly all"
+        )  # fmt: skip
+        return Penalty((*penalty.terms, Term("merges on these links", None, reason)))
+    return penalty
