@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from diloco.planning.runfile import run_file
 from diloco.planning.settings import setting_for
 from diloco.planning.site import parse_site
 
+ROOT = Path(__file__).parents[2]
 HEAD = (
     "[model]\nparameters = 1e8\nlayers = 12\n[budget]\ntokens = 1e9\ntokens_per_step = 262144\nsequence_length = 1024\n"
 )
@@ -229,8 +231,8 @@ def test_every_number_of_every_candidate_is_explained() -> None:
 @pytest.mark.parametrize(("text", "sentence"), [
     (TWO, "the site file does not say which model; add [model] with parameters and layers"),
     ("[model]\npreset = '1b'\n" + TWO, "the site file does not say how long to train; add [budget] with tokens and tokens_per_step"),
-    (HEAD.replace("262144", "262145") + TWO, "is not the same number of whole sequences of 1024 tokens for each of 2 learners; write 262144"),
-    (HEAD.replace("1e8", "1e10") + place("a", memory="80 GB"), "the model does not fit site a: its 1e+10 parameters take 160 GB on every accelerator"),
+    (HEAD.replace("262144", "262145") + TWO, "whole sequences of 1024 tokens for each of 2 learners; write 262144"),
+    (HEAD.replace("1e8", "1e10") + place("a", memory="80 GB"), "the model does not fit site a: its 1e+10 parameters take 160 GB"),
     (HEAD.replace("1e8", "1e10") + place("a", memory="80 GB"), "and there are 80 GB; take a smaller model, or larger accelerators"),
 ])  # fmt: skip
 def test_what_cannot_be_advised_is_one_sentence(text: str, sentence: str) -> None:
@@ -305,6 +307,18 @@ def test_all_settings_and_a_faster_one_of_unknown_loss(
     assert printed.count("H = 100") >= 6
     assert "Take data parallel, bf16" in printed
     assert "at a loss that nobody has measured" in printed
+
+
+@pytest.mark.parametrize(("columns", "arguments"), [("120", []), ("150", ["--why"])])
+def test_the_page_shows_what_the_example_gives(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str, arguments: list[str]
+) -> None:
+    """As `COLUMNS=120 diloco plan advise examples/site.toml` prints it, and the first row's reasons at 150."""
+    monkeypatch.setenv("COLUMNS", columns)
+    _, printed, _ = call(capsys, str(ROOT / "examples" / "site.toml"), *arguments)
+    printed = "\n".join(line.rstrip() for line in printed.splitlines())
+    blocks = re.findall(r"```text\n(.*?)\n```", (ROOT / "docs" / "adviser.md").read_text(), re.DOTALL)
+    assert blocks[len(arguments)] in printed
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

@@ -10,7 +10,28 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.planning.site import Outage, dump_site, parse_site
+from diloco.planning.site import (
+    BudgetTable,
+    FaultsTable,
+    FaultTable,
+    LinkTable,
+    ModelTable,
+    Outage,
+    Site,
+    SiteTable,
+    SyncerTable,
+    dump_site,
+    load_site,
+    parse_site,
+)
+from diloco.planning.units import TIME
+from diloco.tables import Table
+
+ROOT = Path(__file__).parents[2]
+TABLES: dict[str, type[Table]] = {
+    "model": ModelTable, "budget": BudgetTable, "site": SiteTable, "link": LinkTable, "syncer": SyncerTable, "faults": FaultsTable,
+    "fault": FaultTable,
+}  # fmt: skip
 
 TWO = """
 [[site]]
@@ -164,3 +185,29 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
 def test_reading_a_site_file_needs_no_torch() -> None:
     code = "import sys, diloco.planning.site; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------------- documentation
+
+
+@pytest.mark.parametrize("name", Site.model_fields)
+def test_the_page_lists_every_key_with_its_default_and_no_other(name: str) -> None:
+    annotation = str(Site.model_fields[name].annotation)
+    heading = f"## [[{name}]]" if annotation.startswith("tuple") else f"## [{name}]"
+    section = (ROOT / "docs" / "site-file.md").read_text().split(heading + "\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
+    table = TABLES[name]
+    assert [row[0].strip("`") for row in rows] == list(table.model_fields)
+    for (key, _, shown, _), field in zip(rows, table.model_fields.values(), strict=True):
+        if field.is_required():
+            assert shown == "required", key
+        elif field.default is None:
+            assert shown == "—", key
+        elif shown.startswith('`"'):
+            assert TIME.parse(shown.strip('`"')) == field.default, key
+        else:
+            assert shown.strip("`") == str(list(field.default) if field.default == () else field.default), key
+
+
+def test_the_example_is_a_site_file() -> None:
+    assert load_site(ROOT / "examples" / "site.toml").names == ["berlin", "oregon", "lab-0", "lab-1"]

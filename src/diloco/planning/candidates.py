@@ -9,10 +9,10 @@ from typing import Any
 from diloco.planning.models import Workload
 from diloco.planning.settings import LAYERS_PER_FRAGMENT, MethodName, Setting, setting_for
 
-DILOCO_GRID = [(every, codec) for every in (30, 100, 500) for codec in ("bf16", "e3m0")]
-STREAMING_GRID = [(30, 1, "e3m0"), (100, 1, "bf16"), *((every, tau, "e3m0") for every in (100, 300) for tau in (1, 5))]
+DILOCO_GRID = [(every, codec) for every in (30, 50, 100, 200, 500) for codec in ("bf16", "e3m0")]
+STREAMING_GRID = [(100, 1, "bf16"), *((every, tau, "e3m0") for every in (30, 50, 100, 200, 500) for tau in (1, 5))]
 EAGER_GRID = [(every, "e3m0") for every in (30, 100)]
-DECOUPLED_GRID = [(24, "bf16"), (24, "int4")]
+DECOUPLED_GRID = [(24, "bf16"), (24, "int4"), (96, "int4")]
 """(H, codec), with τ between for Streaming. Down the wire goes the same codec."""
 
 TITLES: dict[MethodName, str] = {

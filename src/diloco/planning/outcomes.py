@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from diloco.planning.candidates import Candidate
 from diloco.planning.models import Workload
@@ -156,11 +157,16 @@ def reduce_s(case: Case, candidate: Candidate) -> float:
 
 def slowest_bit_per_s(case: Case) -> float:
     """The slowest learner's rate between sites, up or down, where all use the links that they share at once."""
-    rates = [rate for learner in case.learners for rate in (learner.up_bit_per_s, learner.down_bit_per_s)]
+    return min(bit_per_s(case, learner, way) for learner in case.learners for way in ("up", "down"))
+
+
+def bit_per_s(case: Case, learner: Learner, way: Literal["up", "down"]) -> float:
+    """A learner's rate, where all use the links that they share at once."""
+    rates = [learner.up_bit_per_s if way == "up" else learner.down_bit_per_s]
     for link in case.site.link:
-        users = sum(link.name in learner.shares for learner in case.learners)
-        if users:
-            rates += [link.up / users, link.down / users]
+        if link.name in learner.shares:
+            users = sum(link.name in other.shares for other in case.learners)
+            rates.append((link.up if way == "up" else link.down) / users)
     return min(rates)
 
 

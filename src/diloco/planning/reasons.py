@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diloco.planning.outcomes import Case, Outcome, given_up_after_s, reduce_s, reduced_bytes, slowest_bit_per_s
+from diloco.planning.outcomes import (
+    Case,
+    Outcome,
+    bit_per_s,
+    given_up_after_s,
+    reduce_s,
+    reduced_bytes,
+    slowest_bit_per_s,
+)
 from diloco.planning.penalty import Term
 from diloco.planning.units import PRICE_PER_BYTE, RATE, SIZE, TIME, significant
 from diloco.planning.wire import wire_format
@@ -45,7 +53,9 @@ def _step(case: Case, outcome: Outcome) -> str:
     exchange = case.exchange(outcome.candidate)
     up, down = max(exchange.up_bytes), max(exchange.down_bytes)
     passes = {
-        learner.name: 8 * up / learner.up_bit_per_s + 8 * down / learner.down_bit_per_s + 4 * learner.latency_s
+        learner.name: 8 * up / bit_per_s(case, learner, "up")
+        + 8 * down / bit_per_s(case, learner, "down")
+        + 4 * learner.latency_s
         for learner in case.learners
     }
     name = max(passes, key=passes.__getitem__)
@@ -56,11 +66,11 @@ def _step(case: Case, outcome: Outcome) -> str:
     )
     merge_s = exchange.merging.seconds(len(case.learners) * up)
     there_and_back = (
-        f"{TIME.show(passes[name] + merge_s)} to the syncer and back at {name} (its bytes up and down, 4 latencies"
+        f"{TIME.show(passes[name] + merge_s)} to the syncer and back at {name} (bytes up and down, 4 latencies"
         f"{f', {TIME.show(merge_s)} to merge' if merge_s else ''})"
     )
     return (
-        f"{computes}; a fragment of {SIZE.show(up)} takes at least {there_and_back} and with τ = {setting.overlap} {slack}; "
+        f"{computes}; a fragment of {SIZE.show(up)} takes {there_and_back} and with τ = {setting.overlap} {slack}; "
         f"of H = {setting.sync_every} steps {TIME.show(computed_s)} are computed and {TIME.show(waited_s)} waited: "
         f"{TIME.show(outcome.step_s)} a step (events in virtual time)"
     )

@@ -127,10 +127,18 @@ def _headline(case: "Case") -> str:
     steps = budget.tokens / budget.tokens_per_step
     slowest = max(learner.step_s for learner in case.learners)
     return (
-        f"{len(case.learners)} learner{'s' * (len(case.learners) > 1)}, {workload.num_parameters:.3g} parameters, "
-        f"{budget.tokens:.3g} tokens in {steps:,.0f} steps of {TIME.show(slowest)} at the slowest; a loss penalty of up to "
+        f"{len(case.learners)} learner{'s' * (len(case.learners) > 1)}, {_count(workload.num_parameters)} parameters, "
+        f"{_count(budget.tokens)} tokens in {steps:,.0f} steps of {TIME.show(slowest)} at the slowest; a loss penalty of up to "
         f"{budget.loss_penalty_percent:g} % is allowed"
     )
+
+
+def _count(number: float) -> str:
+    """As the field writes it: 1.3e9 is 1.3B."""
+    for suffix, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.3g}{suffix}"
+    return f"{number:.3g}"
 
 
 def _print_why(case: "Case", shown: "list[tuple[int, Outcome]]") -> None:
