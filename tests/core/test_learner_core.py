@@ -10,7 +10,7 @@ import pytest
 
 from diloco.core.learner import LearnerCore, Send
 from diloco.core.schedule import Schedule
-from diloco.core.update import MISSED, OUT_OF_STEP, TWICE
+from diloco.core.update import MISSED, OUT_OF_STEP, OUTLIER, TWICE
 from diloco.errors import CheckpointError, VersionError
 
 
@@ -120,8 +120,8 @@ def test_an_overlap_of_a_whole_interval_sends_before_it_adopts() -> None:
     assert [(send.round, send.base) for send in sends] == [(0, 0), (1, 0), (2, 1)]
 
 
-@pytest.mark.parametrize("reason", [MISSED, TWICE])
-def test_a_contribution_that_came_too_late_waits_for_the_answer_like_the_others(reason: str) -> None:
+@pytest.mark.parametrize("reason", [MISSED, TWICE, OUTLIER])
+def test_a_contribution_that_a_round_goes_on_without_waits_for_the_answer_like_the_others(reason: str) -> None:
     learner = core(Schedule(3, 1, 1))
     for _ in range(3):
         learner.stepped(10)

@@ -160,6 +160,11 @@ class Books:
             self.settled.append(c)
             self.merged[c.learner, fragment] += c.tokens
             self.refused[c.learner, fragment] += c.accounted - c.tokens
+        for c in state.rounds[state.version].missed:
+            self.given.remove(c)
+            self.settled.append(c)
+            self.refused[c.learner, fragment] += c.accounted
+            self.counts["missed"] += 1
         actions = self.core.stored(self.now, fragment)
         self.save()
         self.act(actions)
@@ -243,9 +248,11 @@ class Books:
                     assert ledger.pending >= given
                     assert name in self.core.members or ledger.pending == given
                 elif name not in self.core.members:
-                    early = self.core.fragments[f].rounds.get(self.core.fragments[f].version + 1)
-                    mine = early.contributions.get(name) if early else None
-                    assert ledger.pending == (mine.accounted if mine else 0)
+                    state = self.core.fragments[f]
+                    waiting = [c for c in state.rounds[state.version].missed if c.learner == name]
+                    if early := state.rounds.get(state.version + 1):
+                        waiting += [c for c in early.contributions.values() if c.learner == name]
+                    assert ledger.pending == sum(c.accounted for c in waiting)
 
 
 def test_the_books_balance_whatever_happens() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from diloco.core.presets import DiLoCo
-from diloco.core.quorum import AllLive
-from diloco.core.rounds import Accept, Merge, Reject, Store
+import pytest
+
+from diloco.core.method import Method
+from diloco.core.presets import DecoupledDiLoCo, DiLoCo
+from diloco.core.quorum import AllLive, Called
+from diloco.core.rounds import Accept, Merge, Publish, Reject, Store
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import DROPPED, Contribution
+from diloco.core.update import DROPPED, OUTLIER, Contribution
 
 NEARLY_ALL = 1 - 2**-40
 
@@ -70,3 +73,41 @@ def test_who_was_dropped_may_be_back_before_the_round_is_stored() -> None:
     core.merged(0)
     core.stored(2.0, 0)
     assert core.ledgers["a"][0].discarded == {}
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------------
+
+
+CALLED = DecoupledDiLoCo(sync_every=4, quorum=Called(at_least=2, grace=0.0))
+
+
+def refusing(method: Method) -> SyncerCore:
+    """ "b" is refused; the version is not stored yet."""
+    core = SyncerCore(method, [0])
+    for learner in "ab":
+        core.joined(0.0, learner, ready=True)
+    for learner in "ab":
+        core.heartbeat(0.0, learner, 1, step=4, tokens=40, step_s=1.0, waiting=False)
+    for learner in "ab":
+        core.contributed(0.0, contribution(learner, 0))
+    assert core.merged(0, ["b"]) == [Store(0, 1)]
+    return core
+
+
+@pytest.mark.parametrize("method", [DiLoCo(sync_every=4), CALLED], ids=["scheduled", "called"])
+def test_who_is_refused_is_told_when_the_version_is_durable(method: Method) -> None:
+    core = refusing(method)
+    before = core.durable_ledgers()["b"][0]
+    assert (before.pending, before.discarded) == (40, {})
+    assert core.stored(1.0, 0)[:2] == [Reject(contribution("b", 0), OUTLIER), Publish(0, 1, ("a",))]
+    after = core.durable_ledgers()["b"][0]
+    assert (after.pending, after.discarded) == (0, {OUTLIER: 40})
+
+
+def test_what_was_refused_is_not_taken_for_late_work_when_it_is_sent_again() -> None:
+    """It was not heard that it is refused."""
+    core = refusing(CALLED)
+    core.stored(1.0, 0)
+    assert core.contributed(2.0, contribution("b", 0))[0] == Reject(contribution("b", 0), OUTLIER)
+    assert core.fragments[0].rounds == {}
+    assert core.ledgers["b"][0].discarded == {OUTLIER: 40}

@@ -14,7 +14,7 @@ WEATHERS = {
     "kills": Weather(kills=0.02),
     "links": Weather(blips=0.03, download_s=(0.2, 4.0)),
     "crashes": Weather(syncer_crashes=0.03),
-    "terrible": Weather(kills=0.02, blips=0.03, syncer_crashes=0.02, download_s=(0.2, 4.0)),
+    "terrible": Weather(kills=0.02, blips=0.03, syncer_crashes=0.02, download_s=(0.2, 4.0), outliers=0.1),
 }
 
 # H, P, τ: DiLoCo, streaming, several fragments in flight (τ > H/P), the answer a whole interval late (τ = H), every step

@@ -143,9 +143,9 @@ def test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time() -> N
     run.beat(1.6, "c", step=3, tokens=10)
     assert run.core.fragments[0].rounds[0].members == {"a", "b"}
     assert only(Merge, run.send(2.0, "b", 0)).contributions == (run.c("a", 0), run.c("b", 0))
-    late = run.send(2.1, "c", 0, tokens=70, trained=80)
-    assert late[0] == Reject(run.c("c", 0, tokens=70, trained=80), "missed")
-    run.publish(3.0)
+    late = run.c("c", 0, tokens=70, trained=80)
+    assert run.core.contributed(2.1, late)[0] == Accept(late, duplicate=False)
+    assert run.publish(3.0)[:2] == [Reject(late, "missed"), Publish(0, 1, ("a", "b"))]
     run.send(4.0, "a", 1)  # the next round waits for it
     assert run.core.fragments[0].rounds[1].members == {"a", "b", "c"}
 
@@ -494,11 +494,32 @@ def test_a_refused_contribution_sent_again_is_discarded_once() -> None:
     run.core.joined(1.0, "c")
     run.send(1.5, "b", 0)
     late = run.c("c", 0, tokens=60, discarded=5, trained=65)
-    assert isinstance(run.core.contributed(2.0, late)[0], Reject)
+    for duplicate in (False, True):
+        assert run.core.contributed(2.0, late)[0] == Accept(late, duplicate=duplicate)
+    assert only(Reject, run.publish(3.0)) == Reject(late, "missed")
     books = {"trained": 65, "pending": 0, "merged": 0, "lost": 0, "discarded": {"overlap": 5, "missed": 60}}
     assert run.ledger("c") == books
-    run.core.contributed(3.0, late)
+    run.core.contributed(4.0, late)
     assert run.ledger("c") == books
+
+
+def test_who_came_too_late_is_told_when_the_version_is_durable() -> None:
+    """Had it been told at once it would not send again, and after a crash the round would wait for it for ever."""
+    run = Run("a", "b", "c")
+    for learner in "ab":
+        run.send(1.0, learner, 0)
+    run.core.left(1.0, "c", 1, tokens=0)
+    run.core.joined(1.0, "c")
+    late = run.c("c", 0)
+    assert run.phase() == "merging"
+    assert kinds(run.core.contributed(2.0, late)) == ["Accept", "WakeAt"]
+    again = SyncerCore(
+        run.core.method, [0], deadlines=DEADLINES, roster=list(run.core.members.values()),
+        incarnations=run.core.incarnations, ledgers=run.core.durable_ledgers(),
+    )  # fmt: skip
+    for c in (run.c("a", 0), run.c("b", 0)):
+        again.contributed(3.0, c)
+    assert only(Merge, again.contributed(3.0, late)).contributions == (run.c("a", 0), run.c("b", 0), late)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ class Weather:
     kills: float = 0.0
     blips: float = 0.0
     syncer_crashes: float = 0.0
+    outliers: float = 0.0  # of contributions, by chance
 
 
 @dataclass
@@ -476,7 +477,12 @@ class World:
 
     def _merged(self, fragment: int) -> None:
         assert self.syncer is not None
-        self._carry_out(self.syncer.merged(fragment))
+        state = self.syncer.fragments[fragment]
+        brought = sorted(state.rounds[state.version].contributions)
+        refused = [
+            learner for learner in brought[1:] if self.weather.outliers and self.random.random() < self.weather.outliers
+        ]
+        self._carry_out(self.syncer.merged(fragment, refused))
         self._check_syncer()
 
     def _stored(self, fragment: int) -> None:
@@ -486,8 +492,7 @@ class World:
         state = syncer.fragments[fragment]
         assert state.phase == "storing"
         actions = syncer.stored(self.now, fragment)
-        publish = actions[0]
-        assert isinstance(publish, Publish)
+        publish = next(action for action in actions if isinstance(action, Publish))
         assert publish.version == len(self.history[fragment]) + 1, "versions go up by one"
         self.disk = self._saved(syncer.durable_ledgers())
         merged_rounds = {learner: rounds[fragment] for learner, rounds in syncer.merged_rounds.items()}

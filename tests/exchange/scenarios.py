@@ -177,6 +177,9 @@ def _scenarios() -> list[Scenario]:
         "keep displacement": replace(
             diloco.StreamingDiLoCo(sync_every=6, overlap=3, fragments=by_layer), adopt=diloco.KeepDisplacement()
         ),
+        "screened": replace(
+            diloco.StreamingDiLoCo(sync_every=6, overlap=4, fragments=by_layer), screen=diloco.NormOutliers(1.01)
+        ),
         "changing intervals": diloco.DiLoCo(sync_every=((0, 2), (6, 4)), fragments=diloco.Balanced(2)),
         "streaming, balanced": diloco.StreamingDiLoCo(sync_every=6, overlap=2, fragments=diloco.Balanced(6), codec="int4"),
     }  # fmt: skip

@@ -29,7 +29,7 @@ from diloco.core.ledger import Ledger
 from diloco.core.method import Method
 from diloco.core.quorum import AllLive, Called
 from diloco.core.schedule import Schedule
-from diloco.core.update import DROPPED, MISSED, OUT_OF_STEP, TWICE
+from diloco.core.update import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, TWICE
 from diloco.errors import CheckpointError, VersionError
 
 
@@ -232,7 +232,7 @@ class LearnerCore:
             book.pending_steps += flight.steps
         else:
             book.ledger.discard(flight.tokens, reason)
-        if reason in (MISSED, TWICE) and self.mode == "scheduled":
+        if reason in (MISSED, TWICE, OUTLIER) and self.mode == "scheduled":
             flight.tokens = 0
             return True
         book.flights.remove(flight)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from diloco.core.contributions import weights_of
 from diloco.core.quorum import Called, Decision, Pushed, decide_open
 from diloco.core.rounds import Accept, Action, Call, FragmentState, Member, Reject, Round
-from diloco.core.update import LATE, VERSION, Contribution
+from diloco.core.update import LATE, OUTLIER, VERSION, Contribution
 
 if TYPE_CHECKING:
     from diloco.core.syncer import SyncerCore
@@ -33,6 +33,8 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
     assert isinstance(quorum, Called | Pushed)
     if _is_known(core, state, c):
         return Accept(c, duplicate=True)
+    if core.is_counted(c):  # and not merged
+        return core.reject(c, OUTLIER)
     if not 0 <= c.base <= state.version or c.round != c.base:
         return core.reject(c, VERSION)
     number = state.version if state.phase == "open" else state.version + 1

@@ -92,6 +92,8 @@ class Round:
         contributions: the newest of each learner.
         earlier: what came too late for the round before, of learners that have a newer one here.
         fresh: who has answered the call (brought work on this very version), or pushed since the round before was closed.
+        refused: what the method's screen has left out, once it is merged.
+        missed: what came after it was closed. Its learners are told when the version is stored.
         called: the syncer has asked for it.
         quorum_at: when enough fresh contributions were there.
         closed_at: when it was closed to be merged.
@@ -104,6 +106,8 @@ class Round:
     contributions: dict[str, Contribution] = field(default_factory=dict)
     earlier: list[Contribution] = field(default_factory=list)
     fresh: set[str] = field(default_factory=set)
+    refused: list[Contribution] = field(default_factory=list)
+    missed: list[Contribution] = field(default_factory=list)
     called: bool = False
     quorum_at: float | None = None
     closed_at: float | None = None

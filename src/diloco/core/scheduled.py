@@ -37,10 +37,7 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
     if not 0 <= c.base <= version or not _is_near(core, c):
         return core.reject(c, VERSION)
     if c.round < version or (c.round == version and state.phase != "open"):
-        # Sent again because the answer was lost: merged since, perhaps before a restart.
-        if core.is_counted(c):
-            return Accept(c, duplicate=True)
-        return core.reject(c, DROPPED if _all_live(core).drops(c.learner, c.fragment, c.round) else MISSED)
+        return _too_late(core, c, round_)
     if c.round == version:
         after_step: float = state.step
     else:  # to a round after the one that is open, by a learner that had to contribute to the one before first
@@ -61,6 +58,20 @@ def _is_near(core: SyncerCore, c: Contribution) -> bool:
     if _all_live(core).drop > 0:  # who is dropped keeps its base, and goes on without waiting
         return c.base <= c.round
     return 0 <= c.round - c.base <= core.schedule.intervals_in_flight
+
+
+def _too_late(core: SyncerCore, c: Contribution, round_: Round | None) -> Accept | Reject:
+    """Its round is closed. While that is not stored a crash would open it again, and wait for who was told and does not send again."""
+    if core.is_counted(c):  # sent again because the answer was lost: merged since, perhaps before a restart
+        return Accept(c, duplicate=True)
+    if _all_live(core).drops(c.learner, c.fragment, c.round):
+        return core.reject(c, DROPPED)
+    if round_ is None:
+        return core.reject(c, MISSED)
+    if c in round_.missed:
+        return Accept(c, duplicate=True)
+    round_.missed.append(c)
+    return Accept(c, duplicate=False)
 
 
 def _all_live(core: SyncerCore) -> AllLive:

@@ -36,7 +36,7 @@ from diloco.core.rounds import (
     Store,
     WakeAt,
 )
-from diloco.core.update import DROPPED, OUT_OF_STEP, OUTLIER, Contribution
+from diloco.core.update import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, Contribution
 from diloco.errors import StaleIncarnationError, VersionError
 
 __all__ = [
@@ -230,26 +230,26 @@ class SyncerCore:
         state = self.fragments[fragment]
         state.phase = "storing"
         round_ = state.rounds[state.version]
-        left_out = [c for c in round_.everything if c.learner in refused]
-        for c in left_out:
+        round_.refused = [c for c in round_.everything if c.learner in refused]
+        for c in round_.refused:
             self._discard(c, OUTLIER)
         round_.earlier = [c for c in round_.earlier if c.learner not in refused]
         for learner in refused:
             del round_.contributions[learner]
         _count_merged(self.ledgers, round_, fragment)
-        return [*(Reject(c, OUTLIER) for c in left_out), Store(fragment, state.version + 1)]
+        return [Store(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
         """The round cannot be merged (its result is not finite): stay at the version, and reject what is in it or counts on it."""
         state = self.fragments[fragment]
-        contributions = [c for round_ in state.rounds.values() for c in round_.everything]
+        contributions = [c for round_ in state.rounds.values() for c in (*round_.everything, *round_.missed)]
         state.rounds, state.phase = {}, "open"
         for c in contributions:
             self._discard(c, reason)
         return [*(Reject(c, reason) for c in contributions), *self._look_again(now)]
 
     def stored(self, now: float, fragment: int) -> list[Action]:
-        """The new version is durable: publish it and go on with the next round."""
+        """The new version is durable: publish it, say who is not in it, and go on with the next round."""
         state = self.fragments[fragment]
         round_ = state.rounds.pop(state.version)
         state.version, state.step, state.phase = state.version + 1, round_.step, "open"
@@ -259,7 +259,10 @@ class SyncerCore:
         if round_.closed_at is not None:
             self.pace.measured(sync_s=now - round_.closed_at)
         contributors = tuple(sorted(round_.contributions))
-        return [Publish(fragment, state.version, contributors), *self._look_again(now)]
+        rejects = [Reject(c, OUTLIER) for c in round_.refused] + [Reject(c, MISSED) for c in round_.missed]
+        for c in round_.missed:
+            self._discard(c, MISSED)
+        return [*rejects, Publish(fragment, state.version, contributors), *self._look_again(now)]
 
     def _note_merged(self, merged_rounds: dict[str, list[tuple[int, int]]], fragment: int, round_: Round) -> None:
         for c in round_.everything:
@@ -344,9 +347,11 @@ class SyncerCore:
     def _acknowledged(self, learner: str, fragment: int) -> int:
         """Tokens that its contributions here account for and its ledger does not count yet."""
         state = self.fragments[fragment]
-        stored = state.version if state.phase == "storing" else None
-        rounds = (round_ for number, round_ in state.rounds.items() if number != stored)
-        return sum(c.accounted for round_ in rounds for c in round_.everything if c.learner == learner)
+        found = [c for round_ in state.rounds.values() for c in round_.missed]
+        for number, round_ in state.rounds.items():
+            if number != state.version or state.phase != "storing":
+                found += round_.everything
+        return sum(c.accounted for c in found if c.learner == learner)
 
     def is_counted(self, c: Contribution) -> bool:
         """Whether the tokens of a contribution are in the books already. All that its learner had trained when it was sent is in it
@@ -395,6 +400,9 @@ class SyncerCore:
         for fragment, state in enumerate(self.fragments):
             if state.phase == "storing":
                 _count_merged(ledgers, state.rounds[state.version], fragment, sign=-1)
+                for c in state.rounds[state.version].refused:
+                    _count_discards(ledgers[c.learner][fragment], c, sign=-1)
+                    ledgers[c.learner][fragment].discard(-c.tokens, OUTLIER)
         return ledgers
 
     def durable_merged_rounds(self) -> dict[str, list[tuple[int, int]]]:
