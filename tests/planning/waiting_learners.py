@@ -14,7 +14,10 @@ NEWEST = 0.2
 
 @dataclass
 class Learner:
-    """What one learner is doing. Its `contributed` is the number of its last contribution."""
+    """What one learner is doing.
+
+    `contributed` is the number of its last contribution, `made` the steps since, `extra` a step that is made for want of an answer.
+    """
 
     contributed: int = -1
     made: int = 0
@@ -22,7 +25,8 @@ class Learner:
     repaired_s: float = math.inf
     stopped: bool = False
     waits_for: int | None = None
-    answered: set[int] = field(default_factory=set)
+    failed: bool = False
+    extra: bool = False
 
 
 @dataclass
@@ -69,9 +73,10 @@ class World:
         if me.made == rules.sync_every:
             me.made = 0
             self.contribute(now_s, who)
-        behind, after = divmod(rules.overlap or 0, rules.sync_every)
+        behind, after = divmod(rules.overlap, rules.sync_every)
         needed = me.contributed - behind
-        if me.made == after and needed > self.known:
+        me.extra = me.made == after and needed > self.known
+        if me.extra and rules.wait:
             me.waits_for = needed
             return
         mean_s = self.fleet.times.step_s / self.fleet.relative_speeds[who]
@@ -81,21 +86,20 @@ class World:
         failed = self.rng.random() < -math.expm1(
             -took_s * self.fleet.chips / self.fleet.learners / self.fleet.times.mtbi_s
         )
-        me.waits_for = -2 if failed else None  # noticed at the end of the step
+        me.failed = failed  # noticed at the end of the step
 
     def end_step(self, now_s: float, who: int) -> None:
         me, times = self.learners[who], self.fleet.times
-        me.made, me.work = me.made + 1, me.work + 1
+        me.made, me.work = me.made + (not me.extra), me.work + 1
         stop_s = 0.0
-        if me.waits_for == -2 and self.fleet.elastic_learners:
+        if me.failed and self.fleet.elastic_learners:
             me.repaired_s = min(me.repaired_s, now_s + times.repair_s)
             stop_s += times.down_s
-        elif me.waits_for == -2:
+        elif me.failed:
             stop_s += times.repair_s + times.up_s
         if me.repaired_s <= now_s + stop_s:
             me.repaired_s = math.inf
             stop_s += times.up_s
-        me.waits_for = None
         if stop_s:
             me.stopped = True
             self.at(now_s + stop_s, "go on", who)
@@ -139,7 +143,7 @@ class World:
     def grace_s(self) -> float:
         rules, times = self.fleet.rounds, self.fleet.times
         median_s = statistics.median(times.step_s / speed for speed in self.fleet.relative_speeds)
-        slack_s = (rules.overlap or 0) * median_s - self.quorum_s - rules.sync_s
+        slack_s = rules.overlap * median_s - self.quorum_s - rules.sync_s
         return min(rules.grace_cap_s, max(0.0, rules.grace * slack_s))
 
     def look(self, now_s: float, number: int) -> None:
@@ -148,6 +152,6 @@ class World:
     def publish(self, now_s: float, number: int) -> None:
         self.known = max(self.known, number)
         for who, each in enumerate(self.learners):
-            if each.waits_for is not None and -1 < each.waits_for <= self.known:
+            if each.waits_for is not None and each.waits_for <= self.known:
                 each.waits_for = None
                 self.go_on(now_s, who)

@@ -1,7 +1,7 @@
 """Monte Carlo of failures, stops and waiting: the goodput of any fleet, with its confidence interval.
 
-What steps together or never waits is simulated from failure to failure, a whole stretch of steps at a time; learners that may wait for
-each other round by round (`diloco.planning.waiting`). Everything is seeded: the same fleet and seed, the same numbers.
+What steps together or alone is simulated from failure to failure, a whole stretch of steps at a time; learners that meet in rounds
+round by round (`diloco.planning.waiting`). Everything is seeded: the same fleet and seed, the same numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Goodput:
         waiting, stopped: where the rest went: waiting for other learners, standing still for a failure.
         closed_form: the same by formula; None where there is none.
         all_stopped: chance that no learner runs at a given moment; uptime is 100 minus this.
-        participation: share of the running learners that contribute to a round before it closes; None where nobody may wait.
+        participation: share of the running learners that contribute to a round before it closes; None where all do.
         method: how it was computed.
     """
 
@@ -46,7 +46,7 @@ class Goodput:
 
 def simulate(fleet: Fleet, seed: int = 0) -> Goodput:
     """Simulate a fleet. Arguments: the fleet; a seed of the random numbers. Returns a `Goodput`."""
-    if fleet.may_wait:
+    if fleet.has_rounds:
         runs, method = simulate_rounds(fleet, seed), "event simulation, round by round"
     else:
         runs, method = _stretches(fleet, seed), "event simulation, from failure to failure"

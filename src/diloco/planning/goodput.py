@@ -80,7 +80,7 @@ class Rounds:
     Attributes:
         quorum: K; fewer where fewer learners run.
         grace: γ, 0 to 1. grace_cap_s: the longest grace window.
-        overlap: τ, in steps; None: nobody ever waits, as with this package's `DecoupledDiLoCo`.
+        overlap: τ, in steps. wait: whether a learner waits for an answer it needs; this package's `DecoupledDiLoCo` never does.
         sync_every: steps from one round to the next: H, or H/P where P fragments take turns.
         sync_s: from the close of a round until the learners have its result.
     """
@@ -88,7 +88,8 @@ class Rounds:
     quorum: int = 1
     grace: float = 0.8
     grace_cap_s: float = 10.0
-    overlap: int | None = 2
+    overlap: int = 2
+    wait: bool = True
     sync_every: int = 1
     sync_s: float = 0.0
 
@@ -100,8 +101,7 @@ class Rounds:
         _number("Rounds(sync_s=…)", self.sync_s)
         _whole("Rounds(quorum=…)", self.quorum, 1)
         _whole("Rounds(sync_every=…)", self.sync_every, 1)
-        if self.overlap is not None:
-            _whole("Rounds(overlap=…)", self.overlap, 0)
+        _whole("Rounds(overlap=…)", self.overlap, 0)
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ class Fleet:
         return self.mode == "elastic" or (self.mode == "decoupled" and self.elastic_learners)
 
     @property
-    def may_wait(self) -> bool:
-        """Whether a decoupled learner may have to wait for another one."""
-        if self.mode != "decoupled" or self.rounds.overlap is None:
+    def has_rounds(self) -> bool:
+        """Whether it matters to decoupled learners when the others contribute: they differ, or must agree, or an answer is late."""
+        if self.mode != "decoupled":
             return False
         differ = self.speeds.jitter > 0 or len(set(self.relative_speeds)) > 1 or self.rounds.quorum > 1
         return (self.learners > 1 and differ) or self.rounds.sync_s > self.rounds.overlap * self.times.step_s
@@ -170,9 +170,9 @@ def availability(failures_per_s: float, step_s: float, times: Times, *, elastic:
     where K failures share one repair: the first opens it, and up-scaling follows at the end of the step or stop in which T has passed. By
     renewal theory, with μ = u + t_down from one failure to the next and σ² = u² − u·h its variance,
 
-        K = max(1, T/μ + (σ² + μ²) / 2μ² + h/μ)
+        K = 1 where T ≤ t_down, else max(1, T/μ + (σ² + μ²) / 2μ² + h/μ)
 
-    which is exact where T is many μ or none, and within a point of goodput between. A step in which chips fail still counts, several
+    which is exact where T is many μ, and within a point of goodput elsewhere. A step in which chips fail still counts, several
     failures in one step are one, failures during a stop are absorbed, and no work is lost.
 
     Arguments:
@@ -185,14 +185,16 @@ def availability(failures_per_s: float, step_s: float, times: Times, *, elastic:
     if not elastic:
         return run_s / (run_s + times.repair_s + times.up_s)
     apart_s, variance = run_s + times.down_s, run_s * (run_s - step_s)
-    per_repair = (times.repair_s + step_s) / apart_s + (variance / apart_s**2 + 1) / 2
-    return run_s / (run_s + times.down_s + times.up_s / max(1.0, per_repair))
+    per_repair = 1.0
+    if times.repair_s > times.down_s:
+        per_repair = max(1.0, (times.repair_s + step_s) / apart_s + (variance / apart_s**2 + 1) / 2)
+    return run_s / (run_s + times.down_s + times.up_s / per_repair)
 
 
 def closed_form(fleet: Fleet) -> float | None:
     """Goodput from 0 to 1 by formula; None where waiting is random: step times that vary in lock-step, or learners that may wait."""
     speeds, times = fleet.relative_speeds, fleet.times
-    if fleet.may_wait:
+    if fleet.has_rounds and fleet.rounds.wait:
         return None
     if fleet.mode != "decoupled":
         if fleet.speeds.jitter and fleet.learners > 1:

@@ -1,4 +1,4 @@
-"""Decoupled learners that may wait for each other, round by round and in many independent runs at once.
+"""Decoupled learners that meet in rounds and may wait for each other, round by round and in many independent runs at once.
 
 In every array a row is a run and a column a learner. A learner's state is the time of its next contribution, which is in the future of
 those that are late or stand still; a round is closed by comparing these times, so that nothing has to be replayed step by step.
@@ -33,16 +33,16 @@ class Run:
 
 
 def simulate_rounds(fleet: Fleet, seed: int) -> list[Run]:
-    """Simulate decoupled learners that may wait. Arguments: the fleet; a seed of the random numbers. Returns independent runs."""
+    """Simulate decoupled learners that meet in rounds. Arguments: the fleet; a seed of the random numbers. Returns independent runs."""
     import numpy as np
 
     every, overlap = fleet.rounds.sync_every, fleet.rounds.overlap
-    assert overlap is not None
     behind, after = divmod(
         overlap, every
-    )  # the answer to which round is needed, after how many of the steps to the next one
-    num_rounds = max(MIN_ROUNDS, math.ceil(MIN_STEPS / every)) + behind
-    num_runs = max(MIN_RUNS, LEARNER_STEPS // (fleet.learners * num_rounds * every))
+    )  # which round's answer is needed, after how many of the steps to the next contribution
+    period = max(every, math.ceil(fleet.rounds.sync_s / fleet.times.step_s / (behind + 1)))
+    num_rounds = max(MIN_ROUNDS, math.ceil(MIN_STEPS / period)) + behind
+    num_runs = max(MIN_RUNS, LEARNER_STEPS // (fleet.learners * num_rounds * period))
     learners = _Learners(fleet, num_runs, np.random.default_rng([seed, 2]))
     answers = [np.full(num_runs, -np.inf) for _ in range(behind + 1)]
     warm_up, quorum_s = max(4 + behind, num_rounds // 8), np.zeros(num_runs)
@@ -75,7 +75,7 @@ class _Learners:
         self._step_s = fleet.times.step_s / self._speeds
         self._variance = fleet.speeds.jitter**2
         self._rate = fleet.chips / fleet.learners / fleet.times.mtbi_s
-        self._every = fleet.rounds.sync_every
+        self._every, self._waits = fleet.rounds.sync_every, fleet.rounds.wait
         shape = (num_runs, fleet.learners)
         self._at_s = -rng.random(shape) * self._step_s * self._every
         self._repaired_s = np.full(shape, np.inf)
@@ -83,9 +83,7 @@ class _Learners:
         self._stops_s = np.full((*shape, slots), np.inf)  # when its newest stops begin
         self._returns_s = np.full((*shape, slots), -np.inf)  # and end
         self._num_stops = np.zeros(shape, dtype=int)
-        self._goes_on = np.ones(
-            shape, dtype=bool
-        )  # those that contributed to the last round; the others still hold their contribution
+        self._goes_on = np.ones(shape, dtype=bool)  # the others hold a contribution that no round has taken yet
         self._number = np.full(shape, -1)  # the round that the contribution is made for
         self._closed_s = np.full(num_runs, -np.inf)  # the last round
         self._begin_anywhere()
@@ -123,12 +121,19 @@ class _Learners:
 
     def contribute(self, after: int, answered_s: Floats) -> None:
         """Those that go on make the steps to their next contribution; before those that come `after` so many they need an answer."""
+        np, need_s, going = self._np, answered_s[:, None], self._goes_on
         self._step(after)
-        until_s = self._np.where(self._goes_on, self._np.maximum(self._at_s, answered_s[:, None]), self._at_s)
-        self._waited_s += until_s - self._at_s
-        self._at_s = until_s
+        if self._waits:
+            until_s = np.where(going, np.maximum(self._at_s, need_s), self._at_s)
+            self._waited_s += until_s - self._at_s
+            self._at_s = until_s
+        while (early := going & (self._at_s < need_s)).any():  # they train on without the answer
+            self._goes_on = early
+            self._step(1)
+            self._steps += early
+        self._goes_on = going
         self._step(self._every - after)
-        self._number += self._goes_on
+        self._number += going
 
     def _step(self, number: int) -> None:
         """Those that go on make steps; at the end of each, failures are noticed and repaired chips taken in."""
@@ -167,7 +172,7 @@ class _Learners:
         everybody_s = self._everybody()
         formed_s = np.minimum(np.partition(at_s, rules.quorum - 1, axis=1)[:, rules.quorum - 1], everybody_s)
         quorum_s = (1 - EMA) * quorum_s + EMA * (formed_s - at_s.min(1))
-        slack_s = (rules.overlap or 0) * float(np.median(self._step_s)) - quorum_s - rules.sync_s
+        slack_s = rules.overlap * float(np.median(self._step_s)) - quorum_s - rules.sync_s
         grace_s = np.clip(rules.grace * slack_s, 0, rules.grace_cap_s)
         self._closed_s = np.maximum(self._closed_s, np.minimum(formed_s + grace_s, everybody_s))
         contributed = at_s <= self._closed_s[:, None]
@@ -191,7 +196,7 @@ class _Learners:
 
     def _standing(self, now_s: Floats) -> NDArray[np.bool_]:
         at = now_s[:, None, None]
-        found: NDArray[np.bool_] = ((self._stops_s <= at) & (at < self._returns_s)).any(2)
+        found: NDArray[np.bool_] = self._np.logical_or.reduce((self._stops_s <= at) & (at < self._returns_s), axis=2)
         return found
 
     def _go_on(self, who: NDArray[np.bool_]) -> None:

@@ -2,7 +2,7 @@
 
 import typer
 
-from diloco.cli.plan import advise, measure, utilization
+from diloco.cli.plan import advise, goodput, measure, utilization
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -13,5 +13,6 @@ def plan() -> None:
 
 
 app.command("utilization")(utilization.command)
+app.command("goodput")(goodput.command)
 app.command("advise")(advise.command)
 app.command("measure")(measure.command)

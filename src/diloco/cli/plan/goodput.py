@@ -1,0 +1,182 @@
+"""`diloco plan goodput`: which part of the accelerators' time trains the model when chips fail."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco.planning.failures import Goodput
+    from diloco.planning.goodput import Fleet, Mode
+
+
+class Working(StrEnum):
+    """How the chips work together."""
+
+    DATA_PARALLEL = "data-parallel"
+    ELASTIC = "elastic"
+    DECOUPLED = "decoupled"
+
+
+def command(
+    chips: Annotated[int, typer.Option(min=1, help="Of all learners together.")],
+    learners: Annotated[int, typer.Option(min=1, help="M; each has the same number of chips.")] = 1,
+    mode: Annotated[Working, typer.Option(help="Who stands still when a chip fails.")] = Working.DECOUPLED,
+    mtbi: Annotated[str, typer.Option(help="Mean time between interruptions of one chip.")] = "1 y",
+    repair: Annotated[str, typer.Option(help="From a failure until the missing chips are back.")] = "65 s",
+    down: Annotated[str, typer.Option(help="Standing still to go on without the chips that failed.")] = "15 s",
+    up: Annotated[str, typer.Option(help="Standing still to take chips in.")] = "15 s",
+    step: Annotated[str, typer.Option(help="An inner step, at whose end a failure is noticed.")] = "4 s",
+    jitter: Annotated[
+        float, typer.Option(min=0, help="Percent by which a learner's step times vary (standard deviation).")
+    ] = 0.0,
+    speeds: Annotated[
+        str, typer.Option(help="Relative speed of every learner, for example 1,1,0.6,0.6; all equal if left out.")
+    ] = "",
+    elastic_learners: Annotated[
+        bool | None,
+        typer.Option(help="A decoupled learner goes on without failed chips (default), or it stops until the repair."),
+    ] = None,
+    quorum: Annotated[
+        int | None, typer.Option(min=1, help="K: contributions without which no round closes. Default: 1.")
+    ] = None,
+    grace: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="γ: share of the slack for which a round stays open. Default: 0.8."),
+    ] = None,
+    overlap: Annotated[
+        int | None, typer.Option(min=0, help="τ: steps that a learner goes on before it needs an answer. Default: 2.")
+    ] = None,
+    wait: Annotated[
+        bool | None, typer.Option(help="Learners wait for an answer they need (default); DecoupledDiLoCo's never do.")
+    ] = None,
+    sync_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps from one round of decoupled learners to the next. Default: 1.")
+    ] = None,
+    sync: Annotated[
+        str | None, typer.Option(help="From the close of a round until learners have its result. Default: 0 s.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write pictures and a page into this directory.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Goodput, the chance that nobody runs, and where the rest of the time goes, by simulation and by formula.
+
+    The default times reproduce the published table of Decoupled DiLoCo; give your own.
+    """
+    from dataclasses import replace
+    from typing import get_args
+
+    from diloco.planning.failures import simulate
+    from diloco.planning.goodput import Fleet, Mode, Rounds, Speeds, Times
+    from diloco.planning.units import TIME
+
+    times = Times(
+        mtbi_s=TIME.parse(mtbi, "--mtbi", positive=True),
+        down_s=TIME.parse(down, "--down"),
+        repair_s=TIME.parse(repair, "--repair"),
+        up_s=TIME.parse(up, "--up"),
+        step_s=TIME.parse(step, "--step", positive=True),
+    )
+    rounds: dict[str, Any] = {"quorum": quorum, "grace": grace, "overlap": overlap, "wait": wait, "sync_every": sync_every,
+              "sync_s": None if sync is None else TIME.parse(sync, "--sync")}  # fmt: skip
+    given = {key: value for key, value in rounds.items() if value is not None}
+    if mode is not Working.DECOUPLED and (given or elastic_learners is not None):
+        option = next(iter(given), "elastic_learners").removesuffix("_s").replace("_", "-")
+        raise ConfigError(f"--{option} is of decoupled learners; leave it out, or use --mode decoupled.")
+    fleet = Fleet(
+        chips,
+        learners,
+        mode.value,
+        times,
+        Speeds(jitter / 100, _speeds(speeds)),
+        Rounds(**given),
+        elastic_learners is not False,
+    )
+    if as_json:
+        typer.echo(json.dumps(_plain(fleet, simulate(fleet, seed), seed), indent=1))
+        if out is None:
+            return
+    found = {each: simulate(replace(fleet, mode=each), seed) for each in get_args(Mode)}
+    if not as_json:
+        _print(fleet, found, seed)
+    if out is not None:
+        _draw(fleet, found, seed, out)
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",")) if text else ()
+    except ValueError as error:
+        raise ConfigError(f"--speeds {text!r} is not a list of numbers; write for example 1,1,0.6,0.6") from error
+
+
+def _plain(fleet: "Fleet", it: "Goodput", seed: int) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from diloco.planning.failures import CONFIDENCE
+
+    return {
+        "goodput_percent": it.goodput, "confidence_interval_percent": it.interval, "confidence": CONFIDENCE,
+        "closed_form_percent": it.closed_form, "waiting_percent": it.waiting, "stopped_percent": it.stopped,
+        "uptime_percent": 100 - it.all_stopped, "all_stopped_percent": it.all_stopped, "in_time_percent": it.participation,
+        "computed_by": it.method, "runs": it.num_runs, "seed": seed, "mode": fleet.mode, "chips": fleet.chips,
+        "learners": fleet.learners, "elastic_learners": fleet.elastic_learners, "times": asdict(fleet.times),
+        "speeds": asdict(fleet.speeds), "rounds": asdict(fleet.rounds),
+    }  # fmt: skip
+
+
+def _print(fleet: "Fleet", found: "dict[Mode, Goodput]", seed: int) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from diloco.planning.units import TIME
+
+    times, console = fleet.times, Console(highlight=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for head in ("goodput, %", "formula", "waiting", "stopped", "all down", "in time"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for mode, it in found.items():
+        half = (it.interval[1] - it.interval[0]) / 2
+        table.add_row(
+            f"{mode} × {fleet.learners}" if mode == "decoupled" else mode,
+            f"{it.goodput:.1f} ± {half:.1f}",
+            _percent(it.closed_form),
+            f"{it.waiting:.1f} %",
+            f"{it.stopped:.1f} %",
+            _percent(it.all_stopped),
+            _percent(it.participation),
+            style="bold" if mode == fleet.mode else "",
+        )
+    console.print(
+        f"{fleet.chips:,} chips, each interrupted once in {TIME.show(times.mtbi_s)}; down {times.down_s:g} s, repair "
+        f"{times.repair_s:g} s, up {times.up_s:g} s, step {times.step_s:g} s",
+        soft_wrap=True,
+    )
+    console.print(table)
+    here = found[fleet.mode]
+    console.print(
+        f"± is the 95 % confidence interval of the simulation ({here.method}, {here.num_runs} runs, seed {seed}). In time: running "
+        "learners whose work is in the round it was made for. Times that were not given are fitted to a published table; measure yours.",
+        style="dim",
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} %" if value >= 0.1 else f"{value:.1g} %"
+
+
+def _draw(fleet: "Fleet", found: "dict[Mode, Goodput]", seed: int, out: Path) -> None:
+    from diloco.planning.goodput_pictures import pictures, title
+    from diloco.planning.pictures import require, write
+
+    require()
+    lead = f"{fleet.chips:,} chips: goodput of {found[fleet.mode].goodput:.1f} %. Made by diloco plan goodput."
+    for file in write(out, "goodput", f"Goodput, {title(fleet, fleet.mode)}", lead, pictures(fleet, found, seed)):
+        typer.echo(f"wrote {file}", err=True)
