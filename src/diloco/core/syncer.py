@@ -181,6 +181,10 @@ class SyncerCore:
         self._remove(learner)
         return self._look_again(now)
 
+    def gave_up(self, now: float, learner: str, reason: str) -> list[Action]:
+        """Whoever knows better than a deadline says that a learner is lost."""
+        return self._evict(now, learner, reason, replaced=False) + self._look_again(now)
+
     def tick(self, now: float) -> list[Action]:
         """Time has passed: give up learners whose deadline is over, and look at every open round again."""
         actions: list[Action] = []
