@@ -171,7 +171,7 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     """The whole story with real processes, with the syncer and the learner that initialised the run killed by somebody else."""
-    plan = Plan(steps=160, kill_after=0.1, isolated=False, sync_every=10, held_out=32, sample_bytes=20)
+    plan = Plan(steps=120, kill_after=0.1, isolated=False, sync_every=10, held_out=32, sample_bytes=20)
     killed: list[str] = []
     phases: list[str] = []
 
@@ -189,13 +189,7 @@ def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     assert set(killed) == {"syncer", "learner-0"} <= set(summary["killed"])
     assert summary["kills_survived"] == len(summary["killed"])
     assert summary["syncer_restarts"] == 1
-    # Every version that was ever published is in the model that was served in the end, each published once.
-    published = [
-        e for e in ev.read_events(tmp_path / "demo" / "syncer" / "events.jsonl") if isinstance(e, ev.Published)
-    ]
-    assert sorted((e.fragment, e.version) for e in published) == [
-        (fragment, version + 1) for fragment, newest in enumerate(summary["versions"]) for version in range(newest)
-    ]
+    check_published(ev.read_events(tmp_path / "demo" / "syncer" / "events.jsonl"), summary["versions"])
     for books in summary["ledger"]:
         spent = books["merged"] + books["lost"] + books["pending"] + sum(books["discarded"].values())
         assert books["trained"] == spent == summary["tokens"] - summary["initial_tokens"]
@@ -211,6 +205,19 @@ def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     }  # names of XML dialects
     assert page.count("<svg") == 3
     assert html.escape(outcome.sample) in page
+
+
+def check_published(log: list[ev.Event], served: list[int]) -> None:
+    """Every version that was ever published is in the model that was served in the end, each published once."""
+    published = [(e.fragment, e.version) for e in log if isinstance(e, ev.Published)]
+    versions = {(fragment, version + 1) for fragment, newest in enumerate(served) for version in range(newest)}
+    assert len(set(published)) == len(published)
+    assert set(published) <= versions
+    # A version that became durable in the instant before a kill may not have come into the log; its successor starts from it.
+    restarts = [e for e in log if isinstance(e, ev.SyncerStarted)][1:]
+    durable = {(fragment, version) for e in restarts for fragment, version in enumerate(e.versions)}
+    assert versions - set(published) <= durable
+    assert len(versions - set(published)) <= len(restarts)
 
 
 def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:

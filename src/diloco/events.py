@@ -248,7 +248,7 @@ class Published(Event):
 
 
 class Traffic(Event):
-    """Bytes on the process's sockets so far, by purpose ("contributions", "updates", "joins", "control").
+    """Bytes on the process's sockets so far, by purpose ("contributions", "updates", "joins", "control", "probes").
 
     Written every two seconds: what a process that is killed has counted since is lost.
     """

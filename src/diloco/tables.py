@@ -42,7 +42,9 @@ def nearest(key: str, known: Sequence[str]) -> str:
 
 
 def _explain(error: ValidationError, kind: type[BaseModel], tables: Mapping[str, Any]) -> str:
-    first = error.errors()[0]
+    errors = error.errors()
+    unknown = [each for each in errors if each["type"] == "extra_forbidden"]
+    first = (unknown or errors)[0]  # a misspelt key is missing too
     keys, name = first["loc"], _name(first["loc"], tables)
     if first["type"] == "extra_forbidden":
         table = kind

@@ -67,7 +67,7 @@ def test_the_key_is_named_and_zero_may_be_refused() -> None:
     (RATE, 999.96e6, "1 Gbit/s"),
     (RATE, 0.0, "0 bit/s"),
     (RATE, 12.0, "12 bit/s"),
-    (RATE, 5.4321e15, "5,432 Tbit/s"),
+    (RATE, 5.4321e15, "5432 Tbit/s"),
     (TIME, 0.05, "50 ms"),
     (TIME, 90.0, "1.5 min"),
     (TIME, 1e-9, "0.001 us"),
@@ -83,5 +83,5 @@ def test_printed_in_the_fitting_unit(quantity: Quantity, value: float, text: str
 @pytest.mark.parametrize("quantity", QUANTITIES, ids=lambda quantity: quantity.example)
 @given(value=st.floats(min_value=1e-12, max_value=1e18))
 def test_what_is_printed_reads_back_to_the_digits_shown(quantity: Quantity, value: float) -> None:
-    read = quantity.parse(quantity.show(value, digits=5).replace(",", ""))
+    read = quantity.parse(quantity.show(value, digits=5))
     assert read == pytest.approx(value, rel=5e-5)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from diloco.demo.accounting import KINDS
 from diloco.demo.plan import NUM_LEARNERS
 from diloco.demo.timeline import Timeline
+from diloco.planning.pictures import AMBER, BLUE, GREEN, GREY, GRID, RED, SKY, SMALL, TEXT, VIOLET, WIDTH_IN, plain, svg
 
-GLOBAL, BASELINE, ISOLATED, KILL, BACK = "#1f6feb", "#d97706", "#8b5cf6", "#dc2626", "#16a34a"
-GREY, TEXT, GRID, BAND = "#94a3b8", "#475569", "#e5e7eb", "#dbeafe"
-KIND_COLOURS = dict(zip(KINDS, (GLOBAL, "#38bdf8", "#a78bfa", GREY), strict=True))
-WIDTH_IN = 7.6
-SMALL = 9
+GLOBAL, BASELINE, ISOLATED, KILL, BACK, BAND = BLUE, AMBER, VIOLET, RED, GREEN, "#dbeafe"
+KIND_COLOURS = dict(zip(KINDS, (GLOBAL, SKY, "#a78bfa", GREY), strict=True))
 
 
 def loss_chart(timeline: Timeline, tokens_per_step: int, end: tuple[int, float]) -> str:
@@ -46,7 +42,7 @@ def loss_chart(timeline: Timeline, tokens_per_step: int, end: tuple[int, float])
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M")
     axes.legend(frameon=False, loc="upper right")
-    return _svg(figure)
+    return svg(figure)
 
 
 def bytes_chart(summary: dict[str, Any]) -> str:
@@ -54,7 +50,7 @@ def bytes_chart(summary: dict[str, Any]) -> str:
     figure = Figure(figsize=(WIDTH_IN, 2.9), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=[2, 1.15])
     for axes in (above, below):
-        _plain(axes)
+        plain(axes)
     totals = [("data parallel", summary["baseline_wire_bytes"], BASELINE), ("this run", summary["wire_bytes"], GLOBAL)]
     for place, (_, num_bytes, colour) in enumerate(totals):
         above.barh(-place, max(num_bytes, 1), color=colour, height=0.6)
@@ -73,7 +69,7 @@ def bytes_chart(summary: dict[str, Any]) -> str:
     below.set_xlabel("MB", fontsize=SMALL)
     below.legend(frameon=False, ncols=len(KINDS), loc="lower left", bbox_to_anchor=(0, 1), fontsize=SMALL,
                  handlelength=0.9, columnspacing=1.2, borderaxespad=0.1)  # fmt: skip
-    return _svg(figure)
+    return svg(figure)
 
 
 def timeline_chart(timeline: Timeline) -> str:
@@ -110,7 +106,7 @@ def timeline_chart(timeline: Timeline) -> str:
     axes.set_ylim(-len(names) + 0.45, 0.55)
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds since the syncer started")
-    return _svg(figure)
+    return svg(figure)
 
 
 def _syncer_row(axes: Axes, timeline: Timeline, start: float) -> None:
@@ -129,29 +125,5 @@ def _syncer_row(axes: Axes, timeline: Timeline, start: float) -> None:
 def _axes(height_in: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     axes = figure.add_subplot()
-    _plain(axes)
+    plain(axes)
     return figure, axes
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(colors=TEXT, labelsize=SMALL)
-    axes.xaxis.label.set_color(TEXT)
-    axes.yaxis.label.set_color(TEXT)
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _svg(figure: Figure) -> str:
-    """Text stays text, in the page's own font; nothing refers to another file."""
-    buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "diloco"}):
-        figure.savefig(
-            buffer,
-            format="svg",
-            transparent=True,
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.config import RunConfig, load_config
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, RunError
 
 NUM_LEARNERS = 3
 VICTIM = "learner-2"
 MARK = "# Written by `diloco demo`"
+PORTS = range(20_000, 30_000)
 
 RUN_FILE = """\
 {mark}. `diloco syncer` and `diloco train` run it.
@@ -144,6 +147,9 @@ def _may_go(directory: Path, run_file: Path) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Of those below what systems give to outgoing connections: one of these could take the port while the syncer is started again."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RunError(f"no port between {PORTS[0]} and {PORTS[-1]} is free; end what listens there.")

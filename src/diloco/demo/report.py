@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from diloco.demo.charts import bytes_chart, loss_chart, timeline_chart
 from diloco.demo.served import PROMPT
 from diloco.demo.story import Outcome
+from diloco.planning.pictures import page, table
 
 STYLE = """
-body{font:16px/1.55 system-ui,sans-serif;color:#1f2937;max-width:880px;margin:2.5rem auto;padding:0 1.2rem;background:#fff}
-h1{font-size:1.8rem;margin-bottom:.2rem} h2{font-size:1.15rem;margin:2.4rem 0 .3rem} p{margin:.4rem 0}
-.lead{color:#4b5563} .note{color:#6b7280;font-size:.9rem}
 .cards{display:grid;grid-template-columns:repeat(3,1fr);gap:.8rem;margin:1.4rem 0}
 .card{border:1px solid #e5e7eb;border-radius:10px;padding:.8rem 1rem} .card b{display:block;font-size:1.7rem;line-height:1.3}
-.card span{color:#6b7280;font-size:.85rem;line-height:1.35;display:block} svg{width:100%;height:auto;margin-top:.4rem}
-svg text{font-family:system-ui,sans-serif!important} pre{background:#f6f8fa;border-radius:8px;padding:.9rem;font-size:.85rem;
-white-space:pre-wrap;overflow-wrap:anywhere} pre b{color:#1f6feb} table{border-collapse:collapse;font-size:.9rem;margin:.6rem 0}
-td,th{border-bottom:1px solid #e5e7eb;padding:.3rem 1.1rem .3rem 0;text-align:left;vertical-align:top} th{font-weight:600}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums} code{font-size:.92em}
+.card span{color:#6b7280;font-size:.85rem;line-height:1.35;display:block}
+pre{background:#f6f8fa;border-radius:8px;padding:.9rem;font-size:.85rem;white-space:pre-wrap;overflow-wrap:anywhere} pre b{color:#1f6feb}
 @media(max-width:640px){.cards{grid-template-columns:repeat(2,1fr)}}
 """
 
 
 def write_report(path: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
     """Write the page; nothing in it is loaded from elsewhere."""
-    path.write_text(_page(outcome, summary), encoding="utf-8")
+    path.write_text(page("diloco demo", _body(outcome, summary), STYLE), encoding="utf-8")
 
 
-def _page(outcome: Outcome, summary: dict[str, Any]) -> str:
+def _body(outcome: Outcome, summary: dict[str, Any]) -> str:
     config, timeline = outcome.config, outcome.timeline
     full = config.tokens_per_full_step
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>diloco demo</title><style>{STYLE}</style></head><body>
-<h1>One model, three learners{", a kill" if summary["kills_survived"] else ""}</h1>
+    return f"""<h1>One model, three learners{", a kill" if summary["kills_survived"] else ""}</h1>
 <p class="lead">A byte-level language model of {summary["num_parameters"]:,} parameters learns the source text of Python's standard
 library. One learner warms up alone for {config.warm_start.steps} steps and initialises the run; two more join, and the three
 exchange 4-bit outer gradients through a syncer. {_killed(summary)} The yardstick is data parallel on the same
@@ -70,9 +61,7 @@ losses are means over the same {config.evaluate.sequences} held-out sequences of
 of the model which the syncer served when the run was over; the curve before it was evaluated by learner-0 on the global model it held.
 The baseline sees the union of the learners' data in the same order, with the same seed and schedule. The isolated learner starts from
 the same warm-started model and makes as many steps as the longest learner of the run. Seed {summary["seed"]}; it took
-{summary["seconds"]:.0f} s. The same numbers are in <code>summary.json</code>, every event in the <code>events.jsonl</code> files.</p>
-</body></html>
-"""
+{summary["seconds"]:.0f} s. The same numbers are in <code>summary.json</code>, every event in the <code>events.jsonl</code> files.</p>"""
 
 
 def _killed(summary: dict[str, Any]) -> str:
@@ -119,7 +108,7 @@ def _participation(summary: dict[str, Any]) -> str:
     note = (
         '<p class="note">Blocked seconds are of the learner\'s last process. They include waiting for a processor.</p>'
     )
-    return _table(("learner", "in merges", "at step", "seconds blocked"), rows) + note
+    return table(("learner", "in merges", "at step", "seconds blocked"), rows) + note
 
 
 def _ledger(summary: dict[str, Any]) -> str:
@@ -130,7 +119,7 @@ def _ledger(summary: dict[str, Any]) -> str:
         )
         for index, books in enumerate(summary["ledger"])
     ]  # fmt: skip
-    return _table(("", "version", "trained", "merged", "overwritten", "lost", "pending"), rows)
+    return table(("", "version", "trained", "merged", "overwritten", "lost", "pending"), rows)
 
 
 def _values(values: dict[str, Any]) -> str:
@@ -143,15 +132,3 @@ def _values(values: dict[str, Any]) -> str:
         f"<tr><th>{html.escape(key)}</th><td>{html.escape(text(value))}</td></tr>" for key, value in values.items()
     )
     return f"<table>{rows}</table>"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column is text, the others are numbers."""
-    head = "".join(f"<th{'' if place == 0 else ' class=n'}>{text}</th>" for place, text in enumerate(heads))
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{'' if place == 0 else ' class=n'}>{html.escape(text)}</td>" for place, text in enumerate(row))
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"

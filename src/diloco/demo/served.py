@@ -35,12 +35,23 @@ class Served:
 
 
 def fetch_served(config: RunConfig) -> Served:
-    """Ask the syncer, again while it is being restarted. Raises ExchangeError when it does not come back."""
+    """Ask the syncer once the learners have left, again while it is being restarted: for what it holds when all merges are done.
+
+    Raises:
+        ExchangeError: it does not come back.
+    """
     from diloco.exchange.remote import fetch_model, fetch_status
 
     address, run = config.syncer.address, config.run.name
+
+    def settled() -> dict[str, Any]:
+        status: dict[str, Any] = fetch_status(address, run=run)
+        if any(fragment["phase"] != "open" for fragment in status["fragments"]):
+            raise ExchangeError("the syncer is still merging; ask again.")
+        return status
+
+    status = _patiently(settled)
     state = _patiently(lambda: fetch_model(address, run=run))
-    status: dict[str, Any] = _patiently(lambda: fetch_status(address, run=run))
     fragments = status["fragments"]
     return Served(
         state=state,

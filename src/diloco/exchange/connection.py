@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +18,13 @@ from diloco.exchange.patience import Patience, Watchdog
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.exchange.wire.frames import filling, read_header, room
+from diloco.exchange.wire.probe import noise, timed
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
 
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
-FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
+"""Pauses between tries: a syncer that was started again must hear of everybody before the shortest deadline it may give is over."""
 
 STALL_FLOOR_S, STALL_CAP_S = 60.0, 3600.0
 """A transfer may stand still for this long before anything is known of the link, and at most. A chunk of a transfer is half a
@@ -102,6 +105,16 @@ class Connection:
                 for _ in filling(stream, buffer):
                     watchdog.moved()
         return header, buffer
+
+    def probe(self, channel: str, header: pb.ProbeHeader) -> tuple[pb.ProbeReply, tuple[int, float]]:
+        """Send and fetch what the header announces; the reply, and how the bytes down came: see `timed`. Raises as `call`."""
+        with self._mapping(channel):
+            stub = self._channel(channel).stream_stream(path("Probe"), None, None)
+            call: Any = stub(chain([_serialize(header)], noise(header.up_bytes)), metadata=self._metadata)
+            with self._watching(call, channel) as watchdog:
+                reply = read_header(call, pb.ProbeReply)
+                watchdog.moved()
+                return reply, timed(call, header.down_bytes, watchdog.moved)
 
     def watch(self, request: pb.WatchRequest) -> Iterator[pb.Notice]:
         """Notices until the syncer ends them or the connection breaks. Raises as `call`."""

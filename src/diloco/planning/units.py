@@ -80,7 +80,7 @@ def significant(value: float, digits: int = 3) -> str:
     if value == 0:
         return "0"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{decimals}f}"
+    text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
@@ -102,6 +102,7 @@ _TIMES = {
     "min": 60.0,
     "h": 3600.0,
     "d": 86400.0,
+    "y": 365.25 * 86400.0,
     "year": 365.25 * 86400.0,
 }
 

@@ -21,6 +21,7 @@ from diloco.exchange.wire.frames import bytes_of, filling, frames, read_header, 
 from diloco.exchange.wire.rpc import SERVICE, abort
 from diloco.syncer.auth import Authenticator, Role
 from diloco.syncer.engine import Engine
+from diloco.syncer.probe import Prober
 from diloco.syncer.sockets import SocketLedger
 
 M = TypeVar("M", bound=Message)
@@ -50,6 +51,7 @@ class Service:
         self._auth = auth
         self._sockets = sockets
         self._status_extra = status_extra
+        self._prober = Prober()
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         """What `grpc.Server.add_generic_rpc_handlers` takes."""
@@ -69,6 +71,7 @@ class Service:
         methods["Pull"] = grpc.unary_stream_rpc_method_handler(
             _mapped_stream(self.pull), pb.PullRequest.FromString, None
         )
+        methods["Probe"] = grpc.stream_stream_rpc_method_handler(_mapped_stream(self.probe), None, None)
         methods["Watch"] = grpc.unary_stream_rpc_method_handler(
             _mapped_stream(self.watch), pb.WatchRequest.FromString, _serialize
         )
@@ -200,6 +203,11 @@ class Service:
             merged_round=pulled.merged_round(request.learner, request.incarnation),
         )  # fmt: skip
         yield from frames(header, payload, outer)
+
+    def probe(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        header = read_header(stream, pb.ProbeHeader)
+        self._admit(context, header.run, "learner", header.learner, "probes")
+        yield from self._prober.answer(header, stream)
 
     # --- helpers ----------------------------------------------------------------------------------------------------------
 

@@ -111,7 +111,7 @@ class SocketLedger:
         Arguments:
             peer: as gRPC's `context.peer()` gives it: "ipv4:127.0.0.1:54321", "ipv6:%5B::1%5D:54321". Others are not
                 TCP and not counted.
-            kind: "control", "contributions", "updates", "joins".
+            kind: "control", "contributions", "updates", "joins", "probes".
         """
         key = parse_peer(peer)
         if key is None or not self.available:

@@ -73,7 +73,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
 SERVER_OPTIONS: list[tuple[str, int]] = [

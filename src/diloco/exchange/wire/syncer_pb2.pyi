@@ -299,3 +299,23 @@ class StatusReply(_message.Message):
     STATUS_FIELD_NUMBER: _ClassVar[int]
     status: str
     def __init__(self, status: _Optional[str] = ...) -> None: ...
+
+class ProbeHeader(_message.Message):
+    __slots__ = ("run", "learner", "up_bytes", "down_bytes")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_FIELD_NUMBER: _ClassVar[int]
+    UP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    learner: str
+    up_bytes: int
+    down_bytes: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., up_bytes: _Optional[int] = ..., down_bytes: _Optional[int] = ...) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ("num_bytes", "seconds")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    seconds: float
+    def __init__(self, num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...

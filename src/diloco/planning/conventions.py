@@ -1,0 +1,150 @@
+"""The papers' own conventions, with which their printed tables come out: for comparison, not for buying a link.
+
+    streaming-diloco   2H steps; a fragment is sent every g steps in turn      (arXiv 2501.18512 table 4, arXiv 2502.12996 table 5)
+    scaling-laws       H + 10 steps of DiLoCo, 11 of data parallel             (arXiv 2503.09799 table 6)
+
+In both, a reduction is one pass of 16 bits a value (4 for FP4), reductions due after the end are not counted, and what is printed is the
+last bandwidth of a grid whose utilisation does not exceed the target: it does not reach it. The interval g is not H / P. The papers
+describe the graph; these rules were inferred from their tables. They are known at the published settings only and refused elsewhere.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
+
+from diloco.errors import ConfigError
+from diloco.planning.dag import Costs, Pattern, run_utilization
+from diloco.planning.models import PRESETS, Workload
+from diloco.planning.settings import LAYERS_PER_FRAGMENT, MethodName, Setting, setting_for
+from diloco.planning.utilization import strided
+
+ConventionName = Literal["steady", "streaming-diloco", "scaling-laws"]
+CONVENTIONS: tuple[ConventionName, ...] = get_args(ConventionName)
+
+GRID_GBIT_PER_S = tuple(10.0 ** (-1 + 4 * i / 49) for i in range(50))
+"""numpy.logspace(-1, 3, 50)."""
+BITS = {"bf16": 16, "e3m0": 4}
+"""A value on the papers' wire, scales left out."""
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What a paper simulated: models with their step times, methods, H of DiLoCo, codecs."""
+
+    step_s: dict[str, float]
+    methods: tuple[MethodName, ...]
+    sync_every: tuple[int, ...]
+    codecs: tuple[str, ...]
+
+
+_TABLES = {
+    "streaming-diloco": _Table(
+        {name: PRESETS[name].step_s for name in ("1b", "10b", "100b")}, ("data-parallel", "diloco", "streaming", "eager"), (30, 100),
+        ("bf16", "e3m0"),
+    ),
+    "scaling-laws": _Table(
+        {"10b": 0.893, **{name: PRESETS[name].step_s for name in ("llama-405b", "deepseek-v3")}}, ("data-parallel", "diloco"),
+        (10, 50, 100, 300), ("bf16",),
+    ),
+}  # fmt: skip
+
+
+class Printed(NamedTuple):
+    """A cell: its text, and the grid's bandwidth behind it; None: below the whole grid."""
+
+    text: str
+    gbit_per_s: float | None
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """What a paper simulated for one row of its table.
+
+    Attributes:
+        workload: the model, at the step time of this paper.
+        setting: method and numbers.
+        pattern: what is launched after which step.
+        num_steps: length of the run.
+    """
+
+    workload: Workload
+    setting: Setting
+    pattern: Pattern
+    num_steps: int
+
+    def utilization(self, gbit_per_s: float) -> float:
+        """Compute ÷ wall clock over the run."""
+        num_layers, bits = self.workload.num_layers, self.workload.num_parameters * BITS[self.setting.up]
+        costs = Costs(num_layers, self.workload.step_s / (3 * num_layers), bits / num_layers / (gbit_per_s * 1e9))
+        return run_utilization(self.pattern, costs, self.num_steps)
+
+    def printed(self, targets: Sequence[float]) -> list[Printed]:
+        """The cells of these targets (0 to 1): the last grid point whose utilisation, which rises, does not exceed the target."""
+        at = lru_cache(self.utilization)
+        return [_cell(bisect_right(GRID_GBIT_PER_S, target, key=at) - 1) for target in targets]
+
+
+def _cell(index: int) -> Printed:
+    if index < 0:
+        return Printed(f"below {GRID_GBIT_PER_S[0]:g}", None)
+    if index == len(GRID_GBIT_PER_S) - 1:
+        return Printed("1000.0+", GRID_GBIT_PER_S[-1])
+    return Printed(f"{round(round(GRID_GBIT_PER_S[index], 2), 1):.1f}", GRID_GBIT_PER_S[index])
+
+
+def published_run(
+    convention: str, model: str, method: str, *, sync_every: int | None = None, overlap: int | None = None,
+    num_fragments: int | None = None, up: str = "bf16", down: str | None = None, latency_s: float = 0.0,
+) -> PublishedRun:  # fmt: skip
+    """The run of one row of a paper's table. H is that of the table: data parallel, which has no H, is run as long as the others.
+
+    Raises:
+        ConfigError: a setting that the paper has not published.
+    """
+    table = _TABLES[convention]
+    every = sync_every or (1 if convention == "scaling-laws" and method == "data-parallel" else 100)
+    _check(convention, "model", model, tuple(table.step_s))
+    _check(convention, "method", method, table.methods)
+    _check(convention, "codec", up, table.codecs)
+    if not (method == "data-parallel" and every == 1):
+        _check(convention, "sync-every", every, table.sync_every)
+    if down is not None or latency_s:
+        raise ConfigError(
+            f"the convention {convention} knows no {'--codec-down' if down else '--latency'}; leave it out, or use --convention steady."
+        )
+    workload = PRESETS[model].with_step(table.step_s[model])
+    own_every = None if method == "data-parallel" else every
+    setting = setting_for(workload, method, sync_every=own_every, overlap=overlap, num_fragments=num_fragments, up=up)
+    if setting.method in ("streaming", "eager"):
+        _check(convention, "fragments", setting.num_fragments, (-(-workload.num_layers // LAYERS_PER_FRAGMENT),))
+    _check(convention, "overlap", setting.overlap, {"streaming": (0, 1), "eager": (every,)}.get(method, (0,)))
+    num_steps = every + 10 if convention == "scaling-laws" else 2 * (100 if every == 1 else every)
+    return PublishedRun(workload, setting, _pattern(workload.num_layers, setting), num_steps)
+
+
+def _pattern(num_layers: int, setting: Setting) -> Pattern:
+    """The whole model after steps H, 2H, …; or fragment ⌊t / g⌋ mod P after steps g, 2g, … (τ = 0) or 1, 1 + g, 1 + 2g, … (τ ≥ 1)."""
+    every, tau = setting.sync_every, setting.overlap
+    if setting.method in ("data-parallel", "diloco"):
+        return Pattern(every, {every: range(num_layers, 0, -1)}, tau)
+    fragments, interval = strided(num_layers, setting.num_fragments), _interval(every, setting.num_fragments)
+    period, first = interval * len(fragments), interval if tau == 0 else 1
+    sent = range(first, period + 1, interval)
+    return Pattern(period, {step: fragments[step // interval % len(fragments)] for step in sent}, tau)
+
+
+def _interval(sync_every: int, num_fragments: int) -> int:
+    """g."""
+    return sync_every // (num_fragments + 1) + 1 if sync_every == 100 else 1
+
+
+def _check(convention: str, what: str, value: object, published: tuple[object, ...]) -> None:
+    if value not in published:
+        known = ", ".join(map(str, published))
+        raise ConfigError(
+            f"the convention {convention} has no --{what} {value}: its paper published {known}; use one of these, or --convention steady."
+        )

@@ -1,0 +1,112 @@
+"""What a plan needs to know of a model: how many parameters and layers, and how long an inner step takes.
+
+preset   the models of the papers' simulators, as they are printed there
+TOML     parameters = 1.2e9, layers = 24, step_time = "310 ms"; or config = "config.json" in place of the first two
+JSON     a transformers config.json; the step time has to come from elsewhere
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from diloco.errors import ConfigError
+from diloco.planning.configs import count_parameters
+from diloco.planning.units import TIME
+from diloco.tables import Table, read_toml, validate
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and what one inner step of it takes on one learner.
+
+    Attributes:
+        name: for tables.
+        num_parameters: all that is synchronised.
+        num_layers: L.
+        step_s: seconds of compute of an inner step; 0: not known.
+    """
+
+    name: str
+    num_parameters: float
+    num_layers: int
+    step_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_parameters < math.inf or self.num_layers < 1:
+            raise ConfigError(
+                f"a model of {self.num_parameters:g} parameters in {self.num_layers} layers cannot be; give more than 0 of both."
+            )
+
+    def with_step(self, step_s: float) -> Self:
+        """The same model with another step time."""
+        return replace(self, step_s=step_s)
+
+
+PRESETS: Mapping[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        # Streaming DiLoCo, arXiv 2501.18512, section 3.3
+        Workload("1b", 1e9, 24, 0.1),
+        Workload("10b", 10e9, 48, 0.8),
+        Workload("100b", 100e9, 108, 4.9),
+        # Scaling laws, arXiv 2503.09799, table 6; printed as 26 and 20 s, the next digit is what its table needs
+        Workload("llama-405b", 405e9, 126, 26.9),
+        Workload("deepseek-v3", 671e9, 61, 20.1),
+    )
+}
+"""The models of the papers' simulators."""
+
+
+class _ModelFile(Table):
+    name: str | None = None
+    parameters: float | None = Field(default=None, gt=0)
+    layers: int | None = Field(default=None, gt=0)
+    config: Path | None = None
+    step_time: Annotated[float, BeforeValidator(lambda text: TIME.parse(text, positive=True))] | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if (self.parameters is None) != (self.layers is None) or (self.parameters is None) == (self.config is None):
+            raise ValueError("a model is its parameters and layers, or its config; give one of the two")
+        return self
+
+
+def load_workload(model: str, step_s: float | None = None) -> Workload:
+    """The workload of a preset's name, a TOML file or a transformers config.json; `step_s` replaces its step time.
+
+    Raises:
+        ConfigError: no such preset or file, a file that cannot be used, or a step time that nobody gives.
+    """
+    if model in PRESETS:
+        workload = PRESETS[model]
+    elif model.endswith(".toml"):
+        workload = _from_toml(Path(model))
+    elif model.endswith(".json"):
+        workload = Workload(Path(model).parent.name or model, *count_parameters(model), 0.0)
+    else:
+        raise ConfigError(
+            f"there is no model {model!r}; choose {', '.join(PRESETS)}, or name a .toml file or a transformers config.json."
+        )
+    if step_s is not None:
+        return workload.with_step(step_s)
+    if not workload.step_s:
+        raise ConfigError(f'{model} does not say how long an inner step takes; add --step-time, for example "310 ms".')
+    return workload
+
+
+def _from_toml(path: Path) -> Workload:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the model file {path} ({error}); check the path") from error
+    given = validate(_ModelFile, read_toml(text, str(path)), str(path))
+    if given.parameters is not None and given.layers is not None:
+        num_parameters, num_layers = given.parameters, given.layers
+    else:
+        assert given.config is not None
+        num_parameters, num_layers = count_parameters(path.parent / given.config)
+    return Workload(given.name or path.stem, num_parameters, num_layers, given.step_time or 0.0)

@@ -1,0 +1,320 @@
+"""Pictures of plans: lines, bars and timelines, each as a PNG file, and all of them in one self-contained HTML page with their tables.
+
+matplotlib is imported when a picture is drawn, and its state machine (`pyplot`) is never used.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from diloco.errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, AMBER, GREEN, VIOLET, RED, SKY = "#1f6feb", "#d97706", "#16a34a", "#8b5cf6", "#dc2626", "#38bdf8"
+GREY, TEXT, GRID = "#94a3b8", "#475569", "#e5e7eb"
+COLOURS = (BLUE, AMBER, GREEN, VIOLET, RED, SKY, "#0f766e", "#be185d")
+WIDTH_IN = 7.6
+SMALL = 9
+STYLE = """
+body{font:16px/1.55 system-ui,sans-serif;color:#1f2937;max-width:880px;margin:2.5rem auto;padding:0 1.2rem;background:#fff}
+h1{font-size:1.8rem;margin-bottom:.2rem} h2{font-size:1.15rem;margin:2.4rem 0 .3rem} p{margin:.4rem 0}
+.lead{color:#4b5563} .note{color:#6b7280;font-size:.9rem} svg{width:100%;height:auto;margin-top:.4rem}
+svg text{font-family:system-ui,sans-serif!important} table{border-collapse:collapse;font-size:.9rem;margin:.6rem 0}
+td,th{border-bottom:1px solid #e5e7eb;padding:.3rem 1.1rem .3rem 0;text-align:left;vertical-align:top} th{font-weight:600}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums} code{font-size:.92em}
+"""
+
+Kind = Literal["compute", "waiting", "stopped", "up", "down"]
+KINDS: Mapping[Kind, tuple[str, float, float]] = {
+    "compute": (BLUE, -0.2, 0.4), "waiting": ("#fbbf24", -0.2, 0.4), "stopped": ("#fca5a5", -0.2, 0.4),
+    "up": (VIOLET, 0.23, 0.11), "down": (GREEN, -0.34, 0.11),
+}  # fmt: skip
+"""What a learner does: the colour, and where its band lies in the learner's row (bottom, height). Transfers run beside compute."""
+
+
+# ------------------------------------------------------------------------------------------------------------ what is drawn
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: its label with the unit, and its range where the data's own would mislead."""
+
+    label: str
+    log: bool = False
+    low: float | None = None
+    high: float | None = None
+    ticks: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve. `errors` are half widths of confidence intervals; a `style` of "o" draws points only."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    errors: Sequence[float] = ()
+    style: Literal["-", "--", ":", "o"] = "-"
+    colour: str = ""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One series of bars, a value for every label of the chart. `errors` are half widths of confidence intervals."""
+
+    label: str
+    values: Sequence[float]
+    errors: Sequence[float] = ()
+    colour: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something a learner does from one time to another."""
+
+    begin_s: float
+    end_s: float
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure and the numbers it shows.
+
+    Attributes:
+        name: of its PNG file, without the ending.
+        title: a few words; the page's heading and the PNG's title.
+        text: what the reader should see, in a sentence or two.
+        heads, rows: the table beside it; the first column is text, the others are numbers.
+    """
+
+    name: str
+    title: str
+    text: str
+    figure: Figure
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+# --------------------------------------------------------------------------------------------------------------- the figures
+
+
+def lines(curves: Sequence[Line], x: Axis, y: Axis, *, height_in: float = 3.9) -> Figure:
+    """Curves over a common axis, each named at its end, and points, named beside them."""
+    figure, axes = _axes(height_in)
+    ends = []
+    for index, each in enumerate(curves):
+        colour = each.colour or COLOURS[index % len(COLOURS)]
+        if each.errors:
+            axes.errorbar(each.x, each.y, each.errors, color=colour, capsize=3, linewidth=1.4, fmt="none", zorder=4)
+        if each.style == "o":
+            axes.plot(each.x, each.y, "o", color=colour, markersize=7, markeredgecolor="white", zorder=5)
+            axes.annotate(each.label, (each.x[-1], each.y[-1]), (8, -4), textcoords="offset points", color=colour,
+                          fontsize=SMALL, fontweight="bold", va="top")  # fmt: skip
+        else:
+            marker = {"marker": "o", "markersize": 3.5} if len(each.x) <= 12 else {}
+            axes.plot(each.x, each.y, color=colour, linewidth=2, linestyle=each.style, **marker)  # type: ignore[arg-type]
+            ends.append((each.label, each.x[-1], each.y[-1], colour))
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    _scale(axes.xaxis, axes.set_xscale, axes.set_xlim, x)
+    _scale(axes.yaxis, axes.set_yscale, axes.set_ylim, y)
+    _name_ends(axes, ends, height_in)
+    return figure
+
+
+def bars(labels: Sequence[str], series: Sequence[Bars], value: Axis, *, stacked: bool = False) -> Figure:
+    """Horizontal bars, the first label on top: the series of a label side by side or, `stacked`, one after the other."""
+    abreast = 1 if stacked else len(series)
+    figure, axes = _axes(1.1 + (0.42 if abreast == 1 else 0.26 * abreast + 0.14) * len(labels))
+    thickness = 0.62 if abreast == 1 else 0.8 / abreast
+    left = [0.0] * len(labels)
+    for index, each in enumerate(series):
+        shift = 0.0 if stacked else ((abreast - 1) / 2 - index) * thickness
+        places = [shift - row for row in range(len(labels))]
+        colour = each.colour or COLOURS[index % len(COLOURS)]
+        axes.barh(places, each.values, left=left, height=thickness * 0.94, color=colour, label=each.label)
+        if each.errors:
+            ends = [a + b for a, b in zip(left, each.values, strict=True)]
+            axes.errorbar(ends, places, xerr=each.errors, fmt="none", color=TEXT, capsize=3, linewidth=1.2)
+        if stacked:
+            left = [a + b for a, b in zip(left, each.values, strict=True)]
+    axes.set_yticks([-row for row in range(len(labels))], labels)
+    axes.set_ylim(0.5 - len(labels), 0.5)
+    _scale(axes.xaxis, axes.set_xscale, axes.set_xlim, value)
+    if len(series) > 1:
+        _legend(axes, len(series))
+    return figure
+
+
+def timeline(rows: Mapping[str, Sequence[Span]], *, seconds: str = "seconds") -> Figure:
+    """What each learner does when: a row each, the first on top; its transfers run beside its compute."""
+    figure, axes = _axes(0.55 * len(rows) + 1.2)
+    drawn: set[Kind] = set()
+    for row, spans in enumerate(rows.values()):
+        for kind, (colour, bottom, height) in KINDS.items():
+            found = [(each.begin_s, each.end_s - each.begin_s) for each in spans if each.kind == kind]
+            if found:
+                label = kind if kind not in drawn else None
+                axes.broken_barh(found, (bottom - row, height), facecolors=colour, linewidth=0, label=label)
+                drawn.add(kind)
+    axes.set_yticks([-row for row in range(len(rows))], list(rows))
+    axes.set_ylim(0.5 - len(rows), 0.55)
+    axes.margins(x=0.01)
+    axes.set_xlabel(seconds)
+    _legend(axes, len(drawn))
+    return figure
+
+
+def _axes(height_in: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    axes = figure.add_subplot()
+    plain(axes)
+    return figure, axes
+
+
+def plain(axes: Axes) -> None:
+    """No box, quiet ticks, a light grid behind."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.tick_params(colors=TEXT, labelsize=SMALL)
+    axes.xaxis.label.set_color(TEXT)
+    axes.yaxis.label.set_color(TEXT)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _scale(axis: object, set_scale: Callable[..., None], set_limits: Callable[..., object], wanted: Axis) -> None:
+    from matplotlib.axis import Axis as Drawn
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+
+    assert isinstance(axis, Drawn)
+    axis.set_label_text(wanted.label)
+    if wanted.log:
+        set_scale("log")
+    set_limits(wanted.low, wanted.high)
+    if wanted.ticks:
+        axis.set_major_locator(FixedLocator(wanted.ticks))
+        axis.set_minor_locator(NullLocator())
+    elif wanted.log:
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 300 else (1.0,)))
+        axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: short(value))
+
+
+def short(value: float) -> str:
+    """A number as short as it is on a tick: 1500 → "1.5k", 1.2e6 → "1.2M"."""
+    for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:g}{suffix}"
+    return f"{value:g}"
+
+
+def _name_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], height_in: float) -> None:
+    """Every curve's name to the right of its end, pushed apart where they would cover each other."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    height_pt, line_pt = 72 * height_in * 0.8, SMALL * 1.35
+    places = sorted((float(to_axes.transform((x, y))[1]) * height_pt, label, colour) for label, x, y, colour in ends)
+    heights: list[float] = []
+    for wanted, _, _ in places:
+        heights.append(max(wanted, heights[-1] + line_pt) if heights else wanted)
+    above = height_pt + line_pt  # what was pushed out at the top comes down again
+    for index in reversed(range(len(heights))):
+        heights[index] = above = min(heights[index], above - line_pt)
+    for (_, label, colour), height in zip(places, heights, strict=True):
+        at = height / height_pt
+        axes.text(1.015, at, label, transform=axes.transAxes, color=colour, fontsize=SMALL, va="center")
+
+
+def _legend(axes: Axes, entries: int) -> None:
+    axes.legend(frameon=False, ncols=entries, loc="lower left", bbox_to_anchor=(0, 1), fontsize=SMALL, handlelength=0.9,
+                columnspacing=1.4, borderaxespad=0.1)  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------- the files
+
+
+def require() -> None:
+    """Raises ConfigError where there is no matplotlib to draw with."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("pictures need matplotlib, which is not installed; pip install 'diloco[plot]'")
+
+
+def write(directory: Path, name: str, title: str, text: str, pictures: Sequence[Picture]) -> list[Path]:
+    """Write every picture as `directory`/<its name>.png, and all with their tables as `directory`/<name>.html.
+
+    Returns the files. Raises StoreError where the directory cannot be written to.
+    """
+    sections = [section(each) for each in pictures]  # before the PNG files: those have titles
+    body = f'<h1>{html.escape(title)}</h1>\n<p class="lead">{html.escape(text)}</p>\n' + "\n".join(sections)
+    files = [directory / f"{each.name}.png" for each in pictures]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for each, file in zip(pictures, files, strict=True):
+            each.figure.suptitle(each.title, x=0.01, ha="left", fontsize=12, fontweight="bold", color="#1f2937")
+            each.figure.savefig(file, dpi=150)
+            each.figure.suptitle("")
+        page_file = directory / f"{name}.html"
+        page_file.write_text(page(title, body), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(
+            f"cannot write pictures to {directory} ({error.strerror}); name another directory with --out"
+        ) from error
+    return [*files, page_file]
+
+
+def section(picture: Picture) -> str:
+    """A picture with its heading, its text and its table, as HTML."""
+    heading, text = html.escape(picture.title), html.escape(picture.text)
+    return f"<h2>{heading}</h2>\n<p>{text}</p>\n{svg(picture.figure)}\n{table(picture.heads, picture.rows)}"
+
+
+def page(title: str, body: str, style: str = "") -> str:
+    """A whole HTML page; nothing in it is loaded from elsewhere. `style` is added to the common one."""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title><style>{STYLE}{style}</style></head><body>
+{body}
+</body></html>
+"""
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column is text, the others are numbers."""
+    head = "".join(
+        f"<th{'' if place == 0 else ' class=n'}>{html.escape(text)}</th>" for place, text in enumerate(heads)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{'' if place == 0 else ' class=n'}>{html.escape(text)}</td>" for place, text in enumerate(row))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def svg(figure: Figure) -> str:
+    """A figure as SVG text: text stays text, in the page's own font, and nothing refers to another file."""
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "diloco"}):
+        figure.savefig(
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

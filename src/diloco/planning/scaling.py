@@ -1,0 +1,134 @@
+"""Published scaling laws: which loss to expect, and which learning rates and batch to begin with.
+
+Everything here is from "Scaling Laws for DiLoCo" (arXiv 2503.09799): power laws f(N, M) = A·N^a·M^b in the number of parameters N and
+of learners M, fitted to decoders that were trained on 20 tokens per parameter with H = 30. What was not measured is warned about, and
+what is not known is None.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from diloco.errors import ConfigError
+
+SEQUENCE_LENGTH = 2048
+"""Tokens per sequence of the batch fits. The paper's unit is inferred: with it the fits give batches of the size it used."""
+
+PARAMETERS = (35e6, 2.4e9)
+LEARNERS = (1, 2, 4, 8)
+TOKENS_PER_PARAMETER = 20
+SYNC_EVERY = 30
+"""The range in which the fits were measured."""
+
+OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
+OUTER_LR_PARAMETERS = 335e6
+"""Best outer learning rate by number of learners, independent of N from this many parameters on."""
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """f(N, M) = factor · N^parameters · M^learners."""
+
+    factor: float
+    parameters: float
+    learners: float = 0.0
+
+    def __call__(self, num_parameters: float, num_learners: int = 1) -> float:
+        return self.factor * num_parameters**self.parameters * float(num_learners) ** self.learners
+
+
+LOSS = PowerLaw(19.226, -0.0985, 0.0116)
+INNER_LR = PowerLaw(22256.0, -0.8827, 0.2929)
+BATCH_SEQUENCES = PowerLaw(0.00709, 0.4695, 0.3399)
+DATA_PARALLEL_LOSS = PowerLaw(18.129, -0.0953)
+DATA_PARALLEL_LR = PowerLaw(16319.2, -0.819)
+DATA_PARALLEL_BATCH_SEQUENCES = PowerLaw(0.22592, 0.281)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the fits say about one model, for DiLoCo with M learners beside data parallel.
+
+    Attributes:
+        loss, data_parallel_loss: held-out, nats per token of the paper's data and tokenizer: compare them with each other.
+        loss_penalty_percent: how far `loss` is above `data_parallel_loss`; below zero where DiLoCo wins. The fits are off by up to
+            1.7 % of the published losses and the penalty by up to 1.1 points, at 35M; from 180M on by 1.1 % and 0.7 points.
+        inner_lr, data_parallel_lr: peak learning rate of AdamW.
+        batch_sequences, batch_tokens, data_parallel_batch_sequences: global batch, of all learners together.
+        outer_lr: of Nesterov SGD; None where it was not measured.
+    """
+
+    num_parameters: float
+    num_learners: int
+    loss: float
+    data_parallel_loss: float
+    loss_penalty_percent: float
+    inner_lr: float
+    data_parallel_lr: float
+    batch_sequences: float
+    batch_tokens: float
+    data_parallel_batch_sequences: float
+    outer_lr: float | None
+
+
+def expect(
+    num_parameters: float, num_learners: int, *, sync_every: int = SYNC_EVERY, tokens: float | None = None
+) -> Expected:
+    """Evaluate the fits.
+
+    Arguments:
+        num_parameters: N.
+        num_learners: M; 1 is DiLoCo with a single learner, which is not data parallel.
+        sync_every: H. The fits do not depend on it; another one than theirs is warned about.
+        tokens: the token budget; None: 20 per parameter, theirs.
+
+    Raises:
+        ConfigError: a number that is not above zero.
+
+    Warns:
+        UserWarning: one for each input that lies outside what was measured.
+
+    Source: arXiv 2503.09799, the joint fits in N and M, and the table of best outer learning rates.
+    """
+    wanted = {"parameters": num_parameters, "learners": num_learners, "sync_every": sync_every, "tokens": tokens or 1.0}
+    for name, value in wanted.items():
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name} = {value!r} cannot be; it is a number above 0.")
+    for sentence in _outside(num_parameters, num_learners, sync_every, tokens):
+        warnings.warn(sentence, UserWarning, stacklevel=2)
+    loss, reference = LOSS(num_parameters, num_learners), DATA_PARALLEL_LOSS(num_parameters)
+    sequences = BATCH_SEQUENCES(num_parameters, num_learners)
+    return Expected(
+        num_parameters=num_parameters,
+        num_learners=num_learners,
+        loss=loss,
+        data_parallel_loss=reference,
+        loss_penalty_percent=100 * (loss / reference - 1),
+        inner_lr=INNER_LR(num_parameters, num_learners),
+        data_parallel_lr=DATA_PARALLEL_LR(num_parameters),
+        batch_sequences=sequences,
+        batch_tokens=sequences * SEQUENCE_LENGTH,
+        data_parallel_batch_sequences=DATA_PARALLEL_BATCH_SEQUENCES(num_parameters),
+        outer_lr=OUTER_LR.get(num_learners),
+    )
+
+
+def _outside(num_parameters: float, num_learners: int, sync_every: int, tokens: float | None) -> Iterator[str]:
+    """A sentence for everything that was not measured."""
+    low, high = PARAMETERS
+    if not low <= num_parameters <= high:
+        yield f"the fits were measured from 35M to 2.4B parameters; {num_parameters:.3g} is extrapolated"
+    if num_learners > max(LEARNERS):
+        yield f"the fits were measured with 1 to 8 learners; {num_learners} is extrapolated"
+    if tokens is not None and not 0.9 <= tokens / (TOKENS_PER_PARAMETER * num_parameters) <= 1.1:
+        ratio = tokens / num_parameters
+        yield f"the fits were measured at 20 tokens per parameter; these are {ratio:.3g}, so no loss given here is this run's"
+    if sync_every != SYNC_EVERY:
+        yield f"the fits were measured at H = 30; at H = {sync_every} the best outer learning rate is another (it grows with H)"
+    if num_learners not in OUTER_LR:
+        yield f"the best outer learning rate was measured for 1, 2, 4 and 8 learners; for {num_learners} it is not known"
+    elif num_parameters < OUTER_LR_PARAMETERS:
+        yield "the best outer learning rate was found to be independent of N from 335M parameters on; this model is smaller"

@@ -1,0 +1,60 @@
+"""The tables of the papers, as they are printed: bandwidths in Gbit/s for a compute utilisation of 50, 80, 90, 95 and 99 %."""
+
+from typing import NamedTuple
+
+TARGETS = (50, 80, 90, 95, 99)
+
+
+class Row(NamedTuple):
+    """A line of a table, and the options that make it."""
+
+    title: str
+    convention: str
+    model: str
+    method: str
+    options: dict[str, int | str]
+    cells: tuple[str, ...]
+
+
+def _rows(convention: str, text: str) -> list[Row]:
+    rows = []
+    for line in text.strip().splitlines():
+        title, model, method, options, cells = (part.strip() for part in line.split("|"))
+        pairs = (option.split("=") for option in options.split())
+        values: dict[str, int | str] = {key: int(value) if value.isdecimal() else value for key, value in pairs}
+        rows.append(Row(title, convention, model, method, values, tuple(cells.split())))
+    return rows
+
+
+TABLE_4 = _rows("streaming-diloco", """
+    1B data parallel                             | 1b  | data-parallel |                                   | 86.8 152.6 184.2 222.3 569.0
+    1B DiLoCo, H = 100                           | 1b  | diloco        | sync_every=100                    | 1.4 6.2 13.3 23.3 86.8
+    1B Streaming, H = 100                        | 1b  | streaming     | sync_every=100                    | 1.4 5.2 9.1 16.0 28.1
+    1B Streaming, overlap of one inner step      | 1b  | streaming     | sync_every=100 overlap=1          | 1.4 4.3 6.2 9.1 11.0
+    1B Streaming, overlap, FP4                   | 1b  | streaming     | sync_every=100 overlap=1 up=e3m0  | 0.4 0.9 1.7 2.0 3.0
+    10B data parallel                            | 10b | data-parallel |                                   | 104.8 222.3 222.3 268.3 471.5
+    10B DiLoCo, H = 100                          | 10b | diloco        | sync_every=100                    | 1.7 7.5 16.0 33.9 104.8
+    10B Streaming, H = 100                       | 10b | streaming     | sync_every=100                    | 1.7 5.2 9.1 13.3 19.3
+    10B Streaming, overlap of one inner step     | 10b | streaming     | sync_every=100 overlap=1          | 1.7 3.6 5.2 6.2 7.5
+    10B Streaming, overlap, FP4                  | 10b | streaming     | sync_every=100 overlap=1 up=e3m0  | 0.4 0.9 1.4 1.4 1.7
+""")  # fmt: skip
+"""arXiv 2501.18512, table 4."""
+
+TABLE_5 = _rows("streaming-diloco", """
+    1B overlap of one inner step, FP4, H = 30    | 1b  | streaming     | sync_every=30 overlap=1 up=e3m0   | 2.4 3.6 4.3 4.3 4.3
+    1B overlap of one outer step, FP4, H = 30    | 1b  | eager         | sync_every=30 up=e3m0             | 1.1 2.0 2.0 2.0 2.4
+    1B overlap of one outer step, FP4, H = 100   | 1b  | eager         | sync_every=100 up=e3m0            | 0.1 0.2 0.2 0.2 0.2
+    10B overlap of one inner step, FP4, H = 30   | 10b | streaming     | sync_every=30 overlap=1 up=e3m0   | 1.4 2.4 2.4 3.0 3.0
+    10B overlap of one outer step, FP4, H = 30   | 10b | eager         | sync_every=30 up=e3m0             | 0.7 1.1 1.4 1.4 1.4
+    10B overlap of one outer step, FP4, H = 100  | 10b | eager         | sync_every=100 up=e3m0            | 0.1 0.2 0.2 0.3 0.3
+""")  # fmt: skip
+"""arXiv 2502.12996, table 5."""
+
+TABLE_6 = _rows("scaling-laws", """
+    10B data parallel                            | 10b | data-parallel |                                   | 104.8 184.2 222.3 222.3 390.7
+    10B DiLoCo, H = 10                           | 10b | diloco        | sync_every=10                     | 16.0 49.4 86.8 152.6 222.3
+    10B DiLoCo, H = 50                           | 10b | diloco        | sync_every=50                     | 3.0 11.0 23.3 41.0 126.5
+    10B DiLoCo, H = 100                          | 10b | diloco        | sync_every=100                    | 1.4 6.2 13.3 23.3 86.8
+    10B DiLoCo, H = 300                          | 10b | diloco        | sync_every=300                    | 0.5 2.0 4.3 9.1 41.0
+""")  # fmt: skip
+"""arXiv 2503.09799, table 6."""
