@@ -14,7 +14,7 @@ from diloco.core.quorum import Called
 from diloco.errors import ConfigError
 from diloco.exchange.delivery import Fault
 from diloco.exchange.local import Local, Lost, run_virtual
-from diloco.exchange.world import World
+from diloco.exchange.world import Run, World
 from diloco.planning.network import Network, Path
 
 NUM_PARAMETERS = 1000
@@ -52,12 +52,12 @@ def life(method: Method, steps: int) -> Callable[[int, Local], Seen]:
 
 def world(
     learners: int = 2, *, step_s: float = 1.0, bit_per_s: float = math.inf, latency_s: float = 0.0, faults: Sequence[Fault] = ()
-) -> World:  # fmt: skip
+) -> Run:  # fmt: skip
     """Learners with links of their own."""
     links = {f"{way}-{i}": bit_per_s for i in range(learners) for way in ("up", "down")}
     network = Network(links, [Path((f"up-{i}",), (f"down-{i}",), latency_s) for i in range(learners)])
     names = [f"learner-{i}" for i in range(learners)]
-    return World(names, lambda *_: step_s, [0.0] * learners, network, faults)
+    return Run(World(names, lambda *_: step_s, [0.0] * learners, network, faults))
 
 
 MODEL_BITS = 4 * 8 * NUM_PARAMETERS

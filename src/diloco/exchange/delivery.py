@@ -9,17 +9,29 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from diloco.errors import ConfigError
+from diloco.exchange.virtual import Watch
 
 Direction = Literal["up", "down"]
 Deliver = Callable[[], None]
 
 
 class Arrival(Protocol):
-    """A transfer that has arrived."""
+    """A transfer that has arrived: its number as `send` gave it, and when it was on the links."""
 
     @property
-    def number(self) -> int:
-        """As `send` gave it."""
+    def number(self) -> int: ...
+
+    @property
+    def learner(self) -> int: ...
+
+    @property
+    def direction(self) -> Direction: ...
+
+    @property
+    def began_s(self) -> float: ...
+
+    @property
+    def ended_s(self) -> float: ...
 
 
 class Links(Protocol):
@@ -45,8 +57,8 @@ class Links(Protocol):
 class Delivery:
     """Carries transfers over a network, and small messages beside them after the latency; without a network all arrives at once."""
 
-    def __init__(self, links: Links | None, now_s: Callable[[], float]) -> None:
-        self._links, self._now_s = links, now_s
+    def __init__(self, links: Links | None, now_s: Callable[[], float], watch: Watch) -> None:
+        self._links, self._now_s, self._watch = links, now_s, watch
         self._transfers: dict[int, Deliver] = {}
         self._messages: list[tuple[float, int, int | None, Deliver]] = []
         self._num_messages = 0
@@ -86,6 +98,7 @@ class Delivery:
     def happen(self, now_s: float) -> None:
         """All that arrives now."""
         for each in () if self._links is None else self._links.arrived(now_s):
+            self._watch(each.direction, each.learner, each.began_s, each.ended_s)
             self._transfers.pop(each.number)()
         while self._messages and self._messages[0][0] <= now_s:
             heapq.heappop(self._messages)[3]()

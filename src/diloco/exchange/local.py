@@ -52,7 +52,7 @@ def run_local(
     if learners < 1:
         raise ConfigError(f"learners={learners}; a run needs at least one.")
     names = [f"learner-{index:03d}" for index in range(learners)]
-    ended = run_virtual(fn, World(names, _step_seconds(step_s, learners), _starts(starts_s, learners)))
+    ended = run_virtual(fn, Run(World(names, _step_seconds(step_s, learners), _starts(starts_s, learners))))
     return [result for result in ended if not isinstance(result, Lost)]
 
 
@@ -60,13 +60,12 @@ class Lost:
     """Stands for the result of a learner that was killed and did not come back."""
 
 
-def run_virtual(fn: Callable[[int, Local], T], world: World) -> list[T | Lost]:
+def run_virtual(fn: Callable[[int, Local], T], run: Run) -> list[T | Lost]:
     """`run_local` in a world with a network and faults. A learner that comes back calls `fn` again.
 
     Raises:
         As `run_local`.
     """
-    run = Run(world)
     before = ThreadState.capture()
 
     def life(index: int) -> T | Lost:
@@ -78,8 +77,8 @@ def run_virtual(fn: Callable[[int, Local], T], world: World) -> list[T | Lost]:
         finally:
             run.time.retire(index, failed=not finished)
 
-    with ThreadPoolExecutor(len(world.names), thread_name_prefix="learner") as pool:
-        futures = [pool.submit(life, index) for index in range(len(world.names))]
+    with ThreadPoolExecutor(len(run.names), thread_name_prefix="learner") as pool:
+        futures = [pool.submit(life, index) for index in range(len(run.names))]
     before.restore()
     if run.time.failed is not None:
         futures[run.time.failed].result()
@@ -131,7 +130,9 @@ class Local(Exchange):
 
     Attributes:
         incarnation: 0 before it has joined and after it has left.
-        initial_step, initial_tokens: what the learner that initialises the run has behind it; to be set before it joins.
+        initialises: whether its model may become the run's; one that may not waits until there is a run. To be set before it joins.
+        initial_step, initial_tokens: what the learner that initialises the run has behind it; likewise.
+        awaits_run: it does wait.
         has_model: the model that it fetched as a joiner is here and not yet taken.
     """
 
@@ -139,16 +140,23 @@ class Local(Exchange):
         self._run, self._index, self._name = run, index, run.names[index]
         self.incarnation = 0
         self.initial_step = self.initial_tokens = 0
-        self.has_model = False
+        self.initialises = True
+        self.awaits_run = self.has_model = False
         self._tokens = 0
         self._num_bytes: Counter[str] = Counter()
         self._is_again = run.ends[index] is not None or run.back_s[index] is not None
         run.ends[index] = self
+        run.dead.discard(index)
 
     @property
     def now_s(self) -> float:
         """Virtual time, in seconds."""
         return self._run.time.now
+
+    @property
+    def run_exists(self) -> bool:
+        """Whether somebody has initialised the run."""
+        return self._run.core is not None
 
     def rest(self, seconds: float) -> None:
         """Let virtual time pass, before joining."""
@@ -159,6 +167,10 @@ class Local(Exchange):
 
     def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
         run, name = self._run, self._name
+        self.awaits_run = not self.initialises
+        while self.awaits_run and not self.run_exists:
+            run.time.wait(self._index)
+        self.awaits_run = False
         is_first = run.core is None
         if run.core is None:
             run.start(name, layout, method, initial(), self.initial_step, self.initial_tokens)

@@ -24,6 +24,10 @@ StepSeconds = Callable[[int, int], float]
 """Learner index and its number of steps so far → seconds that its next one takes."""
 
 
+Watch = Callable[[Literal["compute", "up", "down"], int, float, float], None]
+"""What, of which learner, from when to when."""
+
+
 class ThreadState:
     """Random state and thread count of the running learner."""
 
@@ -86,6 +90,7 @@ class VirtualTime:
         step_s: how long inner steps take.
         has_news: whether there is something for a learner to take in.
         sources: what else happens; of what happens at the same time, the first comes first.
+        watch: is told of every step.
     """
 
     def __init__(
@@ -94,12 +99,13 @@ class VirtualTime:
         step_s: StepSeconds,
         has_news: Callable[[int], bool],
         sources: Sequence[Source],
+        watch: Watch,
     ) -> None:
         self.now = min(starts_s)
         self.failed: int | None = None
         """The learner that raised first."""
         self.last_step_s = [0.0] * len(starts_s)
-        self._step_s, self._has_news, self._sources = step_s, has_news, sources
+        self._step_s, self._has_news, self._sources, self._watch = step_s, has_news, sources, watch
         self._turns = [_Turn("time", at) for at in starts_s]
         self._num_steps = [0] * len(starts_s)
         self._killed: set[int] = set()
@@ -117,7 +123,9 @@ class VirtualTime:
         seconds = self._step_s(index, self._num_steps[index])
         if not 0 < seconds < math.inf:
             raise ExchangeError(f"step_s gave {seconds!r} s for learner {index}; a step takes more than 0.")
-        self._block(index, _Turn("time", self.now + seconds))
+        began_s = self.now
+        self._block(index, _Turn("time", began_s + seconds))
+        self._watch("compute", index, began_s, self.now)
         self.last_step_s[index] = seconds
         self._num_steps[index] += 1
 

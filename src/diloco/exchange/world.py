@@ -17,40 +17,52 @@ from diloco.core.syncer import Accept, Call, Deadlines, Evict, Merge, Publish, R
 from diloco.core.update import Closed, Contribution, Update, close_round, update_of
 from diloco.exchange.base import Arrived, Called, Event, Model, Rejected
 from diloco.exchange.delivery import Alarm, Delivery, Fault, Faults, Links
-from diloco.exchange.virtual import StepSeconds, VirtualTime
+from diloco.exchange.virtual import StepSeconds, VirtualTime, Watch
 
 _NEVER = Deadlines(lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf)
 """A learner's silence means nothing between two boundaries; who is killed is given up by `Run`."""
 
 
-class Witness:
-    """Is told what the syncer's part of a run does; this one keeps nothing. `diloco.syncer.journal.Journal` has the same methods."""
+class Witness(Protocol):
+    """Is told what the syncer's part of a run does. `diloco.syncer.journal.Journal` is one."""
 
     def initialised(
         self, learner: str, source: str, layout: Layout, step: int, tokens: int, num_static_bytes: int
     ) -> None:
         """The run has its model."""
+        return
 
     def joined(self, learner: str, incarnation: int, step: int) -> None:
         """A learner is live."""
+        return
 
     def left(self, learner: str, incarnation: int, tokens: int) -> None:
         """It said goodbye."""
+        return
 
     def evicted(self, action: Evict) -> None:
         """It was given up."""
+        return
 
     def contributed(self, c: Contribution, num_bytes: int, staleness: int) -> None:
         """A contribution was accepted."""
+        return
 
     def rejected(self, action: Reject) -> None:
         """A contribution will not be merged."""
+        return
 
     def merged(self, action: Merge, update: Update, members: Collection[str], merge_s: float) -> None:
         """The outer step was taken."""
+        return
 
     def published(self, update: Update, num_live: int, num_bytes: int, *, merge_s: float, persist_s: float) -> None:
         """A version is visible."""
+        return
+
+
+class Nobody(Witness):
+    """Keeps nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,7 @@ class World:
         links: the network between learners and syncer; None: everything arrives at once.
         faults: who is killed, and when; deadlines are those of a syncer that measures step times (`Deadlines`).
         witness: is told what the syncer's part does.
+        watch: is told what takes time.
     """
 
     names: Sequence[str]
@@ -71,7 +84,8 @@ class World:
     starts_s: Sequence[float]
     links: Links | None = None
     faults: Sequence[Fault] = ()
-    witness: Witness = Witness()
+    witness: Witness = Nobody()
+    watch: Watch = lambda *_: None
 
 
 class End(Protocol):
@@ -79,25 +93,31 @@ class End(Protocol):
 
     incarnation: int
     has_model: bool
+    awaits_run: bool
 
     def receive(self, arrived: Arrived, num_bytes: int) -> None:
         """An update has come."""
 
 
 class Run:
-    """The syncer's part, in the same process: its state machine, the global fragments and everybody's mail."""
+    """The syncer's part, in the same process: its state machine, the global fragments and everybody's mail. For one run.
+
+    Attributes:
+        time: who goes on when; `time.now` is the time.
+    """
 
     def __init__(self, world: World) -> None:
         self.names, self.starts_s, self.witness = tuple(world.names), world.starts_s, world.witness
         self.indices = {name: index for index, name in enumerate(self.names)}
         self.mail: list[deque[Event]] = [deque() for _ in self.names]
-        self.delivery = Delivery(world.links, lambda: self.time.now)
+        self.delivery = Delivery(world.links, lambda: self.time.now, world.watch)
         self.alarm = Alarm(self._tick)
         self.back_s: list[float | None] = [None] * len(self.names)
         self.ends: list[End | None] = [None] * len(self.names)
         """Each learner's end of the run, while it is alive."""
+        self.dead: set[int] = set()
         sources = (self.delivery, Faults(world.faults, self._lose), self.alarm)
-        self.time = VirtualTime(world.starts_s, world.step_s, self._has_news, sources)
+        self.time = VirtualTime(world.starts_s, world.step_s, self._has_news, sources, world.watch)
         self.first = ""
         self.core: SyncerCore | None = None
         self.method: Method
@@ -113,7 +133,9 @@ class Run:
 
     def _has_news(self, index: int) -> bool:
         end = self.ends[index]
-        return bool(self.mail[index]) or (end is not None and end.has_model)
+        return bool(self.mail[index]) or (
+            end is not None and (end.has_model or (end.awaits_run and self.core is not None))
+        )
 
     def start(self, name: str, layout: Layout, method: Method, model: Model, step: int, tokens: int) -> None:
         """Once, by the learner that comes first. Those who start at the same time are members from the beginning."""
@@ -126,7 +148,7 @@ class Run:
         num_static_bytes = sum(each.numel() * each.element_size() for each in model.static.values())
         self.witness.initialised(name, "learner", layout, step, tokens, num_static_bytes)
         for each, start in zip(self.names, self.starts_s, strict=True):
-            if start <= self.time.now:
+            if start <= self.time.now and self.indices[each] not in self.dead:
                 incarnation, _ = self.core.joined(self.time.now, each, ready=True)
                 self.witness.joined(each, incarnation, step)
 
@@ -159,6 +181,7 @@ class Run:
         self.delivery.forget(index)
         self.mail[index].clear()
         self.ends[index] = None
+        self.dead.add(index)
         if end is None or self.core is None or not end.incarnation:
             return
         incarnation, name = end.incarnation, self.names[index]
