@@ -106,8 +106,8 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
 
 
 @contextmanager
-def two_sites(rate: str) -> Iterator[None]:
-    """Two namespaces and a link of this rate each way, with a token bucket's queue of 50 ms."""
+def two_sites(rate: str, back: str | None = None) -> Iterator[None]:
+    """Two namespaces and a link of this rate from site B to A, and `back` (default: the same), with a token bucket's queue of 50 ms."""
     try:
         for site in SITES:
             _run("ip", "netns", "add", site)
@@ -141,7 +141,7 @@ def two_sites(rate: str) -> Iterator[None]:
                 "root",
                 "tbf",
                 "rate",
-                rate,
+                rate if site == "site-b" else back or rate,
                 "burst",
                 "64kb",
                 "latency",

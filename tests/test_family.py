@@ -262,6 +262,15 @@ def test_dropped_work_stays_with_its_learner() -> None:
             assert ledger["discarded"] == {}  # what was dropped was sent later, or is pending
 
 
+def test_dropped_work_stays_with_learners_of_any_speed() -> None:
+    """Who is dropped waits for nobody, and is soon ahead of the others."""
+    method = diloco.DiLoCo(sync_every=4, quorum=diloco.AllLive(drop=0.5))
+    for result in diloco.run_local(life(method, until_s=60.0), learners=3, step_s=[0.5, 1.0, 2.3]):
+        [ledger] = result["metrics"]["ledger"]
+        assert ledger["discarded"] == {}
+        assert ledger["merged"] > 0
+
+
 def test_an_outlier_is_refused_with_its_learner_named() -> None:
     def live(index: int, exchange: Exchange) -> dict[str, Any]:
         model = Net()

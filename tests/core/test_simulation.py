@@ -57,6 +57,19 @@ def test_everybody_arrives(weather: str, sync_every: int, num_fragments: int, ov
     assert world.merges
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("sync_every", "num_fragments"), [(10, 1), (12, 4)])
+@pytest.mark.parametrize("weather", WEATHERS)
+def test_everybody_arrives_where_contributions_are_dropped(
+    weather: str, sync_every: int, num_fragments: int, seed: int
+) -> None:
+    dropping = replace(method(sync_every, 0), quorum=AllLive(drop=(0.2, 0.5, 0.8)[seed], drop_seed=seed))
+    world = World(dropping, num_fragments=num_fragments, learners=4, steps=160, seed=seed, weather=WEATHERS[weather])
+    world.run()
+    assert world.merges
+    assert world.rejected["dropped"] > 0
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("sync_every", "num_fragments", "overlap"), [(10, 1, 0), (12, 4, 5), (12, 3, 12)])
 def test_learners_that_never_wait_arrive_as_fast_as_they_can(

@@ -13,11 +13,12 @@ from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
 from diloco.core.contributions import Encoded
 from diloco.core.fragments import digest
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.method import Method
+from diloco.core.merge import Mean
+from diloco.core.method import Method, Partial
 from diloco.core.outer import SGD, Adam, Nesterov, Outer
-from diloco.core.presets import DataParallel, DiLoCo, LocalSGD
+from diloco.core.presets import DataParallel, DecoupledDiLoCo, DiLoCo, LocalSGD
 from diloco.core.robust import NormOutliers
-from diloco.core.update import SMALLEST_NORMAL, Closed, advance, close_round, flush_denormals
+from diloco.core.update import SMALLEST_NORMAL, Closed, advance, close_round, flush_denormals, update_of
 from diloco.errors import CorruptPayloadError, NonFiniteError
 
 N = 2 * SEGMENT_ELEMENTS + 1001
@@ -244,6 +245,22 @@ def test_a_round_goes_on_without_those_that_are_refused() -> None:
     without = screened([each for each in brought(sent) if each.learner != "learner-1"])
     assert without.refused == ()
     assert torch.equal(closed.theta, without.theta)
+
+
+@pytest.mark.parametrize(("partial", "scale"), [("scale", 0.5 * 4 / 12), ("full", 1.0)])
+def test_who_is_refused_does_not_contribute_to_the_scale(partial: Partial, scale: float) -> None:
+    """Half of the live weight is in the round, and a third of that is left."""
+    how = replace(
+        DecoupledDiLoCo(codec="fp32", merge=Mean(), outer=SGD(lr=1.0), partial=partial), screen=NormOutliers(3.0)
+    )
+    sent = [torch.ones(40), torch.full((40,), 100.0), torch.ones(40)]
+    contributions = brought([FP32().encode(each) for each in sent], [3.0, 8.0, 1.0])
+    given = 0.5 if partial == "scale" else 1.0
+    closed = close_round(how, torch.zeros(40), {}, None, contributions, places(40), given)
+    assert closed.refused == ("learner-1",)
+    assert torch.equal(closed.theta, torch.full((40,), -torch.tensor(scale).item()))
+    update = update_of(how, 0, 0, contributions, closed, given, digest(closed.theta))
+    assert (update.contributors, update.scale) == (("learner-0", "learner-2"), scale)
 
 
 def test_who_brings_nothing_is_no_yardstick() -> None:

@@ -24,6 +24,7 @@ COMMANDS = {
     "status": "Show a live run: learners, rounds and whom they wait for, tokens, bytes.",
     "export": "Write the global model to a directory that transformers can load.",
     "keys": "Make and manage the certificates and tokens of a run.",
+    "plan": "What a run will cost, before it is started: links, hours, failures, methods for your sites.",
     "methods": "List the methods with their resolved values and the papers they come from.",
 }
 

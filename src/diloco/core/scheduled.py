@@ -38,7 +38,9 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
         return core.reject(c, VERSION)
     if c.round < version or (c.round == version and state.phase != "open"):
         # Sent again because the answer was lost: merged since, perhaps before a restart.
-        return Accept(c, duplicate=True) if core.is_counted(c) else core.reject(c, MISSED)
+        if core.is_counted(c):
+            return Accept(c, duplicate=True)
+        return core.reject(c, DROPPED if _all_live(core).drops(c.learner, c.fragment, c.round) else MISSED)
     if c.round == version:
         after_step: float = state.step
     else:  # to a round after the one that is open, by a learner that had to contribute to the one before first
@@ -49,9 +51,6 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
         return core.reject(c, TWICE)
     if round_ is None:
         round_ = state.rounds[c.round] = Round(c.round, now, c.step, set(core.members))
-    if _is_dropped(core, round_, c):
-        round_.members.discard(c.learner)
-        return core.reject(c, DROPPED)
     round_.contributions[c.learner] = c
     round_.step = min(round_.step, c.step)
     return Accept(c, duplicate=False)
@@ -59,24 +58,40 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
 
 def _is_near(core: SyncerCore, c: Contribution) -> bool:
     """Whether its round is one that a learner with that base can be in."""
-    quorum = core.method.quorum
-    if isinstance(quorum, AllLive) and quorum.drop > 0:  # a learner whose contributions were dropped keeps its base
-        return c.base <= c.round <= core.fragments[c.fragment].version + core.schedule.intervals_in_flight
+    if _all_live(core).drop > 0:  # who is dropped keeps its base, and goes on without waiting
+        return c.base <= c.round
     return 0 <= c.round - c.base <= core.schedule.intervals_in_flight
 
 
-def _is_dropped(core: SyncerCore, round_: Round, c: Contribution) -> bool:
+def _all_live(core: SyncerCore) -> AllLive:
     quorum = core.method.quorum
     assert isinstance(quorum, AllLive)
-    left = (round_.members | round_.contributions.keys()) - {c.learner}
-    return len(left) >= quorum.at_least and quorum.drops(c.learner, c.fragment, c.round)
+    return quorum
+
+
+def leave_out(core: SyncerCore, round_: Round) -> list[Action]:
+    """Send back what `AllLive(drop=…)` leaves out of a round that is being closed, but never so much that fewer than K remain.
+
+    Not when it comes: whoever is left might leave before it contributes, and nobody would close the round. What somebody brought
+    who is gone since cannot be sent back.
+    """
+    quorum, rejects = _all_live(core), list[Action]()
+    for learner, c in sorted(round_.contributions.items()):
+        member = core.members.get(learner)
+        is_there = member is not None and member.incarnation == c.incarnation
+        if is_there and len(round_.contributions) > quorum.at_least and quorum.drops(learner, c.fragment, c.round):
+            del round_.contributions[learner]
+            rejects.append(core.reject(c, DROPPED))
+    return rejects
 
 
 def before_decisions(core: SyncerCore, now: float) -> list[Action]:
     """Nobody is waited for who does not belong to a round any more."""
     for state in core.fragments:
         for round_ in state.rounds.values():
-            round_.members = {learner for learner in round_.members if _belongs(core, learner, round_)}
+            later = [other.contributions.keys() for other in state.rounds.values() if other.number > round_.number]
+            gone = set[str]().union(*later) - round_.contributions.keys()  # contributions come in order
+            round_.members = {learner for learner in round_.members - gone if _belongs(core, learner, round_)}
     return []
 
 

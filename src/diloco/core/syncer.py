@@ -296,6 +296,8 @@ class SyncerCore:
                 state.phase = "merging"
                 round_ = state.rounds[state.version]
                 round_.closed_at = now
+                if self.method.quorum.scheduled:
+                    actions += scheduled.leave_out(self, round_)
                 actions.append(self._merge(index, round_))
         return actions + self._wake(now)
 

@@ -17,6 +17,7 @@ a segment boundary (`codecs.SEGMENT_ELEMENTS`); every operation is elementwise o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -139,7 +140,8 @@ def close_round(
         residual: fp32 [n], what earlier lossy updates left out; None stands for zeros.
         contributions: one of each learner, encoded with `method.up`, in learner-id order.
         places: the tensors of the fragment, or of the shard (`core.merge.shard_of`).
-        scale: multiplies the merged outer gradient once, before the outer step.
+        scale: multiplies the merged outer gradient once, before the outer step: the part of the live weight that is in `contributions`.
+            Those that the screen refuses do not contribute.
 
     Raises:
         NonFiniteError, CorruptPayloadError: a payload that cannot be used.
@@ -150,6 +152,7 @@ def close_round(
         judged = [each for each in contributions if each.counts]
         norms = norms_of(method.up, judged, theta.numel(), places)
         refused = tuple(judged[index].learner for index in method.screen.refused(norms)) if judged else ()
+        scale = _scale_without(method, contributions, refused, scale)
         contributions = [each for each in contributions if each.learner not in refused]
     momentum = method.outer.momentum_of(outer_state)
     merged = method.merge.merge(method.up, contributions, places, theta.numel(), momentum)
@@ -168,6 +171,14 @@ def close_round(
         return Closed(new, outer_state, None, method.down.encode(new), refused)
     payload, residual, sent = _encoded(method, target.sub(theta), residual)
     return Closed(flush_denormals(theta.add(sent)), outer_state, residual, payload, refused)
+
+
+def _scale_without(method: Method, contributions: Sequence[Encoded], refused: Sequence[str], scale: float) -> float:
+    """What is refused is of learners that live and do not contribute."""
+    if method.partial == "full" or not refused:
+        return scale
+    kept = math.fsum(each.weight for each in contributions if each.learner not in refused)
+    return scale * (kept / math.fsum(each.weight for each in contributions))
 
 
 def _encoded(method: Method, change: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -220,7 +231,7 @@ def update_of(
     scale: float,
     digest: str,
 ) -> Update:
-    """What is said of a closed round; those whose contributions were refused are not in it."""
+    """What is said of a closed round; those whose contributions were refused are not in it. `scale`: as given to `close_round`."""
     kept = [each for each in contributions if each.learner not in closed.refused]
     whole = method.down.lossless and method.outer_at == "syncer"
     return Update(
@@ -229,7 +240,7 @@ def update_of(
         round_ + 1,
         tuple(each.learner for each in kept),
         tuple(each.weight for each in kept),
-        scale,
+        _scale_without(method, contributions, closed.refused, scale),
         digest,
         whole,
     )

@@ -38,12 +38,11 @@ class Pace:
     num_layers: int
 
 
-def measure_pace(config: RunConfig, shard: int, *, seconds: float, at_least: int = 10, job: Job | None = None) -> Pace:
+def measure_pace(config: RunConfig, shard: int, *, seconds: float, at_least: int = 10, job: Job) -> Pace:
     """Take inner steps as the learner of this shard would, for `seconds` and `at_least` so many.
 
     Every rank of a `job` calls it. Raises ConfigError when the run file cannot be trained here.
     """
-    job = job or Job()
     if config.learner_batch % (job.size * config.train.accumulate):
         raise ConfigError(
             f"a batch of {config.learner_batch} sequences does not divide over {job.size} ranks x {config.train.accumulate} "

@@ -1,0 +1,16 @@
+"""`diloco plan`: what will it cost? One file per question; none imports torch but `measure`, which trains."""
+
+import typer
+
+from diloco.cli.plan import measure, utilization
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def plan() -> None:
+    """Know before you train: utilisation, hours, bytes, money and failures, in a second and without torch."""
+
+
+app.command("utilization")(utilization.command)
+app.command("measure")(measure.command)

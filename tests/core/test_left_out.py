@@ -1,0 +1,72 @@
+"""Contributions that a merge leaves out: lost on purpose, refused by a screen, or late where late work is dropped."""
+
+from __future__ import annotations
+
+from diloco.core.presets import DiLoCo
+from diloco.core.quorum import AllLive
+from diloco.core.rounds import Accept, Merge, Reject, Store
+from diloco.core.syncer import SyncerCore
+from diloco.core.update import DROPPED, Contribution
+
+NEARLY_ALL = 1 - 2**-40
+
+
+def contribution(learner: str, round_: int, *, base: int | None = None, step: int | None = None) -> Contribution:
+    """10 tokens a step, 4 steps."""
+    step = 4 * (round_ + 1) if step is None else step
+    return Contribution(learner, 1, 0, round_, round_ if base is None else base, 40, 4, 10 * step, step=step)
+
+
+# --- dropped ----------------------------------------------------------------------------------------------------------------
+
+
+def dropping(*learners: str, at_least: int = 1) -> SyncerCore:
+    core = SyncerCore(DiLoCo(sync_every=4, quorum=AllLive(at_least=at_least, drop=NEARLY_ALL)), [0])
+    for learner in learners:
+        core.joined(0.0, learner, ready=True)
+    return core
+
+
+def test_dropped_contributions_are_left_out_when_their_round_closes() -> None:
+    core = dropping("a", "b", "c")
+    for learner in "ab":
+        assert isinstance(core.contributed(0.0, contribution(learner, 0))[0], Accept)
+    accept, *rejects, merge, _ = core.contributed(0.0, contribution("c", 0))
+    assert isinstance(accept, Accept)
+    assert rejects == [Reject(contribution("a", 0), DROPPED), Reject(contribution("b", 0), DROPPED)]
+    assert isinstance(merge, Merge)
+    assert merge.contributions == (contribution("c", 0),)
+    assert core.merged(0) == [Store(0, 1)]
+    assert {learner: books[0].pending for learner, books in core.ledgers.items()} == {"a": 40, "b": 40, "c": 0}
+
+
+def test_never_fewer_than_k_are_left() -> None:
+    core = dropping("a", "b", "c", at_least=2)
+    for learner in "ab":
+        core.contributed(0.0, contribution(learner, 0))
+    _, reject, merge, _ = core.contributed(0.0, contribution("c", 0))
+    assert reject == Reject(contribution("a", 0), DROPPED)
+    assert isinstance(merge, Merge)
+    assert [c.learner for c in merge.contributions] == ["b", "c"]
+
+
+def test_who_would_be_dropped_is_merged_when_the_others_leave() -> None:
+    """Had it been sent away at once, nobody would be in the round, and it would wait for the next one for ever."""
+    core = dropping("a", "b")
+    core.contributed(0.0, contribution("a", 0))
+    merge, _ = core.left(0.0, "b", 1, tokens=0)
+    assert isinstance(merge, Merge)
+    assert merge.contributions == (contribution("a", 0),)
+
+
+def test_who_was_dropped_may_be_back_before_the_round_is_stored() -> None:
+    """It waits for nobody, and nothing of its work is thrown away."""
+    core = dropping("a", "b")
+    for learner in "ab":
+        core.contributed(0.0, contribution(learner, 0))
+    assert core.fragments[0].phase == "merging"
+    again = contribution("a", 1, base=0)
+    assert core.contributed(1.0, again)[0] == Accept(again, duplicate=False)
+    core.merged(0)
+    core.stored(2.0, 0)
+    assert core.ledgers["a"][0].discarded == {}
