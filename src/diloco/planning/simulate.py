@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from diloco.exchange.world import Run, World
 from diloco.learner import Learner
 from diloco.planning.network import Network
 from diloco.planning.pictures import Kind, Span
+from diloco.planning.site import Site
+from diloco.planning.tape import Recorded
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.training.alone import LearnerLike
@@ -83,12 +84,14 @@ class Simulated:
         spans: what each learner did when.
         loss: held-out loss of the newest global model that a learner ended with, nats per token; None if none ended.
         duration_s: virtual seconds until the last learner ended.
+        losses: virtual time and held-out loss of the global model as the first learner held it, in order.
     """
 
     summaries: dict[str, Summary | None]
     spans: dict[str, list[Span]] = field(default_factory=dict)
     loss: float | None = None
     duration_s: float = 0.0
+    losses: list[tuple[float, float]] = field(default_factory=list)
 
     def times(self) -> dict[str, LearnerTime]:
         """Each learner's time."""
@@ -183,6 +186,8 @@ class _Stage:
             })  # fmt: skip
             self._log_traffic(log, done)
         self._account(done)
+        told = self._directory / self._names[0] / "events.jsonl"
+        done.losses = [(e.t, e.loss) for e in events.read_events(told) if isinstance(e, events.Evaluated)]
         return done
 
     def _life(self, index: int, exchange: Local) -> Summary:
@@ -259,16 +264,18 @@ class _Stage:
             done.spans[name] = [*self._spans[index], *stopped, *waiting]
 
 
-def scene_of(site: Any, run: RunConfig) -> Scene:
-    """What a site file says."""
+def scene_of_site(site: Site, run: RunConfig) -> Scene:
+    """What a site file says. Failures at random are drawn for a hundred times as long as the run would take without any."""
     learners = site.learners()
     horizon_s = 100.0 * run.schedule_steps * max(each.step_s for each in learners)
     faults = [
         Fault(outage.learner, outage.at_s, None if math.isinf(outage.back_s) else outage.back_s)
         for outage in site.outages(horizon_s)
     ]
-    return Scene(partial(_step_s, learners, run.run.seed), site.network(), faults)
+    return Scene(lambda index, step: learners[index].step_seconds(step, run.run.seed), site.network(), faults)
 
 
-def _step_s(learners: Sequence[Any], seed: int, index: int, step: int) -> float:
-    return float(learners[index].step_seconds(step, seed))
+def scene_of_tape(recorded: Sequence[Recorded], network: Network | None) -> Scene:
+    """What a recorded run says, over links that may be others than it had."""
+    faults = [Fault(index, at_s, back_s) for index, each in enumerate(recorded) for at_s, back_s in each.gone]
+    return Scene(lambda index, step: recorded[index].step_s(step), network, faults, [each.start_s for each in recorded])
