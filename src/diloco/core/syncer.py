@@ -36,7 +36,7 @@ from diloco.core.rounds import (
     Store,
     WakeAt,
 )
-from diloco.core.update import DROPPED, OUT_OF_STEP, OUTLIER, Contribution
+from diloco.core.update import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, Contribution
 from diloco.errors import StaleIncarnationError, VersionError
 
 __all__ = [
@@ -97,7 +97,7 @@ class SyncerCore:
         """By learner, for each fragment: the newest of its contributions that is in a published version, as (incarnation, round)."""
         self.deadlines = deadlines or Deadlines()
         self.fragments = [
-            FragmentState(version, step=sent, turn=self.schedule.next_send(index, clock))
+            FragmentState(version, step=sent, turn=opened.next_turn(self, index))
             for index, (version, sent) in enumerate(zip(versions, round_steps or [0] * len(versions), strict=True))
         ]
         self.members: dict[str, Member] = {member.learner: member for member in roster}
@@ -116,7 +116,7 @@ class SyncerCore:
         """Set the run clock (of a checkpoint), and every fragment's next turn by it."""
         self.clock = clock
         for index, state in enumerate(self.fragments):
-            state.turn = self.schedule.next_send(index, clock)
+            state.turn = opened.next_turn(self, index)
 
     # --- membership -------------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,8 @@ class SyncerCore:
             actions += self._evict(now, learner, "replaced by a newer incarnation", replaced=True)
         incarnation = self.incarnations.get(learner, 0) + 1
         self.incarnations[learner] = incarnation
-        self.members[learner] = Member(learner, incarnation, self.step, now, now, ready=ready)
+        sent_step = dict.fromkeys(range(len(self.fragments)), self.step)
+        self.members[learner] = Member(learner, incarnation, self.step, now, now, ready=ready, sent_step=sent_step)
         if learner not in self.ledgers:
             self.ledgers[learner] = [Ledger() for _ in self.fragments]
         self._settled_trained[learner] = self.ledgers[learner][0].trained if self.fragments else 0
@@ -181,10 +182,6 @@ class SyncerCore:
         self._remove(learner)
         return self._look_again(now)
 
-    def gave_up(self, now: float, learner: str, reason: str) -> list[Action]:
-        """Whoever knows better than a deadline says that a learner is lost."""
-        return self._evict(now, learner, reason, replaced=False) + self._look_again(now)
-
     def tick(self, now: float) -> list[Action]:
         """Time has passed: give up learners whose deadline is over, and look at every open round again."""
         actions: list[Action] = []
@@ -207,12 +204,14 @@ class SyncerCore:
         Raises:
             StaleIncarnationError: from an incarnation that was evicted or replaced.
             VersionError: there is no such fragment.
+            ConfigError: it has no weight, so that no round could be closed with it.
         """
         self.check(c.learner, c.incarnation)
         if not 0 <= c.fragment < len(self.fragments):
             raise VersionError(
                 f"there is no fragment {c.fragment}; the run has fragments 0 to {len(self.fragments) - 1}."
             )
+        weights_of(self.method.weight, [c.tokens], [c.steps], [0])
         member = self.members[c.learner]
         self._alive(now, member, c.step, c.trained)
         member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
@@ -231,26 +230,26 @@ class SyncerCore:
         state = self.fragments[fragment]
         state.phase = "storing"
         round_ = state.rounds[state.version]
-        left_out = [c for c in round_.everything if c.learner in refused]
-        for c in left_out:
+        round_.refused = [c for c in round_.everything if c.learner in refused]
+        for c in round_.refused:
             self._discard(c, OUTLIER)
         round_.earlier = [c for c in round_.earlier if c.learner not in refused]
         for learner in refused:
             del round_.contributions[learner]
         _count_merged(self.ledgers, round_, fragment)
-        return [*(Reject(c, OUTLIER) for c in left_out), Store(fragment, state.version + 1)]
+        return [Store(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
         """The round cannot be merged (its result is not finite): stay at the version, and reject what is in it or counts on it."""
         state = self.fragments[fragment]
-        contributions = [c for round_ in state.rounds.values() for c in round_.everything]
+        contributions = [c for round_ in state.rounds.values() for c in (*round_.everything, *round_.missed)]
         state.rounds, state.phase = {}, "open"
         for c in contributions:
             self._discard(c, reason)
         return [*(Reject(c, reason) for c in contributions), *self._look_again(now)]
 
     def stored(self, now: float, fragment: int) -> list[Action]:
-        """The new version is durable: publish it and go on with the next round."""
+        """The new version is durable: publish it, say who is not in it, and go on with the next round."""
         state = self.fragments[fragment]
         round_ = state.rounds.pop(state.version)
         state.version, state.step, state.phase = state.version + 1, round_.step, "open"
@@ -260,7 +259,10 @@ class SyncerCore:
         if round_.closed_at is not None:
             self.pace.measured(sync_s=now - round_.closed_at)
         contributors = tuple(sorted(round_.contributions))
-        return [Publish(fragment, state.version, contributors), *self._look_again(now)]
+        rejects = [Reject(c, OUTLIER) for c in round_.refused] + [Reject(c, MISSED) for c in round_.missed]
+        for c in round_.missed:
+            self._discard(c, MISSED)
+        return [*rejects, Publish(fragment, state.version, contributors), *self._look_again(now)]
 
     def _note_merged(self, merged_rounds: dict[str, list[tuple[int, int]]], fragment: int, round_: Round) -> None:
         for c in round_.everything:
@@ -345,9 +347,11 @@ class SyncerCore:
     def _acknowledged(self, learner: str, fragment: int) -> int:
         """Tokens that its contributions here account for and its ledger does not count yet."""
         state = self.fragments[fragment]
-        stored = state.version if state.phase == "storing" else None
-        rounds = (round_ for number, round_ in state.rounds.items() if number != stored)
-        return sum(c.accounted for round_ in rounds for c in round_.everything if c.learner == learner)
+        found = [c for round_ in state.rounds.values() for c in round_.missed]
+        for number, round_ in state.rounds.items():
+            if number != state.version or state.phase != "storing":
+                found += round_.everything
+        return sum(c.accounted for c in found if c.learner == learner)
 
     def is_counted(self, c: Contribution) -> bool:
         """Whether the tokens of a contribution are in the books already. All that its learner had trained when it was sent is in it
@@ -396,6 +400,9 @@ class SyncerCore:
         for fragment, state in enumerate(self.fragments):
             if state.phase == "storing":
                 _count_merged(ledgers, state.rounds[state.version], fragment, sign=-1)
+                for c in state.rounds[state.version].refused:
+                    _count_discards(ledgers[c.learner][fragment], c, sign=-1)
+                    ledgers[c.learner][fragment].discard(-c.tokens, OUTLIER)
         return ledgers
 
     def durable_merged_rounds(self) -> dict[str, list[tuple[int, int]]]:

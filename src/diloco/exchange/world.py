@@ -192,7 +192,8 @@ class Run:
             assert self.core is not None
             member = self.core.members.get(name)
             if member is not None and member.incarnation == incarnation:
-                self.carry_out(self.core.gave_up(self.time.now, name, f"nothing heard for {silent_s:.1f} s"))
+                self.witness.evicted(Evict(name, incarnation, f"nothing heard for {silent_s:.1f} s", replaced=False))
+                self.carry_out(self.core.left(self.time.now, name, incarnation, tokens=member.tokens))
 
         self.delivery.later(self.time.now + silent_s, give_up)
 
