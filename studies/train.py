@@ -149,13 +149,14 @@ def _train_together(arm: Arm) -> Outcome:
         by_time = arm.budget_s is not None or arm.ends is not None or arm.starts is not None
         with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
             taken = 0
-            while exchange.now_s <= ends_s + 1e-6 if by_time else taken < common:  # type: ignore[attr-defined]
+            while (over_s := exchange.now_s + step_s(index, taken)) <= ends_s + 1e-6 if by_time else taken < common:
                 taken += 1
-                done = exchange.now_s / length_s if by_time else taken / common  # type: ignore[attr-defined]
+                done = over_s / length_s if by_time else taken / common
                 progress = (start + done * common) / STEPS
-                step = start + (taken if not by_time else max(1, round(exchange.now_s * speeds[index])))  # type: ignore[attr-defined]
+                step = start + (taken if not by_time else max(1, round(over_s * speeds[index])))
                 inner_step(model, optimizer, _batch(arm, step, index), world.lr_factor(progress, step))
                 learner.step(tokens=tokens)
+            exchange.stepped()  # nobody leaves before the step that it does not take any more would be over
             learner.state_dict()  # answers that are on their way
             state = learner.global_state_dict()
             if in_flight_at_the_end(method):  # what the run has published, whether or not it has been adopted

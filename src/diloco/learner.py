@@ -6,7 +6,6 @@ snapshot of what is sent and a copy of what is adopted; encoding, sending, recei
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
@@ -98,6 +97,8 @@ class Learner:
         Blocks only where the method waits for an answer that is due.
         """
         self._require_open()
+        if self.method.exchanged != "gradients":
+            self._exchange.stepped()
         self._measure_step()
         self._start_model = None  # from here on the anchors are all that is needed of it
         tokens = self._exchange.sum_tokens(tokens)
@@ -116,7 +117,7 @@ class Learner:
             self._values.end_boundary(self._sent, keep=self._keeps_origins)
             self._sent.clear()
         self._blocked.add(self._blocked_s - blocked_s)
-        self._last_step_at = time.monotonic()
+        self._last_step_at = self._exchange.now_s
 
     def _send(self, send: Send, tensors: Mapping[str, Tensor]) -> None:
         self._sent[send.fragment] = send
@@ -174,13 +175,13 @@ class Learner:
         """Block until the answers that are missing are here."""
         if not missing():
             return
-        started = time.monotonic()
+        started = self._exchange.now_s
         while missing():
             self._report(waiting=True)
             self._exchange.wait()
             self._take_in()
         self._report(waiting=False)
-        self._blocked_s += time.monotonic() - started
+        self._blocked_s += self._exchange.now_s - started
         self._num_blocked += 1
 
     def _take_in(self) -> None:
@@ -221,6 +222,7 @@ class Learner:
     def _exchange_gradients(self) -> None:
         """Before an inner step: every gradient becomes the mean over learners."""
         self._require_open()
+        self._exchange.stepped()
         gradients = self._values.gradients()
         for send in self._core.stepped(0):
             self._send(send, gradients)
@@ -230,7 +232,7 @@ class Learner:
     def _measure_step(self) -> None:
         """The inner step's own time, without what `step` itself takes: what deadlines are measured in."""
         if self._last_step_at is not None:
-            taken_s = time.monotonic() - self._last_step_at
+            taken_s = self._exchange.now_s - self._last_step_at
             self._step_s = taken_s if self._step_s is None else 0.9 * self._step_s + 0.1 * taken_s
 
     def _report(self, *, waiting: bool) -> None:

@@ -26,6 +26,11 @@ from tests.exchange.scenarios import FAILURES, LEARNERS, Result, Scenario, faile
 import diloco
 from diloco import Method
 from diloco.exchange.base import Exchange
+from diloco.exchange.local import Lost, run_virtual
+from diloco.exchange.world import Run
+from diloco.exchange.world import World as VirtualWorld
+from diloco.planning.network import Network
+from diloco.planning.network import Path as Way
 from diloco.syncer.server import Options, Syncer
 
 ROOT = Path(__file__).parents[2]
@@ -35,12 +40,33 @@ TIMEOUT_S = 240.0
 World = Callable[[Sequence[Scenario], Path], dict[str, list[Result]]]
 
 
+RunLearners = Callable[[Callable[[int, Exchange], Result]], list[Result]]
+
+
 def in_process(scenarios: Sequence[Scenario], _: Path) -> dict[str, list[Result]]:
     """`diloco.run_local`, which raises the first learner's error for all."""
-    return {scenario.name: _local(scenario) for scenario in scenarios}
+    return {
+        scenario.name: _local(scenario, lambda life: diloco.run_local(life, learners=LEARNERS))
+        for scenario in scenarios
+    }
 
 
-def _local(scenario: Scenario) -> list[Result]:
+def in_virtual_time(scenarios: Sequence[Scenario], _: Path) -> dict[str, list[Result]]:
+    """Over modelled links, by learners of unequal speed: what arrives when is another matter than in any other world."""
+    return {scenario.name: _local(scenario, _over_links) for scenario in scenarios}
+
+
+def _over_links(life: Callable[[int, Exchange], Result]) -> list[Result]:
+    links = {"line": 2e4} | {f"{way}-{index}": 1e4 * (index + 1) for index in range(LEARNERS) for way in ("up", "down")}
+    paths = [Way((f"up-{i}", "line"), (f"down-{i}",), 0.1 * i) for i in range(LEARNERS)]
+    names = [f"learner-{index:03d}" for index in range(LEARNERS)]
+    world = VirtualWorld(
+        names, lambda index, step: 0.1 + 0.02 * ((index + step) % 3), [0.0] * LEARNERS, Network(links, paths)
+    )
+    return [result for result in run_virtual(life, Run(world)) if not isinstance(result, Lost)]
+
+
+def _local(scenario: Scenario, run_learners: RunLearners) -> list[Result]:
     carried: list[dict[str, Any]] = [{} for _ in range(LEARNERS)]
     results: list[Result] = []
     for part in range(scenario.parts):
@@ -49,7 +75,7 @@ def _local(scenario: Scenario) -> list[Result]:
             return live(scenario, part, index, exchange, carried[index])
 
         try:
-            results = diloco.run_local(life, learners=LEARNERS)
+            results = run_learners(life)
         except FAILURES as error:
             return [failed(error)] * LEARNERS
     return results
@@ -84,7 +110,12 @@ def _all_present(scenario: Scenario) -> Scenario:
     return replace(scenario, method={**scenario.method, "quorum": quorum})
 
 
-WORLDS: dict[str, World] = {"local": in_process, "collective": over_gloo, "remote": over_syncer}
+WORLDS: dict[str, World] = {
+    "local": in_process,
+    "virtual": in_virtual_time,
+    "collective": over_gloo,
+    "remote": over_syncer,
+}
 
 
 # --- processes ------------------------------------------------------------------------------------------------------------

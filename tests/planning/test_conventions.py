@@ -40,10 +40,19 @@ def test_ends_of_the_grid() -> None:
     assert [cell.text for cell in run.printed([1e-5, 0.9999])] == ["below 0.1", "1000.0+"]
 
 
+def test_one_row_may_be_asked_for_in_two_ways() -> None:
+    def cells(method: str, **options: int | str) -> list[str]:
+        return [cell.text for cell in published_run("streaming-diloco", "1b", method, **options).printed([0.5, 0.99])]
+
+    assert cells("eager", sync_every=30, up="e3m0") == cells("streaming", sync_every=30, overlap=30, up="e3m0")
+    assert cells("data-parallel") == cells("data-parallel", sync_every=100) == cells("data-parallel", sync_every=1)
+
+
 @pytest.mark.parametrize(
     ("convention", "model", "method", "options", "says"),
     [
         ("streaming-diloco", "1b", "diloco", {"sync_every": 50}, "no --sync-every 50: its paper published 30, 100"),
+        ("streaming-diloco", "1b", "diloco", {"sync_every": 0}, "no --sync-every 0"),
         ("streaming-diloco", "llama-405b", "diloco", {}, "no --model llama-405b"),
         ("streaming-diloco", "ours.toml", "diloco", {}, "no --model ours.toml"),
         ("streaming-diloco", "1b", "decoupled", {}, "no --method decoupled"),
@@ -53,6 +62,7 @@ def test_ends_of_the_grid() -> None:
         ("streaming-diloco", "1b", "streaming", {"down": "e3m0"}, "knows no --codec-down"),
         ("streaming-diloco", "1b", "streaming", {"latency_s": 0.01}, "knows no --latency"),
         ("scaling-laws", "10b", "diloco", {"sync_every": 1000}, "published 10, 50, 100, 300"),
+        ("scaling-laws", "10b", "data-parallel", {"sync_every": 100}, "no --sync-every 100: its paper published 1"),
         ("scaling-laws", "1b", "diloco", {}, "published 10b, llama-405b, deepseek-v3"),
         ("scaling-laws", "10b", "streaming", {}, "no --method streaming"),
         ("scaling-laws", "10b", "diloco", {"up": "e3m0"}, "no --codec e3m0"),

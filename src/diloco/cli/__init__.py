@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "Write the global model to a directory that transformers can load.",
     "keys": "Make and manage the certificates and tokens of a run.",
     "plan": "Know before you train: utilisation, hours, bytes, money and failures, in a second and without torch.",
+    "simulate": "Train the run that RUN_FILE describes in virtual time, over modelled links and faults.",
     "methods": "List the methods with their resolved values and the papers they come from.",
 }
 

@@ -14,6 +14,7 @@ An exchange owns its threads and its copy of the newest global fragments. It enc
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,9 +156,17 @@ class Exchange(ABC):
     def report(self, report: Report) -> None:  # noqa: B027  (an exchange without signs of life has nothing to do)
         """The learner's newest state, for signs of life; never blocks."""
 
+    def stepped(self) -> None:  # noqa: B027  (only virtual time has to be told)
+        """The learner has computed an inner step and comes to its boundary; in virtual time, blocks until the step has ended."""
+
     def boundary(self) -> bool:
         """The learner has done what there was to do at this boundary. True: there is more at this very moment, poll again."""
         return False
+
+    @property
+    def now_s(self) -> float:
+        """The time that steps and waiting are measured in, in seconds from an arbitrary beginning."""
+        return time.monotonic()
 
     @property
     def num_live(self) -> int:

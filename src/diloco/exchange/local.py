@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -11,19 +11,18 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from diloco.core.contributions import encoded_of
-from diloco.core.fragments import Layout, digest
+from diloco.core.fragments import Layout
 from diloco.core.ledger import Ledger
 from diloco.core.method import Method
-from diloco.core.syncer import Accept, Call, Deadlines, Evict, Merge, Publish, Reject, Store, SyncerCore, WakeAt
-from diloco.core.update import Closed, Contribution, Update, close_round, update_of
+from diloco.core.syncer import Accept
+from diloco.core.update import Contribution
 from diloco.errors import ConfigError, LayoutError
-from diloco.exchange.base import Arrived, Called, Event, Exchange, Model, Opened, Rejected, Report, required_method
-from diloco.exchange.virtual import StepSeconds, ThreadState, VirtualTime
+from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Report, required_method
+from diloco.exchange.delivery import Direction
+from diloco.exchange.virtual import Killed, StepSeconds, ThreadState
+from diloco.exchange.world import Run, World
 
 T = TypeVar("T")
-
-_NEVER = Deadlines(lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf)
 
 
 def run_local(
@@ -52,27 +51,62 @@ def run_local(
     """
     if learners < 1:
         raise ConfigError(f"learners={learners}; a run needs at least one.")
-    run = _Run(_starts(starts_s, learners), _step_seconds(step_s, learners))
+    names = [f"learner-{index:03d}" for index in range(learners)]
+    ended = run_virtual(fn, Run(World(names, _step_seconds(step_s, learners), _starts(starts_s, learners))))
+    return [result for result in ended if not isinstance(result, Lost)]
+
+
+class Lost:
+    """Stands for the result of a learner that was killed and did not come back."""
+
+
+def run_virtual(fn: Callable[[int, Local], T], run: Run) -> list[T | Lost]:
+    """`run_local` in a world with a network and faults. A learner that comes back calls `fn` again.
+
+    Raises:
+        As `run_local`.
+    """
     before = ThreadState.capture()
 
-    def life(index: int) -> T:
+    def life(index: int) -> T | Lost:
         finished = False
         try:
-            run.time.begin(index)
-            exchange = Local(run, index)
-            result = fn(index, exchange)
-            exchange.close()
+            result = _life(run, index, fn)
             finished = True
             return result
         finally:
             run.time.retire(index, failed=not finished)
 
-    with ThreadPoolExecutor(learners, thread_name_prefix="learner") as pool:
-        futures = [pool.submit(life, index) for index in range(learners)]
+    with ThreadPoolExecutor(len(run.names), thread_name_prefix="learner") as pool:
+        futures = [pool.submit(life, index) for index in range(len(run.names))]
     before.restore()
     if run.time.failed is not None:
         futures[run.time.failed].result()
+    run.finish()
     return [future.result() for future in futures]
+
+
+def _life(run: Run, index: int, fn: Callable[[int, Local], T]) -> T | Lost:
+    """Of one learner, from its start, and again whenever it is back."""
+    try:
+        run.time.begin(index)
+        return _attend(run, index, fn)
+    except Killed:
+        pass
+    while (back_s := run.back_s[index]) is not None:
+        try:
+            run.time.rest(index, back_s)
+            return _attend(run, index, fn)
+        except Killed:
+            pass
+    return Lost()
+
+
+def _attend(run: Run, index: int, fn: Callable[[int, Local], T]) -> T:
+    exchange = Local(run, index)
+    result = fn(index, exchange)
+    exchange.close()
+    return result
 
 
 def _starts(starts_s: Sequence[float] | None, learners: int) -> tuple[float, ...]:
@@ -91,139 +125,104 @@ def _step_seconds(step_s: float | Sequence[float] | StepSeconds, learners: int) 
     return lambda index, _: each[index]
 
 
-class _Run:
-    """The syncer's part, in the same process: its state machine, the global fragments and everybody's mail."""
-
-    def __init__(self, starts_s: Sequence[float], step_s: StepSeconds) -> None:
-        self.mail: list[deque[Event]] = [deque() for _ in starts_s]
-        self.time = VirtualTime(starts_s, step_s, has_news=lambda index: bool(self.mail[index]), on_alarm=self._tick)
-        self.starts_s = starts_s
-        self.first = ""
-        self.core: SyncerCore | None = None
-        self.method: Method
-        self.layout: Layout
-        self.static: Mapping[str, Tensor] = {}
-        self.thetas: list[Tensor] = []
-        self.outer_states: list[Mapping[str, Tensor]] = []
-        self.residuals: list[Tensor | None] = []
-        self.payloads: dict[Contribution, Tensor] = {}
-        self.closed: dict[int, tuple[Update, Closed]] = {}
-        """Merged and not yet published, by fragment."""
-
-    def start(self, layout: Layout, method: Method, model: Model) -> None:
-        """Once, by the learner that comes first. Those who start at the same time are members from the beginning."""
-        self.method, self.layout, self.static = method, layout, model.static
-        self.thetas = list(model.fragments)
-        self.outer_states = [method.outer.init(theta.numel()) for theta in self.thetas]
-        self.residuals = [None] * len(self.thetas)
-        self.core = SyncerCore(method, [0] * len(self.thetas), deadlines=_NEVER)
-        for index, start in enumerate(self.starts_s):
-            if start <= self.time.now:
-                self.core.joined(self.time.now, _name(index), ready=True)
-
-    def join(self, index: int) -> int:
-        """This learner's incarnation; a later one joins here."""
-        assert self.core is not None
-        name = _name(index)
-        if name not in self.core.members:
-            _, actions = self.core.joined(self.time.now, name)
-            self.carry_out(actions)
-        return self.core.members[name].incarnation
-
-    def carry_out(self, actions: Sequence[object]) -> None:
-        """What the state machine wants done; merging and storing take no time."""
-        assert self.core is not None
-        todo = deque(actions)
-        while todo:
-            match todo.popleft():
-                case Merge() as merge:
-                    todo.extend(self._merge(merge))
-                case Store(fragment=fragment):
-                    todo.extend(self.core.stored(self.time.now, fragment))
-                case Publish(fragment=fragment):
-                    self._publish(fragment)
-                case Call(fragment=fragment, version=version, learners=learners):
-                    for learner in learners:
-                        self.mail[_index(learner)].append(Called(fragment, version))
-                case Reject(contribution=c, reason=reason):
-                    self.payloads.pop(c, None)
-                    self.mail[_index(c.learner)].append(Rejected(c.fragment, c.round, reason))
-                case WakeAt(at=at):
-                    self.time.alarm(at)
-                case Accept() | Evict() | _:
-                    pass
-
-    def _tick(self) -> None:
-        assert self.core is not None
-        self.carry_out(self.core.tick(self.time.now))
-
-    def _merge(self, merge: Merge) -> Sequence[object]:
-        assert self.core is not None
-        f = merge.fragment
-        payloads = [self.payloads.pop(c) for c in merge.contributions]
-        encoded = encoded_of(merge.contributions, merge.weights, payloads, merge.round)
-        closed = close_round(
-            self.method, self.thetas[f], self.outer_states[f], self.residuals[f], encoded, self.layout.fragments[f].tensors,
-            merge.scale,
-        )  # fmt: skip
-        update = update_of(self.method, f, merge.round, encoded, closed, merge.scale, digest(closed.theta))
-        self.closed[f] = update, closed
-        return self.core.merged(f, closed.refused)
-
-    def _publish(self, f: int) -> None:
-        assert self.core is not None
-        update, closed = self.closed.pop(f)
-        self.thetas[f], self.outer_states[f], self.residuals[f] = closed.theta, closed.outer_state, closed.residual
-        mean = None
-        if self.method.outer_at == "learners":
-            mean = self.method.down.decode(closed.payload, closed.theta.numel())
-        for learner, member in self.core.members.items():
-            merged_round = self.core.merged_round(learner, member.incarnation, f)
-            self.mail[_index(learner)].append(Arrived(update, closed.theta, merged_round, mean))
-
-
 class Local(Exchange):
-    """One learner's end of a run in one process; `run_local` makes them."""
+    """One learner's end of a run in one process; `run_local` makes them.
 
-    def __init__(self, run: _Run, index: int) -> None:
-        self._run = run
-        self._index = index
-        self._incarnation = 0
+    Attributes:
+        incarnation: 0 before it has joined and after it has left.
+        initialises: whether its model may become the run's; one that may not waits until there is a run. To be set before it joins.
+        initial_step, initial_tokens: what the learner that initialises the run has behind it; likewise.
+        awaits_run: it does wait.
+        has_model: the model that it fetched as a joiner is here and not yet taken.
+    """
+
+    def __init__(self, run: Run, index: int) -> None:
+        self._run, self._index, self._name = run, index, run.names[index]
+        self.incarnation = 0
+        self.initial_step = self.initial_tokens = 0
+        self.initialises = True
+        self.awaits_run = self.has_model = False
         self._tokens = 0
+        self._num_bytes: Counter[str] = Counter()
+        self._is_again = run.ends[index] is not None or run.back_s[index] is not None
+        run.ends[index] = self
+        run.dead.discard(index)
 
     @property
     def now_s(self) -> float:
         """Virtual time, in seconds."""
         return self._run.time.now
 
+    @property
+    def run_exists(self) -> bool:
+        """Whether somebody has initialised the run."""
+        return self._run.core is not None
+
+    def rest(self, seconds: float) -> None:
+        """Let virtual time pass, before joining."""
+        self._run.time.rest(self._index, self.now_s + seconds)
+
     def method(self, given: Method | None) -> Method:
         return required_method(given)
 
     def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
-        run, name = self._run, _name(self._index)
+        run, name = self._run, self._name
+        self.awaits_run = not self.initialises
+        while self.awaits_run and not self.run_exists:
+            run.time.wait(self._index)
+        self.awaits_run = False
+        is_first = run.core is None
         if run.core is None:
-            run.first = name
-            run.start(layout, method, initial())
+            run.start(name, layout, method, initial(), self.initial_step, self.initial_tokens)
         assert run.core is not None
         if difference := run.method.difference(method):
             raise ConfigError(f"{run.first} and {name} use different methods: {difference}.")
         if difference := run.layout.first_difference(layout):
             raise LayoutError(f"{run.first} and {name} do not hold the same model: {difference}.")
-        self._incarnation = run.join(self._index)
+        self._move_model("up" if is_first else "down")
+        self.incarnation = run.join(self._index, again=self._is_again)
         versions = tuple(fragment.version for fragment in run.core.fragments)
-        states = tuple(run.outer_states) if method.outer_at == "learners" else ()
+        states = tuple(run.outer_states) if run.brings_outer_states else ()
         opened = Opened(
-            name, self._incarnation, run.core.step, versions, Model(tuple(run.thetas), run.static), outer_states=states
-        )
+            name, self.incarnation, run.core.step, versions, Model(tuple(run.thetas), run.static), self.run_tokens or 0,
+            outer_states=states,
+        )  # fmt: skip
         run.mail[self._index].clear()  # it has the newest of everything
-        run.time.first_step(self._index)
         return opened
 
+    def _move_model(self, direction: Direction) -> None:
+        """Over the network: the whole global model, from the first learner to the syncer or to a joiner."""
+        num_bytes = self._run.num_model_bytes
+        self._num_bytes["joins"] += num_bytes
+        self._run.delivery.carry(self._index, direction, num_bytes, self._got_model)
+        while not self.has_model:
+            self._run.time.wait(self._index)
+            self._run.mail[self._index].clear()
+        self.has_model = False
+
+    def _got_model(self) -> None:
+        self.has_model = True
+
+    def receive(self, arrived: Arrived, num_bytes: int) -> None:
+        """An update has come."""
+        self._num_bytes["updates"] += num_bytes
+        self._run.mail[self._index].append(arrived)
+
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
-        run = self._run
-        assert run.core is not None
-        run.payloads[contribution] = payload()
-        run.carry_out(run.core.contributed(run.time.now, contribution))
+        run, encoded = self._run, payload()
+        self._num_bytes["contributions"] += encoded.numel()
+
+        def deliver() -> None:
+            assert run.core is not None
+            if run.core.incarnations[contribution.learner] == contribution.incarnation:
+                run.payloads[contribution] = encoded
+                staleness = run.core.fragments[contribution.fragment].version - contribution.base
+                actions = run.core.contributed(run.time.now, contribution)
+                if isinstance(actions[0], Accept):
+                    run.witness.contributed(contribution, encoded.numel(), staleness)
+                run.carry_out(actions)
+
+        run.delivery.carry(self._index, "up", encoded.numel(), deliver)
 
     def poll(self) -> Sequence[Event]:
         mail = self._run.mail[self._index]
@@ -237,14 +236,24 @@ class Local(Exchange):
     def report(self, report: Report) -> None:
         run = self._run
         self._tokens = report.tokens
-        if run.core is not None and self._incarnation:
-            run.carry_out(
-                run.core.heartbeat(run.time.now, _name(self._index), self._incarnation, step=report.step, tokens=report.tokens,
-                                   step_s=run.time.last_step_s[self._index], waiting=report.waiting)
-            )  # fmt: skip
+        if run.core is not None and self.incarnation:
+            step_s, incarnation = run.time.last_step_s[self._index], self.incarnation
+
+            def deliver() -> None:
+                assert run.core is not None
+                if incarnation == self.incarnation:
+                    run.carry_out(
+                        run.core.heartbeat(run.time.now, self._name, incarnation, step=report.step, tokens=report.tokens,
+                                           step_s=step_s, waiting=report.waiting)
+                    )  # fmt: skip
+
+            run.delivery.tell(self._index, deliver)
+
+    def stepped(self) -> None:
+        self._run.time.step(self._index)
 
     def boundary(self) -> bool:
-        return self._run.time.next_step(self._index)
+        return self._run.time.linger(self._index)
 
     @property
     def num_live(self) -> int:
@@ -252,14 +261,18 @@ class Local(Exchange):
 
     @property
     def sync_every(self) -> int | None:
-        return None if self._run.core is None else self._run.core.sync_every_of(_name(self._index))
+        return None if self._run.core is None else self._run.core.sync_every_of(self._name)
 
     @property
     def run_tokens(self) -> int | None:
-        return None if self._run.core is None else self._run.core.run_tokens
+        return None if self._run.core is None else self._run.initial_tokens + self._run.core.run_tokens
+
+    @property
+    def num_bytes(self) -> Mapping[str, int]:
+        return self._num_bytes
 
     def state_dict(self) -> dict[str, Any]:
-        run, name = self._run, _name(self._index)
+        run, name = self._run, self._name
         assert run.core is not None
         fragments = {
             str(f): {
@@ -274,7 +287,7 @@ class Local(Exchange):
         return {"clock": run.core.clock, "step": run.core.members[name].step, "fragments": fragments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        run, name = self._run, _name(self._index)
+        run, name = self._run, self._name
         assert run.core is not None
         run.core.wind(state["clock"])
         run.core.members[name].step = state["step"]
@@ -285,15 +298,14 @@ class Local(Exchange):
             run.core.ledgers[name][f] = Ledger(**saved["ledger"])
 
     def close(self) -> None:
-        run = self._run
-        if self._incarnation and run.core is not None:
-            run.carry_out(run.core.left(run.time.now, _name(self._index), self._incarnation, tokens=self._tokens))
-            self._incarnation = 0
+        run, incarnation = self._run, self.incarnation
+        if not incarnation:
+            return
 
+        def deliver() -> None:
+            assert run.core is not None
+            run.witness.left(self._name, incarnation, self._tokens)
+            run.carry_out(run.core.left(run.time.now, self._name, incarnation, tokens=self._tokens))
 
-def _name(index: int) -> str:
-    return f"learner-{index:03d}"
-
-
-def _index(name: str) -> int:
-    return int(name.rsplit("-", 1)[1])
+        self.incarnation = 0
+        run.delivery.carry(self._index, "up", 0, deliver)  # after what it has sent

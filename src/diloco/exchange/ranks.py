@@ -113,6 +113,9 @@ class Ranks(Exchange):
     def report(self, report: Report) -> None:
         self._on_first(lambda: self._exchange.report(report))
 
+    def stepped(self) -> None:
+        self._on_first(self._exchange.stepped)
+
     def boundary(self) -> bool:
         self._on_first(self._exchange.boundary)  # news of this very moment can wait for the next boundary
         return False

@@ -1,9 +1,9 @@
 """Threads that take turns in virtual time, so that a run of several learners in one process is reproducible to the bit.
 
 Only one thread runs at a time. Whose turn it is follows from virtual time alone: an inner step of a learner takes the seconds it was
-said to take, everything else takes none, and nothing depends on the operating system's scheduling. At one instant inner steps end
-first, in learner order, then whoever has news takes it in until all is quiet, then alarms go off. Each learner's random state and
-thread count stay its own.
+said to take, everything that a thread does takes none, and nothing depends on the operating system's scheduling. At one instant inner
+steps end first, in learner order, then whoever has news takes it in until all is quiet, then happens what is not a learner's doing: what
+is on its way arrives, learners are lost, alarms go off. Each learner's random state and thread count stay its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -22,6 +22,10 @@ from diloco.errors import ExchangeError
 
 StepSeconds = Callable[[int, int], float]
 """Learner index and its number of steps so far → seconds that its next one takes."""
+
+
+Watch = Callable[[Literal["compute", "up", "down"], int, float, float], None]
+"""What, of which learner, from when to when."""
 
 
 class ThreadState:
@@ -55,12 +59,26 @@ class StoppedError(ExchangeError):
     """Ends a learner's thread because another one failed."""
 
 
+class Killed(BaseException):
+    """Ends a learner's thread where it stands, as `kill -9` would end its process."""
+
+
+class Source(Protocol):
+    """Something that happens in virtual time and is not a learner's doing."""
+
+    @property
+    def next_s(self) -> float:
+        """When it happens next; infinite: not as things are."""
+
+    def happen(self, now_s: float) -> None:
+        """It does, now."""
+
+
 @dataclass
 class _Turn:
-    """What a thread waits for: to start, for the end of its next inner step, or for news. `since`: when it began to."""
+    """What a thread waits for: a time, news, or news or the end of this instant."""
 
-    kind: Literal["start", "step", "news", "gone"]
-    since: float
+    kind: Literal["time", "news", "instant", "gone"]
     at: float = math.inf
 
 
@@ -71,7 +89,8 @@ class VirtualTime:
         starts_s: when each learner starts.
         step_s: how long inner steps take.
         has_news: whether there is something for a learner to take in.
-        on_alarm: called when the alarm goes off.
+        sources: what else happens; of what happens at the same time, the first comes first.
+        watch: is told of every step.
     """
 
     def __init__(
@@ -79,110 +98,115 @@ class VirtualTime:
         starts_s: Sequence[float],
         step_s: StepSeconds,
         has_news: Callable[[int], bool],
-        on_alarm: Callable[[], None],
+        sources: Sequence[Source],
+        watch: Watch,
     ) -> None:
         self.now = min(starts_s)
         self.failed: int | None = None
         """The learner that raised first."""
         self.last_step_s = [0.0] * len(starts_s)
-        self._step_s, self._has_news, self._on_alarm = step_s, has_news, on_alarm
-        self._turns = [_Turn("start", at, at) for at in starts_s]
+        self._step_s, self._has_news, self._sources, self._watch = step_s, has_news, sources, watch
+        self._turns = [_Turn("time", at) for at in starts_s]
         self._num_steps = [0] * len(starts_s)
-        self._alarm_at = math.inf
-        self._running: int | None = None
-        self._condition = threading.Condition()
+        self._killed: set[int] = set()
+        self._gates = [threading.Semaphore(0) for _ in starts_s]
         self._states = [ThreadState.capture()] * len(starts_s)
         self._stuck: str | None = None
-        self._pass_on()
+        self._open_gate(self._next())
 
     def begin(self, index: int) -> None:
         """The thread of this learner is there; blocks until its start."""
         self._take(index)
 
-    def next_step(self, index: int) -> bool:
-        """Blocks until there is news at this very instant (True), or the learner's next inner step has ended (False).
-
-        The thread computes that step afterwards; in virtual time it is over.
-        """
-        turn = self._turns[index]
-        if turn.kind != "step":
-            turn = self._turns[index] = _Turn("step", self.now, self.now + self._next_step_s(index))
-        self._hand_on(index)
-        if self.now < turn.at:
-            return True
-        self._end_step(index)
-        return False
-
-    def first_step(self, index: int) -> None:
-        """Blocks until the learner's first inner step has ended; news have to wait for its boundary."""
-        self._turns[index] = _Turn("start", self.now, self.now + self._next_step_s(index))
-        self._hand_on(index)
-        self._end_step(index)
-
-    def wait(self, index: int) -> None:
-        """Blocks until there is news."""
-        self._turns[index] = _Turn("news", self.now)
-        self._hand_on(index)
-
-    def retire(self, index: int, *, failed: bool) -> None:
-        """This learner, whose turn it is, is done; if it failed, the others stop at their next turn."""
-        self._turns[index] = _Turn("gone", self.now)
-        if failed and self.failed is None:
-            self.failed = index
-        self._pass_on()
-
-    def alarm(self, at: float) -> None:
-        """`on_alarm` is called at this time; a newer alarm replaces it."""
-        self._alarm_at = at
-
-    def _next_step_s(self, index: int) -> float:
+    def step(self, index: int) -> None:
+        """Blocks until the learner's inner step has ended. The thread has computed it when it began; news wait for the boundary."""
         seconds = self._step_s(index, self._num_steps[index])
         if not 0 < seconds < math.inf:
             raise ExchangeError(f"step_s gave {seconds!r} s for learner {index}; a step takes more than 0.")
-        return seconds
-
-    def _end_step(self, index: int) -> None:
-        turn = self._turns[index]
-        self.last_step_s[index] = turn.at - turn.since
+        began_s = self.now
+        self._block(index, _Turn("time", began_s + seconds))
+        self._watch("compute", index, began_s, self.now)
+        self.last_step_s[index] = seconds
         self._num_steps[index] += 1
-        self._turns[index] = _Turn("news", self.now)
 
-    def _hand_on(self, index: int) -> None:
+    def linger(self, index: int) -> bool:
+        """Blocks until there is news at this very instant (True), or the instant is over (False)."""
+        self._block(index, _Turn("instant"))
+        return self._has_news(index)
+
+    def wait(self, index: int) -> None:
+        """Blocks until there is news."""
+        self._block(index, _Turn("news"))
+
+    def rest(self, index: int, until_s: float) -> None:
+        """Blocks until then, whatever news there is."""
+        self._block(index, _Turn("time", until_s))
+
+    def retire(self, index: int, *, failed: bool) -> None:
+        """This learner, whose turn it is, is done; if it failed, the others stop at their next turn."""
+        self._turns[index] = _Turn("gone")
+        if failed and self.failed is None:
+            self.failed = index
+        self._open_gate(self._next())
+
+    def kill(self, index: int) -> None:
+        """The learner's thread goes no further: `Killed` is raised where it blocks. Nothing happens to one that is done."""
+        if self._turns[index].kind != "gone":
+            self._killed.add(index)
+
+    def _block(self, index: int, turn: _Turn) -> None:
+        self._turns[index] = turn
+        next_ = self._next()
+        if next_ == index:
+            self._check(index)
+            return
         self._states[index] = ThreadState.capture()
-        self._pass_on()
+        self._open_gate(next_)
         self._take(index)
 
     def _take(self, index: int) -> None:
-        with self._condition:
-            self._condition.wait_for(lambda: self._running == index)
+        self._gates[index].acquire()
         self._states[index].restore()
+        self._check(index)
+
+    def _check(self, index: int) -> None:
+        """Whether the learner, whose turn it is, may go on."""
+        if index in self._killed:
+            self._killed.remove(index)
+            raise Killed
         if self._stuck is not None:
             raise ExchangeError(self._stuck)
         if self.failed is not None:
             raise StoppedError(f"learner {self.failed} failed.")
 
-    def _pass_on(self) -> None:
-        next_ = self._next()
-        with self._condition:
-            self._running = next_
-            self._condition.notify_all()
+    def _open_gate(self, index: int | None) -> None:
+        if index is not None:
+            self._gates[index].release()
 
     def _next(self) -> int | None:
         alive = [i for i, turn in enumerate(self._turns) if turn.kind != "gone"]
         if not alive or self.failed is not None or self._stuck is not None:
             return alive[0] if alive else None
         while True:
+            if self._killed:
+                return min(self._killed)
             for i in alive:  # steps that end now
                 if self._turns[i].at <= self.now:
                     return i
-            for i in alive:  # news: for those that are blocked, and those that rest at this instant
-                turn = self._turns[i]
-                if (turn.kind == "news" or (turn.kind == "step" and turn.since == self.now)) and self._has_news(i):
+            for i in alive:
+                if self._turns[i].kind in ("news", "instant") and self._has_news(i):
                     return i
             at = min(self._turns[i].at for i in alive)
-            if self._alarm_at <= self.now or self._alarm_at < at:
-                self.now, self._alarm_at = max(self.now, self._alarm_at), math.inf
-                self._on_alarm()
+            source = min(self._sources, key=lambda each: each.next_s)
+            if source.next_s <= self.now:
+                source.happen(self.now)
+                continue
+            for i in alive:  # nothing more can happen now
+                if self._turns[i].kind == "instant":
+                    return i
+            if source.next_s < at:
+                self.now = source.next_s
+                source.happen(self.now)
             elif at < math.inf:
                 self.now = at
             else:

@@ -106,11 +106,14 @@ def published_run(
         ConfigError: a setting that the paper has not published.
     """
     table = _TABLES[convention]
-    every = sync_every or (1 if convention == "scaling-laws" and method == "data-parallel" else 100)
+    default = 1 if convention == "scaling-laws" and method == "data-parallel" else 100
+    every = default if sync_every is None else sync_every
     _check(convention, "model", model, tuple(table.step_s))
     _check(convention, "method", method, table.methods)
     _check(convention, "codec", up, table.codecs)
-    if not (method == "data-parallel" and every == 1):
+    if convention == "scaling-laws" and method == "data-parallel":
+        _check(convention, "sync-every", every, (1,))  # a row of its own
+    elif not (method == "data-parallel" and every == 1):
         _check(convention, "sync-every", every, table.sync_every)
     if down is not None or latency_s:
         raise ConfigError(
@@ -121,7 +124,7 @@ def published_run(
     setting = setting_for(workload, method, sync_every=own_every, overlap=overlap, num_fragments=num_fragments, up=up)
     if setting.method in ("streaming", "eager"):
         _check(convention, "fragments", setting.num_fragments, (-(-workload.num_layers // LAYERS_PER_FRAGMENT),))
-    _check(convention, "overlap", setting.overlap, {"streaming": (0, 1), "eager": (every,)}.get(method, (0,)))
+    _check(convention, "overlap", setting.overlap, {"streaming": (0, 1, every), "eager": (every,)}.get(method, (0,)))
     num_steps = every + 10 if convention == "scaling-laws" else 2 * (100 if every == 1 else every)
     return PublishedRun(workload, setting, _pattern(workload.num_layers, setting), num_steps)
 

@@ -111,6 +111,10 @@ class Network:
         heapq.heapify(self._arriving)
         self._share()
 
+    def latency_s(self, learner: int) -> float:
+        """Of a learner's path, one way."""
+        return self._paths[learner].latency_s
+
     @property
     def next_s(self) -> float:
         """When the next transfer leaves its last link or arrives, if nothing is sent before; infinite where nothing is under way."""

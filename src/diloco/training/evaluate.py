@@ -1,5 +1,6 @@
 """The global model on the held-out part, without touching the model being trained."""
 
+import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -62,6 +63,15 @@ def sample_bytes(
     return bytes(tokens[-num_bytes:] if start == 0 else tokens[start:]).decode("utf-8", errors="replace")
 
 
+def digest_of(state: Mapping[str, Tensor]) -> str:
+    """Of names and values."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in state.items():
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
 def _fitted(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`state` in the devices and dtypes of `model`, with one name for each tied tensor."""
     values: dict[int, tuple[str, Tensor]] = {}
@@ -82,15 +92,22 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Judge:
-    """Evaluates a learner's global model on the run's held-out sequences, and need not do so twice."""
+    """Evaluates a learner's global model on the run's held-out sequences, and need not do so twice.
 
-    def __init__(self, model: nn.Module, corpus: Corpus, config: RunConfig) -> None:
+    Arguments:
+        losses: where several judges share what they found: by the digest of the global model.
+    """
+
+    def __init__(
+        self, model: nn.Module, corpus: Corpus, config: RunConfig, losses: dict[Hashable, float] | None = None
+    ) -> None:
         self._model = model
         self._table = config.evaluate
         self._context = config.data.sequence_length
         self._is_bytes = corpus.is_bytes
         self._batches = held_out_batches(corpus, self._context, config.evaluate.sequences, BATCH)
-        self._last: tuple[Hashable, float] | None = None
+        self._shared = losses is not None
+        self._losses: dict[Hashable, float] = {} if losses is None else losses
 
     @property
     def num_sequences(self) -> int:
@@ -98,8 +115,8 @@ class Judge:
         return sum(len(batch) for batch in self._batches)
 
     def known(self, learner: LearnerLike) -> float | None:
-        """The loss of this very model, if it was the last one evaluated."""
-        return self._last[1] if self._last is not None and self._last[0] == (learner.steps, learner.versions) else None
+        """The loss of this very model, if it was evaluated before."""
+        return self._losses.get(self._key(learner))
 
     def loss(self, learner: LearnerLike) -> float:
         """In nats per token; the model being trained stays as it is."""
@@ -107,7 +124,12 @@ class Judge:
 
     def remember(self, learner: LearnerLike, loss: float) -> None:
         """This is the loss of the learner's global model as it is now."""
-        self._last = ((learner.steps, learner.versions), loss)
+        if not self._shared:
+            self._losses.clear()  # the last one is enough
+        self._losses[self._key(learner)] = loss
+
+    def _key(self, learner: LearnerLike) -> Hashable:
+        return digest_of(learner.global_state_dict()) if self._shared else (learner.steps, learner.versions)
 
     def sample(self, learner: LearnerLike) -> str:
         """Text that the global model writes after the run's prompt; empty where its tokens are not bytes."""

@@ -1,6 +1,5 @@
 """What one part of a run trains with, how far it has come, and all of that in a checkpoint."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from diloco.errors import CheckpointError, ConfigError, LayoutError
 from diloco.training.alone import AloneLearner, LearnerLike
 from diloco.training.budget import Budget
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
+from diloco.training.clock import Clock
 from diloco.training.data import Stream
 from diloco.training.export import global_model
 from diloco.training.inner import InnerStep, StepResult, choose_device
@@ -37,8 +37,9 @@ class Island:
         num_steps, inner_s: steps taken by this process, and the time they took.
     """
 
-    def __init__(self, config: RunConfig, corpus: Corpus, job: Job) -> None:
+    def __init__(self, config: RunConfig, corpus: Corpus, job: Job, clock: Clock | None = None) -> None:
         self._config = config
+        self._clock = clock or Clock()
         self._job = job
         device = choose_device(config.train.device, local_rank())
         length = config.data.sequence_length
@@ -77,14 +78,16 @@ class Island:
 
     def take_step(self) -> StepResult:
         """One inner step, and what the learner does after it."""
-        started = time.perf_counter()
+        started = self._clock.seconds()
         batch = self.stream.next(self._job.rows(self.stream.num_rows))
         result = self._inner.run(batch, schedule_factor(self._config, self.step + 1))
         tokens = batch[:, 1:].numel()
         self.tokens += tokens * self._job.size
         self._trained_here += tokens * self._job.size
         self.learner.step(tokens=tokens)
-        self.inner_s += time.perf_counter() - started
+        if isinstance(self.learner, AloneLearner):
+            self._clock.stepped_alone()
+        self.inner_s += self._clock.seconds() - started
         self.num_steps += 1
         return result
 

@@ -1,22 +1,23 @@
 """What a part of a run tells: events for programs, progress for people. Of several ranks only the first one tells anything."""
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from diloco import events as ev
+from diloco.training.clock import Clock
 from diloco.training.progress import Progress, Silent, Status
 
 
 class Journal:
     """Writes the events file at `path` and talks to `progress`; without a path, it does neither."""
 
-    def __init__(self, path: Path | None, who: str, progress: Progress) -> None:
+    def __init__(self, path: Path | None, who: str, progress: Progress, clock: Clock | None = None) -> None:
         self.who = who
-        self._log = None if path is None else ev.EventLog(path, who=who)
+        self._clock = clock or Clock()
+        self._log = None if path is None else ev.EventLog(path, who=who, clock=self._clock.stamp)
         self._progress = progress if path is not None else Silent()
-        self._last_step = (time.perf_counter(), 0)
+        self._last_step = (self._clock.seconds(), 0)
         self._waits = (0.0, 0)
 
     def append(self, event: ev.Event) -> None:
@@ -38,14 +39,14 @@ class Journal:
 
     def begins(self, tokens: int) -> None:
         """The first step is about to be taken: speed is measured from here on."""
-        self._last_step = (time.perf_counter(), tokens)
+        self._last_step = (self._clock.seconds(), tokens)
 
     def stepped(self, step: int, *, loss: float, lr: float, tokens: int, gradient_norm: float) -> None:
         """How the inner loop goes, and how fast since the last time."""
-        now = time.perf_counter()
+        now = self._clock.seconds()
         since, before = self._last_step
         self._last_step = (now, tokens)
-        rate = (tokens - before) / (now - since)
+        rate = (tokens - before) / max(1e-9, now - since)
         self.append(
             ev.Stepped(step=step, loss=loss, lr=lr, tokens=tokens, tokens_per_s=rate, gradient_norm=gradient_norm)
         )

@@ -1,7 +1,6 @@
 """The reference trainer: one learner's part of a run, from the first batch to the summary."""
 
 import hashlib
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from diloco.config import RunConfig, dump_config
 from diloco.errors import CheckpointError, ConfigError, StoreError
 from diloco.training.alone import LearnerLike
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
+from diloco.training.clock import Clock, Shared
 from diloco.training.evaluate import Judge
 from diloco.training.inner import StepResult
 from diloco.training.island import Attach, Island
@@ -49,11 +49,13 @@ class Trainer:
         attach: connects this part to the others; None for a part that exchanges nothing.
         job: the ranks that are this learner; every rank makes a Trainer of its own, with the same arguments.
         together: where the learners are ranks of one process group.
+        clock: where time is not real.
+        shared: where several trainers are in this process.
     """
 
     def __init__(
         self, config: RunConfig, part: Part, attach: Attach | None = None, progress: Progress | None = None,
-        job: Job | None = None, together: Together | None = None,
+        job: Job | None = None, together: Together | None = None, clock: Clock | None = None, shared: Shared | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.part = part
@@ -67,9 +69,10 @@ class Trainer:
         self._joined = False
         self._num_joined_versions = 0
         self._check_batches()
-        corpus = load_corpus(config.data)
-        self._island = Island(config, corpus, self._job)
-        self._judge = Judge(self.model, corpus, config)
+        self._clock = clock or Clock()
+        corpus = load_corpus(config.data) if shared is None else shared.corpus
+        self._island = Island(config, corpus, self._job, self._clock)
+        self._judge = Judge(self.model, corpus, config, None if shared is None else shared.losses)
 
     def _check_batches(self) -> None:
         """Every batch that this part will take is divided over ranks and micro-batches, equally."""
@@ -108,12 +111,12 @@ class Trainer:
             if self._job.first:
                 self._save_config()
             path = self.directory / "events.jsonl" if self._job.first else None
-            with Journal(path, self.part.name, self._progress) as self._journal:
+            with Journal(path, self.part.name, self._progress, self._clock) as self._journal:
                 self._prepare()
                 self._journal.begins(self._island.tokens)
-                started = time.perf_counter()
+                started = self._clock.seconds()
                 reason = self._loop()
-                return self._finish(reason, time.perf_counter() - started)
+                return self._finish(reason, self._clock.seconds() - started)
         finally:
             self.learner.close()
             self._progress.close()
@@ -250,14 +253,14 @@ class Trainer:
         self._journal.say(f"resumes at step {self._island.step} from {path}{how}")
 
     def _save(self) -> None:
-        started = time.perf_counter()
+        started = self._clock.seconds()
         state = self._island.state(warming_up=not self._joined)
         if not self._job.first:
             return
         state |= {"run": self.config.run.name, "joined": self._joined and self.part.role == "learner"}
         step = self._island.step
         saved = save_checkpoint(self.directory / CHECKPOINTS, step, state, keep=self.config.checkpoint.keep)
-        seconds = time.perf_counter() - started
+        seconds = self._clock.seconds() - started
         self._journal.append(
             ev.Checkpointed(step=step, path=str(saved.path), num_bytes=saved.num_bytes, seconds=seconds)
         )

@@ -1,0 +1,273 @@
+"""A run in one process and in virtual time, without its learners: what they live in, and the syncer's part."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from diloco.core.contributions import encoded_of
+from diloco.core.fragments import Layout, digest
+from diloco.core.method import Method
+from diloco.core.syncer import Accept, Call, Deadlines, Evict, Merge, Publish, Reject, Store, SyncerCore, WakeAt
+from diloco.core.update import Closed, Contribution, Update, close_round, update_of
+from diloco.exchange.base import Arrived, Called, Event, Model, Rejected
+from diloco.exchange.delivery import Alarm, Delivery, Fault, Faults, Links
+from diloco.exchange.virtual import StepSeconds, VirtualTime, Watch
+
+_NEVER = Deadlines(lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf)
+"""A learner's silence means nothing between two boundaries; who is killed is given up by `Run`."""
+
+
+class Witness(Protocol):
+    """Is told what the syncer's part of a run does. `diloco.syncer.journal.Journal` is one."""
+
+    def initialised(
+        self, learner: str, source: str, layout: Layout, step: int, tokens: int, num_static_bytes: int
+    ) -> None:
+        """The run has its model."""
+        return
+
+    def joined(self, learner: str, incarnation: int, step: int) -> None:
+        """A learner is live."""
+        return
+
+    def left(self, learner: str, incarnation: int, tokens: int) -> None:
+        """It said goodbye."""
+        return
+
+    def evicted(self, action: Evict) -> None:
+        """It was given up."""
+        return
+
+    def contributed(self, c: Contribution, num_bytes: int, staleness: int) -> None:
+        """A contribution was accepted."""
+        return
+
+    def rejected(self, action: Reject) -> None:
+        """A contribution will not be merged."""
+        return
+
+    def merged(self, action: Merge, update: Update, members: Collection[str], merge_s: float) -> None:
+        """The outer step was taken."""
+        return
+
+    def published(self, update: Update, num_live: int, num_bytes: int, *, merge_s: float, persist_s: float) -> None:
+        """A version is visible."""
+        return
+
+
+class Nobody(Witness):
+    """Keeps nothing."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What the learners of a run in virtual time live in.
+
+    Attributes:
+        names: of the learners; merges go in the order of names.
+        step_s: seconds that an inner step takes.
+        starts_s: when each learner starts. The first one's parameters initialise the run.
+        links: the network between learners and syncer; None: everything arrives at once.
+        faults: who is killed, and when; deadlines are those of a syncer that measures step times (`Deadlines`).
+        witness: is told what the syncer's part does.
+        watch: is told what takes time.
+    """
+
+    names: Sequence[str]
+    step_s: StepSeconds
+    starts_s: Sequence[float]
+    links: Links | None = None
+    faults: Sequence[Fault] = ()
+    witness: Witness = Nobody()
+    watch: Watch = lambda *_: None
+
+
+class End(Protocol):
+    """A learner's end of a run."""
+
+    incarnation: int
+    has_model: bool
+    awaits_run: bool
+
+    def receive(self, arrived: Arrived, num_bytes: int) -> None:
+        """An update has come."""
+
+
+class Run:
+    """The syncer's part, in the same process: its state machine, the global fragments and everybody's mail. For one run.
+
+    Attributes:
+        time: who goes on when; `time.now` is the time.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.names, self.starts_s, self.witness = tuple(world.names), world.starts_s, world.witness
+        self.indices = {name: index for index, name in enumerate(self.names)}
+        self.mail: list[deque[Event]] = [deque() for _ in self.names]
+        self.delivery = Delivery(world.links, lambda: self.time.now, world.watch)
+        self.alarm = Alarm(self._tick)
+        self.back_s: list[float | None] = [None] * len(self.names)
+        self.ends: list[End | None] = [None] * len(self.names)
+        """Each learner's end of the run, while it is alive."""
+        self.dead: set[int] = set()
+        sources = (self.delivery, Faults(world.faults, self._lose), self.alarm)
+        self.time = VirtualTime(world.starts_s, world.step_s, self._has_news, sources, world.watch)
+        self.first = ""
+        self.core: SyncerCore | None = None
+        self.method: Method
+        self.layout: Layout
+        self.static: Mapping[str, Tensor] = {}
+        self.thetas: list[Tensor] = []
+        self.outer_states: list[Mapping[str, Tensor]] = []
+        self.residuals: list[Tensor | None] = []
+        self.payloads: dict[Contribution, Tensor] = {}
+        self.closed: dict[int, tuple[Update, Closed]] = {}
+        """Merged and not yet published, by fragment."""
+        self.initial_tokens = 0
+
+    def _has_news(self, index: int) -> bool:
+        end = self.ends[index]
+        return bool(self.mail[index]) or (
+            end is not None and (end.has_model or (end.awaits_run and self.core is not None))
+        )
+
+    def start(self, name: str, layout: Layout, method: Method, model: Model, step: int, tokens: int) -> None:
+        """Once, by the learner that comes first. Those who start at the same time are members from the beginning."""
+        self.first, self.method, self.layout, self.static = name, method, layout, model.static
+        self.thetas = list(model.fragments)
+        self.outer_states = [method.outer.init(theta.numel()) for theta in self.thetas]
+        self.residuals = [None] * len(self.thetas)
+        self.initial_tokens = tokens
+        self.core = SyncerCore(method, [0] * len(self.thetas), deadlines=_NEVER, step=step)
+        num_static_bytes = sum(each.numel() * each.element_size() for each in model.static.values())
+        self.witness.initialised(name, "learner", layout, step, tokens, num_static_bytes)
+        for each, start in zip(self.names, self.starts_s, strict=True):
+            if start <= self.time.now and self.indices[each] not in self.dead:
+                incarnation, _ = self.core.joined(self.time.now, each, ready=True)
+                self.witness.joined(each, incarnation, step)
+
+    @property
+    def num_model_bytes(self) -> int:
+        """Of the global model as a joiner fetches it."""
+        states = [state for outer in self.outer_states for state in outer.values()] if self.brings_outer_states else []
+        return sum(each.numel() * each.element_size() for each in (*self.thetas, *states, *self.static.values()))
+
+    @property
+    def brings_outer_states(self) -> bool:
+        """Whether learners have to know them."""
+        return self.method.outer_at == "learners"
+
+    def join(self, index: int, *, again: bool) -> int:
+        """This learner's incarnation; a later one joins here."""
+        assert self.core is not None
+        name = self.names[index]
+        if again or name not in self.core.members:
+            incarnation, actions = self.core.joined(self.time.now, name)
+            self.witness.joined(name, incarnation, self.core.step)
+            self.carry_out(actions)
+        return self.core.members[name].incarnation
+
+    def _lose(self, fault: Fault) -> None:
+        """A learner is killed; the syncer gives it up when its deadline is over, unless it is back by then."""
+        index, end = fault.learner, self.ends[fault.learner]
+        self.time.kill(index)
+        self.back_s[index] = fault.back_s
+        self.delivery.forget(index)
+        self.mail[index].clear()
+        self.ends[index] = None
+        self.dead.add(index)
+        if end is None or self.core is None or not end.incarnation:
+            return
+        incarnation, name = end.incarnation, self.names[index]
+        silent_s = Deadlines().lost_after_s(self.core.members[name].step_s)
+        end.incarnation = 0  # it can say nothing more
+
+        def give_up() -> None:
+            assert self.core is not None
+            member = self.core.members.get(name)
+            if member is not None and member.incarnation == incarnation:
+                self.witness.evicted(Evict(name, incarnation, f"nothing heard for {silent_s:.1f} s", replaced=False))
+                self.carry_out(self.core.left(self.time.now, name, incarnation, tokens=member.tokens))
+
+        self.delivery.later(self.time.now + silent_s, give_up)
+
+    def finish(self) -> None:
+        """Everybody is gone: what they sent last still arrives."""
+        while self.delivery.next_s < math.inf:
+            self.time.now = max(self.time.now, self.delivery.next_s)
+            self.delivery.happen(self.time.now)
+
+    def carry_out(self, actions: Sequence[object]) -> None:
+        """What the state machine wants done; merging and storing take no time."""
+        assert self.core is not None
+        todo = deque(actions)
+        while todo:
+            match todo.popleft():
+                case Merge() as merge:
+                    todo.extend(self._merge(merge))
+                case Store(fragment=fragment):
+                    todo.extend(self.core.stored(self.time.now, fragment))
+                case Publish(fragment=fragment):
+                    self._publish(fragment)
+                case Call(fragment=fragment, version=version, learners=learners):
+                    for learner in learners:
+                        self._tell(learner, Called(fragment, version))
+                case Reject(contribution=c, reason=reason) as reject:
+                    self.payloads.pop(c, None)
+                    self.witness.rejected(reject)
+                    self._tell(c.learner, Rejected(c.fragment, c.round, reason), c.incarnation)
+                case WakeAt(at=at):
+                    self.alarm.next_s = at
+                case Evict() as evict:
+                    self.witness.evicted(evict)
+                case Accept() | _:
+                    pass
+
+    def _tell(self, learner: str, event: Event, incarnation: int | None = None) -> None:
+        """Something small; nobody hears what is meant for an earlier incarnation."""
+        index = self.indices[learner]
+        end = self.ends[index]
+        if end is not None and incarnation in (None, end.incarnation):
+            self.delivery.tell(index, lambda: self.mail[index].append(event))
+
+    def _tick(self) -> None:
+        assert self.core is not None
+        self.carry_out(self.core.tick(self.time.now))
+
+    def _merge(self, merge: Merge) -> Sequence[object]:
+        assert self.core is not None
+        f = merge.fragment
+        payloads = [self.payloads.pop(c) for c in merge.contributions]
+        encoded = encoded_of(merge.contributions, merge.weights, payloads, merge.round)
+        closed = close_round(
+            self.method, self.thetas[f], self.outer_states[f], self.residuals[f], encoded, self.layout.fragments[f].tensors,
+            merge.scale,
+        )  # fmt: skip
+        update = update_of(self.method, f, merge.round, encoded, closed, merge.scale, digest(closed.theta))
+        self.closed[f] = update, closed
+        state = self.core.fragments[f]
+        self.witness.merged(merge, update, state.rounds[state.version].members, 0.0)
+        return self.core.merged(f, closed.refused)
+
+    def _publish(self, f: int) -> None:
+        assert self.core is not None
+        update, closed = self.closed.pop(f)
+        self.thetas[f], self.outer_states[f], self.residuals[f] = closed.theta, closed.outer_state, closed.residual
+        mean = None
+        if self.method.outer_at == "learners":
+            mean = self.method.down.decode(closed.payload, closed.theta.numel())
+        num_bytes = closed.payload.numel()
+        self.witness.published(update, len(self.core.members), num_bytes, merge_s=0.0, persist_s=0.0)
+        for learner, member in self.core.members.items():
+            merged_round = self.core.merged_round(learner, member.incarnation, f)
+            self._send(self.indices[learner], Arrived(update, closed.theta, merged_round, mean), num_bytes)
+
+    def _send(self, index: int, arrived: Arrived, num_bytes: int) -> None:
+        if (end := self.ends[index]) is not None and end.incarnation:
+            self.delivery.carry(index, "down", num_bytes, lambda: end.receive(arrived, num_bytes))

@@ -1,0 +1,281 @@
+"""A run in virtual time: the trainer, the learners and the syncer's state machine as they are, a network and faults that are modelled.
+
+The learners of a run file train their model in this process, one at a time. An inner step takes as long as the site file (or the tape
+of a recorded run) says, a transfer as long as the links let it, and everything else no time; nothing depends on how fast this machine
+is. Events are those of a real run, with `t` counted from the run's beginning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from diloco import events
+from diloco.config import RunConfig
+from diloco.core.method import Method
+from diloco.core.presets import method_from_table
+from diloco.errors import ConfigError
+from diloco.exchange.delivery import Fault
+from diloco.exchange.local import Local, Lost, run_virtual
+from diloco.exchange.world import Run, World
+from diloco.learner import Learner
+from diloco.planning.network import Network
+from diloco.planning.pictures import Kind, Span
+from diloco.planning.site import Site
+from diloco.planning.tape import Recorded
+from diloco.syncer.journal import Journal
+from diloco.syncer.metrics import SyncerMetrics
+from diloco.training.alone import LearnerLike
+from diloco.training.checkpoint import latest_checkpoint
+from diloco.training.clock import Clock, Shared
+from diloco.training.loop import CHECKPOINTS, Trainer
+from diloco.training.part import Part, Summary
+from diloco.training.progress import Progress
+from diloco.training.sources import load_corpus
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where and when a run takes place.
+
+    Attributes:
+        step_s: seconds of a learner's n-th inner step at its own batch (learner index, n from 0).
+        network: the links; None: everything arrives at once.
+        faults: who is killed, and when.
+        starts_s: when each learner starts; None: all at 0.
+    """
+
+    step_s: Callable[[int, int], float] = lambda *_: 1.0
+    network: Network | None = None
+    faults: Sequence[Fault] = ()
+    starts_s: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class LearnerTime:
+    """Where a learner's time went, in seconds: computing, waiting for answers, gone.
+
+    `utilisation`: the share of its time in the run, from its first step to its last and while it was there, that it computed.
+    """
+
+    compute_s: float
+    waiting_s: float
+    stopped_s: float
+
+    @property
+    def utilisation(self) -> float:
+        """compute ÷ (compute + waiting)."""
+        there_s = self.compute_s + self.waiting_s
+        return self.compute_s / there_s if there_s else 0.0
+
+
+@dataclass
+class Simulated:
+    """What a simulated run came to.
+
+    Attributes:
+        summaries: what each learner's trainer says; None for one that was killed and did not come back.
+        spans: what each learner did when.
+        loss: held-out loss of the newest global model that a learner ended with, nats per token; None if none ended.
+        duration_s: virtual seconds until the last learner ended.
+        losses: virtual time and held-out loss of the global model as the first learner held it, in order.
+    """
+
+    summaries: dict[str, Summary | None]
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    loss: float | None = None
+    duration_s: float = 0.0
+    losses: list[tuple[float, float]] = field(default_factory=list)
+
+    def times(self) -> dict[str, LearnerTime]:
+        """Each learner's time."""
+
+        def total(spans: Sequence[Span], kind: Kind) -> float:
+            return math.fsum(each.end_s - each.begin_s for each in spans if each.kind == kind)
+
+        return {
+            name: LearnerTime(total(spans, "compute"), total(spans, "waiting"), total(spans, "stopped"))
+            for name, spans in self.spans.items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        learners = {}
+        for name, each in self.times().items():
+            summary = self.summaries[name]
+            known = {} if summary is None else {
+                "steps": summary.steps, "tokens": summary.tokens, "num_bytes": summary.metrics.get("num_bytes", {}),
+                "merges": summary.metrics.get("merges", 0), "incarnation": summary.metrics.get("incarnation", 0),
+            }  # fmt: skip
+            learners[name] = {**asdict(each), "utilisation": each.utilisation, **known}
+        tokens = max((each.run_tokens for each in self.summaries.values() if each is not None), default=0)
+        return {"loss": self.loss, "duration_s": self.duration_s, "tokens": tokens, "learners": learners}
+
+
+def simulate(
+    configs: Mapping[str, RunConfig], scene: Scene, directory: Path, *, progress: Progress | None = None
+) -> Simulated:
+    """Train a run in virtual time, its events and checkpoints in `directory` as a real run's are in its own.
+
+    Arguments:
+        configs: the run as each of its learners reads it, by name, in the order of their shards. The first one makes the warm start
+            and initialises the run; it starts as soon as any other.
+        progress: shows how the first learner goes.
+
+    Raises:
+        ConfigError: learners that cannot be, or a method that a syncer cannot run.
+    """
+    first = next(iter(configs.values()))
+    method = method_from_table(first.method)
+    if method.exchanged == "gradients":
+        raise ConfigError(
+            "a syncer cannot run DataParallel on gradients, so there is nothing to simulate; `diloco plan utilization` compares with it."
+        )
+    if len(configs) != first.run.learners:
+        raise ConfigError(
+            f"run.learners = {first.run.learners} and there are {len(configs)} learners at the sites; make them equal."
+        )
+    stage = _Stage(configs, method, scene, directory, Shared(load_corpus(first.data)), progress)
+    return stage.play()
+
+
+class _Stage:
+    """A run being simulated."""
+
+    def __init__(
+        self, configs: Mapping[str, RunConfig], method: Method, scene: Scene, directory: Path, shared: Shared,
+        progress: Progress | None,
+    ) -> None:  # fmt: skip
+        self._names = list(configs)
+        self._configs = [
+            config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
+            for config in configs.values()
+        ]
+        self._method, self._scene, self._directory = method, scene, directory
+        self._shared, self._progress = shared, progress
+        self._spans: list[list[Span]] = [[] for _ in configs]
+        self._ended_s = [0.0] * len(configs)
+
+    def play(self) -> Simulated:
+        run = self._configs[0].run.name
+        starts_s = self._scene.starts_s or [0.0] * len(self._names)
+        path = self._directory / "syncer" / "events.jsonl"
+        with events.EventLog(path, "syncer", clock=lambda: self._run.time.now) as log:
+            journal = Journal(log, SyncerMetrics(run))
+            self._run = Run(
+                World(
+                    self._names,
+                    self._scene.step_s,
+                    starts_s,
+                    self._scene.network,
+                    self._scene.faults,
+                    journal,
+                    self._watch,
+                )
+            )
+            log.append(events.SyncerStarted(run=run, address="simulated", method=self._method.to_dict()))
+            ended = run_virtual(self._life, self._run)
+            done = Simulated({
+                name: None if isinstance(each, Lost) else each for name, each in zip(self._names, ended, strict=True)
+            })  # fmt: skip
+            self._log_traffic(log, done)
+        self._account(done)
+        told = self._directory / self._names[0] / "events.jsonl"
+        done.losses = [(e.t, e.loss) for e in events.read_events(told) if isinstance(e, events.Evaluated)]
+        return done
+
+    def _life(self, index: int, exchange: Local) -> Summary:
+        """One learner, as `diloco train` would run it."""
+        config, name = self._configs[index], self._names[index]
+        exchange.initialises = index == 0
+        first = index == 0 and not exchange.run_exists
+        at_once = (self._configs[0].train.global_batch / config.learner_batch) if first else 1.0
+
+        def now_s() -> float:
+            return exchange.now_s
+
+        def attach(model: nn.Module, optimizer: Optimizer, steps: int, tokens: int) -> LearnerLike:
+            exchange.initial_step, exchange.initial_tokens = steps, tokens
+            return Learner(model, optimizer, method=self._method, exchange=exchange, trains=config.train.trains or None)
+
+        def stepped_alone() -> None:
+            began_s, seconds = exchange.now_s, self._scene.step_s(index, 0) * at_once
+            exchange.rest(seconds)
+            self._watch("compute", index, began_s, exchange.now_s)
+
+        checkpoints = self._directory / name / CHECKPOINTS
+        resume_from = latest_checkpoint(checkpoints) if checkpoints.is_dir() else None
+        part = Part(name, "learner", shard=index, initialise=first, resume_from=resume_from)
+        trainer = Trainer(
+            config, part, attach, self._progress if first else None, clock=Clock(now_s, now_s, stepped_alone),
+            shared=self._shared,
+        )  # fmt: skip
+        summary = trainer.train()
+        self._ended_s[index] = exchange.now_s
+        return summary
+
+    def _watch(self, kind: Kind, learner: int, began_s: float, ended_s: float) -> None:
+        """Spans of a kind that touch are one."""
+        spans = self._spans[learner]
+        for place in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
+            if spans[place].kind == kind and spans[place].end_s == began_s:
+                spans[place] = Span(spans[place].begin_s, ended_s, kind)
+                return
+        spans.append(Span(began_s, ended_s, kind))
+
+    def _log_traffic(self, log: events.EventLog, done: Simulated) -> None:
+        for name, summary in done.summaries.items():
+            if summary is not None:
+                sent = summary.metrics["num_bytes"]
+                received = {"contributions": sent.get("contributions", 0)}
+                log.append(events.Traffic(
+                    learner=name, received_bytes=received, sent_bytes={key: n for key, n in sent.items() if key not in received}
+                ))  # fmt: skip
+
+    def _account(self, done: Simulated) -> None:
+        """What is neither computing nor being gone is waiting."""
+        done.duration_s = max(self._ended_s)
+        newest = [each for each in done.summaries.values() if each is not None]
+        if newest:
+            done.loss = max(newest, key=lambda each: sum(each.metrics["versions"])).held_out_loss
+        for index, name in enumerate(self._names):
+            end_s = self._ended_s[index] or done.duration_s
+            stopped = [
+                Span(fault.at_s, min(end_s, end_s if fault.back_s is None else fault.back_s), "stopped")
+                for fault in self._scene.faults
+                if fault.learner == index and fault.at_s < end_s
+            ]
+            busy = sorted(
+                [*stopped, *(each for each in self._spans[index] if each.kind == "compute")], key=lambda each: each.begin_s
+            )  # fmt: skip
+            waiting, at_s = [], busy[0].begin_s if busy else end_s  # nobody waits before the first step
+            for each in busy:
+                if each.begin_s > at_s:
+                    waiting.append(Span(at_s, each.begin_s, "waiting"))
+                at_s = max(at_s, each.end_s)
+            if end_s > at_s:
+                waiting.append(Span(at_s, end_s, "waiting"))
+            done.spans[name] = [*self._spans[index], *stopped, *waiting]
+
+
+def scene_of_site(site: Site, run: RunConfig) -> Scene:
+    """What a site file says. Failures at random are drawn for a hundred times as long as the run would take without any."""
+    learners = site.learners()
+    horizon_s = 100.0 * run.schedule_steps * max(each.step_s for each in learners)
+    faults = [
+        Fault(outage.learner, outage.at_s, None if math.isinf(outage.back_s) else outage.back_s)
+        for outage in site.outages(horizon_s)
+    ]
+    return Scene(lambda index, step: learners[index].step_seconds(step, run.run.seed), site.network(), faults)
+
+
+def scene_of_tape(recorded: Sequence[Recorded], network: Network | None) -> Scene:
+    """What a recorded run says, over links that may be others than it had."""
+    faults = [Fault(index, at_s, back_s) for index, each in enumerate(recorded) for at_s, back_s in each.gone]
+    return Scene(lambda index, step: recorded[index].step_s(step), network, faults, [each.start_s for each in recorded])

@@ -1,0 +1,161 @@
+"""Runs in virtual time with a network and with faults: what happens when, and that a synchronous run's bits do not depend on it."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import diloco
+from diloco.core.method import Method
+from diloco.core.quorum import Called
+from diloco.errors import ConfigError
+from diloco.exchange.delivery import Fault
+from diloco.exchange.local import Local, Lost, run_virtual
+from diloco.exchange.world import Run, World
+from diloco.planning.network import Network, Path
+
+NUM_PARAMETERS = 1000
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One learner's run: when its steps were over and what they did to its parameters, and its metrics."""
+
+    times_s: list[float]
+    parameters: list[Tensor]
+    metrics: dict[str, object]
+    steps: int
+
+
+def life(method: Method, steps: int) -> Callable[[int, Local], Seen]:
+    """Constant gradients of a learner's own, plain SGD."""
+
+    def live(index: int, exchange: Local) -> Seen:
+        model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        times_s, parameters = [], []
+        with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
+            while learner.steps < steps:
+                model.weight.grad = torch.full_like(model.weight, 1.0 + index)
+                optimizer.step()
+                learner.step(tokens=10)
+                times_s.append(exchange.now_s)
+                parameters.append(model.weight.detach().clone())
+            return Seen(times_s, parameters, learner.metrics(), learner.steps)
+
+    return live
+
+
+def world(
+    learners: int = 2, *, step_s: float = 1.0, bit_per_s: float = math.inf, latency_s: float = 0.0, faults: Sequence[Fault] = ()
+) -> Run:  # fmt: skip
+    """Learners with links of their own."""
+    links = {f"{way}-{i}": bit_per_s for i in range(learners) for way in ("up", "down")}
+    network = Network(links, [Path((f"up-{i}",), (f"down-{i}",), latency_s) for i in range(learners)])
+    names = [f"learner-{i}" for i in range(learners)]
+    return Run(World(names, lambda *_: step_s, [0.0] * learners, network, faults))
+
+
+MODEL_BITS = 4 * 8 * NUM_PARAMETERS
+FP32 = {"codec": "fp32", "outer": diloco.SGD(lr=1.0)}
+
+
+def test_a_round_takes_what_its_transfers_take() -> None:
+    # The model takes 0.5 s at the start; then every second step is followed by 0.5 s up, 0.5 s down and two latencies.
+    method = diloco.DiLoCo(sync_every=2, **FP32)
+    for seen in run_virtual(life(method, 4), world(bit_per_s=2 * MODEL_BITS, latency_s=0.125)):
+        assert isinstance(seen, Seen)
+        assert seen.times_s == [1.625, 3.875, 4.875, 7.125]
+        assert seen.metrics["blocked_s"] == 2 * 1.25
+        assert seen.metrics["num_bytes"] == {"joins": 4000, "contributions": 8000, "updates": 8000}
+
+
+def test_an_overlap_hides_a_transfer_that_is_shorter() -> None:
+    method = diloco.StreamingDiLoCo(sync_every=4, overlap=2, fragments=diloco.Whole(), mix=0.0, **FP32)
+    for seen in run_virtual(life(method, 8), world(bit_per_s=2 * MODEL_BITS, latency_s=0.125)):
+        assert isinstance(seen, Seen)
+        assert seen.times_s == [1.625 + step for step in range(8)]
+        assert seen.metrics["blocked_s"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        diloco.DiLoCo(sync_every=3),
+        diloco.StreamingDiLoCo(sync_every=4, overlap=2, fragments=diloco.Whole(), codec="int4"),
+        diloco.EagerDiLoCo(sync_every=3, codec="int8"),
+    ],
+    ids=lambda method: method.name,
+)
+def test_a_network_changes_no_bit_of_a_synchronous_run(method: Method) -> None:
+    at_once = diloco.run_local(life(method, 14), learners=2)
+    carried = run_virtual(life(method, 14), world(bit_per_s=MODEL_BITS / 3, latency_s=0.7))
+    for one, other in zip(at_once, carried, strict=True):
+        assert isinstance(other, Seen)
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
+
+
+def test_learners_of_called_rounds_are_never_blocked_however_slow_the_network() -> None:
+    method = diloco.DecoupledDiLoCo(
+        sync_every=4, overlap=2, fragments=diloco.Whole(), quorum=Called(at_least=1), **FP32
+    )
+    slow = world(bit_per_s=MODEL_BITS / 5, latency_s=0.5)
+    for seen in run_virtual(life(method, 40), slow):
+        assert isinstance(seen, Seen)
+        assert seen.metrics["blocked_s"] == 0.0
+        assert seen.metrics["merges"] > 0  # type: ignore[operator]
+        assert all(later - earlier == 1.0 for earlier, later in zip(seen.times_s, seen.times_s[1:], strict=False))
+
+
+def test_a_killed_learner_is_waited_for_until_its_deadline_and_comes_back_to_the_run() -> None:
+    # It is killed in its fourth step. Nobody hears of it for 20 of its steps, while the other waits after its fourth; back, it joins
+    # at the run's step.
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    first, second = run_virtual(life(method, 60), world(faults=[Fault(1, 3.5, 30.25)]))
+    assert isinstance(first, Seen)
+    assert isinstance(second, Seen)
+    assert first.times_s[2:5] == [3.0, 23.5, 24.5]
+    assert second.times_s[0] == 31.25
+    assert second.metrics["incarnation"] == 2
+    assert second.steps == first.steps == 60
+    assert len(second.times_s) < 60
+
+
+def test_a_learner_that_does_not_come_back_ends_lost_and_the_others_go_on() -> None:
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    first, second = run_virtual(life(method, 20), world(faults=[Fault(1, 0.0)]))
+    assert isinstance(first, Seen)
+    assert isinstance(second, Lost)
+    assert first.steps == 20
+
+
+def test_a_learner_may_be_killed_again_before_it_is_back() -> None:
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    faults = [Fault(1, 2.5, 10.25), Fault(1, 5.0, 40.5), Fault(1, 41.0, 45.5)]
+    _, second = run_virtual(life(method, 60), world(faults=faults))
+    assert isinstance(second, Seen)
+    assert second.times_s[0] == 46.5
+
+
+def test_the_same_world_gives_the_same_run() -> None:
+    method = diloco.DecoupledDiLoCo(sync_every=4, overlap=2, fragments=diloco.Whole(), codec="int4")
+
+    def once() -> list[Seen | Lost]:
+        shaky = world(3, bit_per_s=MODEL_BITS / 3, latency_s=0.3, faults=[Fault(2, 7.7, 31.3)])
+        return run_virtual(life(method, 50), shaky)
+
+    for one, other in zip(once(), once(), strict=True):
+        assert isinstance(one, Seen)
+        assert isinstance(other, Seen)
+        assert one.times_s == other.times_s
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
+
+
+@pytest.mark.parametrize(("at_s", "back_s"), [(-1.0, None), (math.nan, None), (2.0, 1.0), (2.0, math.inf)])
+def test_impossible_faults_are_refused(at_s: float, back_s: float | None) -> None:
+    with pytest.raises(ConfigError, match="learner 3 is killed at"):
+        Fault(3, at_s, back_s)

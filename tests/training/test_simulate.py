@@ -1,0 +1,194 @@
+"""Whole runs in virtual time: the trainer's bits, where the time goes, faults, recorded runs, and the command."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import diloco
+from diloco.cli import main
+from diloco.config import RunConfig, dump_config
+from diloco.core.presets import method_from_table
+from diloco.errors import ConfigError
+from diloco.events import Evicted, Finished, Initialised, Merged, Published, Stepped, read_events
+from diloco.exchange.base import Exchange
+from diloco.exchange.delivery import Fault
+from diloco.planning.network import Network
+from diloco.planning.network import Path as Way
+from diloco.planning.simulate import Scene, Simulated, scene_of_tape, simulate
+from diloco.planning.tape import read_tape
+from diloco.training.loop import Part, Trainer
+
+Tiny = Callable[..., RunConfig]
+DILOCO = "method={preset='DiLoCo', sync_every=6}"
+DECOUPLED = "method={preset='DecoupledDiLoCo', sync_every=6, overlap=2, fragments={type='ByLayer', layers=1}}"
+LINK_BIT_PER_S = 1e6
+TWENTY_STEPS = ("run.steps=20", "run.tokens=1_000_000", "schedule.steps=20")
+"""Exactly: a budget of tokens ends when the news of it come."""
+
+
+def lines(learners: int = 2, bit_per_s: float = LINK_BIT_PER_S) -> Network:
+    """A line of its own for every learner."""
+    names = {f"{way}-{i}": bit_per_s for i in range(learners) for way in ("up", "down")}
+    return Network(names, [Way((f"up-{i}",), (f"down-{i}",), 0.05) for i in range(learners)])
+
+
+def play(directory: Path, scene: Scene, *configs: RunConfig) -> Simulated:
+    return simulate({f"part-{index}": config for index, config in enumerate(configs)}, scene, directory)
+
+
+def digests(directory: Path) -> list[tuple[int, int, str]]:
+    events = read_events(directory / "syncer" / "events.jsonl")
+    return sorted((e.fragment, e.version, e.digest) for e in events if isinstance(e, Published))
+
+
+def test_a_synchronous_run_has_the_bits_of_the_same_run_at_once(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(
+        "run.steps=20", "run.tokens=1_000_000", "schedule.steps=20"
+    )  # budgets of tokens end when their news come
+
+    def life(index: int, exchange: Exchange) -> torch.Tensor:
+        def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> diloco.Learner:
+            return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
+
+        trainer = Trainer(config, Part(f"part-{index}", shard=index), attach=attach)
+        trainer.train()
+        return torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
+
+    at_once = diloco.run_local(life, learners=2)
+    done = play(tmp_path / "a", Scene(lambda index, _: 0.1 + 0.05 * index, lines()), config, config)
+    again = play(tmp_path / "b", Scene(), config, config)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    assert len(digests(tmp_path / "a")) > 6
+    assert done.loss == again.loss
+    losses = [
+        [e.loss for e in read_events(tmp_path / place / "part-0" / "events.jsonl") if isinstance(e, Stepped)]
+        for place in ("a", "b", "run")
+    ]
+    assert losses[0] == losses[1] == losses[2]
+    assert len(at_once) == 2
+
+
+def test_time_goes_into_steps_and_waiting(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(DILOCO, *TWENTY_STEPS)
+    done = play(tmp_path / "run", Scene(lambda index, _: [0.5, 0.25][index], lines()), config, config)
+    slow, fast = done.times().values()
+    assert slow.compute_s == 20 * 0.5
+    assert fast.compute_s == 20 * 0.25
+    assert fast.waiting_s > slow.waiting_s > 0  # the fast one waits for the slow one, both for the network
+    [given] = [e for e in read_events(tmp_path / "run" / "syncer" / "events.jsonl") if isinstance(e, Initialised)]
+    num_bytes = 4 * given.num_parameters
+    transfer_s = 8 * num_bytes / LINK_BIT_PER_S + 0.05
+    # Three rounds: up, and down; the model at the start is up for the one, and down for the other.
+    assert slow.waiting_s == pytest.approx(3 * 2 * transfer_s, rel=1e-9)
+    assert done.duration_s == pytest.approx(10 + 7 * transfer_s, rel=1e-9)
+    steps = [e for e in read_events(tmp_path / "run" / "part-0" / "events.jsonl") if isinstance(e, Stepped)]
+    assert steps[0].t == pytest.approx(transfer_s + 0.5, abs=1e-6)
+    assert steps[1].tokens_per_s == pytest.approx(128 / 0.5)
+
+
+def test_the_warm_start_takes_its_time_and_the_others_wait_for_it(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(DILOCO, "warm_start.steps=4", "run.tokens=4_096")
+    done = play(tmp_path / "run", Scene(lambda *_: 0.5), config, config)
+    [given] = [e for e in read_events(tmp_path / "run" / "syncer" / "events.jsonl") if isinstance(e, Initialised)]
+    assert (given.t, given.step, given.tokens) == (4 * 2 * 0.5, 4, 4 * 256)  # a step at the full batch is two of a half
+    assert [each.compute_s for each in done.times().values()] == [4 * 1.0 + 12 * 0.5, 12 * 0.5]
+    assert [each.waiting_s for each in done.times().values()] == [0.0, 0.0]
+
+
+def test_a_killed_learner_is_given_up_and_comes_back(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(DECOUPLED, "checkpoint.every_steps=2", "run.tokens=20_480", "schedule.steps=80")
+    scene = Scene(lambda *_: 1.0, lines(), [Fault(1, 10.5, 50.0)])
+    done = play(tmp_path / "run", scene, config, config)
+    events = read_events(tmp_path / "run" / "syncer" / "events.jsonl")
+    [evicted] = [e for e in events if isinstance(e, Evicted)]
+    assert evicted.t == 10.5 + 20.0  # of its own steps
+    assert done.times()["part-1"].stopped_s == 39.5
+    back = done.summaries["part-1"]
+    assert back is not None
+    assert back.metrics["incarnation"] == 2
+    assert any(e.t > 50.0 and "part-1" in e.contributors for e in events if isinstance(e, Merged))
+    assert isinstance(read_events(tmp_path / "run" / "part-1" / "events.jsonl")[-1], Finished)
+
+
+def test_a_recorded_run_is_a_scene(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(DECOUPLED, "run.tokens=20_480", "schedule.steps=80")
+    first = Scene(lambda index, step: 1.0 + index + 0.5 * (step >= 10), None, [Fault(1, 20.0, 60.0)], [0.0, 3.0])
+    played = play(tmp_path / "first", first, config, config)
+    recorded = read_tape(tmp_path / "first")
+    assert [each.name for each in recorded] == ["part-0", "part-1"]
+    assert [each.start_s for each in recorded] == [0.0, 3.0]
+    [(gone_s, back_s)] = recorded[1].gone
+    assert 17.0 <= gone_s <= 20.0  # its last sign of life
+    assert back_s == 60.0
+    assert (recorded[0].step_s(0), recorded[0].step_s(30), recorded[0].step_s(10**6)) == (1.0, 1.5, 1.5)
+    replayed = play(tmp_path / "second", scene_of_tape(recorded, None), config, config)
+    assert replayed.duration_s == pytest.approx(played.duration_s, abs=5.0)
+    play(tmp_path / "third", scene_of_tape(recorded, lines(bit_per_s=2e4)), config, config)
+    firsts = []
+    for name in ("second", "third"):
+        events = read_events(tmp_path / name / "syncer" / "events.jsonl")
+        firsts.append(next(e.t for e in events if isinstance(e, Merged)))
+    assert firsts[1] > firsts[0]
+
+
+def test_no_tape_where_there_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no learner's events"):
+        read_tape(tmp_path)
+
+
+def test_what_cannot_be_simulated_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run.learners = 2 and there are 1 learners"):
+        play(tmp_path / "run", Scene(), tiny())
+    parallel = tiny("method={preset='DataParallel'}")
+    with pytest.raises(ConfigError, match="nothing to simulate"):
+        play(tmp_path / "run", Scene(), parallel, parallel)
+
+
+SITE = """
+[[site]]
+name = "near"
+step_time = "100 ms"
+up = "1 Mbit/s"
+down = "1 Mbit/s"
+latency = "10 ms"
+
+[[site]]
+name = "far"
+step_time = "120 ms"
+jitter_percent = 10
+up = "0.2 Mbit/s"
+down = "1 Mbit/s"
+latency = "150 ms"
+"""
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code is None or isinstance(ended.value.code, int)
+    return ended.value.code or 0
+
+
+def test_the_command(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run, site = tmp_path / "run.toml", tmp_path / "site.toml"
+    run.write_text(dump_config(tiny("evaluate.every_steps=10")), encoding="utf-8")
+    site.write_text(SITE, encoding="utf-8")
+    assert call("simulate", str(run), "--site", str(site), "--json") == 0
+    said = json.loads(capfd.readouterr().out)
+    assert list(said["learners"]) == ["near", "far"]
+    assert 0 < said["learners"]["near"]["utilisation"] < 1
+    directory = tmp_path / "run-simulated"
+    assert json.loads((directory / "simulation.json").read_text()) == said
+    assert "http" not in (directory / "simulation.html").read_text().replace("http://www.w3.org/", "")
+    assert {"timeline.png", "loss.png"} <= {each.name for each in directory.iterdir()}
+
+    assert call("simulate", str(run), "--site", str(site)) == 2
+    assert "give --replace" in capfd.readouterr().err
+    assert call("simulate", str(run), "--tape", str(directory), "--dir", str(tmp_path / "again")) == 0
+    shown = capfd.readouterr().out
+    assert "virtual time" in shown
+    assert call("simulate", str(run), "--dir", str(tmp_path)) == 2
+    assert "holds something else" in capfd.readouterr().err
