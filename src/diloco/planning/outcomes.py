@@ -7,13 +7,13 @@ payload: contributions, updates and gradients; a learner fetches the whole model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from diloco.planning.candidates import Candidate
 from diloco.planning.models import Workload
-from diloco.planning.network import Network
 from diloco.planning.penalty import Penalty, Term, expected_penalty
 from diloco.planning.rounds import Exchange
 from diloco.planning.site import BudgetTable, Learner, Site
@@ -99,12 +99,9 @@ def evaluate(case: Case, candidate: Candidate) -> Outcome:
 
 def _scheduled(case: Case, candidate: Candidate) -> Outcome:
     """All learners take the same steps, and wait for the answers that are due."""
-    network, learners, copies = _representatives(case)
     exchange = case.exchange(candidate)
-    prediction = predict(
-        network, [learner.step_s for learner in learners], [learner.latency_s for learner in learners], exchange
-    )
-    utilization = tuple(u for u, number in zip(prediction.utilization, copies, strict=True) for _ in range(number))
+    prediction, counts = _predict(case, exchange, one_each=not _share_something(case.site))
+    utilization = tuple(u for u, count in zip(prediction.utilization, counts, strict=True) for _ in range(count))
     step_s = max(learner.step_s / u for learner, u in zip(case.learners, utilization, strict=True))
     steps = case.budget.tokens / case.budget.tokens_per_step
     rounds = steps / candidate.setting.sync_every * len(case.learners)
@@ -114,11 +111,8 @@ def _scheduled(case: Case, candidate: Candidate) -> Outcome:
 
 def _decoupled(case: Case, candidate: Candidate) -> Outcome:
     """Every learner steps at its own pace; merges take whom they get."""
-    learners = case.learners
-    exchange = case.exchange(candidate)
-    prediction = predict(
-        case.site.network(), [each.step_s for each in learners], [each.latency_s for each in learners], exchange
-    )
+    learners, exchange = case.learners, case.exchange(candidate)
+    prediction, _ = _predict(case, exchange, one_each=False)
     share = case.budget.tokens_per_step / len(learners)
     seconds = case.budget.tokens / sum(share / learner.step_s for learner in learners)
     steps = sum(seconds / learner.step_s for learner in learners) / len(learners)
@@ -127,8 +121,8 @@ def _decoupled(case: Case, candidate: Candidate) -> Outcome:
         merges * prediction.contributors * sum(exchange.up_bytes),
         merges * len(learners) * sum(exchange.down_bytes),
     )
-    step_s = max(learner.step_s for learner in learners)
-    return _outcome(case, candidate, prediction.utilization, steps, step_s, seconds, up, down, prediction)
+    step_s, utilization = max(learner.step_s for learner in learners), (1.0,) * len(learners)
+    return _outcome(case, candidate, utilization, steps, step_s, seconds, up, down, prediction)
 
 
 def _data_parallel(case: Case, candidate: Candidate) -> Outcome:
@@ -170,19 +164,41 @@ def bit_per_s(case: Case, learner: Learner, way: Literal["up", "down"]) -> float
     return min(rates)
 
 
-def _representatives(case: Case) -> tuple[Network, list[Learner], list[int]]:
-    """The network, its learners, and for how many each stands: equal ones do the same at the same time, if they share nothing."""
-    site = case.site
-    shared = site.syncer.up is not None or site.syncer.down is not None or any(place.shares for place in site.site)
-    if shared:
-        return site.network(), list(case.learners), [1] * len(case.learners)
-    one_each = site.model_copy(update={"site": tuple(place.model_copy(update={"learners": 1}) for place in site.site)})
-    by_site = {learner.site: learner for learner in reversed(case.learners)}
-    return (
-        one_each.network(),
-        [by_site[place.name] for place in site.site],
-        [place.learners for place in site.site],
-    )
+def _predict(case: Case, exchange: Exchange, *, one_each: bool) -> tuple[Prediction, list[int]]:
+    """The prediction for a learner, and for how many learners it holds; equal ones do the same at the same time, and one stands for them.
+
+    With g the greatest number that divides the numbers of learners of all sites, 1/g of the learners have 1/g of what is shared: the same
+    by symmetry. Where nothing is shared and everybody waits for everybody, one of each site is enough.
+    """
+    numbers = [place.learners for place in case.site.site]
+    copies = math.gcd(*numbers)
+    kept = [1 if one_each else number // copies for number in numbers]
+    network = _part_of(case.site, kept, copies).network()
+    by_site = {learner.site: learner for learner in case.learners}
+    learners = [by_site[place.name] for place, number in zip(case.site.site, kept, strict=True) for _ in range(number)]
+    merging = exchange.merging  # has all contributions of a round to work through
+    share = len(learners) * copies / len(case.learners)
+    exchange = replace(exchange, merging=replace(merging, bytes_per_s=merging.bytes_per_s * share))
+    step_s, latency_s = [each.step_s for each in learners], [each.latency_s for each in learners]
+    counts = [number // few for number, few in zip(numbers, kept, strict=True) for _ in range(few)]
+    return predict(network, step_s, latency_s, exchange, copies=copies), counts
+
+
+def _part_of(site: Site, kept: Sequence[int], copies: int) -> Site:
+    """So many learners of each place, with one of `copies` parts of what they share."""
+    parts = {
+        name: None if rate is None else rate / copies
+        for name, rate in (("up", site.syncer.up), ("down", site.syncer.down))
+    }
+    return site.model_copy(update={
+        "site": tuple(place.model_copy(update={"learners": n}) for place, n in zip(site.site, kept, strict=True)),
+        "link": tuple(link.model_copy(update={"up": link.up / copies, "down": link.down / copies}) for link in site.link),
+        "syncer": site.syncer.model_copy(update=parts),
+    })  # fmt: skip
+
+
+def _share_something(site: Site) -> bool:
+    return site.syncer.up is not None or site.syncer.down is not None or any(place.shares for place in site.site)
 
 
 # --- what they share --------------------------------------------------------------------------------------------------------
