@@ -1,6 +1,7 @@
-"""What exchanging costs: codecs against a memory copy, transfers against a socket, a training step against the bare step.
+"""What exchanging costs: codecs against a memory copy, transfers against a socket, a training step against the bare step, a round
+over torchft against one over a fixed process group.
 
-    python -m benchmarks [--quick] [--only codecs|transfer|step] [--json]      (`make bench`)
+    python -m benchmarks [--quick] [--only codecs|transfer|step|rounds] [--json]      (`make bench`)
 
 Every ratio is of times measured in the same run, in turns. Nothing is written but this table; timings belong to the machine they were
 measured on, which is named above it, and mean little where other work runs beside them.
@@ -26,6 +27,7 @@ GROUPS = {
     "codecs": "Codecs, fp32 bytes a second; ratio: memory copy ÷ own time (higher is better)",
     "transfer": "A real syncer; ratio: socket's time ÷ own time (higher is better)",
     "step": "A training step; ratio: with a Learner ÷ without (lower is better)",
+    "rounds": "A round between two processes; ratio: over torchft ÷ over Collective (lower is better)",
 }
 """Modules of this package with `run(quick) -> rows`, and what their ratios mean."""
 

@@ -110,7 +110,7 @@ def _row(
 ) -> dict[str, Any]:
     ratios = [attached / bare for attached, bare in zip(attached_s, bare_s, strict=True)]
     ratio = statistics.median(ratios)
-    low, high = _interval(ratios)
+    low, high = interval(ratios)
     return {
         "name": name,
         "ratio": ratio,
@@ -123,7 +123,7 @@ def _row(
     }
 
 
-def _interval(values: Sequence[float], resamples: int = 2000) -> tuple[float, float]:
+def interval(values: Sequence[float], resamples: int = 2000) -> tuple[float, float]:
     """Of the median, by bootstrap: 95 %."""
     generator = random.Random(0)
     medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(resamples))

@@ -20,7 +20,7 @@ from tests.exchange.worlds import in_process
 pytest.importorskip("torchft")
 
 LIFE = Path(__file__).with_name("torchft_life.py")
-SAME_BITS = ["diloco, tokens and feedback", "eager, int4, by layer"]
+SAME_BITS = ["diloco, tokens and feedback", "eager, int4, by layer", "screened"]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -101,7 +101,9 @@ def test_a_fixed_membership_has_the_bits_of_every_other_exchange(name: str, ligh
         life.end()
         assert life.process.returncode == 0
     for index, theirs in enumerate(in_process([SCENARIOS[name]], None)[name]):
-        mine = torch.load(tmp_path / f"{index}.pt", weights_only=True)
+        end = torch.load(tmp_path / f"{index}.pt", weights_only=True)
+        mine = end["tensors"]
+        assert end["ledger"] == theirs.facts["ledger"]
         assert mine.keys() == theirs.tensors.keys()
         assert [key for key in mine if not torch.equal(mine[key], theirs.tensors[key])] == []
 
@@ -141,3 +143,18 @@ def test_a_joiner_is_healed_and_takes_part(lighthouse: Any) -> None:
     assert end["contributors"][0] == ["a"]
     assert end["contributors"][-1] == ["a", "b"]
     assert joined["versions"] == end["versions"] == [20]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ('status: Unavailable, message: "tcp connect error", details: [], metadata: MetadataMap { headers: {} }', "tcp connect error"),
+        ("[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:14511: Connection reset by peer. This is typically caused by …",
+         "Read error [127.0.0.1]:14511: Connection reset by peer"),
+        ("deadline has elapsed", "deadline has elapsed"),
+    ],
+)  # fmt: skip
+def test_what_torchft_and_gloo_say_is_cut_down_to_words_for_people(said: str, reason: str) -> None:
+    from diloco.exchange.torchft import _reason
+
+    assert _reason(RuntimeError(said)) == reason

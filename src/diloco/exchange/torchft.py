@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -36,11 +38,11 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.core.contributions import encoded_of, weights_of
+from diloco.core.contributions import encoded_of, merge_weights
 from diloco.core.fragments import Layout, digest
 from diloco.core.method import Method
 from diloco.core.quorum import AllLive
-from diloco.core.update import MISSED, Contribution, Update, advance, close_round, update_of
+from diloco.core.update import MISSED, OUTLIER, Contribution, Update, advance, close_round, update_of
 from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, required_method
 from diloco.exchange.group import Group, split, to_bytes, to_tensor
@@ -62,6 +64,7 @@ class _Held:
     update: Update | None = None
     mean: Tensor | None = None
     merged_rounds: dict[str, int] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
 
 
 class TorchFT(Exchange):
@@ -100,7 +103,7 @@ class TorchFT(Exchange):
         self._store_address = f"{host}:{self._store.port}"
         self._group: _QuorumGroup | None = None
         self._quorum_key: tuple[Any, ...] = ()
-        self._attempt = 0
+        self._failed = 0  # attempts in a row
         self._fragments: list[_Held] = []
         self._static: Mapping[str, Tensor] = {}
         self._step = 0
@@ -146,6 +149,7 @@ class TorchFT(Exchange):
                     self._adopt_first(frames)
                 self._heal(frames)
                 self._merge_wanted(frames, torch.empty(0, dtype=torch.uint8))
+                self._succeeded()
                 return
             except ExchangeError as error:
                 self._give_up_after(started, error)
@@ -210,6 +214,7 @@ class TorchFT(Exchange):
                 frames = self._greet(c)
                 self._heal(frames)
                 self._merge_wanted(frames, encoded)
+                self._succeeded()
                 held = self._fragments[c.fragment]
                 if held.version > c.round:  # merged now, or before by those who had everything, or without this learner
                     return self._result(c, held)
@@ -226,7 +231,10 @@ class TorchFT(Exchange):
         )
         if self._method.outer_at == "syncer":
             arrived = Arrived(held.update, held.theta, merged_round)
-        return (arrived,) if merged_round >= c.round else (Rejected(c.fragment, c.round, MISSED), arrived)
+        if merged_round >= c.round:
+            return (arrived,)
+        is_outlier = held.version == c.round + 1 and self._replica in held.refused
+        return Rejected(c.fragment, c.round, OUTLIER if is_outlier else MISSED), arrived
 
     def _merge_wanted(self, frames: Sequence[dict[str, Any]], encoded: Tensor) -> None:
         """Merge, if all who want to merge want the same round; everybody comes to the same conclusion and takes part in the exchange.
@@ -260,7 +268,7 @@ class TorchFT(Exchange):
                 payloads.append(part)
         order = sorted(range(len(contributions)), key=lambda i: contributions[i].learner)
         contributions, payloads = [contributions[i] for i in order], [payloads[i] for i in order]
-        weights = weights_of(
+        weights = merge_weights(
             self._method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
             [each.round - each.base for each in contributions],
         )  # fmt: skip
@@ -279,7 +287,15 @@ class TorchFT(Exchange):
         mean = advance(self._method, held.theta, held.outer_state, closed.payload).mean
         merged = dict(held.merged_rounds) | dict.fromkeys(update.contributors, round_)
         self._fragments[fragment] = _Held(
-            update.version, closed.theta, closed.outer_state, closed.residual, update.digest, update, mean, merged
+            update.version,
+            closed.theta,
+            closed.outer_state,
+            closed.residual,
+            update.digest,
+            update,
+            mean,
+            merged,
+            closed.refused,
         )
 
     def _greet(self, c: Contribution | None) -> list[dict[str, Any]]:
@@ -336,7 +352,9 @@ class TorchFT(Exchange):
                 self._replica, self._timeout, address="", store_address=self._store_address, step=0, world_size=1
             )
         except (RuntimeError, TimeoutError) as error:
-            raise ExchangeError(f"the lighthouse gave no quorum within {self._timeout_s:g} s ({error}).") from error
+            raise ExchangeError(
+                f"the lighthouse at {self._lighthouse_url} gave no quorum ({_reason(error)}); is it running?"
+            ) from error
         members = sorted(quorum.participants, key=lambda each: each.replica_id)
         key = (quorum.quorum_id, *(each.replica_id for each in members))
         if key == self._quorum_key and self._group is not None:
@@ -347,7 +365,9 @@ class TorchFT(Exchange):
             self._pg.configure(prefix, self._replica, rank, len(members), quorum.quorum_id)
         except (RuntimeError, TimeoutError) as error:  # a member died while the group was made
             self._forget_group()
-            raise ExchangeError(f"the process group of {len(members)} learners could not be made ({error}).") from error
+            raise ExchangeError(
+                f"the process group of {len(members)} learners could not be made ({_reason(error)})."
+            ) from error
         self._group, self._quorum_key = _QuorumGroup(self._pg, rank, len(members), self._timeout_s), key
 
     def _forget_group(self) -> None:
@@ -355,13 +375,22 @@ class TorchFT(Exchange):
 
     def _give_up_after(self, started: float, error: ExchangeError) -> None:
         """After a failed attempt: the next quorum has a new group; for ever is too long."""
-        log.warning("an exchange failed and is tried again with whoever is there: %s", error)
+        log.log(
+            logging.DEBUG if self._failed else logging.WARNING,
+            "%s: an exchange failed and is tried again with whoever is there: %s", self._replica, error,
+        )  # fmt: skip
         self._forget_group()
         if time.monotonic() - started > self._timeout_s:
             raise ExchangeError(
                 f"no round could be finished within {self._timeout_s:g} s; see whether the others are alive ({error})"
             ) from error
-        self._closing.wait(0.05)
+        self._closing.wait(min(HEARTBEAT_S, 0.05 * 2**self._failed))
+        self._failed += 1
+
+    def _succeeded(self) -> None:
+        if self._failed:
+            log.warning("%s: exchanging again, with %d in the group", self._replica, self.num_live)
+        self._failed = 0
 
     def _beat(self) -> None:
         """The lighthouse takes a silent learner for dead. A client of its own: asking for a quorum blocks the other."""
@@ -385,7 +414,8 @@ class TorchFT(Exchange):
             tensors |= {f"{f}.outer.{name}": value for name, value in held.outer_state.items()}
             tensors |= {} if held.residual is None else {f"{f}.residual": held.residual}
             update = None if held.update is None else asdict(held.update)
-            told[str(f)] = {"version": held.version, "update": update, "merged_rounds": held.merged_rounds}
+            told[str(f)] = {"version": held.version, "update": update, "merged_rounds": held.merged_rounds,
+                            "refused": held.refused}  # fmt: skip
         text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
         return save({name: value.contiguous() for name, value in tensors.items()} | {"told": text})
 
@@ -413,6 +443,7 @@ class TorchFT(Exchange):
                 update,
                 None,
                 values["merged_rounds"],
+                tuple(values["refused"]),
             )
 
 
@@ -423,6 +454,17 @@ class _QuorumGroup(Group):
         self.rank, self.size, self._timeout_s = rank, size, timeout_s
         self._gloo = _Wrapped(pg)
 
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Membership is not fixed here: the next quorum is without whoever is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"{what} did not get through, because another learner is gone or silent for more than {self._timeout_s:g} s "
+                f"({_reason(error)})."
+            ) from error
+
 
 class _Wrapped:
     """torchft's process group with the one primitive that `Group` needs."""
@@ -432,3 +474,11 @@ class _Wrapped:
 
     def alltoall_base(self, received: Tensor, sent: Tensor, receive_bytes: list[int], send_bytes: list[int]) -> Any:
         return self._pg.alltoall_base(received, sent, receive_bytes, send_bytes, dist.AllToAllOptions())
+
+
+def _reason(error: Exception) -> str:
+    """The words for people in what torchft or gloo says: a gRPC status has them in quotes, gloo between a source file and advice."""
+    quoted = re.search(r'message: "([^"]+)"', str(error))
+    return (
+        quoted[1] if quoted else re.sub(r"^\[\S+\] ", "", str(error).strip()).splitlines()[0].split(". ")[0].rstrip(".")
+    )
