@@ -245,12 +245,12 @@ def test_rare_failures_and_long_repairs_need_no_long_simulation() -> None:
         (lambda: Fleet(8, 2, speeds=Speeds(relative=(1.0,))), "1 speeds for 2 learners; give one for each"),
         (lambda: Fleet(8, 2, rounds=Rounds(3)), "a quorum of 3 cannot be met by 2 learners"),
         (lambda: Fleet(8, 2, "elastik"), "there is no mode 'elastik'; choose data-parallel, elastic, decoupled"),
-        (lambda: Fleet(0), "chips is 0; it is a whole number of 1 or more"),
-        (lambda: Times(step_s=0), r"step_s=…\) is 0; it is a number above 0"),
-        (lambda: Times(repair_s=-1), r"repair_s=…\) is -1; it is a number of 0 or more"),
-        (lambda: Speeds(relative=(1.0, 0.0)), r"relative=…\) is 0.0"),
-        (lambda: Rounds(grace=1.5), "grace=1.5"),
-        (lambda: Rounds(overlap=-1), r"overlap=…\) is -1"),
+        (lambda: Fleet(0), "chips must be a whole number of at least 1, not 0"),
+        (lambda: Times(step_s=0), r"step_s=…\) must be a finite number above 0, not 0"),
+        (lambda: Times(repair_s=-1), r"repair_s=…\) must be a finite number of at least 0, not -1"),
+        (lambda: Speeds(relative=(1.0, 0.0)), r"relative=…\) must be .* not 0.0"),
+        (lambda: Rounds(grace=1.5), r"grace=…\) must be .* from 0 to 1, not 1.5"),
+        (lambda: Rounds(overlap=-1), r"overlap=…\) must be .* not -1"),
     ],
 )
 def test_wrong_numbers_are_refused_in_one_sentence(make: object, message: str) -> None:

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from diloco.core.values import fraction, positive, whole_number
 from diloco.errors import ConfigError
 
 Mode = Literal["data-parallel", "elastic", "decoupled"]
@@ -45,9 +46,9 @@ class Times:
 
     def __post_init__(self) -> None:
         for name in ("mtbi_s", "step_s"):
-            _number(f"Times({name}=…)", getattr(self, name), above_zero=True)
+            positive(f"Times({name}=…)", getattr(self, name))
         for name in ("down_s", "repair_s", "up_s"):
-            _number(f"Times({name}=…)", getattr(self, name))
+            _not_negative(f"Times({name}=…)", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class Speeds:
     relative: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        _number("Speeds(jitter=…)", self.jitter)
+        _not_negative("Speeds(jitter=…)", self.jitter)
         for speed in self.relative:
-            _number("Speeds(relative=…)", speed, above_zero=True)
+            positive("Speeds(relative=…)", speed)
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,12 @@ class Rounds:
     sync_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _number("Rounds(grace=…)", self.grace)
-        if self.grace > 1:
-            raise ConfigError(f"Rounds(grace={self.grace!r}) cannot be; it is a share of the slack, from 0 to 1.")
-        _number("Rounds(grace_cap_s=…)", self.grace_cap_s)
-        _number("Rounds(sync_s=…)", self.sync_s)
-        _whole("Rounds(quorum=…)", self.quorum, 1)
-        _whole("Rounds(sync_every=…)", self.sync_every, 1)
-        _whole("Rounds(overlap=…)", self.overlap, 0)
+        fraction("Rounds(grace=…)", self.grace, below_one=False)
+        _not_negative("Rounds(grace_cap_s=…)", self.grace_cap_s)
+        _not_negative("Rounds(sync_s=…)", self.sync_s)
+        whole_number("Rounds(quorum=…)", self.quorum, 1)
+        whole_number("Rounds(sync_every=…)", self.sync_every, 1)
+        whole_number("Rounds(overlap=…)", self.overlap, 0)
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,8 @@ class Fleet:
     elastic_learners: bool = True
 
     def __post_init__(self) -> None:
-        _whole("chips", self.chips, 1)
-        _whole("learners", self.learners, 1)
+        whole_number("chips", self.chips, 1)
+        whole_number("learners", self.learners, 1)
         if self.mode not in get_args(Mode):
             raise ConfigError(f"there is no mode {self.mode!r}; choose {', '.join(get_args(Mode))}.")
         if self.chips < self.learners:
@@ -225,11 +224,6 @@ def all_stopped(fleet: Fleet) -> float:
     return 1 - availability(fleet.chips / fleet.times.mtbi_s, slowest_s, fleet.times, elastic=fleet.is_elastic)
 
 
-def _number(name: str, value: float, *, above_zero: bool = False) -> None:
-    if not 0 <= value < math.inf or (above_zero and value == 0):
-        raise ConfigError(f"{name} is {value!r}; it is a number {'above 0' if above_zero else 'of 0 or more'}.")
-
-
-def _whole(name: str, value: int, minimum: int) -> None:
-    if not float(value).is_integer() or value < minimum:
-        raise ConfigError(f"{name} is {value!r}; it is a whole number of {minimum} or more.")
+def _not_negative(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be a finite number of at least 0, not {value!r}.")

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from diloco.errors import ConfigError
+from diloco.core.values import positive, whole_number
 
 SEQUENCE_LENGTH = 2048
 """Tokens per sequence of the batch fits. The paper's unit is inferred: with it the fits give batches of the size it used."""
@@ -86,17 +86,18 @@ def expect(
         tokens: the token budget; None: 20 per parameter, theirs.
 
     Raises:
-        ConfigError: a number that is not above zero.
+        ConfigError: a number that is not above zero, or not whole.
 
     Warns:
         UserWarning: one for each input that lies outside what was measured.
 
     Source: arXiv 2503.09799, the joint fits in N and M, and the table of best outer learning rates.
     """
-    wanted = {"parameters": num_parameters, "learners": num_learners, "sync_every": sync_every, "tokens": tokens or 1.0}
-    for name, value in wanted.items():
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name} = {value!r} cannot be; it is a number above 0.")
+    positive("the number of parameters", num_parameters)
+    whole_number("the number of learners", num_learners, minimum=1)
+    whole_number("sync_every", sync_every, minimum=1)
+    if tokens is not None:
+        positive("the number of tokens", tokens)
     for sentence in _outside(num_parameters, num_learners, sync_every, tokens):
         warnings.warn(sentence, UserWarning, stacklevel=2)
     loss, reference = LOSS(num_parameters, num_learners), DATA_PARALLEL_LOSS(num_parameters)

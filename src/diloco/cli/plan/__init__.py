@@ -2,7 +2,7 @@
 
 import typer
 
-from diloco.cli.plan import advise, goodput, measure, utilization
+from diloco.cli.plan import advise, goodput, measure, scaling, utilization, wallclock
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -14,5 +14,7 @@ def plan() -> None:
 
 app.command("utilization")(utilization.command)
 app.command("goodput")(goodput.command)
+app.command("wallclock")(wallclock.command)
+app.command("scaling")(scaling.command)
 app.command("advise")(advise.command)
 app.command("measure")(measure.command)

@@ -1,0 +1,138 @@
+"""Wall clock: how long a training takes, by what its time goes into.
+
+The idealised model of "Scaling Laws for DiLoCo" (arXiv 2503.09799, its section on wall-clock time): a chip computes at a constant rate, an
+all-reduce is bound by bandwidth and latency, and nothing overlaps. For overlap, codecs per direction and a syncer, see
+`diloco.planning.utilization` and `diloco.planning.star`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diloco.core.values import positive, whole_number
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network: bits per second between any two chips, and what an all-reduce costs at least."""
+
+    bit_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        positive("Link(bit_per_s=…)", self.bit_per_s)
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"Link(latency_s=…) must be a finite number of at least 0, not {self.latency_s!r}.")
+
+    def all_reduce_s(self, num_bits: float, num_chips: float) -> float:
+        """2·bits/W·(1 − 1/R) + ε: a reduction over R chips that is bound by bandwidth; nothing for a single chip."""
+        return 0.0 if num_chips <= 1 else 2 * num_bits / self.bit_per_s * (1 - 1 / num_chips) + self.latency_s
+
+
+NETWORKS: Mapping[str, Link] = {"high": Link(400e9, 1e-4), "medium": Link(100e9, 1e-3), "low": Link(10e9, 1e-2)}
+"""The paper's three."""
+
+FLOP_PER_S = 300e12
+"""What a chip of the paper achieves: its Q."""
+
+BITS = 16.0
+"""Bits a value takes where nothing else is said: bf16, as in the utilisation tables of the same paper."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and on what.
+
+    Attributes:
+        num_parameters: N. tokens: D. batch_tokens: of a step over all learners together.
+        chips: R, of all learners together; they are shared out equally.
+        learners: M; 1 is data parallel, over the network across sites.
+        sync_every: H.
+        within: the network of the chips of one learner. across: the network that joins the learners.
+        flop_per_s: what a chip achieves.
+        bits: of a value within a learner. outer_bits: of a value of an outer gradient.
+
+    Raises:
+        ConfigError: a number that cannot be, fewer chips than learners, or a batch larger than all tokens.
+    """
+
+    num_parameters: float
+    tokens: float
+    batch_tokens: float
+    chips: int
+    learners: int = 1
+    sync_every: int = 30
+    within: Link = NETWORKS["high"]
+    across: Link = NETWORKS["medium"]
+    flop_per_s: float = FLOP_PER_S
+    bits: float = BITS
+    outer_bits: float = BITS
+
+    def __post_init__(self) -> None:
+        for name in ("num_parameters", "tokens", "batch_tokens", "flop_per_s", "bits", "outer_bits"):
+            positive(f"Job({name}=…)", getattr(self, name))
+        for name in ("chips", "learners", "sync_every"):
+            whole_number(f"Job({name}=…)", getattr(self, name), minimum=1)
+        if self.chips < self.learners:
+            raise ConfigError(
+                f"{self.chips} chips cannot be shared by {self.learners} learners; give each at least one."
+            )
+        if self.batch_tokens > self.tokens:
+            raise ConfigError(
+                f"a batch of {self.batch_tokens:,.0f} tokens is more than all {self.tokens:,.0f}; lower it."
+            )
+
+
+@dataclass(frozen=True)
+class WallClock:
+    """Seconds of a whole training by what they go into, and bits on the link between sites.
+
+    Attributes:
+        steps: inner steps, each of which trains one batch over all learners.
+        compute_s, within_s, across_s: computing, reducing gradients within each learner, and across learners.
+        across_bits: that each chip sends and receives over the network across sites.
+    """
+
+    steps: int
+    compute_s: float
+    within_s: float
+    across_s: float
+    across_bits: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.within_s + self.across_s
+
+    @property
+    def utilization(self) -> float:
+        """Share of the time that is spent computing, 0 to 1."""
+        return self.compute_s / self.total_s
+
+
+def wall_clock(job: Job) -> WallClock:
+    """The time of a training, phase by phase.
+
+        compute         6·N·D / (R·Q)
+        data parallel   [2·N·b/W1·(1 − 1/R) + ε1] every step
+        M ≥ 2           [2·N·b/W0·(1 − M/R) + ε0] every step within a learner, [2·N·b/W1·(1 − 1/R) + ε1] every H steps across
+
+    with N·b bits in a reduction. The paper gives the formulas for a number of values and leaves the b bits of each to the reader; here it
+    is `bits` and `outer_bits`. Steps are rounded up, rounds down: the last period ends without one if it is not whole. With a chip for
+    each learner there is nothing to reduce within it.
+
+    Source: arXiv 2503.09799, appendix on wall-clock time.
+    """
+    steps = math.ceil(job.tokens / job.batch_tokens)
+    compute_s = 6 * job.num_parameters * job.tokens / (job.chips * job.flop_per_s)
+    if job.learners == 1:
+        bits, times = job.num_parameters * job.bits, steps
+        within_s = 0.0
+    else:
+        bits, times = job.num_parameters * job.outer_bits, steps // job.sync_every
+        within_s = steps * job.within.all_reduce_s(job.num_parameters * job.bits, job.chips / job.learners)
+    across_s = times * job.across.all_reduce_s(bits, job.chips)
+    across_bits = 2 * bits * (1 - 1 / job.chips) * times
+    return WallClock(steps, compute_s, within_s, across_s, across_bits)
