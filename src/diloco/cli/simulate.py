@@ -35,7 +35,7 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train the run that RUN_FILE describes in virtual time: the real learners and syncer, a modelled network."""
+    """Train the run that RUN_FILE describes in virtual time, over modelled links and faults."""
     from diloco.config import load_config
     from diloco.planning import pictures
     from diloco.planning.site import load_site
