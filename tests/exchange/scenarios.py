@@ -21,6 +21,7 @@ class Scenario:
     """One run. `fault` happens to learner 1: another "layout", another "method", a "nan" gradient, or an "error" in its own code.
 
     `resume_at`: the run is saved after this step and goes on over new exchanges. `trains`: learners that train part of the model.
+    `tokens`: in a step of learner 0; each next one has 7 more, where there are any.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Scenario:
     fault: str = ""
     resume_at: int = 0
     trains: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    tokens: int = 10
 
     @property
     def parts(self) -> int:
@@ -83,7 +85,9 @@ def make_optimizer(scenario: Scenario, model: nn.Module) -> torch.optim.Optimize
     return torch.optim.AdamW(parameters, lr=3e-3)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, learner: Learner, index: int, step: int) -> None:
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, learner: Learner, index: int, step: int, tokens: int = 10
+) -> None:
     """An inner step on data that only this learner has, then the boundary."""
     generator = torch.Generator().manual_seed(1000 * index + step)
     dtype = next(model.parameters()).dtype
@@ -91,7 +95,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, learner: Lear
     (model(x) - y).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    learner.step(tokens=10 + 7 * index)
+    learner.step(tokens=tokens and tokens + 7 * index)
 
 
 def live(scenario: Scenario, part: int, index: int, exchange: Exchange, carried: dict[str, Any]) -> Result:
@@ -116,7 +120,7 @@ def live(scenario: Scenario, part: int, index: int, exchange: Exchange, carried:
                     raise ArithmeticError("the training code failed")
                 with torch.no_grad():
                     model.head.bias[3] = torch.nan
-            train_step(model, optimizer, learner, index, step)
+            train_step(model, optimizer, learner, index, step, scenario.tokens)
         if part + 1 < scenario.parts:
             carried["learner"] = learner.state_dict()
             carried["model"] = {name: value.clone() for name, value in model.state_dict().items()}
@@ -178,7 +182,10 @@ def _scenarios() -> list[Scenario]:
             diloco.StreamingDiLoCo(sync_every=6, overlap=3, fragments=by_layer), adopt=diloco.KeepDisplacement()
         ),
         "screened": replace(
-            diloco.StreamingDiLoCo(sync_every=6, overlap=4, fragments=by_layer), screen=diloco.NormOutliers(1.01)
+            diloco.StreamingDiLoCo(
+                sync_every=6, overlap=4, fragments=by_layer, weight="tokens", error_feedback=True
+            ),
+            screen=diloco.NormOutliers(1.01),
         ),
         "changing intervals": diloco.DiLoCo(sync_every=((0, 2), (6, 4)), fragments=diloco.Balanced(2)),
         "streaming, balanced": diloco.StreamingDiLoCo(sync_every=6, overlap=2, fragments=diloco.Balanced(6), codec="int4"),
@@ -191,6 +198,7 @@ def _scenarios() -> list[Scenario]:
     streaming = methods["streaming, overlap 4"].to_dict()
     return [
         *scenarios,
+        Scenario("no tokens", methods["local sgd, tokens"].to_dict(), tokens=0),
         Scenario("parameters", diloco.DataParallel(average="parameters").to_dict(), inner="sgd"),
         Scenario("bf16 parameters", methods["diloco, H overlap"].to_dict(), dtype="bfloat16"),
         Scenario("resumed", streaming, resume_at=8),

@@ -32,7 +32,7 @@ def scenario(name: str, index: str, address: str, out: str) -> None:
     torch.set_num_threads(1)
     exchange = TorchFT(f"learner-00{index}", lighthouse=address, host="127.0.0.1", timeout_s=60)
     result = live(SCENARIOS[name], 0, int(index), exchange, {})
-    torch.save(result.tensors, out)
+    torch.save({"tensors": result.tensors, "ledger": result.facts["ledger"]}, out)
     print("{}")
 
 

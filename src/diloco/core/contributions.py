@@ -75,6 +75,12 @@ def weights_of(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness
     raise ConfigError(f"{kind!r} is not a known weight{nearest(kind, WEIGHTS)}")
 
 
+def merge_weights(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness: Sequence[int]) -> list[float]:
+    """`weights_of` those that are merged; where nobody's work has tokens, and so nobody weight, all count the same."""
+    weights = weights_of(kind, tokens, steps, staleness)
+    return weights if any(weights) else [1.0 for _ in weights]
+
+
 def _tokens_times_rate(tokens: int, steps: int) -> float:
     if tokens == 0:
         return 0.0

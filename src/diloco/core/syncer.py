@@ -17,7 +17,7 @@ from copy import deepcopy
 from typing import Any
 
 from diloco.core import opened, scheduled
-from diloco.core.contributions import weights_of
+from diloco.core.contributions import merge_weights, weights_of
 from diloco.core.ledger import Ledger, total
 from diloco.core.method import Method
 from diloco.core.quorum import Decision, Pace
@@ -307,14 +307,12 @@ class SyncerCore:
         everything = round_.everything
         learners = sorted(round_.contributions)
         each = [[c for c in everything if c.learner == learner] for learner in learners]
-        weights = weights_of(
+        weights = merge_weights(
             self.method.weight,
             [sum(c.tokens for c in own) for own in each],
             [sum(c.steps for c in own) for own in each],
             [max(round_.number - c.base for c in own) for own in each],
         )
-        if not any(weights):  # work without tokens
-            weights = [1.0] * len(learners)
         scale = opened.scale(self, round_, weights)
         return Merge(fragment, round_.number, everything, tuple(weights), scale)
 

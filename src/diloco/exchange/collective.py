@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
-from diloco.core.contributions import Encoded, encoded_of, shard_of, weights_of
+from diloco.core.contributions import Encoded, encoded_of, merge_weights, shard_of
 from diloco.core.fragments import Layout, digest
 from diloco.core.layout import Placement
 from diloco.core.method import Method
@@ -292,7 +292,7 @@ class Collective(Exchange):
                          step=c.step, tensors=_indices(frame["tensors"]))
             for rank, frame in enumerate(frames)
         ]  # fmt: skip
-        weights = weights_of(
+        weights = merge_weights(
             self._method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
             [each.round - each.base for each in contributions],
         )  # fmt: skip
