@@ -73,8 +73,11 @@ def command(
 
     from diloco.planning.failures import simulate
     from diloco.planning.goodput import Fleet, Mode, Rounds, Speeds, Times
+    from diloco.planning.pictures import require
     from diloco.planning.units import TIME
 
+    if out is not None:
+        require()
     times = Times(
         mtbi_s=TIME.parse(mtbi, "--mtbi", positive=True),
         down_s=TIME.parse(down, "--down"),
@@ -174,9 +177,8 @@ def _percent(value: float | None) -> str:
 
 def _draw(fleet: "Fleet", found: "dict[Mode, Goodput]", seed: int, out: Path) -> None:
     from diloco.planning.goodput_pictures import pictures, title
-    from diloco.planning.pictures import require, write
+    from diloco.planning.pictures import write
 
-    require()
     lead = f"{fleet.chips:,} chips: goodput of {found[fleet.mode].goodput:.1f} %. Made by diloco plan goodput."
     for file in write(out, "goodput", f"Goodput, {title(fleet, fleet.mode)}", lead, pictures(fleet, found, seed)):
         typer.echo(f"wrote {file}", err=True)

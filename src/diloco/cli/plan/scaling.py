@@ -35,8 +35,11 @@ def command(
     """
     from dataclasses import asdict
 
+    from diloco.planning.pictures import require
     from diloco.planning.scaling import expect
 
+    if out is not None:
+        require()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = expect(parameters_of(model, parameters), learners, sync_every=sync_every, tokens=tokens)
@@ -82,10 +85,9 @@ def _print(it: "Expected") -> None:
 
 
 def _draw(found: "Expected", out: Path) -> None:
-    from diloco.planning.pictures import require, write
+    from diloco.planning.pictures import write
     from diloco.planning.scaling_pictures import pictures
 
-    require()
     lead = f"{found.num_parameters:.3g} parameters, {found.num_learners} learners. Made by diloco plan scaling."
     for file in write(out, "scaling", "Scaling laws", lead, pictures(found)):
         typer.echo(f"wrote {file}", err=True)

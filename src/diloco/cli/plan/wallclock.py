@@ -58,10 +58,13 @@ def command(
 
     The model of the scaling-law paper (arXiv 2503.09799), in which nothing overlaps.
     """
+    from diloco.planning.pictures import require
     from diloco.planning.units import COMPUTE, RATE, TIME
     from diloco.planning.wallclock import Job, Link, wall_clock
     from diloco.planning.wire import wire_format
 
+    if out is not None:
+        require()
     num_parameters = parameters_of(model, parameters)
     inside = Link(RATE.parse(within, "--within", positive=True), TIME.parse(within_latency, "--within-latency"))
     rate, bits = COMPUTE.parse(flops, "--flops", positive=True), wire_format(codec).bits_per_value
@@ -131,14 +134,14 @@ def _print(found: "Found") -> None:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for head in ("network", "method"):
         table.add_column(head, no_wrap=True)
-    for head in ("hours", "computing", "within", "across", "busy", "sent"):
+    for head in ("hours", "compute", "within", "across", "busy", "sent"):
         table.add_column(head, justify="right", no_wrap=True)
     before = ""
     for network, each, clock in found:
         seconds = (clock.total_s, clock.compute_s, clock.within_s, clock.across_s)
         table.add_row(
             "" if network == before else network, title(each), *(significant(each_s / 3600) for each_s in seconds),
-            f"{100 * clock.utilization:.1f} %", SIZE.show(clock.across_bits / 8),
+            f"{100 * clock.utilization:.0f} %", SIZE.show(clock.across_bits / 8),
         )  # fmt: skip
         before = network
     console.print(table)
@@ -150,10 +153,9 @@ def _print(found: "Found") -> None:
 
 
 def _draw(found: "Found", out: Path) -> None:
-    from diloco.planning.pictures import require, write
+    from diloco.planning.pictures import write
     from diloco.planning.wallclock_pictures import pictures
 
-    require()
     lead = (
         f"{found[0][1].num_parameters:.3g} parameters, {found[0][1].tokens:.3g} tokens. Made by diloco plan wallclock."
     )
