@@ -352,3 +352,32 @@ def test_a_call_that_is_quicker_than_its_version_is_answered_after_it() -> None:
     core.adopted(0, 1)
     (send,) = core.stepped(5)
     assert (send.base, send.tokens) == (1, 5)
+
+
+@pytest.mark.parametrize(("keeps_pending", "next_push", "steps"), [(False, 11, 4), (True, 8, 4)])
+def test_a_push_holds_a_whole_interval_of_work_however_late_the_last_answer(
+    keeps_pending: bool, next_push: int, steps: int
+) -> None:
+    """H = 4; the answer to the push after step 4 is adopted after step 7. What it overwrites is not work any more."""
+    core = LearnerCore(Schedule(4, 1), [0], wait=False, keeps_pending=keeps_pending, mode="pushed")
+    for _ in range(7):
+        core.stepped(5)
+    core.received(0, 1, merged_round=0)
+    core.adopted(0, 1)
+    restored = LearnerCore(Schedule(4, 1), [0], wait=False, keeps_pending=keeps_pending, mode="pushed")
+    restored.load_state_dict(core.state_dict())
+    for each in (core, restored):
+        sends = {each.step: send for _ in range(5) for send in each.stepped(5)}
+        (step,) = sends
+        assert (step, sends[step].steps, sends[step].base) == (next_push, steps, 1)
+
+
+def test_who_is_still_waiting_pushes_a_whole_interval_after_the_answer() -> None:
+    """It came after the next push was due."""
+    core = LearnerCore(Schedule(4, 1), [0], wait=False, mode="pushed")
+    for _ in range(10):
+        core.stepped(5)
+    core.received(0, 1, merged_round=0)
+    core.adopted(0, 1)
+    sends = [send for _ in range(4) for send in core.stepped(5)]
+    assert [(send.steps, send.tokens, send.discarded) for send in sends] == [(4, 20, (("overlap", 30),))]

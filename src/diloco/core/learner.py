@@ -14,7 +14,7 @@ Who says when a fragment is sent decides what is adopted when:
 
     scheduled   after the schedule's steps; a version is adopted τ steps after the send that it answers
     called      at the boundary after the syncer's call; every version is adopted at the boundary after it has come
-    pushed      after H own steps; the newest version is adopted once the learner's own work is in one
+    pushed      after H own steps of work; the newest version is adopted once the learner's own work is in one
 
 No tensor, clock, socket or thread is in here; `diloco.Learner` drives it.
 """
@@ -71,7 +71,7 @@ class FragmentBook:
         passed: versions up to this one are passed over: the contribution to it was dropped, and its learner goes on from its own
             parameters.
         asked: the syncer has called it when it could not be answered.
-        push_at: where learners push: the inner step of the next push.
+        push_at, push_every: where learners push: the inner step of the next push, and how many lie between the last one and it.
         answered: where learners push: the newest contribution is settled, so the newest version may be adopted.
     """
 
@@ -84,6 +84,7 @@ class FragmentBook:
     passed: int = 0
     asked: bool = False
     push_at: int = 0
+    push_every: int = 0
     answered: bool = False
     ledger: Ledger = field(default_factory=Ledger)
 
@@ -174,7 +175,8 @@ class LearnerCore:
         book = self.books[fragment]
         if book.flights and book.flights[-1].base == book.held:
             return None  # the answer to the last one is still on its way; the work goes with the next
-        book.push_at = self.step + (sync_every or self.schedule.sync_every_at(self.step + 1))
+        book.push_every = sync_every or self.schedule.sync_every_at(self.step + 1)
+        book.push_at = self.step + book.push_every
         book.answered = False
         return self._offer(fragment, book.held)
 
@@ -292,6 +294,10 @@ class LearnerCore:
             book.ledger.discard(book.pending_tokens, "overlap")
             book.overwritten += book.pending_tokens
             book.pending_tokens = book.pending_steps = 0
+            if (
+                self.mode == "pushed"
+            ):  # its work begins here; after a late answer the next push would have next to none in it
+                book.push_at = self.step + book.push_every
         book.held, book.answered = version, False
         book.received = {v for v in book.received if v > version}
         return settled
@@ -324,6 +330,7 @@ class LearnerCore:
                     "passed": b.passed,
                     "asked": b.asked,
                     "push_at": b.push_at,
+                    "push_every": b.push_every,
                     "answered": b.answered,
                     "received": sorted(b.received),
                     "flights": [asdict(flight) for flight in b.flights],
