@@ -65,12 +65,12 @@ FP32 = {"codec": "fp32", "outer": diloco.SGD(lr=1.0)}
 
 
 def test_a_round_takes_what_its_transfers_take() -> None:
-    # The model takes 0.5 s at the start; then every second step is followed by 0.5 s up, 0.5 s down and two latencies.
+    # The model takes 0.5 s at the start; every second step is followed by 0.5 s up, a notice, a request and 0.5 s down: four latencies.
     method = diloco.DiLoCo(sync_every=2, **FP32)
     for seen in run_virtual(life(method, 4), world(bit_per_s=2 * MODEL_BITS, latency_s=0.125)):
         assert isinstance(seen, Seen)
-        assert seen.times_s == [1.625, 3.875, 4.875, 7.125]
-        assert seen.metrics["blocked_s"] == 2 * 1.25
+        assert seen.times_s == [1.625, 4.125, 5.125, 7.625]
+        assert seen.metrics["blocked_s"] == 2 * 1.5
         assert seen.metrics["num_bytes"] == {"joins": 4000, "contributions": 8000, "updates": 8000}
 
 

@@ -81,9 +81,10 @@ def test_time_goes_into_steps_and_waiting(tiny: Tiny, tmp_path: Path) -> None:
     [given] = [e for e in read_events(tmp_path / "run" / "syncer" / "events.jsonl") if isinstance(e, Initialised)]
     num_bytes = 4 * given.num_parameters
     transfer_s = 8 * num_bytes / LINK_BIT_PER_S + 0.05
-    # Three rounds: up, and down; the model at the start is up for the one, and down for the other.
-    assert slow.waiting_s == pytest.approx(3 * 2 * transfer_s, rel=1e-9)
-    assert done.duration_s == pytest.approx(10 + 7 * transfer_s, rel=1e-9)
+    # Three rounds: up, a notice, a request, and down; the model at the start is up for the one, and down for the other.
+    round_s = 2 * transfer_s + 2 * 0.05
+    assert slow.waiting_s == pytest.approx(3 * round_s, rel=1e-9)
+    assert done.duration_s == pytest.approx(10 + 3 * round_s + transfer_s, rel=1e-9)
     steps = [e for e in read_events(tmp_path / "run" / "part-0" / "events.jsonl") if isinstance(e, Stepped)]
     assert steps[0].t == pytest.approx(transfer_s + 0.5, abs=1e-6)
     assert steps[1].tokens_per_s == pytest.approx(128 / 0.5)

@@ -269,5 +269,12 @@ class Run:
             self._send(self.indices[learner], Arrived(update, closed.theta, merged_round, mean), num_bytes)
 
     def _send(self, index: int, arrived: Arrived, num_bytes: int) -> None:
-        if (end := self.ends[index]) is not None and end.incarnation:
-            self.delivery.carry(index, "down", num_bytes, lambda: end.receive(arrived, num_bytes))
+        """A notice, the learner's request, and what it asked for."""
+        end, delivery = self.ends[index], self.delivery
+        if end is None or not end.incarnation:
+            return
+
+        def fetch() -> None:
+            delivery.carry(index, "down", num_bytes, lambda: end.receive(arrived, num_bytes))
+
+        delivery.tell(index, lambda: delivery.tell(index, fetch))

@@ -93,23 +93,23 @@ def _print(case: "Case", shown: "list[tuple[int, Outcome]]") -> None:
 
     from diloco.planning.units import SIZE, significant
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for title in ("", "method"):
-        table.add_column(title)
-    for title in ("computing", "hours", "up", "down", "in all", "USD", "loss"):
+        table.add_column(title, no_wrap=True)
+    for title in ("busy", "hours", "bytes", "USD", "loss"):
         table.add_column(title, justify="right", no_wrap=True)
-    num = len(case.learners)
     for rank, outcome in shown:
         table.add_row(
             str(rank), f"[bold]{outcome.candidate.title}[/]\n[dim]{outcome.candidate.detail}[/]",
-            f"{100 * case.utilization(outcome):.1f} %", significant(outcome.hours), SIZE.show(outcome.up_bytes / num),
-            SIZE.show(outcome.down_bytes / num), SIZE.show(outcome.up_bytes + outcome.down_bytes),
+            f"{100 * case.utilization(outcome):.1f} %", significant(outcome.hours), SIZE.show(outcome.up_bytes + outcome.down_bytes),
             "?" if outcome.usd is None else f"{outcome.usd:,.0f}", _loss(outcome),
         )  # fmt: skip
     console = Console(highlight=False)
     console.print(_headline(case))
     console.print(table)
-    console.print("up, down: of a learner. loss: expected above data parallel's at equal tokens.", style="dim")
+    console.print(
+        "bytes: of all learners, both ways. loss: expected above data parallel's at equal tokens.", style="dim"
+    )
     for rank, outcome in shown:
         unknown = f"unknown: {outcome.penalty.unknown}" if outcome.penalty.unknown else ""
         console.print(f"{rank}: {unknown or '; '.join(outcome.penalty.sources)}", style="dim")
