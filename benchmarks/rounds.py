@@ -42,10 +42,11 @@ def run(quick: bool) -> list[dict[str, Any]]:
             "torchft is not installed, so there is nothing to measure: pip install 'diloco[torchft]'", file=sys.stderr
         )
         return []
-    return [_row(codec, _measure(codec, 10 if quick else 50)) for codec in CODECS]
+    return [row_of(codec, measure(codec, 10 if quick else 50)) for codec in CODECS]
 
 
-def _row(codec: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def row_of(codec: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """What the table shows of `measure`."""
     ratios = [torchft_s / collective_s for collective_s, torchft_s in pairs]
     low, high = interval(ratios)
     return {
@@ -64,8 +65,8 @@ def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def _measure(codec: str, rounds: int) -> list[tuple[float, float]]:
-    """Seconds over `Collective` and over torchft, round by round, as the first learner saw them."""
+def measure(codec: str, rounds: int) -> list[tuple[float, float]]:
+    """Seconds over `Collective` and over torchft, pair by pair of rounds, as the first learner saw them."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         log = stack.enter_context(open(f"{folder}/log", "w+"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import __main__ as bench
-from benchmarks import transfer
+from benchmarks import rounds, transfer
 from rich.console import Console
 
 
@@ -40,6 +40,15 @@ def test_the_table_shows_every_row_with_its_verdict(transfer_rows: list[dict[str
     line = {row["name"]: next(line for line in text.splitlines() if row["name"] in line) for row in (step, codec)}
     assert line["a step"].split()[-6:] == ["1.200", "[1.100,", "1.300]", "≤", "1.10", "missed"]
     assert line["e3m0 decode"].split()[-5:] == ["GB/s", "0.500", "≥", "0.40", "met"]
+
+
+def test_a_round_over_torchft_is_timed_beside_one_over_a_fixed_group() -> None:
+    pytest.importorskip("torchft")
+    row = rounds.row_of("e3m0", rounds.measure("e3m0", rounds=2))
+    assert 0 < row["low"] <= row["ratio"] <= row["high"]
+    console = Console(record=True, width=140)
+    bench.show({"rounds": [row]}, console)
+    assert row["name"] in console.export_text()
 
 
 def test_json_names_the_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

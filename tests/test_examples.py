@@ -100,3 +100,20 @@ def test_moe_learners_of_parts_of_the_experts_train_all_of_them(moe: ModuleType)
     assert loss < moe.judge(before, held_out)[0] < 5.7
     # Every token takes as many places as experts are chosen; fp32 means of them.
     torch.testing.assert_close(loads.sum(dim=1), torch.ones(moe.LAYERS))
+
+
+@pytest.mark.slow
+def test_torchft_learners_find_each_other_and_end() -> None:
+    coordination = pytest.importorskip("torchft.coordination")
+    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
+    address = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
+    command = [sys.executable, str(EXAMPLES / "torchft" / "train.py"), "--lighthouse", address, "--steps", "100"]
+    try:
+        learners = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in ("a", "b")]
+        for learner in learners:
+            out, _ = learner.communicate(timeout=100)
+            assert learner.returncode == 0
+            assert "learners: 2" in out
+            assert "done" in out
+    finally:
+        lighthouse.shutdown()
