@@ -1,6 +1,8 @@
 """`diloco plan goodput`, `wallclock` and `scaling` as a user calls them."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 from studies import goodput as study
+from studies import scaling_laws
 
 from diloco.cli import main
 
@@ -149,6 +152,17 @@ def test_scaling_says_what_was_not_measured(call: Call, tmp_path: Path) -> None:
     assert "not known" in printed
     assert said.count("warning: ") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "penalty.png", "scaling.html"]
+
+
+@pytest.mark.parametrize("page", [study.PAGE, scaling_laws.PAGE], ids=lambda path: path.name)
+def test_the_commands_of_the_pages_run(page: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # one of them draws
+    commands = re.findall(r"^    diloco plan (.*?)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        code, printed, said = call(*shlex.split(command, comments=True))
+        assert code == 0, said
+        assert printed
 
 
 # -------------------------------------------------------------------------------------------------------------- wrong use

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from diloco.demo.accounting import KINDS
 from diloco.demo.plan import NUM_LEARNERS
 from diloco.demo.timeline import Timeline
-from diloco.planning.pictures import AMBER, BLUE, GREEN, GREY, GRID, RED, SKY, SMALL, TEXT, VIOLET, WIDTH_IN, plain, svg
+from diloco.planning.pages import svg
+from diloco.planning.pictures import AMBER, BLUE, GREEN, GREY, GRID, RED, SKY, SMALL, TEXT, VIOLET, WIDTH_IN, plain
 
 GLOBAL, BASELINE, ISOLATED, KILL, BACK, BAND = BLUE, AMBER, VIOLET, RED, GREEN, "#dbeafe"
 KIND_COLOURS = dict(zip(KINDS, (GLOBAL, SKY, "#a78bfa", GREY), strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 from diloco.demo.charts import bytes_chart, loss_chart, timeline_chart
 from diloco.demo.served import PROMPT
 from diloco.demo.story import Outcome
-from diloco.planning.pictures import page, table
+from diloco.planning.pages import page, table
 
 STYLE = """
 .cards{display:grid;grid-template-columns:repeat(3,1fr);gap:.8rem;margin:1.4rem 0}

@@ -1,0 +1,60 @@
+"""One self-contained HTML page: its frame, tables, and figures as SVG text."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLE = """
+body{font:16px/1.55 system-ui,sans-serif;color:#1f2937;max-width:880px;margin:2.5rem auto;padding:0 1.2rem;background:#fff}
+h1{font-size:1.8rem;margin-bottom:.2rem} h2{font-size:1.15rem;margin:2.4rem 0 .3rem} p{margin:.4rem 0}
+.lead{color:#4b5563} .note{color:#6b7280;font-size:.9rem} svg{width:100%;height:auto;margin-top:.4rem}
+svg text{font-family:system-ui,sans-serif!important} table{border-collapse:collapse;font-size:.9rem;margin:.6rem 0}
+td,th{border-bottom:1px solid #e5e7eb;padding:.3rem 1.1rem .3rem 0;text-align:left;vertical-align:top} th{font-weight:600}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums} code{font-size:.92em}
+"""
+
+
+def page(title: str, body: str, style: str = "") -> str:
+    """A whole HTML page; nothing in it is loaded from elsewhere. `style` is added to the common one."""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title><style>{STYLE}{style}</style></head><body>
+{body}
+</body></html>
+"""
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column is text, the others are numbers."""
+    head = "".join(
+        f"<th{'' if place == 0 else ' class=n'}>{html.escape(text)}</th>" for place, text in enumerate(heads)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{'' if place == 0 else ' class=n'}>{html.escape(text)}</td>" for place, text in enumerate(row))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def svg(figure: Figure) -> str:
+    """A figure as SVG text: text stays text, in the page's own font, and nothing refers to another file."""
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "diloco"}):
+        figure.savefig(
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
