@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +15,18 @@ import diloco
 from diloco import Learner, Method
 from diloco.core.fragments import Layout
 from diloco.core.update import MISSED, OUT_OF_STEP, Contribution, Update
-from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, Rejoined, Report, required_method
+from diloco.exchange.base import (
+    Arrived,
+    Called,
+    Event,
+    Exchange,
+    Model,
+    Opened,
+    Rejected,
+    Rejoined,
+    Report,
+    required_method,
+)
 
 FEEDBACK = diloco.DiLoCo(sync_every=2, overlap=1, codec=("int4", "fp32"), error_feedback=True)
 
@@ -166,6 +178,24 @@ def test_work_that_came_out_of_step_goes_with_the_next_contribution() -> None:
     assert stands_at(learner, 1)
 
 
+def test_work_that_came_out_of_step_is_kept_on_top_of_the_next_version() -> None:
+    """Its tokens are pending again, so it must be in the parameters and in what is measured next."""
+    method = replace(diloco.DiLoCo(sync_every=2, overlap=1), adopt=diloco.KeepDisplacement())
+    script, learner = start(method)
+    step(learner)
+    script.inbox.append(Rejected(0, 0, OUT_OF_STEP))  # heard at the very boundary of the send
+    step(learner)
+    script.publish(1, "you")
+    before = torch.cat([p.detach().flatten() for p in learner.model.parameters()])  # from version 0, which is 0
+    learner.step(tokens=10)
+    after = torch.cat([p.detach().flatten() for p in learner.model.parameters()])
+    assert torch.equal(after, before + 1)
+    learner.step(tokens=10)
+    contribution, payload = script.offers[1]
+    assert (contribution.base, contribution.tokens) == (1, 40)
+    assert torch.equal(method.up.decode(payload(), len(after)), 1 - after)
+
+
 def test_it_waits_only_for_what_is_due_and_says_so() -> None:
     script, learner = start()
 
@@ -235,6 +265,35 @@ def test_a_run_that_went_on_is_joined_where_it_is() -> None:
     assert late.metrics()["tokens"] == 0
     step(late, 2)
     assert (ahead.offers[0][0].round, ahead.offers[0][0].base) == (5, 5)
+
+
+PUSHED = diloco.AsyncDiLoCo(sync_every=2, learners=1, dynamic_steps=False)
+CALLED = diloco.DecoupledDiLoCo(sync_every=2, fragments=diloco.Whole(), codec="fp32")
+
+
+@pytest.mark.parametrize("method", [PUSHED, CALLED], ids=["pushed", "called"])
+def test_resumed_it_does_not_wait_for_what_the_old_incarnation_sent(method: Method) -> None:
+    """Nobody says what became of that. Held to it, the learner would never send again, nor adopt anything, and train on alone."""
+    script, learner = start(method)
+    script.inbox += [Called(0, 0)] if method is CALLED else []
+    step(learner, 2)
+    assert len(script.offers) == 1
+    again, resumed = start(method)
+    resumed.model.load_state_dict(learner.model.state_dict())
+    assert resumed.load_state_dict(learner.state_dict())
+    before = torch.cat([p.detach().flatten() for p in resumed.model.parameters()])
+    again.inbox += [Called(0, 0)] if method is CALLED else []
+    step(resumed, 2)
+    after = torch.cat([p.detach().flatten() for p in resumed.model.parameters()])
+    ((contribution, payload),) = again.offers
+    assert (contribution.round, contribution.base) == (0, 0)
+    assert contribution.tokens == 10 * contribution.steps == (20 if method is PUSHED else 10)
+    if method is PUSHED:  # what was sent went with the old incarnation: the syncer has it, or it is lost
+        assert torch.equal(method.up.decode(payload(), len(before)), before - after)
+    again.publish(1, "me")
+    step(resumed)
+    assert stands_at(resumed, 1)
+    assert ledger_of(resumed)["pending"] >= 0
 
 
 def test_nothing_is_kept_of_the_model_it_started_from() -> None:

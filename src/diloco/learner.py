@@ -17,7 +17,7 @@ from diloco.core.adopt import Eager
 from diloco.core.fragments import Layout, make_layout
 from diloco.core.learner import LearnerCore, Send, mode_of
 from diloco.core.method import Method
-from diloco.core.update import Contribution, Update
+from diloco.core.update import KEPT, Contribution, Update
 from diloco.eager import EagerSteps
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Arrived, Called, Exchange, Opened, Rejected, Rejoined, Report
@@ -201,6 +201,9 @@ class Learner:
                 case Rejected(fragment=fragment, round=round_, reason=reason):
                     if self._core.rejected(fragment, round_, reason):
                         self._residuals.roll_back(fragment, round_)
+                        if reason in KEPT:
+                            self._sent.pop(fragment, None)
+                            self._values.measure_from((fragment,), here=False)
                 case Rejoined(opened=opened):
                     self._rejoin(opened)
 
@@ -373,9 +376,12 @@ class Learner:
             return False
         self._exchange.load_state_dict(state["exchange"])
         self._core.load_state_dict(state["core"])
+        self._values.load_learner_state(state)
+        self._values.measure_from(
+            self._core.forget_flights(keep_work=bool(state["exchange"])), here=not state["exchange"]
+        )
         if not state["exchange"]:  # a syncer keeps the books, by incarnation, and this is a new one
             self._core.reincarnated()
-        self._values.load_learner_state(state)
         self._residuals.load_state_dict(state["residuals"])
         if self._eager is not None:
             self._eager.load_state_dict(state["eager"])

@@ -98,11 +98,18 @@ class Values:
         self.anchors[fragment] = theta
         self.origins.pop(fragment, None)
 
+    def measure_from(self, fragments: Iterable[int], *, here: bool) -> None:
+        """What is measured next of these starts from the parameters as they are (`here`), or from what was last adopted."""
+        for fragment in fragments:
+            if here:
+                self.origins[fragment] = gather(self._layout.fragments[fragment], self.parameters).cpu()
+            else:
+                self.origins.pop(fragment, None)
+
     def end_boundary(self, sent: Iterable[int], *, keep: bool) -> None:
         """What is measured next of fragments that were sent and not adopted starts from here."""
         if keep:
-            for fragment in sent:
-                self.origins[fragment] = gather(self._layout.fragments[fragment], self.parameters).cpu()
+            self.measure_from(sent, here=True)
 
     def state_dict(self, fragments: Sequence[Tensor] | None) -> dict[str, Tensor]:
         """These fragments in the shape of the model's `state_dict`, host tensors in its dtypes; None: the model as it is."""

@@ -29,7 +29,7 @@ from diloco.core.ledger import Ledger
 from diloco.core.method import Method
 from diloco.core.quorum import AllLive, Called
 from diloco.core.schedule import Schedule
-from diloco.core.update import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, TWICE
+from diloco.core.update import DROPPED, KEPT, MISSED, OUTLIER, TWICE
 from diloco.errors import CheckpointError, VersionError
 
 
@@ -229,7 +229,7 @@ class LearnerCore:
         flight = next((each for each in book.flights if each.round == round_ and not each.listed), None)
         if flight is None:
             return False
-        if reason in (OUT_OF_STEP, DROPPED):
+        if reason in KEPT:
             book.pending_tokens += flight.tokens
             book.pending_steps += flight.steps
         else:
@@ -361,6 +361,26 @@ class LearnerCore:
             })
             for book in state["books"]
         ]  # fmt: skip
+
+    def forget_flights(self, *, keep_work: bool) -> tuple[int, ...]:
+        """After `load_state_dict`, where nobody blocks: whose contributions nobody has heard of will not hear of them any more.
+
+        `keep_work`: nobody has them, so their work is pending again. Otherwise all went with the old incarnation, and work begins
+        here. Returns the fragments that this is about.
+        """
+        forgotten = []
+        for fragment, book in enumerate(self.books):
+            open_ = [flight for flight in book.flights if not flight.listed]
+            if not open_ or self.mode == "scheduled":
+                continue
+            forgotten.append(fragment)
+            book.flights = [flight for flight in book.flights if flight.listed]
+            if keep_work:
+                book.pending_tokens += sum(flight.tokens for flight in open_)
+                book.pending_steps += sum(flight.steps for flight in open_)
+            else:
+                book.pending_steps = 0
+        return tuple(forgotten)
 
     def reincarnated(self) -> None:
         """After `load_state_dict`, under a new incarnation: the work goes on, but its tokens count no more.

@@ -36,7 +36,7 @@ from diloco.core.rounds import (
     Store,
     WakeAt,
 )
-from diloco.core.update import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, Contribution
+from diloco.core.update import KEPT, MISSED, OUTLIER, Contribution
 from diloco.errors import StaleIncarnationError, VersionError
 
 __all__ = [
@@ -377,7 +377,7 @@ class SyncerCore:
         if not self.is_counted(c):
             ledger = self.ledgers[c.learner][c.fragment]
             _count_discards(ledger, c)
-            if reason not in (OUT_OF_STEP, DROPPED):
+            if reason not in KEPT:
                 ledger.discard(c.tokens, reason)
         return Reject(c, reason)
 

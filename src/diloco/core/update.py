@@ -37,6 +37,8 @@ OUT_OF_STEP = "out of step"
 DROPPED = "dropped"
 """It is one of those that `AllLive(drop=…)` leaves out."""
 
+KEPT = (OUT_OF_STEP, DROPPED)
+
 # Why a contribution is discarded.
 MISSED = "missed"
 """The round is closed. Its answer comes all the same."""
