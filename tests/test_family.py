@@ -201,6 +201,18 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         diloco.run_local(live, learners=1)
 
 
+def test_eager_learners_train_the_whole_model() -> None:
+    """Their own part of a mean would be another one for every tensor."""
+
+    def live(index: int, exchange: Exchange) -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        Learner(model, optimizer, method=diloco.EagerDiLoCo(), exchange=exchange, trains=["layers.0.*"])
+
+    with pytest.raises(ConfigError, match="or use DelayedDiLoCo"):
+        diloco.run_local(live, learners=1)
+
+
 # --- what holds in any run ------------------------------------------------------------------------------------------------
 
 

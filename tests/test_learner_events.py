@@ -267,6 +267,16 @@ def test_a_run_that_went_on_is_joined_where_it_is() -> None:
     assert (ahead.offers[0][0].round, ahead.offers[0][0].base) == (5, 5)
 
 
+def test_an_answer_that_was_fetched_whole_is_saved_whole() -> None:
+    """Resumed without its outer state, an eager learner would not start the fragment again from the run's values."""
+    update = Update(0, 3, 4, ("a", "b"), (1.0, 2.0), 1.0, "", lossless=True)
+    arrived = Arrived(update, torch.ones(3), 3, None, {"momentum": torch.rand(3)})
+    again = _arrived_in(_arrived_out(arrived))
+    assert (again.update, again.merged_round, again.mean) == (update, 3, None)
+    assert again.outer_state is not None
+    assert torch.equal(again.outer_state["momentum"], arrived.outer_state["momentum"])  # type: ignore[index]
+
+
 PUSHED = diloco.AsyncDiLoCo(sync_every=2, learners=1, dynamic_steps=False)
 CALLED = diloco.DecoupledDiLoCo(sync_every=2, fragments=diloco.Whole(), codec="fp32")
 

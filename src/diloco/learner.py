@@ -74,6 +74,11 @@ class Learner:
         check_trainable(model, inner_optimizer, self.method, exchange)
         self.layout: Layout = make_layout(model, self.method.fragments)
         self._values = Values(model, self.layout, self.method)
+        if trains is not None and isinstance(self.method.adopt, Eager):
+            raise ConfigError(
+                f"{self.method.name} replaces a learner's own part of every mean, and where learners train parts that is another "
+                "part for every tensor; train all of the model, or use DelayedDiLoCo."
+            )
         self._trained = trained_tensors(self.layout, trains)
         self._blocked_s = 0.0
         self._num_blocked = 0
@@ -420,13 +425,21 @@ class Learner:
 
 
 def _arrived_out(arrived: Arrived) -> dict[str, Any]:
-    tensors = {"theta": arrived.theta} | ({} if arrived.mean is None else {"mean": arrived.mean})
+    tensors: dict[str, Any] = {"theta": arrived.theta} | ({} if arrived.mean is None else {"mean": arrived.mean})
+    if arrived.outer_state is not None:
+        tensors["outer_state"] = dict(arrived.outer_state)
     return {"update": asdict(arrived.update), "merged_round": arrived.merged_round, **tensors}
 
 
 def _arrived_in(saved: Mapping[str, Any]) -> Arrived:
     listed = {key: tuple(saved["update"][key]) for key in ("contributors", "weights")}
-    return Arrived(Update(**(saved["update"] | listed)), saved["theta"], saved["merged_round"], saved.get("mean"))
+    return Arrived(
+        Update(**(saved["update"] | listed)),
+        saved["theta"],
+        saved["merged_round"],
+        saved.get("mean"),
+        saved.get("outer_state"),
+    )
 
 
 def _fragment_and_version(key: str) -> tuple[int, int]:
