@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from tests.exchange.scenarios import Net, Result, Scenario, make_model, make_optimizer, train_step
 from tests.exchange.worlds import join_world, write
+from torch import nn
 
 import diloco
 from diloco import Collective, Learner, Method
@@ -109,6 +110,24 @@ def refuses_checkpoints_that_do_not_fit(rank: int) -> dict[str, Any]:
     return errors
 
 
+def trains_parts_of_many_tensors(rank: int) -> dict[str, Any]:
+    """Which of ten thousand tensors a learner trains is more than a frame holds. By the last digit of its name."""
+    model = nn.Module()
+    for i in range(10_000):
+        model.register_parameter(f"w{i}", nn.Parameter(torch.zeros(1)))
+    trains = {1: ["w*[0369]"], 2: ["w*[124578]"]}.get(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with Learner(
+        model, optimizer, method=diloco.LocalSGD(sync_every=1), exchange=Collective(timeout_s=60.0), trains=trains
+    ) as learner:
+        for parameter in model.parameters():
+            parameter.grad = torch.full((1,), float(rank))
+        optimizer.step()
+        learner.step(tokens=1)
+        ends = torch.cat(list(model.parameters())).detach()
+    return {"first": ends[:4].tolist(), "last": ends[-4:].tolist()}
+
+
 def notices_different_bits(rank: int) -> dict[str, Any]:
     """A bit of the copy of the fragment that learner 1 holds has flipped."""
     trainer = Trainer(rank, diloco.DiLoCo(sync_every=2, codec="e3m0"), steps=2)
@@ -172,8 +191,8 @@ def notices_a_killed_learner(rank: int) -> dict[str, Any]:
 
 LIVES = [
     counts_the_same_run_tokens_at_every_step, counts_bytes, refuses_methods_that_need_a_syncer, refuses_to_be_used_twice,
-    refuses_checkpoints_that_do_not_fit, notices_different_bits, notices_learners_out_of_step, notices_a_learner_that_stops_early,
-    notices_a_silent_learner, finishes_what_others_wait_for, notices_a_killed_learner,
+    refuses_checkpoints_that_do_not_fit, trains_parts_of_many_tensors, notices_different_bits, notices_learners_out_of_step,
+    notices_a_learner_that_stops_early, notices_a_silent_learner, finishes_what_others_wait_for, notices_a_killed_learner,
 ]  # fmt: skip
 
 

@@ -105,6 +105,12 @@ def test_refuses_checkpoints_that_do_not_fit(world: dict[str, Facts]) -> None:
         assert "learner-000 and learner-001 were not taken after the same step" in facts["moments"][1]
 
 
+def test_any_number_of_tensors_may_be_trained_in_parts(world: dict[str, Facts]) -> None:
+    for facts in world["trains_parts_of_many_tensors"]:
+        assert facts["first"] == [-0.5, -1.0, -1.0, -0.5]  # the mean of 0 and 1, or of 0 and 2
+        assert facts["last"] == [-0.5, -1.0, -1.0, -0.5]
+
+
 def test_different_bits_are_an_error_on_every_rank(world: dict[str, Facts]) -> None:
     for facts in world["notices_different_bits"]:
         assert facts["error"][0] == "DigestError"

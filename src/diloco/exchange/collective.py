@@ -284,12 +284,13 @@ class Collective(Exchange):
         place = f"of fragment {c.fragment} in round {c.round}"
         encoded, error = _attempt(payload)
         said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.digest,
-                "tensors": None if c.tensors is None else format(sum(1 << i for i in c.tensors), "x")}  # fmt: skip
+                "part": c.tensors is not None}  # fmt: skip
         frames = self._agree(f"the contribution {place}", said, error)
         self._require_same_digest(c.fragment, held.version, [frame["digest"] for frame in frames])
+        tensors = self._trained_tensors(c, place) if any(frame["part"] for frame in frames) else [None] * len(frames)
         contributions = [
             Contribution(_name(rank), 1, c.fragment, c.round, frame["base"], frame["tokens"], frame["steps"], frame["trained"],
-                         step=c.step, tensors=_indices(frame["tensors"]))
+                         step=c.step, tensors=tensors[rank])
             for rank, frame in enumerate(frames)
         ]  # fmt: skip
         weights = merge_weights(
@@ -322,6 +323,13 @@ class Collective(Exchange):
                 Arrived(update, advanced.theta, c.round - 1, advanced.mean),
             )
         return _Round(events, sum(each.trained for each in contributions))
+
+    def _trained_tensors(self, c: Contribution, place: str) -> list[tuple[int, ...] | None]:
+        """Which tensors every rank trains, of any number."""
+        told = self._group.gather_values(c.tensors, f"the tensors that are trained {place}")
+        sizes = [len(json.dumps(each)) + FRAME_BYTES for each in told]
+        self._num_bytes["control"] += sizes[self._group.rank] * (self._group.size - 2) + sum(sizes)
+        return [None if each is None else tuple(each) for each in told]
 
     def _close(self, held: _Fragment, contributions: Sequence[Encoded]) -> Closed:
         """As the syncer of this rank's shard."""
@@ -452,11 +460,3 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, DilocoError | None]:
 
 def _name(rank: int) -> str:
     return f"learner-{rank:03d}"
-
-
-def _indices(bits: str | None) -> tuple[int, ...] | None:
-    """The positions of the ones in a hexadecimal number."""
-    if bits is None:
-        return None
-    number = int(bits, 16)
-    return tuple(i for i in range(number.bit_length()) if number >> i & 1)
