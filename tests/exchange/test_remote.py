@@ -64,7 +64,7 @@ class Life:
         self._stop.set()
         wait([self.result], timeout=5)
         self.exchange.close()  # whatever it waits for
-        with suppress(StopIteration, errors.ExchangeError):
+        with suppress(StopIteration, errors.ExchangeError, errors.StaleIncarnationError):
             self.result.result(timeout=30)
         self._pool.shutdown()
 
@@ -206,6 +206,22 @@ def test_tokens_of_an_old_incarnation_are_not_counted_for_the_new_one(tmp_path: 
             ledger = fragment["ledger"]
             settled = ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
             assert ledger["trained"] == settled + ledger["pending"] == status["tokens"]
+
+
+def test_a_process_whose_name_another_one_took_does_not_come_back(tmp_path: Path) -> None:
+    """It does not even hear that it was replaced: it is refused when it wants to join again, and the newer one trains on."""
+    with start(tmp_path, method(), deadlines=QUICK) as syncer, Relay(syncer.port) as relay:
+        with living(diloco.connect(relay.address, run=RUN, learner="a", initialise=True)) as older:
+            until(lambda: older.step > 5, "the older one does not train")
+            relay.stall()
+            with living(diloco.connect(syncer.address, run=RUN, learner="a")) as newer:
+                until(lambda: newer.step > 5, "the newer one does not train")
+                relay.cut()
+                with pytest.raises(errors.StaleIncarnationError, match="another process has joined"):
+                    older.result.result(timeout=30)
+                step = newer.step
+                until(lambda: newer.step > step + 20, "the newer one does not train on")
+                assert syncer.engine.status()["learners"]["a"]["incarnation"] == 2
 
 
 @pytest.mark.parametrize("kind", ["damaged", "behind"])

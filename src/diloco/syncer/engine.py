@@ -20,6 +20,7 @@ from diloco.core.update import Contribution
 from diloco.errors import (
     AlreadyInitialisedError,
     LayoutError,
+    StaleIncarnationError,
     UnknownRunError,
 )
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -64,6 +65,7 @@ class Engine:
         self._journal = Journal(events_log, metrics)
         self._watches = Watches()
         self._status = Status(self._state)
+        self._processes: dict[str, int] = {}  # the newest of each learner, since this syncer started
         self._ticker = Ticker(self._tick)
         self._merger = Merger(self._state, store, spool, self._journal, carry_out=self._carry_out)
         self._hands = Hands(
@@ -159,15 +161,24 @@ class Engine:
                 state.begin(HeldModel(self.method, layout, static, fragments), step=step, tokens=tokens)
         self._journal.initialised(learner, source, layout, step, tokens, len(static))
 
-    def join(self, learner: str, layout: Layout) -> int:
+    def join(self, learner: str, layout: Layout, *, process: int = 0, again: bool = False) -> int:
         """A new incarnation of `learner`, durably; returns its number.
+
+        Arguments:
+            process: whose it is. again: after an incarnation of the same process was given up.
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
+            StaleIncarnationError: it joins again, but a newer process has its place.
         """
         if difference := layout.first_difference(self.model.layout):
             raise LayoutError(f"learner {learner!r} (here) does not hold the run's model (there): {difference}.")
         with self._lock:
+            if again and self._processes.get(learner, process) != process:
+                raise StaleIncarnationError(
+                    f"another process has joined run {self._state.run!r} as {learner!r}; give every learner its own name."
+                )
+            self._processes[learner] = process
             incarnation, actions = self._state.core.joined(time.monotonic(), learner)
             self._journal.joined(learner, incarnation, self._state.core.step)
             self._hands.carry_out(actions)

@@ -94,7 +94,9 @@ class Service:
 
     def join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         self._admit(context, request.run, "learner", request.learner, "joins")
-        incarnation = self._engine.join(request.learner, _layout(request.layout))
+        incarnation = self._engine.join(
+            request.learner, _layout(request.layout), process=request.process, again=request.again
+        )
         step, run_tokens = self._engine.position()
         return pb.JoinReply(incarnation=incarnation, step=step, run_tokens=run_tokens)
 

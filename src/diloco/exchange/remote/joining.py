@@ -121,10 +121,20 @@ class Joining:
     # --- a new incarnation ------------------------------------------------------------------------------------------------
 
     def join(self) -> Opened:
-        """As a new incarnation: everything from the syncer, losslessly."""
+        """As a new incarnation: everything from the syncer, losslessly.
+
+        Raises:
+            StaleIncarnationError: it joins again, and another process has joined by its name meanwhile.
+        """
         session = self._session
-        request = pb.JoinRequest(run=session.run, learner=session.learner, layout=json.dumps(session.layout.to_dict()))
+        request = pb.JoinRequest(
+            run=session.run,
+            learner=session.learner,
+            layout=json.dumps(session.layout.to_dict()),
+            process=session.process,
+        )
         while True:
+            request.again = session.incarnation > 0
             reply = session.retry(lambda: session.connection.call("joins", "Join", request, pb.JoinReply))
             session.incarnation = reply.incarnation
             try:

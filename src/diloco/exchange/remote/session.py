@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -86,6 +87,7 @@ class Session:
     """One learner in one run.
 
     Attributes:
+        process: a number of this exchange's own, by which the syncer tells it from another one with the same name.
         incarnation: the newest; 0 before it has joined.
         boot: names the syncer's process that was last heard of.
         layout, method: set when the learner opens the exchange.
@@ -101,6 +103,7 @@ class Session:
         self.connection = connection
         self.run = run
         self.learner = learner
+        self.process = secrets.randbits(64)
         self.incarnation = 0
         self.boot = 0
         self.inbox = Inbox()
