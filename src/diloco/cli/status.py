@@ -171,7 +171,7 @@ def _fragments(status: dict[str, Any]) -> "Table":
     from rich.table import Table
 
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("fragment", "version", "trained", "merged", "pending", "discarded", "lost", "newest\nmerge"):
+    for title in ("fragment", "version", "trained", "merged", "pending", "discarded", "lost", "newest\nmerge of"):
         table.add_column(title, justify="right")
     table.add_column("now")
     for it in status["fragments"]:
@@ -183,7 +183,7 @@ def _fragments(status: dict[str, Any]) -> "Table":
             sum(ledger["discarded"].values()),
             ledger["lost"],
         )
-        merge = f"{len(it['last_contributors'])} of {len(status['learners'])}" if it["version"] else ""
+        merge = str(len(it["last_contributors"])) if it["version"] else ""
         table.add_row(str(it["fragment"]), str(it["version"]), *map(_short, counts), merge, it["reason"])
     return table
 
