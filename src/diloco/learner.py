@@ -86,7 +86,7 @@ class Learner:
         self._last_step_at: float | None = None
         self._step_s: float | None = None
         self._closed = False
-        self._merges = 0
+        self._merges = self._updates = 0
         self._received: dict[tuple[int, int], Arrived] = {}
         self._start_model: Opened | None = None
         self._start(exchange.open(self.layout, self.method, self._values.own_model))
@@ -194,8 +194,9 @@ class Learner:
             match event:
                 case Arrived(update=update):
                     self._received[update.fragment, update.version] = event
+                    self._updates += update.version > self._core.versions[update.fragment]
                     listed = self._core.received(update.fragment, update.version, event.merged_round)
-                    self._merges += len(listed)
+                    self._merges += bool(listed)
                     for flight in listed:
                         self._residuals.commit(update.fragment, flight.round)
                     if self._core.mode == "scheduled" and event.merged_round < update.base:
@@ -313,8 +314,8 @@ class Learner:
         return newest
 
     def metrics(self) -> dict[str, Any]:
-        """Plain numbers: steps, tokens, versions, merges this learner was in, seconds blocked in `step` (in all, and how many calls
-        were blocked for how long), bytes, ledger."""
+        """Plain numbers: steps, tokens, versions, updates received and merges among them this learner was in, seconds blocked in `step`
+        (in all, and how many calls were blocked for how long), bytes, ledger."""
         return {
             "learner": self._name,
             "incarnation": self._incarnation,
@@ -322,6 +323,7 @@ class Learner:
             "tokens": self._core.tokens,
             "run_tokens": self.run_tokens,
             "versions": list(self._core.versions),
+            "updates": self._updates,
             "merges": self._merges,
             "step_s": self._step_s,
             "blocked_s": self._blocked_s,

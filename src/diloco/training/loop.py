@@ -67,7 +67,6 @@ class Trainer:
         self._progress = progress or Silent()
         self._stopping = False
         self._joined = False
-        self._num_joined_versions = 0
         self._check_batches()
         self._clock = clock or Clock()
         corpus = load_corpus(config.data) if shared is None else shared.corpus
@@ -178,7 +177,6 @@ class Trainer:
                     "this exchange cannot take them over; set warm_start.steps = 0"
                 )
         island.count_anew()
-        self._num_joined_versions = sum(self.learner.versions)
 
     def _finish(self, reason: str, seconds: float) -> Summary:
         if self.config.checkpoint.every_steps or reason == "stopped":
@@ -293,7 +291,7 @@ class Trainer:
     def _status(self, step: int, lr: float, loss: float) -> Status:
         metrics = self.learner.metrics()
         num_bytes = metrics.get("num_bytes", {})
-        new_versions = sum(self.learner.versions) - self._num_joined_versions
+        num_updates = metrics.get("updates", 0)
         return Status(
             name=self.part.name,
             step=step,
@@ -305,7 +303,7 @@ class Trainer:
             versions=self.learner.versions,
             sent_bytes=num_bytes.get("contributions", 0),
             received_bytes=num_bytes.get("updates", 0) + num_bytes.get("joins", 0),
-            participation=metrics.get("merges", 0) / new_versions if new_versions > 0 else None,
+            participation=metrics["merges"] / num_updates if num_updates else None,
             note="warm start" if self._warming_up else "",
         )
 

@@ -24,7 +24,7 @@ class Status:
     versions: tuple[int, ...] = ()
     sent_bytes: int = 0
     received_bytes: int = 0
-    participation: float | None = None  # share of the merges since it joined that this learner took part in
+    participation: float | None = None  # share of the merges it has heard of that this learner took part in
     note: str = ""
 
     def line(self) -> str:
