@@ -94,16 +94,6 @@ class Waited(Event):
     times: int
 
 
-class Rejoined(Event):
-    """A learner came back under a new incarnation and adopted the newest versions."""
-
-    kind: Literal["rejoined"] = "rejoined"
-    learner: str
-    incarnation: int
-    step: int = 0
-    reason: str = ""
-
-
 class Checkpointed(Event):
     """A checkpoint is durable."""
 
@@ -143,7 +133,7 @@ class Initialised(Event):
 
     kind: Literal["initialised"] = "initialised"
     learner: str
-    source: str  # "learner", "seed", "checkpoint", "weights"
+    source: str  # "seed", "weights" or "checkpoint", as the trainer says; what `connect(source=…)` was given, "learner" by default
     layout_digest: str
     num_parameters: int
     num_bytes: int = 0
@@ -158,7 +148,6 @@ class Joined(Event):
     learner: str
     incarnation: int
     step: int = 0
-    num_bytes: int = 0  # of the model it was given
 
 
 class Left(Event):
@@ -167,30 +156,16 @@ class Left(Event):
     kind: Literal["left"] = "left"
     learner: str
     incarnation: int
-    tokens: int = 0
-    steps: int = 0
-    reason: str = ""
+    tokens: int = 0  # trained by this incarnation
 
 
 class Evicted(Event):
-    """The syncer stopped counting on a learner that is lost (connection) or stalled (no step)."""
+    """The syncer stopped counting on a learner that is lost (silent), stalled (no step) or replaced by a newer incarnation."""
 
     kind: Literal["evicted"] = "evicted"
     learner: str
     incarnation: int
-    reason: str  # a sentence
-    silent_s: float = 0.0
-    deadline_s: float = 0.0
-
-
-class Opened(Event):
-    """A round of a fragment began; only these members can take part."""
-
-    kind: Literal["opened"] = "opened"
-    fragment: int
-    round: int
-    base: int
-    members: tuple[str, ...]
+    reason: str  # a few words
 
 
 class Contributed(Event):
@@ -212,15 +187,17 @@ class Rejected(Event):
     kind: Literal["rejected"] = "rejected"
     learner: str
     fragment: int
-    reason: str  # a sentence
+    reason: str  # a few words
     round: int = 0
     base: int = 0
     tokens: int = 0
-    num_bytes: int = 0
 
 
 class Merged(Event):
-    """Contributions were joined and the outer step was taken."""
+    """Contributions were joined and the outer step was taken.
+
+    Not durable yet: a syncer that is killed before it is closes the round again.
+    """
 
     kind: Literal["merged"] = "merged"
     fragment: int
@@ -230,14 +207,16 @@ class Merged(Event):
     weights: tuple[float, ...]
     tokens: tuple[int, ...]  # per contributor, newly merged
     steps: tuple[int, ...] = ()
-    members: tuple[str, ...] = ()  # those who were in the round when it opened
-    scale: float = 1.0
+    members: tuple[str, ...] = ()  # whom the round counted on
+    scale: float = 1.0  # the merged outer gradient was multiplied by it
     merge_s: float = 0.0
-    reason: str = ""  # why the round was closed
 
 
 class Published(Event):
-    """A version is durable and visible to all."""
+    """A version is durable and visible to all.
+
+    A syncer that is killed in between may not have written it; `syncer_started` of the next one has the version.
+    """
 
     kind: Literal["published"] = "published"
     fragment: int
@@ -259,14 +238,6 @@ class Traffic(Event):
     learner: str = ""  # the other end, when these are one learner's connections
 
 
-class Warned(Event):
-    """Something a person should know that did not stop the run."""
-
-    kind: Literal["warned"] = "warned"
-    message: str
-    learner: str = ""
-
-
 AnyEvent = Annotated[
     RunStarted
     | Stepped
@@ -274,7 +245,6 @@ AnyEvent = Annotated[
     | Sampled
     | Adopted
     | Waited
-    | Rejoined
     | Checkpointed
     | Finished
     | SyncerStarted
@@ -282,13 +252,11 @@ AnyEvent = Annotated[
     | Joined
     | Left
     | Evicted
-    | Opened
     | Contributed
     | Rejected
     | Merged
     | Published
-    | Traffic
-    | Warned,
+    | Traffic,
     Field(discriminator="kind"),
 ]
 _READER: TypeAdapter[Event] = TypeAdapter(AnyEvent)

@@ -201,6 +201,7 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
                 initialise=initialise,
                 initial_step=steps,
                 initial_tokens=tokens,
+                source=_source(config, part),
             )
             return diloco.Learner(model, optimizer, exchange=exchange, trains=config.train.trains or None)
 
@@ -215,6 +216,13 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
             return connect(initialise=False)
 
     return attach
+
+
+def _source(config: "RunConfig", part: "Part") -> str:
+    """Where a model that this part gives the run comes from."""
+    if part.resume_from is not None or config.warm_start.checkpoint is not None:
+        return "checkpoint"
+    return "seed" if config.model.weights is None else "weights"
 
 
 def read_token(path: Path | None) -> str | None:
