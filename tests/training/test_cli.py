@@ -77,7 +77,8 @@ def test_a_signal_ends_training_with_a_checkpoint_to_resume_from(run: Run, run_f
     assert "baseline trained" in rest
     (checkpoint,) = (tmp_path / "run" / "baseline" / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
-    done = run("train", str(run_file), "--alone", "--resume", "--json", "--set", f"run.tokens={(step + 3) * 256}")
+    to_go = ["--set", f"run.tokens={(step + 3) * 256}", "--set", "schedule.steps=20"]
+    done = run("train", str(run_file), "--alone", "--resume", "--json", *to_go)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == step + 3
 
