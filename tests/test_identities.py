@@ -4,6 +4,7 @@ against references written out, and against published numbers."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -175,6 +176,19 @@ def test_fragments_that_are_sent_together_are_the_whole_model() -> None:
     whole = train(diloco.DiLoCo(sync_every=4))
     cut = train(diloco.DiLoCo(sync_every=4, fragments=diloco.Balanced(3), offsets=[4, 4, 4]))
     assert_same_bits(whole, cut)
+
+
+@pytest.mark.parametrize("average", ["learners", "senders"])
+def test_sparseloco_that_sends_everything_is_local_sgd(average: Literal["learners", "senders"]) -> None:
+    """Every entry moves in every interval, so all are senders of it."""
+    sparse = diloco.SparseLoCo(sync_every=4, codec=("topk-4096", "fp32"), average=average)
+    assert_same_bits(train(sparse), train(diloco.LocalSGD(sync_every=4)))
+
+
+def test_muloco_is_diloco_with_its_numbers() -> None:
+    """Muon is the learner's own."""
+    outer = diloco.Nesterov(lr=0.8, momentum=0.7)
+    assert_same_bits(train(diloco.MuLoCo(), steps=31), train(diloco.DiLoCo(sync_every=30, outer=outer), steps=31))
 
 
 def test_mixing_with_alpha_1_never_communicates_to_the_learner() -> None:
