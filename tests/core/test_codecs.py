@@ -190,22 +190,6 @@ def test_segments_are_payloads(codec: Codec, num_elements: int) -> None:
 
 
 @each_codec
-def test_single_segments(codec: Codec) -> None:
-    for num_elements in (1, 65, SEGMENT_ELEMENTS):
-        x = normal(num_elements)
-        payload = torch.empty(codec.segment_bytes(num_elements), dtype=torch.uint8)
-        codec.encode_segment(x, payload)
-        codec.check_segment(payload, num_elements)
-        out = torch.empty(num_elements)
-        codec.decode_segment(payload, out)
-        assert torch.equal(payload, codec.encode(x))
-        assert same_bits(out, codec.decode(payload, num_elements))
-    too_long = normal(SEGMENT_ELEMENTS + 1)
-    with pytest.raises(ConfigError, match="at most 32768"):
-        codec.encode_segment(too_long, codec.encode(too_long))
-
-
-@each_codec
 def test_zeros_are_exact(codec: Codec) -> None:
     decoded = codec.decode(codec.encode(torch.zeros(1000)), 1000)
     assert same_bits(decoded, torch.zeros(1000))
@@ -320,7 +304,7 @@ def test_damaged_content_is_refused(codec: Codec, segment: int) -> None:
             codec.decode(payload, num_elements)
         span = codec.segment_span(num_elements, segment, segment + 1)
         with pytest.raises(CorruptPayloadError, match=codec.name):
-            codec.check_segment(payload[span], min(SEGMENT_ELEMENTS, num_elements - segment * SEGMENT_ELEMENTS))
+            codec.check(payload[span], min(SEGMENT_ELEMENTS, num_elements - segment * SEGMENT_ELEMENTS))
 
 
 @each_codec

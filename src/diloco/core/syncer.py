@@ -149,10 +149,6 @@ class SyncerCore:
                 f"incarnation {incarnation} of learner {learner!r} is not part of the run any more; join again for a new one."
             )
 
-    def is_replaced(self, learner: str, incarnation: int) -> bool:
-        """Whether a newer incarnation of the learner has joined."""
-        return self.incarnations.get(learner, 0) > incarnation
-
     def heartbeat(
         self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool
     ) -> list[Action]:

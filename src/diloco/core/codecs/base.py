@@ -142,21 +142,6 @@ class Codec(ABC):
         for elements, payload_bytes, rows in self._groups(num_elements, payload.device):
             self.check_rows(payload[payload_bytes].view(rows, -1), (elements.stop - elements.start) // rows, scratch)
 
-    def encode_segment(self, x: Tensor, out: Tensor) -> None:
-        """Encode one segment: x fp32 [m ≤ SEGMENT_ELEMENTS] into out uint8 [segment_bytes(m)]; raises as `encode`."""
-        _require_one_segment(x.numel())
-        self.encode(x, out)
-
-    def decode_segment(self, payload: Tensor, out: Tensor) -> None:
-        """Decode one segment: payload uint8 [segment_bytes(m)] into out fp32 [m ≤ SEGMENT_ELEMENTS]; raises as `decode`."""
-        _require_one_segment(out.numel())
-        self.decode(payload, out.numel(), out)
-
-    def check_segment(self, payload: Tensor, num_elements: int) -> None:
-        """Check the payload of one segment of `num_elements` ≤ SEGMENT_ELEMENTS elements; raises as `check`."""
-        _require_one_segment(num_elements)
-        self.check(payload, num_elements)
-
     def _require_size(self, payload: Tensor, num_elements: int) -> None:
         _require(payload, torch.uint8, None, "payload")
         expected = self.encoded_bytes(num_elements)
@@ -225,11 +210,3 @@ def _require(tensor: Tensor, dtype: torch.dtype, num_elements: int | None, role:
         )
     if num_elements is not None and tensor.numel() != num_elements:
         raise ConfigError(f"the {role} must have {num_elements} elements, not {tensor.numel()}")
-
-
-def _require_one_segment(num_elements: int) -> None:
-    if num_elements > SEGMENT_ELEMENTS:
-        raise ConfigError(
-            f"a segment has at most {SEGMENT_ELEMENTS} elements, not {num_elements}; "
-            "use encode, decode and check for longer vectors"
-        )
