@@ -139,9 +139,10 @@ def over_a_syncer(division: str, seed: int, steps: int) -> dict[str, Tensor]:
         return fetch_model(syncer.address, run="digits")
 
 
-def dial(index: int, address: str) -> Exchange:
+def dial(index: int, address: str, ca: Path | None = None, token_file: Path | None = None) -> Exchange:
     """What a learner process does to take part; the first one gives the run its model."""
-    return diloco.connect(address, run="digits", learner=f"learner-{index}", initialise=index == 0)
+    token = None if token_file is None else token_file.read_text().strip()
+    return diloco.connect(address, run="digits", learner=f"learner-{index}", ca=ca, token=token, initialise=index == 0)
 
 
 def sent_bytes(steps: int) -> tuple[int, int]:
@@ -186,13 +187,16 @@ def main() -> None:
     )
     parser.add_argument("--learner", type=int, help="be this learner, at --address")
     parser.add_argument("--address", help="of the syncer")
+    parser.add_argument("--ca", type=Path, help="the syncer's ca.pem, where it is on another machine")
+    parser.add_argument("--token-file", type=Path, help="of this learner, where it is on another machine")
     parser.add_argument("--division", choices=("mixed", "by class"), default="mixed")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # such small tensors gain nothing from more
     if arguments.learner is not None:
         data, index = digits(arguments.division, arguments.split), arguments.learner
-        train(index, dial(index, arguments.address), data, arguments.seed, arguments.steps, [index])
+        exchange = dial(index, arguments.address, arguments.ca, arguments.token_file)
+        train(index, exchange, data, arguments.seed, arguments.steps, [index])
     elif arguments.syncer:
         data = digits(arguments.division, arguments.split)
         served = over_a_syncer(arguments.division, arguments.seed, arguments.steps)
