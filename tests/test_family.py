@@ -265,6 +265,35 @@ def test_nobody_waits_for_the_slowest_where_the_syncer_calls() -> None:
     assert max(taken["DiLoCo"]) <= 480  # all at the pace of the slowest
 
 
+def test_who_is_dropped_goes_on_from_its_own_parameters_and_is_measured_from_the_new_global_model() -> None:
+    quorum, num_rounds, learners = diloco.AllLive(drop=0.5, drop_seed=3), 12, 3
+    names = [f"learner-{index:03d}" for index in range(learners)]
+
+    def live(index: int, exchange: Exchange) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        method = diloco.DiLoCo(sync_every=2, outer=diloco.SGD(lr=0.5), quorum=quorum)
+        with Learner(model, torch.optim.SGD(model.parameters(), lr=1.0), method=method, exchange=exchange) as learner:
+            for _ in range(2 * num_rounds):
+                model.weight.grad = torch.full_like(model.weight, 2.0**index)
+                learner.inner_optimizer.step()
+                learner.step(tokens=1)
+            return float(learner.global_state_dict()["weight"])
+
+    theta, own, num_dropped = 0.0, [0.0] * learners, 0
+    for round_ in range(num_rounds):
+        own = [each - 2 * 2.0**index for index, each in enumerate(own)]
+        present = set(range(learners))
+        for index in range(learners):
+            if len(present) > 1 and quorum.drops(names[index], 0, round_):
+                present.remove(index)
+        theta -= 0.5 * sum(theta - own[index] for index in present) / len(present)
+        own = [theta if index in present else each for index, each in enumerate(own)]
+        num_dropped += learners - len(present)
+    assert num_dropped > 10
+    assert diloco.run_local(live, learners=learners) == [pytest.approx(theta, rel=1e-5)] * learners  # 24 fp32 sums
+
+
 def test_dropped_work_stays_with_its_learner() -> None:
     results = diloco.run_local(life(diloco.DiLoCo(sync_every=6, quorum=diloco.AllLive(drop=0.5)), steps=60), learners=4)
     merges = [result["metrics"]["merges"] for result in results]
@@ -275,7 +304,6 @@ def test_dropped_work_stays_with_its_learner() -> None:
 
 
 def test_dropped_work_stays_with_learners_of_any_speed() -> None:
-    """Who is dropped waits for nobody, and is soon ahead of the others."""
     method = diloco.DiLoCo(sync_every=4, quorum=diloco.AllLive(drop=0.5))
     for result in diloco.run_local(life(method, until_s=60.0), learners=3, step_s=[0.5, 1.0, 2.3]):
         [ledger] = result["metrics"]["ledger"]

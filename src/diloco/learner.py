@@ -219,7 +219,7 @@ class Learner:
             self._values.write(fragment, arrived.theta, self._values.gradients())
         elif self._eager is not None:
             self._eager.adopted(fragment, arrived)
-        else:
+        elif not self._core.keeps_own(fragment, version):
             self._values.adopt(fragment, arrived.theta, just_sent=fragment in self._sent)
             self._sent.pop(fragment, None)
         self._values.adopted(fragment, arrived.theta)

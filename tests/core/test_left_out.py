@@ -62,19 +62,6 @@ def test_who_would_be_dropped_is_merged_when_the_others_leave() -> None:
     assert merge.contributions == (contribution("a", 0),)
 
 
-def test_who_was_dropped_may_be_back_before_the_round_is_stored() -> None:
-    """It waits for nobody, and nothing of its work is thrown away."""
-    core = dropping("a", "b")
-    for learner in "ab":
-        core.contributed(0.0, contribution(learner, 0))
-    assert core.fragments[0].phase == "merging"
-    again = contribution("a", 1, base=0)
-    assert core.contributed(1.0, again)[0] == Accept(again, duplicate=False)
-    core.merged(0)
-    core.stored(2.0, 0)
-    assert core.ledgers["a"][0].discarded == {}
-
-
 # --- refused ----------------------------------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,10 @@ from diloco.errors import CheckpointError, VersionError
 
 @dataclass
 class Flight:
-    """A contribution that was sent and not yet settled: `listed` in an update, or dropped by a rejection."""
+    """A contribution that was sent and not yet settled: `listed` in an update, or dropped by a rejection.
+
+    `kept`: it was dropped on purpose, and its work stays in the learner's parameters.
+    """
 
     round: int
     base: int
@@ -43,6 +46,7 @@ class Flight:
     steps: int
     apply_at: int
     listed: bool = False
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,6 @@ class FragmentBook:
         held: the version adopted.
         received: versions that are here and not adopted.
         overwritten: tokens discarded by adoption and not yet reported.
-        passed: versions up to this one are passed over: the contribution to it was dropped, and its learner goes on from its own
-            parameters.
         asked: the syncer has called it when it could not be answered.
         push_at, push_every: where learners push: the inner step of the next push, and how many lie between the last one and it.
         answered: where learners push: the newest contribution is settled, so the newest version may be adopted.
@@ -81,7 +83,6 @@ class FragmentBook:
     pending_tokens: int = 0
     pending_steps: int = 0
     overwritten: int = 0
-    passed: int = 0
     asked: bool = False
     push_at: int = 0
     push_every: int = 0
@@ -191,7 +192,7 @@ class LearnerCore:
         book = self.books[fragment]
         # An overlap of whole intervals keeps their answers on their way while the next displacement is sent. Any further one is late:
         # the work stays pending and goes with the next send.
-        published = max(book.held, book.passed)
+        published = book.held
         round_ = book.flights[-1].round + 1 if book.flights else published
         if round_ - published > self.schedule.intervals_in_flight:
             return None
@@ -234,14 +235,17 @@ class LearnerCore:
             book.pending_steps += flight.steps
         else:
             book.ledger.discard(flight.tokens, reason)
-        if reason in (MISSED, TWICE, OUTLIER) and self.mode == "scheduled":
-            flight.tokens = 0
+        if reason in (DROPPED, MISSED, TWICE, OUTLIER) and self.mode == "scheduled":
+            flight.tokens, flight.kept = 0, reason == DROPPED
             return True
         book.flights.remove(flight)
         book.answered = True
-        if reason == DROPPED:
-            book.passed = round_ + 1
         return True
+
+    def keeps_own(self, fragment: int, version: int) -> bool:
+        """Whether the learner's contribution to this version was dropped: it goes on from its own parameters, and only what is measured
+        next starts from the new version."""
+        return any(flight.kept and flight.round + 1 == version for flight in self.books[fragment].flights)
 
     def waiting(self) -> tuple[tuple[int, int], ...]:
         """(fragment, version) of every answer that is due now, not here, and waited for."""
@@ -262,7 +266,7 @@ class LearnerCore:
         due = dict(self._due()) if self.mode == "scheduled" else {}
         adopt: list[tuple[int, int]] = []
         for f, book in enumerate(self.books):
-            newest = max((v for v in book.received if v > book.passed), default=None)
+            newest = max(book.received, default=None)
             if f in due and due[f] in book.received:
                 adopt.append((f, due[f]))
             elif newest is not None and self._takes_newest(book, f in due and self._overtaken(f, due[f])):
@@ -285,12 +289,13 @@ class LearnerCore:
             raise VersionError(f"fragment {fragment} cannot adopt version {version}: it was not received.")
         # Where nobody blocks on a round, a contribution that is not in this version is late, and goes into a later one.
         scheduled = self.mode == "scheduled"
+        keeps_pending = self.keeps_pending or self.keeps_own(fragment, version)
         settled = tuple(flight for flight in book.flights if (flight.round < version if scheduled else flight.listed))
         book.flights = [flight for flight in book.flights if flight not in settled]
         for flight in settled:
-            if not flight.listed:
+            if not flight.listed and not flight.kept:
                 book.ledger.discard(flight.tokens, MISSED)
-        if not self.keeps_pending:
+        if not keeps_pending:
             book.ledger.discard(book.pending_tokens, "overlap")
             book.overwritten += book.pending_tokens
             book.pending_tokens = book.pending_steps = 0
@@ -327,7 +332,6 @@ class LearnerCore:
                     "pending_tokens": b.pending_tokens,
                     "pending_steps": b.pending_steps,
                     "overwritten": b.overwritten,
-                    "passed": b.passed,
                     "asked": b.asked,
                     "push_at": b.push_at,
                     "push_every": b.push_every,

@@ -55,8 +55,6 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
 
 def _is_near(core: SyncerCore, c: Contribution) -> bool:
     """Whether its round is one that a learner with that base can be in."""
-    if _all_live(core).drop > 0:  # who is dropped keeps its base, and goes on without waiting
-        return c.base <= c.round
     return 0 <= c.round - c.base <= core.schedule.intervals_in_flight
 
 
