@@ -140,7 +140,8 @@ def _facts(measured: Measured, load: float) -> dict[str, Any]:
 
 def _machine() -> dict[str, Any]:
     tcp = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    return {**machine(), "kernel": platform.release(), "tcp": tcp}
+    real_time = os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO)
+    return {**machine(), "kernel": platform.release(), "tcp": tcp, "real_time": real_time}
 
 
 def _say(text: str) -> None:

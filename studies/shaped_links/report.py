@@ -75,10 +75,11 @@ def told_table(values: Mapping[str, Any]) -> str:
 def sentence(values: Mapping[str, Any]) -> str:
     """How it came out."""
     it, machine = values["summary"], values["machine"]
+    priority = "real-time priority, " if machine["real_time"] else ""
     verdict = "within" if it["accepted"] else "**not** within"
     return (
         f"{it['cells']} cells: median error {100 * it['median_error']:.1f} %, worst {100 * it['worst_error']:.1f} %; {verdict} what was "
-        f"asked for, 10 and 25 %. {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, TCP {machine['tcp']}; load "
+        f"asked for, 10 and 25 %. {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, TCP {machine['tcp']}; {priority}load "
         f"{machine['load']} at the beginning, {machine['load_after']} at the end; {values['seconds']:.0f} s in all; {values['date']}."
     )
 
