@@ -57,10 +57,10 @@ STUDY = Study(
     equal="tokens; where learners are missing their tokens are",
     notes=[
         (
-            "M = 4, H = 30. A learner whose contribution is lost goes on from its own parameters and brings its work the next time. Topics as "
-            "in the study of non-i.i.d. shards. A learner that joins starts from the global model, with the inner optimizer's state of the "
-            "warm start and the run's place in the lr schedule. The rule: 30 % within 0.05, 50 % within 0.08 of none lost, with i.i.d. "
-            "shards and with topics, and 50 % better than isolated by 0.03."
+            "M = 4, H = 30. A learner whose contribution is lost goes on from its own parameters; what it sends next is measured from the new "
+            "global model. Topics as in the study of non-i.i.d. shards. A learner that joins starts from the global model, with the inner "
+            "optimizer's state of the warm start and the run's place in the lr schedule. The rule: 30 % within 0.05, 50 % within 0.08 of "
+            "none lost, with i.i.d. shards and with topics, and 50 % better than isolated by 0.03."
         )
     ],
 )
