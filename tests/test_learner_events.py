@@ -268,6 +268,29 @@ def test_a_run_that_went_on_is_joined_where_it_is() -> None:
     assert (ahead.offers[0][0].round, ahead.offers[0][0].base) == (5, 5)
 
 
+def test_a_group_that_went_on_is_joined_where_it_is_whatever_it_saves() -> None:
+    """An elastic group keeps the run's state itself, and brings it to those who join."""
+
+    class Group(Script):
+        def state_dict(self) -> dict[str, Any]:
+            return {"run": "as it was"}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError("the group would go back")
+
+    method = diloco.DiLoCo(sync_every=2)
+    model = nn.Linear(40, 3)
+    learner = Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), method=method, exchange=Group())
+    step(learner)
+    saved = learner.state_dict()
+    model = nn.Linear(40, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    late = Learner(model, optimizer, method=method, exchange=Group(version=3, step=7))
+    assert not late.load_state_dict(saved)
+    assert stands_at(late, 3)
+    assert late.steps == 7
+
+
 def test_an_answer_that_was_fetched_whole_is_saved_whole() -> None:
     """Resumed without its outer state, an eager learner would not start the fragment again from the run's values."""
     update = Update(0, 3, 4, ("a", "b"), (1.0, 2.0), 1.0, "", lossless=True)

@@ -377,7 +377,8 @@ class Learner:
         newest = [book["held"] for book in state["core"]["books"]]
         for fragment, version in map(_fragment_and_version, state["received"]):
             newest[fragment] = max(newest[fragment], version)
-        if not state["exchange"] and tuple(newest) != opened.versions:
+        has_gone_on = any(now > saved for now, saved in zip(opened.versions, newest, strict=True))
+        if has_gone_on or (not state["exchange"] and tuple(newest) != opened.versions):
             self._core.rejoined(opened.versions, max(opened.step, state["core"]["step"]))
             self._take_model(opened)
             return False

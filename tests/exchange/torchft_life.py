@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,8 +31,10 @@ def scenario(name: str, index: str, address: str, out: str) -> None:
     from diloco.exchange.torchft import TorchFT
 
     torch.set_num_threads(1)
-    exchange = TorchFT(f"learner-00{index}", lighthouse=address, host="127.0.0.1", timeout_s=60)
-    result = live(SCENARIOS[name], 0, int(index), exchange, {})
+    carried: dict[str, Any] = {}
+    for part in range(SCENARIOS[name].parts):
+        exchange = TorchFT(f"learner-00{index}", lighthouse=address, host="127.0.0.1", timeout_s=60)
+        result = live(SCENARIOS[name], part, int(index), exchange, carried)
     torch.save({"tensors": result.tensors, "ledger": result.facts["ledger"]}, out)
     print("{}")
 

@@ -43,7 +43,7 @@ from diloco.core.fragments import Layout, digest
 from diloco.core.method import Method
 from diloco.core.quorum import AllLive
 from diloco.core.update import MISSED, OUTLIER, Contribution, Update, advance, close_round, update_of
-from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
+from diloco.errors import CheckpointError, ConfigError, DigestError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, required_method
 from diloco.exchange.group import Group, split, to_bytes, to_tensor
 
@@ -191,6 +191,27 @@ class TorchFT(Exchange):
     @property
     def num_bytes(self) -> Mapping[str, int]:
         return dict(self._num_bytes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Fragments, outer state and error feedback, as everybody has them. Waits for what is sent."""
+        wait(self._offers)
+        return {"run": to_tensor(self._state_bytes(range(len(self._fragments)))), "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. Whoever has an older one, or none, is healed in the next round.
+
+        Raises:
+            CheckpointError: it was written over another kind of exchange.
+        """
+        if set(state) != {"run", "step"}:
+            raise CheckpointError(
+                "this checkpoint was written over another kind of exchange; resume it over the same kind."
+            )
+        self._worker.submit(self._load, state).result()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._load_state_bytes(to_bytes(state["run"]))
+        self._step = max(self._step, state["step"])
 
     def close(self) -> None:
         """Finish what is on its way, then leave; the others go on without this learner."""
