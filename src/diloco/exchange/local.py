@@ -183,9 +183,11 @@ class Local(Exchange):
         self.incarnation = run.join(self._index, again=self._is_again)
         versions = tuple(fragment.version for fragment in run.core.fragments)
         states = tuple(run.outer_states) if run.brings_outer_states else ()
+        # Who was there when the run began begins with it, however long its model took to come: a scheduled round waits for it.
+        is_late = self._is_again or run.starts_s[self._index] > run.began_s or not run.method.quorum.scheduled
         opened = Opened(
-            name, self.incarnation, run.core.step, versions, Model(tuple(run.thetas), run.static), self.run_tokens or 0,
-            outer_states=states,
+            name, self.incarnation, run.core.step if is_late else run.initial_step, versions,
+            Model(tuple(run.thetas), run.static), self.run_tokens or 0, outer_states=states,
         )  # fmt: skip
         run.mail[self._index].clear()  # it has the newest of everything
         return opened

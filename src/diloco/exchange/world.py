@@ -129,7 +129,8 @@ class Run:
         self.payloads: dict[Contribution, Tensor] = {}
         self.closed: dict[int, tuple[Update, Closed]] = {}
         """Merged and not yet published, by fragment."""
-        self.initial_tokens = 0
+        self.initial_step = self.initial_tokens = 0
+        self.began_s = 0.0
 
     def _has_news(self, index: int) -> bool:
         end = self.ends[index]
@@ -143,7 +144,7 @@ class Run:
         self.thetas = list(model.fragments)
         self.outer_states = [method.outer.init(theta.numel()) for theta in self.thetas]
         self.residuals = [None] * len(self.thetas)
-        self.initial_tokens = tokens
+        self.initial_step, self.initial_tokens, self.began_s = step, tokens, self.time.now
         self.core = SyncerCore(method, [0] * len(self.thetas), deadlines=_NEVER, step=step)
         num_static_bytes = sum(each.numel() * each.element_size() for each in model.static.values())
         self.witness.initialised(name, "learner", layout, step, tokens, num_static_bytes)
