@@ -1,7 +1,7 @@
 """What exchanging costs: codecs against a memory copy, transfers against a socket, a training step against the bare step, a round
-over torchft against one over a fixed process group.
+over torchft against one over a fixed process group, virtual time against bare steps, the planner's answers against its imports.
 
-    python -m benchmarks [--quick] [--only codecs|transfer|step|rounds] [--json]      (`make bench`)
+    python -m benchmarks [--quick] [--only GROUP] [--json]      (`make bench`)
 
 Every ratio is of times measured in the same run, in turns. Nothing is written but this table; timings belong to the machine they were
 measured on, which is named above it, and mean little where other work runs beside them.
@@ -28,8 +28,12 @@ GROUPS = {
     "transfer": "A real syncer; ratio: socket's time ÷ own time (higher is better)",
     "step": "A training step; ratio: with a Learner ÷ without (lower is better)",
     "rounds": "A round between two processes; ratio: over torchft ÷ over Collective (lower is better)",
+    "virtual": "A step in virtual time, processor time; ratio: ÷ a bare step (lower is better)",
+    "plan": "An answer, processor time after import, met under 1 s; ratio: ÷ the import (lower is better)",
 }
 """Modules of this package with `run(quick) -> rows`, and what their ratios mean."""
+
+LOWER_IS_BETTER = ("step", "rounds", "virtual", "plan")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,7 +106,7 @@ def _ratio(row: Mapping[str, Any]) -> str:
 
 
 def _target(group: str, row: Mapping[str, Any]) -> str:
-    return "" if row["target"] is None else f"{'≤' if group == 'step' else '≥'} {row['target']:.2f}"
+    return "" if row["target"] is None else f"{'≤' if group in LOWER_IS_BETTER else '≥'} {row['target']:.2f}"
 
 
 def _verdict(row: Mapping[str, Any]) -> str:

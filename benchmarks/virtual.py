@@ -1,14 +1,11 @@
 """What training in virtual time costs beside training itself.
 
-    python -m benchmarks.virtual [--quick]
-
 64 learners of 0.1 million parameters train in one process over modelled links, and as many bare inner steps are taken of as many models,
 the one and the other in turns, on one thread. Times are of the processor, so that other work on the machine tells less.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -102,14 +99,3 @@ def _simulated(method: Method, num_steps: int) -> float:
     world = World(names, lambda index, _: speeds[index], [0.0] * NUM_LEARNERS, Network(links, paths))
     run_virtual(life, Run(world))
     return max(times) - min(times)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
-    for row in run(parser.parse_args().quick):
-        print(f"{row['name']:50s}{1e3 * row['value']:8.2f} ms a step{row['ratio']:8.2f}x (target {row['target']})")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import __main__ as bench
-from benchmarks import rounds, transfer
+from benchmarks import plan, rounds, transfer
 from rich.console import Console
 
 
@@ -61,3 +61,10 @@ def test_json_names_the_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     printed = json.loads(capsys.readouterr().out)
     assert printed["rows"] == {"transfer": [{"quick": True}]}
     assert {"cpu", "cores", "torch"} <= set(printed["machine"])
+
+
+@pytest.mark.parametrize("command", plan.QUESTIONS)
+def test_the_planner_answers_what_it_is_asked(command: str) -> None:
+    row = plan.row_of(command, num_runs=1)
+    assert row["value"] > 0
+    assert row["ratio"] > 0

@@ -214,18 +214,12 @@ def test_a_directory_that_cannot_be_written_to_is_a_failure(call: Call, tmp_path
     [GOODPUT, (*GOODPUT, "--jitter", "10", "--quorum", "4", "--json"), (*HOURS, "--json"), SCALING],
     ids=lambda it: it[0],
 )
-def test_no_torch_and_an_answer_within_a_second(arguments: tuple[str, ...]) -> None:
+def test_plan_needs_no_torch(arguments: tuple[str, ...]) -> None:
     code = (
-        "import sys, time\n"
-        "from diloco.cli import main\n"
-        "import diloco.cli.plan, diloco.planning.failures, diloco.planning.models, diloco.planning.wallclock\n"
-        "import numpy, rich.table, rich.console\n"
-        "started_s = time.process_time()\n"  # what else the machine is doing does not count
+        "import sys\nfrom diloco.cli import main\n"
         f"try: main(['plan', *{arguments!r}])\n"
-        "finally: print(time.process_time() - started_s, 'torch' in sys.modules, file=sys.stderr)"
+        "finally: print('torch' in sys.modules, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    took_s, has_torch = done.stderr.split()
-    assert has_torch == "False"
-    assert float(took_s) < 1
+    assert done.stderr.split() == ["False"]

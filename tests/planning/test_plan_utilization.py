@@ -167,17 +167,12 @@ def test_nothing_to_draw_is_said(call: Call, tmp_path: Path) -> None:
     assert "lower --targets" in said
 
 
-def test_no_torch_and_an_answer_within_a_second() -> None:
+def test_plan_needs_no_torch() -> None:
     code = (
-        "import sys, time\n"
-        "from diloco.cli import main\n"
-        "import diloco.cli.plan, diloco.planning.question, diloco.planning.conventions, rich.table, rich.console\n"
-        "started_s = time.process_time()\n"  # what else the machine is doing does not count
+        "import sys\nfrom diloco.cli import main\n"
         "try: main(['plan', 'utilization', '--model', '100b', '--overlap', '1', '--why'])\n"
-        "finally: print(time.process_time() - started_s, 'torch' in sys.modules, file=sys.stderr)"
+        "finally: print('torch' in sys.modules, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    took_s, has_torch = done.stderr.split()
-    assert has_torch == "False"
-    assert float(took_s) < 1
+    assert done.stderr.split() == ["False"]

@@ -81,6 +81,11 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
     "damaged": (damaged, errors.CorruptPayloadError, "checksum"),
     "no header": (lambda raw: raw.push_frames(iter([])), errors.CorruptPayloadError, "before its header"),
     "unknown fragment": (lambda raw: raw.push(good(), fragment=7), errors.LayoutError, "0 to 1, not 7"),
+    "unknown tensor": (
+        lambda raw: raw.push(good(), part=True, tensors=[0, 99]),
+        errors.LayoutError,
+        "tensors 0 to [0-9], not 99",
+    ),
     "unknown run": (lambda raw: raw.join(run="other"), errors.UnknownRunError, "'tiny', not 'other'"),
     "other layout": (other_layout, errors.LayoutError, r"'layers.0.weight'.*\(9, 4\).*\(8, 4\)"),
     "second model": (lambda raw: raw.initialise(2.0), errors.AlreadyInitialisedError, "has a model already"),

@@ -248,12 +248,13 @@ class Engine:
         """Take a contribution; returns None when it is accepted, else why it will not be merged.
 
         Raises:
-            NonFiniteError, CorruptPayloadError: content that cannot be used; the round is as before.
+            NonFiniteError, CorruptPayloadError, LayoutError: content that cannot be used; the round is as before.
             StaleIncarnationError: from an incarnation that is out.
         """
         is_kept = False
         try:
             self.method.up.check(slot.tensor, self.model.fragment(contribution.fragment).theta.numel())
+            self.model.require_tensors(contribution.fragment, contribution.tensors)
             with self._lock:
                 first, *others = self._state.core.contributed(time.monotonic(), contribution)
                 if isinstance(first, Accept) and not first.duplicate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -104,6 +104,15 @@ class HeldModel:
                 f"a contribution to fragment {fragment} has {expected} bytes as {up.name}, not {num_bytes}; "
                 "encode it with the run's codec."
             )
+
+    def require_tensors(self, fragment: int, tensors: Collection[int] | None) -> None:
+        """Raises LayoutError for a tensor that the fragment does not have (None: a learner that trains all of them)."""
+        num_tensors = len(self.layout.fragments[fragment].tensors)
+        for index in tensors or ():
+            if not 0 <= index < num_tensors:
+                raise LayoutError(
+                    f"fragment {fragment} has tensors 0 to {num_tensors - 1}, not {index}; use the run's layout."
+                )
 
     def pull(self, index: int, base: int) -> Pulled:
         """The update that follows version `base`, as encoded; the newest whole fragment, losslessly, where that is not kept.
