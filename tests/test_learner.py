@@ -512,7 +512,7 @@ def test_no_token_vanishes(name: str, steps: int) -> None:
     syncer = last[0]
     for index, (tokens, ledgers, pending) in enumerate(learners):
         assert tokens == steps * tokens_of(index)
-        theirs = syncer.ledgers[f"learner-00{index}"]
+        theirs = syncer.books.ledgers[f"learner-00{index}"]
         assert len(ledgers) == len(theirs) == len(syncer.fragments)
         for fragment, (mine, closed) in enumerate(zip(ledgers, theirs, strict=True)):
             assert mine["trained"] == closed.trained == tokens
@@ -524,7 +524,7 @@ def test_no_token_vanishes(name: str, steps: int) -> None:
                 assert mine["merged"] == closed.merged
                 assert closed.lost == tokens - closed.merged - sum(closed.discarded.values())
                 assert all(closed.discarded[reason] <= mine["discarded"][reason] for reason in closed.discarded)
-    assert syncer.run_tokens == sum(tokens for tokens, _, _ in learners)
+    assert syncer.books.run_tokens == sum(tokens for tokens, _, _ in learners)
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,9 @@ HUB_IP = f"{PREFIX}.1"
 DEVICE = "uplink"
 """What a learner calls its end."""
 
-BURST, QUEUE = "64kb", "50ms"
+BURST_S, MIN_BURST_BYTES, QUEUE = 0.002, 10_000, "50ms"
+"""What a link that was idle gives away at once, and how much it holds back before it drops: both little beside a fragment."""
+
 PAYLOAD = 1448 / 1514
 """Of the bits of full Ethernet frames, which are what is shaped: the rest is Ethernet's, IP's and TCP's, with timestamps."""
 
@@ -92,7 +94,8 @@ def shaped(rate: str | None) -> Iterator[Sites]:
 
 
 def _shape(site: str, device: str, rate: str) -> None:
-    bucket = ["tbf", "rate", rate, "burst", BURST, "latency", QUEUE]
+    burst_bytes = max(MIN_BURST_BYTES, round(BURST_S * bit_per_s(rate) / 8))
+    bucket = ["tbf", "rate", rate, "burst", str(burst_bytes), "latency", QUEUE]
     _run(["tc", "-n", site, "qdisc", "add", "dev", device, "root", *bucket])
 
 

@@ -138,11 +138,11 @@ class Books:
             if c.learner in self.core.members and (
                 c in self.given or c.round < self.core.fragments[c.fragment].version
             ):
-                books = deepcopy(self.core.ledgers)
+                books = deepcopy(self.core.books.ledgers)
                 answer, *actions = self.core.contributed(self.now, c)
                 assert c not in self.given or answer == Accept(c, duplicate=True)
                 self.act(actions)
-                assert self.core.ledgers == books
+                assert self.core.books.ledgers == books
                 self.counts["again"] += 1
 
     def go_on(self, _: str) -> None:
@@ -195,7 +195,7 @@ class Books:
         """With a version: it, the books that belong to it, and who is here."""
         core = self.core
         self.disk = deepcopy((
-            [f.version for f in core.fragments], core.durable_ledgers(), list(core.members.values()), core.incarnations, core.step,
+            [f.version for f in core.fragments], core.books.durable_ledgers(), list(core.members.values()), core.incarnations, core.step,
             [f.step for f in core.fragments], self.merged, self.refused,
         ))  # fmt: skip
 
@@ -234,9 +234,9 @@ class Books:
     # --- what must hold ---
 
     def check(self) -> None:
-        assert self.core.run_tokens >= self.run_tokens
-        self.run_tokens = self.core.run_tokens
-        for name, books in self.core.ledgers.items():
+        assert self.core.books.run_tokens >= self.run_tokens
+        self.run_tokens = self.core.books.run_tokens
+        for name, books in self.core.books.ledgers.items():
             for f, ledger in enumerate(books):
                 storing = self.core.fragments[f].phase == "storing"
                 given = sum(c.accounted for c in self.given if (c.learner, c.fragment) == (name, f))

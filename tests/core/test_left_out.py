@@ -40,7 +40,7 @@ def test_dropped_contributions_are_left_out_when_their_round_closes() -> None:
     assert isinstance(merge, Merge)
     assert merge.contributions == (contribution("c", 0),)
     assert core.merged(0) == [Store(0, 1)]
-    assert {learner: books[0].pending for learner, books in core.ledgers.items()} == {"a": 40, "b": 40, "c": 0}
+    assert {learner: books[0].pending for learner, books in core.books.ledgers.items()} == {"a": 40, "b": 40, "c": 0}
 
 
 def test_never_fewer_than_k_are_left() -> None:
@@ -84,10 +84,10 @@ def refusing(method: Method) -> SyncerCore:
 @pytest.mark.parametrize("method", [DiLoCo(sync_every=4), CALLED], ids=["scheduled", "called"])
 def test_who_is_refused_is_told_when_the_version_is_durable(method: Method) -> None:
     core = refusing(method)
-    before = core.durable_ledgers()["b"][0]
+    before = core.books.durable_ledgers()["b"][0]
     assert (before.pending, before.discarded) == (40, {})
     assert core.stored(1.0, 0)[:2] == [Reject(contribution("b", 0), OUTLIER), Publish(0, 1, ("a",))]
-    after = core.durable_ledgers()["b"][0]
+    after = core.books.durable_ledgers()["b"][0]
     assert (after.pending, after.discarded) == (0, {OUTLIER: 40})
 
 
@@ -97,4 +97,4 @@ def test_what_was_refused_is_not_taken_for_late_work_when_it_is_sent_again() -> 
     core.stored(1.0, 0)
     assert core.contributed(2.0, contribution("b", 0))[0] == Reject(contribution("b", 0), OUTLIER)
     assert core.fragments[0].rounds == {}
-    assert core.ledgers["b"][0].discarded == {OUTLIER: 40}
+    assert core.books.ledgers["b"][0].discarded == {OUTLIER: 40}

@@ -212,15 +212,15 @@ def test_late_work_goes_into_the_next_merge_and_adds_up_with_fresh() -> None:
     assert decision is not None
     assert decision.merge is None
     assert "late work of 1 waits for the fragment's next turn" in decision.reason
-    assert run.core.merged_round("b", 1, 0) == -1
+    assert run.core.books.merged_round("b", 1, 0) == -1
     run.step("ab", 4)  # called again
     [_, merge] = run.send("b")
     assert isinstance(merge, Merge)
     assert [(c.learner, c.base, c.tokens) for c in merge.contributions] == [("b", 0, 4), ("b", 1, 4)]
     assert merge.weights == (8.0,)
     run.close()
-    assert run.core.merged_round("b", 1, 0) == 1
-    assert run.core.ledgers["b"][0].merged == 8
+    assert run.core.books.merged_round("b", 1, 0) == 1
+    assert run.core.books.ledgers["b"][0].merged == 8
 
 
 def test_late_work_alone_is_no_quorum() -> None:
@@ -244,7 +244,7 @@ def test_late_work_can_be_dropped_and_is_counted() -> None:
     [reject] = run.send("b")
     assert isinstance(reject, Reject)
     assert reject.reason == "late"
-    assert run.core.ledgers["b"][0].discarded == {"late": 4}
+    assert run.core.books.ledgers["b"][0].discarded == {"late": 4}
 
 
 def test_the_late_work_of_all_who_are_left_waits_for_what_they_answer() -> None:
@@ -301,10 +301,10 @@ def test_sent_again_it_is_merged_once() -> None:
     run.send("b")
     run.close("ab")
     assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
-    assert run.core.ledgers["a"][0].merged == 4
+    assert run.core.books.ledgers["a"][0].merged == 4
     after_restart = SyncerCore(
         run.core.method, [1], roster=list(run.core.members.values()), incarnations=run.core.incarnations,
-        ledgers=run.core.ledgers, clock=run.core.clock, merged_rounds=run.core.merged_rounds,
+        ledgers=run.core.books.ledgers, clock=run.core.clock, merged_rounds=run.core.books.merged_rounds,
     )  # fmt: skip
     assert after_restart.contributed(0.0, c)[0] == Accept(c, duplicate=True)
     assert after_restart.fragments[0].turn == 8

@@ -77,7 +77,7 @@ class Run:
         return self.core.stored(now, fragment)
 
     def ledger(self, learner: str, fragment: int = 0) -> dict[str, object]:
-        return self.core.ledgers[learner][fragment].as_dict()
+        return self.core.books.ledgers[learner][fragment].as_dict()
 
     def reason(self, now: float, fragment: int = 0) -> object:
         return self.core.status(now)["fragments"][fragment]["reason"]
@@ -363,7 +363,7 @@ def test_an_evicted_learner_is_refused_and_nothing_changes() -> None:
     run.core.disconnected(0.0, "b", 1)
     run.beat(5.0, "a", step=1)
     run.core.tick(6.0)
-    before = deepcopy(run.core.__dict__)
+    before = deepcopy(vars(run.core) | {"books": vars(run.core.books)})
     stale = [
         lambda: run.send(7.0, "b", 0), lambda: run.beat(7.0, "b", step=5), lambda: run.core.left(7.0, "b", 1, tokens=500),
         lambda: run.core.check("b", 1),
@@ -372,7 +372,7 @@ def test_an_evicted_learner_is_refused_and_nothing_changes() -> None:
         with pytest.raises(StaleIncarnationError, match="incarnation 1 of learner 'b' is not part of the run any more"):
             event()
     assert run.core.disconnected(7.0, "b", 1) == []
-    assert run.core.__dict__ == before
+    assert vars(run.core) | {"books": vars(run.core.books)} == before
     assert run.core.joined(8.0, "b")[0] == 2
     with pytest.raises(StaleIncarnationError):
         run.send(9.0, "b", 0, incarnation=1)
@@ -388,7 +388,7 @@ def test_a_newer_incarnation_replaces_a_live_one() -> None:
     assert run.core.members["b"].step == run.core.step == 4
     run.beat(3.0, "b", step=6, tokens=20)
     assert run.ledger("b")["trained"] == 60
-    assert run.core.run_tokens == 61
+    assert run.core.books.run_tokens == 61
 
 
 def test_what_an_evicted_learner_was_acknowledged_for_is_merged() -> None:
@@ -480,10 +480,10 @@ def test_a_contribution_sent_again_after_a_reconnect_counts_once(phase: str) -> 
         for learner in "ab":
             run.send(2.0, learner, 1, trained=300)
         run.publish(2.0)
-    before = deepcopy(run.core.ledgers)
+    before = deepcopy(run.core.books.ledgers)
     again = run.c("a", 0, discarded=7, trained=107)
     assert run.core.contributed(3.0, again)[0] == Accept(again, duplicate=True)
-    assert run.core.ledgers == before
+    assert run.core.books.ledgers == before
 
 
 def test_a_refused_contribution_sent_again_is_discarded_once() -> None:
@@ -513,7 +513,7 @@ def test_who_came_too_late_is_told_when_the_version_is_durable() -> None:
     assert kinds(run.core.contributed(2.0, late)) == ["Accept", "WakeAt"]
     again = SyncerCore(
         run.core.method, [0], deadlines=DEADLINES, roster=list(run.core.members.values()),
-        incarnations=run.core.incarnations, ledgers=run.core.durable_ledgers(),
+        incarnations=run.core.incarnations, ledgers=run.core.books.durable_ledgers(),
     )  # fmt: skip
     for c in (run.c("a", 0), run.c("b", 0)):
         again.contributed(3.0, c)
@@ -604,7 +604,7 @@ def restarted(run: Run, now: float, ledgers: dict[str, list[Ledger]]) -> None:
 
 def test_after_a_restart_the_first_to_come_back_does_not_merge_alone() -> None:
     run = Run("a", "b", "c")
-    restarted(run, 100.0, run.core.durable_ledgers())
+    restarted(run, 100.0, run.core.books.durable_ledgers())
     assert only(WakeAt, run.core.tick(100.0)).at == 106.0
     assert "Merge" not in kinds(run.send(101.0, "a", 0))
     assert run.reason(101.0) == "waiting for b, c; b is given up in 5.0 s"
@@ -617,7 +617,7 @@ def test_after_a_restart_the_first_to_come_back_does_not_merge_alone() -> None:
 def test_after_a_restart_those_who_stay_away_are_given_up() -> None:
     run = Run("a", "b")
     run.beat(1.0, "a", step=3, tokens=30)
-    restarted(run, 100.0, run.core.durable_ledgers())
+    restarted(run, 100.0, run.core.books.durable_ledgers())
     actions = run.core.tick(106.0)
     assert kinds(actions) == ["Evict", "Evict"]
     assert run.ledger("a")["lost"] == 30
@@ -630,7 +630,7 @@ def test_after_a_restart_a_merged_contribution_sent_again_is_known() -> None:
     for learner in "ab":
         run.send(1.0, learner, 0)
     run.publish(2.0)
-    restarted(run, 100.0, run.core.durable_ledgers())
+    restarted(run, 100.0, run.core.books.durable_ledgers())
     assert run.send(101.0, "a", 0)[0] == Accept(run.c("a", 0), duplicate=True)
     assert run.ledger("a")["pending"] == 0
 
@@ -642,7 +642,7 @@ def test_what_is_being_stored_does_not_count_as_merged_on_disk() -> None:
         run.send(1.0, learner, 0, discarded=9, trained=109)
     run.core.merged(0)
     assert run.ledger("a")["merged"] == 100
-    on_disk = run.core.durable_ledgers()
+    on_disk = run.core.books.durable_ledgers()
     assert on_disk["a"][0].as_dict() == {
         "trained": 109, "pending": 109, "merged": 0, "lost": 0, "discarded": {}
     }  # fmt: skip
@@ -660,7 +660,7 @@ def test_acknowledged_work_of_the_dead_is_lost_with_the_syncer() -> None:
     run.send(1.0, "b", 0)
     run.core.left(2.0, "b", 1, tokens=100)
     assert run.ledger("b")["pending"] == 100
-    restarted(run, 100.0, run.core.durable_ledgers())
+    restarted(run, 100.0, run.core.books.durable_ledgers())
     assert run.ledger("b") == {"trained": 100, "pending": 0, "merged": 0, "lost": 100, "discarded": {}}
 
 
@@ -668,13 +668,13 @@ def test_tokens_are_reported_per_incarnation_and_never_shrink() -> None:
     run = Run("a")
     run.beat(1.0, "a", step=5, tokens=50)
     run.beat(1.1, "a", step=4, tokens=40)  # overtaken on the way
-    assert run.core.run_tokens == 50
-    restarted(run, 100.0, run.core.durable_ledgers())
+    assert run.core.books.run_tokens == 50
+    restarted(run, 100.0, run.core.books.durable_ledgers())
     run.beat(101.0, "a", step=6, tokens=60)
-    assert run.core.run_tokens == 60
+    assert run.core.books.run_tokens == 60
     run.core.joined(102.0, "a")
     run.beat(103.0, "a", step=7, tokens=10)
-    assert run.core.run_tokens == 70
+    assert run.core.books.run_tokens == 70
 
 
 def test_the_status_is_for_people_and_programs() -> None:

@@ -114,7 +114,7 @@ class World:
         self.syncer: SyncerCore | None = SyncerCore(method, [0] * num_fragments, deadlines=DEADLINES)
         self.syncer_life = 0
         self.tick_at = 0.0
-        self.disk = self._saved(deepcopy(self.syncer.ledgers))
+        self.disk = self._saved(deepcopy(self.syncer.books.ledgers))
         self.nodes = {f"learner-{i}": Node(f"learner-{i}", self._between(weather.step_s)) for i in range(learners)}
         for i, node in enumerate(self.nodes.values()):
             self._in(starts_s[i] if i < len(starts_s) else 0.0, lambda node=node: self._start(node))
@@ -494,8 +494,8 @@ class World:
         actions = syncer.stored(self.now, fragment)
         publish = next(action for action in actions if isinstance(action, Publish))
         assert publish.version == len(self.history[fragment]) + 1, "versions go up by one"
-        self.disk = self._saved(syncer.durable_ledgers())
-        merged_rounds = {learner: rounds[fragment] for learner, rounds in syncer.merged_rounds.items()}
+        self.disk = self._saved(syncer.books.durable_ledgers())
+        merged_rounds = {learner: rounds[fragment] for learner, rounds in syncer.books.merged_rounds.items()}
         self.history[fragment].append(Published(publish.version, merged_rounds))
         self._carry_out(actions)
         self._check_syncer()
@@ -506,12 +506,12 @@ class World:
         return deepcopy({
             "versions": [f.version for f in syncer.fragments], "ledgers": ledgers, "step": syncer.step,
             "round_steps": [f.step for f in syncer.fragments], "roster": list(syncer.members.values()),
-            "incarnations": syncer.incarnations, "clock": syncer.clock, "merged_rounds": syncer.merged_rounds,
+            "incarnations": syncer.incarnations, "clock": syncer.clock, "merged_rounds": syncer.books.merged_rounds,
         })  # fmt: skip
 
     def _save_roster(self) -> None:
         assert self.syncer is not None
-        new = self._saved(self.syncer.durable_ledgers())
+        new = self._saved(self.syncer.books.durable_ledgers())
         self.disk = {**self.disk, **{key: new[key] for key in ("ledgers", "roster", "incarnations")}}
 
     # --- what must hold ---------------------------------------------------------------------------------------------------
@@ -539,12 +539,12 @@ class World:
 
     def _check_syncer(self) -> None:
         assert self.syncer is not None
-        for learner, books in self.syncer.ledgers.items():
+        for learner, books in self.syncer.books.ledgers.items():
             for fragment, ledger in enumerate(books):
-                assert ledger.pending >= self.syncer._acknowledged(learner, fragment), (learner, fragment, ledger)
+                assert ledger.pending >= self.syncer.books.acknowledged(learner, fragment), (learner, fragment, ledger)
                 assert min(ledger.merged, ledger.lost, *ledger.discarded.values(), 0) == 0
                 if learner not in self.syncer.members:
-                    assert ledger.pending == self.syncer._acknowledged(learner, fragment)
+                    assert ledger.pending == self.syncer.books.acknowledged(learner, fragment)
 
     def check_books(self) -> None:
         """After the last goodbye every token is merged, discarded or lost, or acknowledged and not merged yet."""
@@ -555,7 +555,7 @@ class World:
         assert self.syncer is not None
         for node in self.nodes.values():
             assert node.core is not None
-            for fragment, theirs in enumerate(self.syncer.ledgers[node.name]):
+            for fragment, theirs in enumerate(self.syncer.books.ledgers[node.name]):
                 book = node.core.books[fragment]
                 state = self.syncer.fragments[fragment]
                 rounds = [r for n, r in state.rounds.items() if n != state.version or state.phase != "storing"]

@@ -33,13 +33,13 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
     assert isinstance(quorum, Called | Pushed)
     if _is_known(core, state, c):
         return Accept(c, duplicate=True)
-    if core.is_counted(c):  # and not merged
-        return core.reject(c, OUTLIER)
+    if core.books.is_counted(c):  # and not merged
+        return core.books.reject(c, OUTLIER)
     if not 0 <= c.base <= state.version or c.round != c.base:
-        return core.reject(c, VERSION)
+        return core.books.reject(c, VERSION)
     number = state.version if state.phase == "open" else state.version + 1
     if quorum.late == "drop" and c.base < number:
-        return core.reject(c, LATE)
+        return core.books.reject(c, LATE)
     round_ = state.rounds.get(number)
     if round_ is None:
         round_ = state.rounds[number] = Round(number, now, c.step, set(core.members))
@@ -56,7 +56,7 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
 
 def _is_known(core: SyncerCore, state: FragmentState, c: Contribution) -> bool:
     """Sent again because the answer was lost: it is merged, or waits for it."""
-    if c.round <= core.merged_round(c.learner, c.incarnation, c.fragment):
+    if c.round <= core.books.merged_round(c.learner, c.incarnation, c.fragment):
         return True
     return any(c in round_.everything for round_ in state.rounds.values())
 
@@ -142,7 +142,7 @@ def scale(core: SyncerCore, round_: Round, weights: Sequence[float]) -> float:
 
 def _work(core: SyncerCore, member: Member, fragment: int) -> tuple[int, int]:
     """Tokens and steps that a learner which is not in a round would bring."""
-    tokens = core.ledgers[member.learner][fragment].pending
+    tokens = core.books.ledgers[member.learner][fragment].pending
     steps = max(1, member.step - member.sent_step.get(fragment, 0))
     last_tokens, last_steps = member.sent_work.get(fragment, (0, 1))
     if isinstance(core.method.quorum, Pushed) and last_tokens > tokens:

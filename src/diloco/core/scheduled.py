@@ -35,7 +35,7 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
     if earlier == c:
         return Accept(c, duplicate=True)
     if not 0 <= c.base <= version or not _is_near(core, c):
-        return core.reject(c, VERSION)
+        return core.books.reject(c, VERSION)
     if c.round < version or (c.round == version and state.phase != "open"):
         return _too_late(core, c, round_)
     if c.round == version:
@@ -43,9 +43,9 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
     else:  # to a round after the one that is open, by a learner that had to contribute to the one before first
         after_step = state.rounds[c.round - 1].step if c.round - 1 in state.rounds else math.inf
     if c.step <= after_step:
-        return core.reject(c, OUT_OF_STEP)
+        return core.books.reject(c, OUT_OF_STEP)
     if earlier is not None:
-        return core.reject(c, TWICE)
+        return core.books.reject(c, TWICE)
     if round_ is None:
         round_ = state.rounds[c.round] = Round(c.round, now, c.step, set(core.members))
     round_.contributions[c.learner] = c
@@ -60,12 +60,12 @@ def _is_near(core: SyncerCore, c: Contribution) -> bool:
 
 def _too_late(core: SyncerCore, c: Contribution, round_: Round | None) -> Accept | Reject:
     """Its round is closed. While that is not stored a crash would open it again, and wait for who was told and does not send again."""
-    if core.is_counted(c):  # sent again because the answer was lost: merged since, perhaps before a restart
+    if core.books.is_counted(c):  # sent again because the answer was lost: merged since, perhaps before a restart
         return Accept(c, duplicate=True)
     if _all_live(core).drops(c.learner, c.fragment, c.round):
-        return core.reject(c, DROPPED)
+        return core.books.reject(c, DROPPED)
     if round_ is None:
-        return core.reject(c, MISSED)
+        return core.books.reject(c, MISSED)
     if c in round_.missed:
         return Accept(c, duplicate=True)
     round_.missed.append(c)
@@ -90,7 +90,7 @@ def leave_out(core: SyncerCore, round_: Round) -> list[Action]:
         is_there = member is not None and member.incarnation == c.incarnation
         if is_there and len(round_.contributions) > quorum.at_least and quorum.drops(learner, c.fragment, c.round):
             del round_.contributions[learner]
-            rejects.append(core.reject(c, DROPPED))
+            rejects.append(core.books.reject(c, DROPPED))
     return rejects
 
 

@@ -13,10 +13,10 @@ No tensor, clock, socket or thread is in here. `exchange.local` and the syncer p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 from diloco.core import opened, scheduled
+from diloco.core.books import Books
 from diloco.core.contributions import merge_weights, weights_of
 from diloco.core.ledger import Ledger, total
 from diloco.core.method import Method
@@ -36,7 +36,7 @@ from diloco.core.rounds import (
     Store,
     WakeAt,
 )
-from diloco.core.update import KEPT, MISSED, OUTLIER, Contribution
+from diloco.core.update import MISSED, OUTLIER, Contribution
 from diloco.errors import StaleIncarnationError, VersionError
 
 __all__ = [
@@ -66,12 +66,11 @@ class SyncerCore:
         deadlines: when a silent learner is given up.
         roster: learners that were live before a restart; they have until their deadline to come back, and rounds wait for them.
         incarnations: the last incarnation given to each learner ever.
-        ledgers: tokens by learner id, one ledger per fragment, as stored together with the roster. What is pending of learners that
-            are not in it was acknowledged before the restart and not merged: it is lost.
+        ledgers: as `books.durable_ledgers` said, stored together with the roster.
         step: the highest inner step known.
         round_steps: per fragment, after which inner step the contributions to its version were sent, as `round_steps` said.
         clock: the run clock, as `clock` said.
-        merged_rounds: as `merged_rounds` said.
+        merged_rounds: as `books.durable_merged_rounds` said.
     """
 
     def __init__(
@@ -93,8 +92,6 @@ class SyncerCore:
         self.clock = clock
         """The run clock: inner steps that an average live learner has taken. It paces the rounds that the syncer calls."""
         self.pace = Pace()
-        self.merged_rounds = {learner: list(rounds) for learner, rounds in (merged_rounds or {}).items()}
-        """By learner, for each fragment: the newest of its contributions that is in a published version, as (incarnation, round)."""
         self.deadlines = deadlines or Deadlines()
         self.fragments = [
             FragmentState(version, step=sent, turn=opened.next_turn(self, index))
@@ -102,15 +99,11 @@ class SyncerCore:
         ]
         self.members: dict[str, Member] = {member.learner: member for member in roster}
         self.incarnations: dict[str, int] = dict(incarnations or {})
-        self.ledgers: dict[str, list[Ledger]] = {learner: list(books) for learner, books in (ledgers or {}).items()}
         self.step = step
-        self._settled_trained: dict[str, int] = {}  # tokens of a learner's earlier incarnations
-        for learner, books in self.ledgers.items():
-            member = self.members.get(learner)
-            self._settled_trained[learner] = books[0].trained - (member.tokens if member else 0)
-            if member is None:
-                for ledger in books:
-                    ledger.lose()
+        self.books = Books(
+            self.fragments, ledgers=ledgers or {}, merged_rounds=merged_rounds or {},
+            alive={member.learner: member.tokens for member in roster},
+        )  # fmt: skip
 
     def wind(self, clock: float) -> None:
         """Set the run clock (of a checkpoint), and every fragment's next turn by it."""
@@ -132,9 +125,7 @@ class SyncerCore:
         self.incarnations[learner] = incarnation
         sent_step = dict.fromkeys(range(len(self.fragments)), self.step)
         self.members[learner] = Member(learner, incarnation, self.step, now, now, ready=ready, sent_step=sent_step)
-        if learner not in self.ledgers:
-            self.ledgers[learner] = [Ledger() for _ in self.fragments]
-        self._settled_trained[learner] = self.ledgers[learner][0].trained if self.fragments else 0
+        self.books.begin(learner)
         return incarnation, actions + self._look_again(now)
 
     def check(self, learner: str, incarnation: int) -> None:
@@ -228,11 +219,11 @@ class SyncerCore:
         round_ = state.rounds[state.version]
         round_.refused = [c for c in round_.everything if c.learner in refused]
         for c in round_.refused:
-            self._discard(c, OUTLIER)
+            self.books.discard(c, OUTLIER)
         round_.earlier = [c for c in round_.earlier if c.learner not in refused]
         for learner in refused:
             del round_.contributions[learner]
-        _count_merged(self.ledgers, round_, fragment)
+        self.books.merged(fragment, round_)
         return [Store(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
@@ -241,7 +232,7 @@ class SyncerCore:
         contributions = [c for round_ in state.rounds.values() for c in (*round_.everything, *round_.missed)]
         state.rounds, state.phase = {}, "open"
         for c in contributions:
-            self._discard(c, reason)
+            self.books.discard(c, reason)
         return [*(Reject(c, reason) for c in contributions), *self._look_again(now)]
 
     def stored(self, now: float, fragment: int) -> list[Action]:
@@ -249,7 +240,7 @@ class SyncerCore:
         state = self.fragments[fragment]
         round_ = state.rounds.pop(state.version)
         state.version, state.step, state.phase = state.version + 1, round_.step, "open"
-        self._note_merged(self.merged_rounds, fragment, round_)
+        self.books.published(fragment, round_)
         for member in self.members.values():
             member.waiting = member.waiting and member.learner not in round_.contributions
         if round_.closed_at is not None:
@@ -257,18 +248,8 @@ class SyncerCore:
         contributors = tuple(sorted(round_.contributions))
         rejects = [Reject(c, OUTLIER) for c in round_.refused] + [Reject(c, MISSED) for c in round_.missed]
         for c in round_.missed:
-            self._discard(c, MISSED)
+            self.books.discard(c, MISSED)
         return [*rejects, Publish(fragment, state.version, contributors), *self._look_again(now)]
-
-    def _note_merged(self, merged_rounds: dict[str, list[tuple[int, int]]], fragment: int, round_: Round) -> None:
-        for c in round_.everything:
-            rounds = merged_rounds.setdefault(c.learner, [(0, -1)] * len(self.fragments))
-            rounds[fragment] = max(rounds[fragment], (c.incarnation, c.round))
-
-    def merged_round(self, learner: str, incarnation: int, fragment: int) -> int:
-        """The newest round of a contribution of this incarnation that is in the published version or an earlier one; −1: none is."""
-        last, round_ = self.merged_rounds.get(learner, [(0, -1)] * len(self.fragments))[fragment]
-        return round_ if last == incarnation else -1
 
     def sync_every_of(self, learner: str) -> int:
         """Inner steps between two pushes of this learner: ⌊v/v_max · H⌋ by measured speed where the method's steps are dynamic."""
@@ -333,27 +314,9 @@ class SyncerCore:
         return [Evict(learner, member.incarnation, reason, replaced)]
 
     def _remove(self, learner: str) -> None:
-        """Acknowledged contributions stay, the rest of its pending tokens is lost; no round waits for it any more."""
+        """No round waits for it any more."""
         del self.members[learner]
-        for fragment, ledger in enumerate(self.ledgers[learner]):
-            ledger.lost += ledger.pending - self._acknowledged(learner, fragment)
-
-    def _acknowledged(self, learner: str, fragment: int) -> int:
-        """Tokens that its contributions here account for and its ledger does not count yet."""
-        state = self.fragments[fragment]
-        found = [c for round_ in state.rounds.values() for c in round_.missed]
-        for number, round_ in state.rounds.items():
-            if number != state.version or state.phase != "storing":
-                found += round_.everything
-        return sum(c.accounted for c in found if c.learner == learner)
-
-    def is_counted(self, c: Contribution) -> bool:
-        """Whether the tokens of a contribution are in the books already. All that its learner had trained when it was sent is in it
-        or was accounted for before, so anything that is left uncounted is its own."""
-        ledger = self.ledgers[c.learner][c.fragment]
-        trained = self._settled_trained[c.learner] + c.trained
-        uncounted = trained - (ledger.trained - ledger.pending) - self._acknowledged(c.learner, c.fragment)
-        return uncounted < c.accounted
+        self.books.end(learner)
 
     def _alive(self, now: float, member: Member, step: int, tokens: int) -> None:
         """Heard of it, at this step; tokens are reported per incarnation and only ever grow."""
@@ -363,23 +326,9 @@ class SyncerCore:
         steps = max(0, step - member.step)
         member.step, member.tokens = member.step + steps, max(tokens, member.tokens)
         self.step = max(self.step, member.step)
-        for ledger in self.ledgers[member.learner]:
-            ledger.trained = max(ledger.trained, self._settled_trained[member.learner] + tokens)
+        self.books.trained(member.learner, tokens)
         if steps and not self.method.quorum.scheduled:
             opened.reported(self, steps)
-
-    def reject(self, c: Contribution, reason: str) -> Reject:
-        """Send a contribution back, and count the tokens that go with it."""
-        if not self.is_counted(c):
-            ledger = self.ledgers[c.learner][c.fragment]
-            _count_discards(ledger, c)
-            if reason not in KEPT:
-                ledger.discard(c.tokens, reason)
-        return Reject(c, reason)
-
-    def _discard(self, c: Contribution, reason: str) -> None:
-        _count_discards(self.ledgers[c.learner][c.fragment], c)
-        self.ledgers[c.learner][c.fragment].discard(c.tokens, reason)
 
     @property
     def round_steps(self) -> list[int]:
@@ -388,37 +337,13 @@ class SyncerCore:
             state.rounds[state.version].step if state.phase == "storing" else state.step for state in self.fragments
         ]
 
-    def durable_ledgers(self) -> dict[str, list[Ledger]]:
-        """Copies of the ledgers as they belong to the versions on disk: a round that is being stored does not count yet."""
-        ledgers = deepcopy(self.ledgers)
-        for fragment, state in enumerate(self.fragments):
-            if state.phase == "storing":
-                _count_merged(ledgers, state.rounds[state.version], fragment, sign=-1)
-                for c in state.rounds[state.version].refused:
-                    _count_discards(ledgers[c.learner][fragment], c, sign=-1)
-                    ledgers[c.learner][fragment].discard(-c.tokens, OUTLIER)
-        return ledgers
-
-    def durable_merged_rounds(self) -> dict[str, list[tuple[int, int]]]:
-        """`merged_rounds` as they belong to the versions on disk once the one that is being stored is there."""
-        merged_rounds = {learner: list(rounds) for learner, rounds in self.merged_rounds.items()}
-        for fragment, state in enumerate(self.fragments):
-            if state.phase == "storing":
-                self._note_merged(merged_rounds, fragment, state.rounds[state.version])
-        return merged_rounds
-
-    @property
-    def run_tokens(self) -> int:
-        """Tokens trained by all learners, living and gone."""
-        return sum(books[0].trained for books in self.ledgers.values())
-
     def status(self, now: float) -> dict[str, Any]:
         """Plain values for people and programs: learners, rounds with the reason each waits, the ledger."""
         learners = {
             m.learner: {
                 "incarnation": m.incarnation,
                 "step": m.step,
-                "tokens": self.ledgers[m.learner][0].trained,
+                "tokens": self.books.ledgers[m.learner][0].trained,
                 "healthy": m.healthy,
                 "waiting": m.waiting,
                 "step_s": m.step_s,
@@ -441,18 +366,7 @@ class SyncerCore:
                     "reason": decision.reason
                     if decision
                     else ("no contribution yet" if state.phase == "open" else state.phase),
-                    "ledger": total(books[index] for books in self.ledgers.values()).as_dict(),
+                    "ledger": total(each[index] for each in self.books.ledgers.values()).as_dict(),
                 }
             )
-        return {"step": self.step, "tokens": self.run_tokens, "learners": learners, "fragments": fragments}
-
-
-def _count_merged(ledgers: Mapping[str, Sequence[Ledger]], round_: Round, fragment: int, *, sign: int = 1) -> None:
-    for c in round_.everything:
-        ledgers[c.learner][fragment].merged += sign * c.tokens
-        _count_discards(ledgers[c.learner][fragment], c, sign=sign)
-
-
-def _count_discards(ledger: Ledger, c: Contribution, *, sign: int = 1) -> None:
-    for reason, tokens in c.discarded:
-        ledger.discard(sign * tokens, reason)
+        return {"step": self.step, "tokens": self.books.run_tokens, "learners": learners, "fragments": fragments}

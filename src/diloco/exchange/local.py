@@ -267,7 +267,7 @@ class Local(Exchange):
 
     @property
     def run_tokens(self) -> int | None:
-        return None if self._run.core is None else self._run.initial_tokens + self._run.core.run_tokens
+        return None if self._run.core is None else self._run.initial_tokens + self._run.core.books.run_tokens
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
@@ -282,7 +282,7 @@ class Local(Exchange):
                 "theta": run.thetas[f],
                 "outer": dict(run.outer_states[f]),
                 "residual": run.residuals[f],
-                "ledger": asdict(run.core.ledgers[name][f]),
+                "ledger": asdict(run.core.books.ledgers[name][f]),
             }
             for f, fragment in enumerate(run.core.fragments)
         }
@@ -297,7 +297,7 @@ class Local(Exchange):
             saved = state["fragments"][str(f)]
             fragment.version = saved["version"]
             run.thetas[f], run.outer_states[f], run.residuals[f] = saved["theta"], saved["outer"], saved["residual"]
-            run.core.ledgers[name][f] = Ledger(**saved["ledger"])
+            run.core.books.ledgers[name][f] = Ledger(**saved["ledger"])
 
     def close(self) -> None:
         run, incarnation = self._run, self.incarnation

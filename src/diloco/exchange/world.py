@@ -266,7 +266,7 @@ class Run:
         num_bytes = closed.payload.numel()
         self.witness.published(update, len(self.core.members), num_bytes, merge_s=0.0, persist_s=0.0)
         for learner, member in self.core.members.items():
-            merged_round = self.core.merged_round(learner, member.incarnation, f)
+            merged_round = self.core.books.merged_round(learner, member.incarnation, f)
             self._send(self.indices[learner], Arrived(update, closed.theta, merged_round, mean), num_bytes)
 
     def _send(self, index: int, arrived: Arrived, num_bytes: int) -> None:

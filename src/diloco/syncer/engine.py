@@ -100,7 +100,7 @@ class Engine:
             if not self.initialised:
                 return 0, 0
             core = self._state.core
-            return core.step, core.run_tokens + self._state.initial_tokens
+            return core.step, core.books.run_tokens + self._state.initial_tokens
 
     def versions(self) -> list[int]:
         """Of each fragment; empty before there is a model."""

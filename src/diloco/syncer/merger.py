@@ -82,7 +82,7 @@ class Merger:
         """Who is here must survive a crash, or the first to come back would merge alone."""
         with self._state.durable:
             with self._state.lock:
-                roster, ledgers = self._state.roster(), self._state.core.durable_ledgers()
+                roster, ledgers = self._state.roster(), self._state.core.books.durable_ledgers()
             try:
                 self._store.save_roster(roster, ledgers)
             except StoreError as error:
@@ -144,7 +144,11 @@ class Merger:
 
     def _write(self, result: _Result) -> None:
         with self._state.lock:
-            ledgers, roster, state = deepcopy(self._state.core.ledgers), self._state.roster(), self._state.to_save()
+            ledgers, roster, state = (
+                deepcopy(self._state.core.books.ledgers),
+                self._state.roster(),
+                self._state.to_save(),
+            )
         self._store.publish(
             result.update, result.closed, tokens=result.tokens, ledgers=ledgers, roster=roster, state=state
         )

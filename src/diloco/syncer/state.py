@@ -120,7 +120,7 @@ class RunState:
             "round_steps": core.round_steps,
             "clock": core.clock,
             "pace": asdict(core.pace),
-            "merged_rounds": core.durable_merged_rounds(),
+            "merged_rounds": core.books.durable_merged_rounds(),
         }
 
     def roster(self) -> list[RosterRow]:
@@ -132,7 +132,7 @@ class RunState:
 
     def merged_rounds(self, fragment: int) -> MergedRounds:
         """Whose work is in the fragment's published version."""
-        return _of(self.core.merged_rounds, fragment)
+        return _of(self.core.books.merged_rounds, fragment)
 
 
 def _of(merged: dict[str, list[tuple[int, int]]], fragment: int) -> MergedRounds:
