@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from diloco.core.adopt import Eager
+from diloco.core.flights import Send
 from diloco.core.fragments import Layout, make_layout
-from diloco.core.learner import LearnerCore, Send, mode_of
+from diloco.core.learner import LearnerCore, mode_of
 from diloco.core.method import Method
 from diloco.core.update import KEPT, Contribution, Update
 from diloco.eager import EagerSteps

@@ -8,7 +8,8 @@ from copy import deepcopy
 
 import pytest
 
-from diloco.core.learner import LearnerCore, Send
+from diloco.core.flights import Send
+from diloco.core.learner import LearnerCore
 from diloco.core.schedule import Schedule
 from diloco.core.update import MISSED, OUT_OF_STEP, OUTLIER, TWICE
 from diloco.errors import CheckpointError, VersionError

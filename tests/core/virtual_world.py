@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from diloco.core.learner import LearnerCore, Send, mode_of
+from diloco.core.flights import Send
+from diloco.core.learner import LearnerCore, mode_of
 from diloco.core.ledger import Ledger
 from diloco.core.method import Method
 from diloco.core.syncer import (

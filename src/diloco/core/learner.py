@@ -22,73 +22,15 @@ No tensor, clock, socket or thread is in here; `diloco.Learner` drives it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from diloco.core.flights import Flight, FragmentBook, Send
 from diloco.core.ledger import Ledger
 from diloco.core.method import Method
 from diloco.core.quorum import AllLive, Called
 from diloco.core.schedule import Schedule
 from diloco.core.update import DROPPED, KEPT, MISSED, OUTLIER, TWICE
 from diloco.errors import CheckpointError, VersionError
-
-
-@dataclass
-class Flight:
-    """A contribution that was sent and not yet settled: `listed` in an update, or dropped by a rejection.
-
-    `kept`: it was dropped on purpose, and its work stays in the learner's parameters.
-    """
-
-    round: int
-    base: int
-    tokens: int
-    steps: int
-    apply_at: int
-    listed: bool = False
-    kept: bool = False
-
-
-@dataclass(frozen=True)
-class Send:
-    """Measure `fragment` now and offer it to merge `round`; the displacement is taken from version `base`.
-
-    `discarded`: tokens given up by adoption since the previous send, by reason.
-    """
-
-    fragment: int
-    round: int
-    base: int
-    tokens: int
-    steps: int
-    discarded: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass
-class FragmentBook:
-    """One fragment as one learner sees it.
-
-    Attributes:
-        held: the version adopted.
-        received: versions that are here and not adopted.
-        overwritten: tokens discarded by adoption and not yet reported.
-        asked: the syncer has called it when it could not be answered.
-        push_at, push_every: where learners push: the inner step of the next push, and how many lie between the last one and it.
-        answered: where learners push: the newest contribution is settled, so the newest version may be adopted.
-    """
-
-    held: int
-    received: set[int] = field(default_factory=set)
-    flights: list[Flight] = field(default_factory=list)
-    pending_tokens: int = 0
-    pending_steps: int = 0
-    overwritten: int = 0
-    asked: bool = False
-    push_at: int = 0
-    push_every: int = 0
-    answered: bool = False
-    ledger: Ledger = field(default_factory=Ledger)
-
 
 Mode = Literal["scheduled", "called", "pushed"]
 
@@ -301,7 +243,7 @@ class LearnerCore:
             book.pending_tokens = book.pending_steps = 0
             if (
                 self.mode == "pushed"
-            ):  # its work begins here; after a late answer the next push would have next to none in it
+            ):  # work begins here; after a late answer the next push would have next to none in it
                 book.push_at = self.step + book.push_every
         book.held, book.answered = version, False
         book.received = {v for v in book.received if v > version}
@@ -323,26 +265,7 @@ class LearnerCore:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values from which `load_state_dict` continues exactly."""
-        return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "books": [
-                {
-                    "held": b.held,
-                    "pending_tokens": b.pending_tokens,
-                    "pending_steps": b.pending_steps,
-                    "overwritten": b.overwritten,
-                    "asked": b.asked,
-                    "push_at": b.push_at,
-                    "push_every": b.push_every,
-                    "answered": b.answered,
-                    "received": sorted(b.received),
-                    "flights": [asdict(flight) for flight in b.flights],
-                    "ledger": asdict(b.ledger),
-                }
-                for b in self.books
-            ],
-        }  # fmt: skip
+        return {"step": self.step, "tokens": self.tokens, "books": [book.as_dict() for book in self.books]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`.
@@ -356,15 +279,7 @@ class LearnerCore:
                 "load it with the method it was saved under."
             )
         self.step, self.tokens = state["step"], state["tokens"]
-        self.books = [
-            FragmentBook(**{
-                **book,
-                "received": set(book["received"]),
-                "flights": [Flight(**flight) for flight in book["flights"]],
-                "ledger": Ledger(**{**book["ledger"], "discarded": dict(book["ledger"]["discarded"])}),
-            })
-            for book in state["books"]
-        ]  # fmt: skip
+        self.books = [FragmentBook.from_dict(book) for book in state["books"]]
 
     def forget_flights(self, *, keep_work: bool) -> tuple[int, ...]:
         """After `load_state_dict`, where nobody blocks: whose contributions nobody has heard of will not hear of them any more.
