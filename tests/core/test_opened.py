@@ -19,6 +19,8 @@ NO_GRACE = Called(at_least=1, grace=0.0)
 
 
 def method(quorum: Quorum = NO_GRACE, **changes: object) -> Method:
+    if isinstance(quorum, Pushed):
+        changes = {"overlap": 0, **changes}
     return replace(
         DecoupledDiLoCo(sync_every=4, fragments=Whole(), weight="tokens"),
         quorum=quorum,

@@ -143,6 +143,8 @@ class Method:
              "Eager() replaces its own part of a mean; use merge=Mean() and no screen."),
             (isinstance(self.adopt, Eager) and not self.wait,
              "Eager() steps with the answer that is due; use wait=True."),
+            (isinstance(self.quorum, Pushed) and self.overlap > 0,
+             f"overlap={self.overlap} has no effect where learners push: each adopts an answer when it has come; use overlap=0."),
             (isinstance(self.quorum, Called) and self.wait,
              "a learner cannot wait for an answer that the syncer calls for; use wait=False with Called()."),
             (self.partial == "scale" and self.quorum.scheduled,

@@ -59,6 +59,10 @@ class AllLive(Quorum):
         super().__post_init__()
         object.__setattr__(self, "drop", fraction("AllLive(drop=…)", self.drop, below_one=True))
         whole_number("AllLive(drop_seed=…)", self.drop_seed, minimum=0)
+        if self.drop_seed and not self.drop:
+            raise ConfigError(
+                f"AllLive(drop_seed={self.drop_seed}) draws what drop leaves out, and drop is 0; set drop."
+            )
 
     def drops(self, learner: str, fragment: int, round_: int) -> bool:
         """Whether this contribution is one of those that are left out."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -113,7 +113,6 @@ class Report:
     tokens: int = 0
     step_s: float | None = None
     waiting: bool = False
-    discarded: dict[str, int] = field(default_factory=dict)
 
 
 class Exchange(ABC):
