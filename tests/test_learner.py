@@ -530,6 +530,7 @@ def test_no_token_vanishes(name: str, steps: int) -> None:
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 T = 5  # with an overlap of 2 and more, answers are on their way
+PUSHED = diloco.AsyncDiLoCo(sync_every=3, dynamic_steps=False, outer=diloco.Nesterov(lr=0.7), partial="scale")
 Encode = Callable[[dict[str, Any], Path], dict[str, Any]]
 
 
@@ -550,10 +551,10 @@ def final_state(learner: Learner) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", [*SYNCHRONOUS, "pushed, scaled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resumed_run_has_the_bits_of_one_that_went_through(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    method = SYNCHRONOUS[name]
+    method = (SYNCHRONOUS | {"pushed, scaled": PUSHED})[name]
     stateless = method.exchanged == "parameters"
 
     def make(index: int, exchange: Exchange) -> Learner:

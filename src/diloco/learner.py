@@ -337,8 +337,9 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Anchors, versions, counters, answers on their way and error feedback; tensors and plain values in nested dicts.
 
-        Waits for answers that are on their way, so that a resumed run continues with the same bits. Take the model's and the
-        inner optimizer's state at the same boundary.
+        Waits for the answers that a schedule has on their way, so that a resumed run continues with the same bits. Where nobody
+        waits for a round, work on its way becomes pending again or, over a syncer, stays with it. Take the model's and the inner
+        optimizer's state at the same boundary.
         """
         self._take_in()
         self._wait_while(lambda: not self._all_answered())

@@ -220,6 +220,7 @@ def test_a_difference_is_said_in_words() -> None:
         (lambda: replace(DiLoCo(outer=SGD(lr=1.0)), merge=HeLoCo()), "has none"),
         (lambda: DecoupledDiLoCo(merge=CoordinateMedian()), "use weight='uniform' with it, not 'tokens\\^2/steps'"),
         (lambda: replace(DiLoCo(weight="tokens"), merge=MultiKrum()), r"MultiKrum\(\) counts every learner the same"),
+        (lambda: DiLoCo(outer="adam"), "outer is 'adam'; use one of SGD"),
         (lambda: AllLive(drop_seed=3), "drop is 0; set drop"),
         (lambda: replace(AsyncDiLoCo(), overlap=2), "overlap=2 has no effect where learners push"),
         (lambda: DiLoCo(overlap=1, quorum=AllLive(drop=0.5)), "needs overlap=0, not 1"),

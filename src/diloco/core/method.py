@@ -43,6 +43,10 @@ OUTER_AT: tuple[OuterAt, ...] = get_args(OuterAt)
 Partial = Literal["full", "scale"]
 PARTIAL: tuple[Partial, ...] = get_args(Partial)
 
+_KINDS: dict[str, type] = {
+    "fragments": Fragmentation, "up": Codec, "down": Codec, "quorum": Quorum, "merge": Merge, "outer": Outer, "adopt": Adopt,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
@@ -107,6 +111,10 @@ class Method:
         ):
             if value not in known:
                 raise ConfigError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}.")
+        for name, kind in _KINDS.items():
+            if not isinstance(getattr(self, name), kind):
+                known = ", ".join(f"{each.__name__}(…)" for each in kind.__subclasses__())
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; use one of {known}.")
         for name in ("wait", "dynamic_steps"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; use true or false.")

@@ -274,8 +274,11 @@ class Local(Exchange):
         return self._num_bytes
 
     def state_dict(self) -> dict[str, Any]:
+        """The global model as it stands, and this learner's books. Where the schedule calls rounds, all that was sent is in it; where
+        not, what is on its way or in an open round is not, and its learner counts that work as pending again."""
         run, name = self._run, self._name
         assert run.core is not None
+        member = run.core.members[name]
         fragments = {
             str(f): {
                 "version": fragment.version,
@@ -283,21 +286,27 @@ class Local(Exchange):
                 "outer": dict(run.outer_states[f]),
                 "residual": run.residuals[f],
                 "ledger": asdict(run.core.books.ledgers[name][f]),
+                "sent_step": member.sent_step[f],
+                "sent_work": member.sent_work.get(f),
             }
             for f, fragment in enumerate(run.core.fragments)
         }
-        return {"clock": run.core.clock, "step": run.core.members[name].step, "fragments": fragments}
+        return {"clock": run.core.clock, "step": member.step, "fragments": fragments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         run, name = self._run, self._name
         assert run.core is not None
         run.core.wind(state["clock"])
-        run.core.members[name].step = state["step"]
+        member = run.core.members[name]
+        member.step = state["step"]
         for f, fragment in enumerate(run.core.fragments):
             saved = state["fragments"][str(f)]
             fragment.version = saved["version"]
             run.thetas[f], run.outer_states[f], run.residuals[f] = saved["theta"], saved["outer"], saved["residual"]
             run.core.books.ledgers[name][f] = Ledger(**saved["ledger"])
+            member.sent_step[f] = saved["sent_step"]
+            if saved["sent_work"] is not None:
+                member.sent_work[f] = tuple(saved["sent_work"])
 
     def close(self) -> None:
         run, incarnation = self._run, self.incarnation
