@@ -113,7 +113,7 @@ class Method:
                 raise ConfigError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}.")
         for name, kind in _KINDS.items():
             if not isinstance(getattr(self, name), kind):
-                known = ", ".join(f"{each.__name__}(…)" for each in kind.__subclasses__())
+                known = ", ".join(f"{each.__name__}(…)" for each in _leaves(kind))
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; use one of {known}.")
         for name in ("wait", "dynamic_steps"):
             if type(getattr(self, name)) is not bool:
@@ -227,6 +227,11 @@ class Method:
         mine, theirs = self.to_dict(), other.to_dict()
         different = [k for k in mine if k not in ("name", "paper") and mine[k] != theirs[k]]
         return ", ".join(f"{k} is {mine[k]!r} here and {theirs[k]!r} there" for k in different) or None
+
+
+def _leaves(kind: type) -> list[type]:
+    """The classes below one that have none below themselves."""
+    return [leaf for each in kind.__subclasses__() for leaf in _leaves(each)] or [kind]
 
 
 def check_keys(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
