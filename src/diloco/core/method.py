@@ -113,8 +113,8 @@ class Method:
                 raise ConfigError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}.")
         for name, kind in _KINDS.items():
             if not isinstance(getattr(self, name), kind):
-                known = ", ".join(f"{each.__name__}(…)" for each in _leaves(kind))
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; use one of {known}.")
+                kinds = ", ".join(f"{each.__name__}(…)" for each in _leaves(kind))
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; use one of {kinds}.")
         for name in ("wait", "dynamic_steps"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; use true or false.")
@@ -229,7 +229,7 @@ class Method:
         return ", ".join(f"{k} is {mine[k]!r} here and {theirs[k]!r} there" for k in different) or None
 
 
-def _leaves(kind: type) -> list[type]:
+def _leaves(kind: type[Any]) -> list[type[Any]]:
     """The classes below one that have none below themselves."""
     return [leaf for each in kind.__subclasses__() for leaf in _leaves(each)] or [kind]
 
