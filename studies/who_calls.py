@@ -19,7 +19,7 @@ def rows() -> Sequence[Row]:
     base = diloco.DecoupledDiLoCo(
         sync_every=24, fragments=fragments, codec="fp32", outer=outer, merge=diloco.Mean(), weight="tokens"
     )
-    push = replace(base, quorum=Pushed())
+    push = replace(base, quorum=Pushed(), overlap=0)
 
     def delayed(outer: Nesterov, *, dynamic: bool = False) -> Method:
         buffered = diloco.DelayedNesterov(lr=outer.lr, momentum=outer.momentum, buffer=4)
