@@ -7,7 +7,6 @@ snapshot of what is sent and a copy of what is adopted; encoding, sending, recei
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Self
 
 import torch
@@ -433,13 +432,12 @@ def _arrived_out(arrived: Arrived) -> dict[str, Any]:
     tensors: dict[str, Any] = {"theta": arrived.theta} | ({} if arrived.mean is None else {"mean": arrived.mean})
     if arrived.outer_state is not None:
         tensors["outer_state"] = dict(arrived.outer_state)
-    return {"update": asdict(arrived.update), "merged_round": arrived.merged_round, **tensors}
+    return {"update": arrived.update.as_dict(), "merged_round": arrived.merged_round, **tensors}
 
 
 def _arrived_in(saved: Mapping[str, Any]) -> Arrived:
-    listed = {key: tuple(saved["update"][key]) for key in ("contributors", "weights")}
     return Arrived(
-        Update(**(saved["update"] | listed)),
+        Update.from_dict(saved["update"]),
         saved["theta"],
         saved["merged_round"],
         saved.get("mean"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from diloco.core.method import Method, Partial
 from diloco.core.outer import SGD, Adam, Nesterov, Outer
 from diloco.core.presets import DataParallel, DecoupledDiLoCo, DiLoCo, LocalSGD
 from diloco.core.robust import NormOutliers
-from diloco.core.update import SMALLEST_NORMAL, Closed, advance, close_round, flush_denormals, update_of
+from diloco.core.update import SMALLEST_NORMAL, Closed, Update, advance, close_round, flush_denormals, update_of
 from diloco.errors import CorruptPayloadError, NonFiniteError
 
 N = 2 * SEGMENT_ELEMENTS + 1001
@@ -223,6 +224,12 @@ def test_an_update_may_be_kept_while_the_next_is_computed() -> None:
     assert torch.equal(first.theta, kept)
     first.payload.zero_()
     assert torch.equal(advanced, kept)
+
+
+def test_an_update_survives_as_plain_values_and_as_json() -> None:
+    update = Update(1, 4, 5, ("site-a", "site-b"), (1.0, 2.5), 0.5, "d1", lossless=False)
+    assert Update.from_dict(update.as_dict()) == update
+    assert Update.from_dict(json.loads(json.dumps(update.as_dict()))) == update
 
 
 # --- screens ------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """A DDP job of two ranks is one learner, beside a learner of one rank: real processes over gloo."""
 
+import json
+
 import pytest
 import torch
 from tests.exchange import ranks_life
@@ -10,7 +12,7 @@ from tests.exchange.worlds import read, start_processes
 import diloco
 from diloco.core.update import Update
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, Rejoined
-from diloco.exchange.ranks import _event_in, _event_out
+from diloco.exchange.ranks import _in, _out
 
 pytestmark = pytest.mark.timeout(300)  # includes a world of processes
 
@@ -136,8 +138,8 @@ def test_every_event_crosses_as_plain_values_and_tensors() -> None:
     update = Update(1, 4, 5, ("site-a", "site-b"), (1.0, 2.5), 0.5, "d1", lossless=False)
     events: list[Event] = [Rejoined(opened, "replaced"), Rejected(1, 4, "missed"), Arrived(update, torch.rand(3), 3)]
     tensors: list[torch.Tensor] = []
-    said = [_event_out(event, tensors) for event in events]
-    rejoined, rejected, arrived = (_event_in(each, tensors) for each in said)
+    said = [_out(event, tensors) for event in events]
+    rejoined, rejected, arrived = (_in(each, tensors) for each in json.loads(json.dumps(said)))
     assert isinstance(rejoined, Rejoined)
     assert (rejoined.reason, rejoined.opened.versions, rejoined.opened.run_tokens) == ("replaced", (2, 1), 1234)
     assert rejoined.opened.model.fragments[1] is model.fragments[1]

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -109,6 +110,15 @@ class Update:
     scale: float
     digest: str
     lossless: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `as_dict` gave; JSON in between does no harm."""
+        return cls(**{**values, "contributors": tuple(values["contributors"]), "weights": tuple(values["weights"])})
 
 
 @dataclass(frozen=True)

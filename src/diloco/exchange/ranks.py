@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,9 +71,9 @@ class Ranks(Exchange):
     def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
         def join() -> Said:
             tensors: list[Tensor] = []
-            return _opened_out(self._exchange.open(layout, method, initial), tensors), tensors
+            return _out(self._exchange.open(layout, method, initial), tensors), tensors
 
-        opened = _opened_in(*self._decide("the run's model", join))
+        opened: Opened = _in(*self._decide("the run's model", join))
         self._run_tokens = opened.run_tokens
         return opened
 
@@ -104,7 +104,7 @@ class Ranks(Exchange):
             return ()
         message, self._message, self._news = self._message, _QUIET, []
         said, tensors = self._broadcast(message, num_bytes, "the news", self._failure)
-        return [_event_in(event, tensors) for event in said["events"]]
+        return [_in(event, tensors) for event in said["events"]]
 
     def wait(self) -> None:
         if not self._news:
@@ -182,7 +182,7 @@ class Ranks(Exchange):
             self._message = _Message.of({}, [], self._failure)
         elif self._news:
             tensors: list[Tensor] = []
-            self._message = _Message.of({"events": [_event_out(event, tensors) for event in self._news]}, tensors)
+            self._message = _Message.of({"events": [_out(event, tensors) for event in self._news]}, tensors)
 
     def _decide(self, what: str, decide: Callable[[], Said]) -> Said:
         """What rank 0 decides, or the error that it meets, on every rank."""
@@ -233,76 +233,36 @@ def _empty(shape: list[int], dtype: str) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
-def _opened_out(opened: Opened, tensors: list[Tensor]) -> dict[str, Any]:
-    """Plain values of what a learner starts from; its tensors are appended to `tensors`."""
-    first = len(tensors)
-    tensors += [*opened.model.fragments, *opened.model.static.values()]
-    return {
-        "learner": opened.learner,
-        "incarnation": opened.incarnation,
-        "step": opened.step,
-        "versions": opened.versions,
-        "run_tokens": opened.run_tokens,
-        "first": first,
-        "static": list(opened.model.static),
-        "outer_states": [_state_out(state, tensors) for state in opened.outer_states],
-    }
+_KINDS = {kind.__name__: kind for kind in (Arrived, Called, Rejected, Rejoined, Opened, Model, Update)}
 
 
-def _opened_in(said: Mapping[str, Any], tensors: Sequence[Tensor]) -> Opened:
-    num_fragments = len(said["versions"])
-    own = tensors[said["first"] : said["first"] + num_fragments + len(said["static"])]
-    model = Model(tuple(own[:num_fragments]), dict(zip(said["static"], own[num_fragments:], strict=True)))
-    states = tuple(_state_in(state, tensors) for state in said["outer_states"])
-    return Opened(
-        said["learner"], said["incarnation"], said["step"], tuple(said["versions"]), model, said["run_tokens"], states
-    )
+def _out(value: Any, tensors: list[Tensor]) -> Any:
+    """A value as JSON can say it; its tensors are appended to `tensors`, and their places stand for them."""
+    match value:
+        case Tensor():
+            tensors.append(value)
+            return {"tensor": len(tensors) - 1}
+        case Mapping():
+            return {"mapping": {key: _out(each, tensors) for key, each in value.items()}}
+        case tuple():
+            return [_out(each, tensors) for each in value]
+        case None | bool() | int() | float() | str():
+            return value
+    name = type(value).__name__
+    assert name in _KINDS
+    return {name: {key: _out(each, tensors) for key, each in vars(value).items()}}
 
 
-def _state_out(state: Mapping[str, Tensor], tensors: list[Tensor]) -> dict[str, int]:
-    """Which of `tensors` is which; they are appended to it."""
-    places = {}
-    for name, tensor in state.items():
-        places[name] = len(tensors)
-        tensors.append(tensor)
-    return places
-
-
-def _state_in(places: Mapping[str, int], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {name: tensors[place] for name, place in places.items()}
-
-
-def _event_out(event: Event, tensors: list[Tensor]) -> dict[str, Any]:
-    match event:
-        case Arrived(update=update):
-            named = {"theta": event.theta} | ({} if event.mean is None else {"mean": event.mean})
-            state = None if event.outer_state is None else _state_out(event.outer_state, tensors)
-            return {"event": "arrived", "update": asdict(update), "merged_round": event.merged_round,
-                    "tensors": _state_out(named, tensors), "outer_state": state}  # fmt: skip
-        case Called():
-            return {"event": "called", **asdict(event)}
-        case Rejected():
-            return {"event": "rejected", **asdict(event)}
-        case Rejoined(opened=opened, reason=reason):
-            return {"event": "rejoined", "opened": _opened_out(opened, tensors), "reason": reason}
-
-
-def _event_in(said: Mapping[str, Any], tensors: Sequence[Tensor]) -> Event:
-    match said["event"]:
-        case "arrived":
-            listed = {
-                "contributors": tuple(said["update"]["contributors"]),
-                "weights": tuple(said["update"]["weights"]),
-            }
-            named = _state_in(said["tensors"], tensors)
-            state = None if said["outer_state"] is None else _state_in(said["outer_state"], tensors)
-            return Arrived(
-                Update(**(said["update"] | listed)), named["theta"], said["merged_round"], named.get("mean"), state
-            )
-        case "called":
-            return Called(said["fragment"], said["version"])
-        case "rejected":
-            return Rejected(said["fragment"], said["round"], said["reason"])
-        case kind:
-            assert kind == "rejoined"
-            return Rejoined(_opened_in(said["opened"], tensors), said["reason"])
+def _in(said: Any, tensors: Sequence[Tensor]) -> Any:
+    """What `_out` was given."""
+    match said:
+        case {"tensor": place}:
+            return tensors[place]
+        case {"mapping": values}:
+            return {key: _in(each, tensors) for key, each in values.items()}
+        case list():
+            return tuple(_in(each, tensors) for each in said)
+        case dict():
+            [(name, values)] = said.items()
+            return _KINDS[name](**{key: _in(each, tensors) for key, each in values.items()})
+    return said

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -434,7 +434,7 @@ class TorchFT(Exchange):
             tensors[f"{f}.theta"] = held.theta
             tensors |= {f"{f}.outer.{name}": value for name, value in held.outer_state.items()}
             tensors |= {} if held.residual is None else {f"{f}.residual": held.residual}
-            update = None if held.update is None else asdict(held.update)
+            update = None if held.update is None else held.update.as_dict()
             told[str(f)] = {"version": held.version, "update": update, "merged_rounds": held.merged_rounds,
                             "refused": held.refused}  # fmt: skip
         text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
@@ -454,7 +454,7 @@ class TorchFT(Exchange):
             }
             theta, update = tensors[f"{key}.theta"], values["update"]
             if update is not None:
-                update = Update(**{**update, **{name: tuple(update[name]) for name in ("contributors", "weights")}})
+                update = Update.from_dict(update)
             self._fragments[int(key)] = _Held(
                 values["version"],
                 theta,
