@@ -14,6 +14,7 @@ import diloco
 from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS
 from diloco.errors import ConfigError
 from diloco.exchange.collective import Shards
+from diloco.exchange.group import reason_of
 
 pytestmark = pytest.mark.timeout(300)  # includes a world of processes
 
@@ -150,3 +151,17 @@ def test_a_killed_learner_is_an_error_for_the_others(world: dict[str, Facts]) ->
         assert facts["error"][0] == "ExchangeError"
         assert "the contribution of fragment 0 in round 1 did not get through" in facts["error"][1]
         assert "start all ranks again from a checkpoint" in facts["error"][1]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ('status: Unavailable, message: "tcp connect error", details: [], metadata: MetadataMap { headers: {} }', "tcp connect error"),
+        ("[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:14511: Connection reset by peer. This is typically caused by …",
+         "Read error [127.0.0.1]:14511: Connection reset by peer"),
+        ("deadline has elapsed", "deadline has elapsed"),
+        ("", "RuntimeError"),
+    ],
+)  # fmt: skip
+def test_what_torchft_and_gloo_say_is_cut_down_to_words_for_people(said: str, reason: str) -> None:
+    assert reason_of(RuntimeError(said)) == reason

@@ -143,18 +143,3 @@ def test_a_joiner_is_healed_and_takes_part(lighthouse: Any) -> None:
     assert end["contributors"][0] == ["a"]
     assert end["contributors"][-1] == ["a", "b"]
     assert joined["versions"] == end["versions"] == [20]
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ('status: Unavailable, message: "tcp connect error", details: [], metadata: MetadataMap { headers: {} }', "tcp connect error"),
-        ("[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:14511: Connection reset by peer. This is typically caused by …",
-         "Read error [127.0.0.1]:14511: Connection reset by peer"),
-        ("deadline has elapsed", "deadline has elapsed"),
-    ],
-)  # fmt: skip
-def test_what_torchft_and_gloo_say_is_cut_down_to_words_for_people(said: str, reason: str) -> None:
-    from diloco.exchange.torchft import _reason
-
-    assert _reason(RuntimeError(said)) == reason

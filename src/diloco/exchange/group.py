@@ -10,6 +10,7 @@ Everything crosses as bytes, mostly by one primitive: an all-to-all with a size 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -107,10 +108,9 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
             raise ExchangeError(
                 f"{what} did not get through, because another rank is gone or silent for more than {self._timeout_s:g} s; a process "
-                f"group has fixed membership, so start all ranks again from a checkpoint ({reason})."
+                f"group has fixed membership, so start all ranks again from a checkpoint ({reason_of(error)})."
             ) from error
 
 
@@ -128,6 +128,14 @@ def error_of(name: str, text: str) -> DilocoError:
     if isinstance(kind, type) and issubclass(kind, DilocoError):
         return kind(text)
     return ExchangeError(f"{name}: {text}")
+
+
+def reason_of(error: Exception) -> str:
+    """The words for people in what torch, gloo or torchft says: a gRPC status has them in quotes, gloo between a source file and advice."""
+    text = str(error).strip() or type(error).__name__
+    if quoted := re.search(r'message: "([^"]+)"', text):
+        return quoted[1]
+    return re.sub(r"^\[\S+\] ", "", text.splitlines()[0]).split(". ")[0].rstrip(".")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

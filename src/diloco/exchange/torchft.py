@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 from collections import deque
@@ -45,7 +44,7 @@ from diloco.core.quorum import AllLive
 from diloco.core.update import MISSED, OUTLIER, Contribution, Update, advance, close_round, update_of
 from diloco.errors import CheckpointError, ConfigError, DigestError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, required_method
-from diloco.exchange.group import Group, split, to_bytes, to_tensor
+from diloco.exchange.group import Group, reason_of, split, to_bytes, to_tensor
 
 log = logging.getLogger("diloco")
 
@@ -374,7 +373,7 @@ class TorchFT(Exchange):
             )
         except (RuntimeError, TimeoutError) as error:
             raise ExchangeError(
-                f"the lighthouse at {self._lighthouse_url} gave no quorum ({_reason(error)}); is it running?"
+                f"the lighthouse at {self._lighthouse_url} gave no quorum ({reason_of(error)}); is it running?"
             ) from error
         members = sorted(quorum.participants, key=lambda each: each.replica_id)
         key = (quorum.quorum_id, *(each.replica_id for each in members))
@@ -387,7 +386,7 @@ class TorchFT(Exchange):
         except (RuntimeError, TimeoutError) as error:  # a member died while the group was made
             self._forget_group()
             raise ExchangeError(
-                f"the process group of {len(members)} learners could not be made ({_reason(error)})."
+                f"the process group of {len(members)} learners could not be made ({reason_of(error)})."
             ) from error
         self._group, self._quorum_key = _QuorumGroup(self._pg, rank, len(members), self._timeout_s), key
 
@@ -483,7 +482,7 @@ class _QuorumGroup(Group):
         except RuntimeError as error:
             raise ExchangeError(
                 f"{what} did not get through, because another learner is gone or silent for more than {self._timeout_s:g} s "
-                f"({_reason(error)})."
+                f"({reason_of(error)})."
             ) from error
 
 
@@ -495,11 +494,3 @@ class _Wrapped:
 
     def alltoall_base(self, received: Tensor, sent: Tensor, receive_bytes: list[int], send_bytes: list[int]) -> Any:
         return self._pg.alltoall_base(received, sent, receive_bytes, send_bytes, dist.AllToAllOptions())
-
-
-def _reason(error: Exception) -> str:
-    """The words for people in what torchft or gloo says: a gRPC status has them in quotes, gloo between a source file and advice."""
-    quoted = re.search(r'message: "([^"]+)"', str(error))
-    return (
-        quoted[1] if quoted else re.sub(r"^\[\S+\] ", "", str(error).strip()).splitlines()[0].split(". ")[0].rstrip(".")
-    )
