@@ -27,7 +27,7 @@ from diloco.exchange.base import (
     Report,
     required_method,
 )
-from diloco.learner import _arrived_in, _arrived_out
+from diloco.resume import _arrived_in, _arrived_out
 
 FEEDBACK = diloco.DiLoCo(sync_every=2, overlap=1, codec=("int4", "fp32"), error_feedback=True)
 
@@ -94,7 +94,7 @@ def step(learner: Learner, times: int = 1) -> None:
 
 
 def residuals_of(learner: Learner) -> Any:
-    return learner._residuals.state_dict()
+    return learner._boundary.residuals.state_dict()
 
 
 def ledger_of(learner: Learner) -> dict[str, Any]:

@@ -6,23 +6,19 @@ snapshot of what is sent and a copy of what is adopted; encoding, sending, recei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from diloco.core.adopt import Eager
-from diloco.core.flights import Send
+from diloco.boundary import Boundary
 from diloco.core.fragments import Layout, make_layout
 from diloco.core.learner import LearnerCore, mode_of
 from diloco.core.method import Method
-from diloco.core.update import KEPT, Contribution, Update
-from diloco.eager import EagerSteps
-from diloco.errors import CheckpointError, ConfigError
-from diloco.exchange.base import Arrived, Called, Exchange, Opened, Rejected, Rejoined, Report
-from diloco.histogram import Histogram
-from diloco.residuals import Residuals
+from diloco.errors import ConfigError
+from diloco.exchange.base import Exchange, Opened
+from diloco.resume import resume, state_of
 from diloco.trainable import check_trainable, trained_tensors
 from diloco.values import Values
 
@@ -74,182 +70,8 @@ class Learner:
         check_trainable(model, inner_optimizer, self.method, exchange)
         self.layout: Layout = make_layout(model, self.method.fragments)
         self._values = Values(model, self.layout, self.method)
-        if trains is not None and isinstance(self.method.adopt, Eager):
-            raise ConfigError(
-                f"{self.method.name} replaces a learner's own part of every mean, and where learners train parts that is another "
-                "part for every tensor; train all of the model, or use DelayedDiLoCo."
-            )
-        self._trained = trained_tensors(self.layout, trains)
-        self._blocked_s = 0.0
-        self._num_blocked = 0
-        self._blocked = Histogram()
-        self._last_step_at: float | None = None
-        self._step_s: float | None = None
-        self._closed = False
-        self._merges = self._updates = 0
-        self._received: dict[tuple[int, int], Arrived] = {}
-        self._start_model: Opened | None = None
-        self._start(exchange.open(self.layout, self.method, self._values.own_model))
-        self._hook = None
-        if self.method.exchanged == "gradients":
-            self._hook = inner_optimizer.register_step_pre_hook(lambda *_: self._exchange_gradients())
-
-    # --- one boundary -----------------------------------------------------------------------------------------------------
-
-    def step(self, *, tokens: int) -> None:
-        """After an inner step on `tokens` tokens (of this rank): send, take in, adopt.
-
-        Blocks only where the method waits for an answer that is due.
-        """
-        self._require_open()
-        if self.method.exchanged != "gradients":
-            self._exchange.stepped()
-        self._measure_step()
-        self._start_model = None  # from here on the anchors are all that is needed of it
-        tokens = self._exchange.sum_tokens(tokens)
-        blocked_s = self._blocked_s
-        if self.method.exchanged == "gradients":
-            self._core.credit(tokens)
-            self._report(waiting=False)
-            self._exchange.boundary()
-        else:
-            for send in self._core.stepped(tokens, sync_every=self._exchange.sync_every):
-                self._send(send, self._values.parameters)
-            self._report(waiting=False)
-            self._settle()
-            while self._exchange.boundary():
-                self._settle()
-            self._values.end_boundary(self._sent, keep=self._keeps_origins)
-            self._sent.clear()
-        self._blocked.add(self._blocked_s - blocked_s)
-        self._last_step_at = self._exchange.now_s
-
-    def _send(self, send: Send, tensors: Mapping[str, Tensor]) -> None:
-        self._sent[send.fragment] = send
-        self._values.static.check(send.fragment, len(self.layout.fragments))
-        if not self._exchange.sends and self._eager is None:
-            return
-        fragment = self.layout.fragments[send.fragment]
-        snapshot = self._values.snapshots.take(fragment, tensors)
-        if self.method.exchanged == "gradients":
-            measured = None
-        else:
-            anchors = self._values.anchors if self._eager is None else self._eager.anchors
-            measured = self._values.origins.get(send.fragment, anchors[send.fragment])
-        contribution = Contribution(
-            self._name, self._incarnation, send.fragment, send.round, send.base, send.tokens, send.steps,
-            self._core.tokens, send.discarded, step=self._core.step, tensors=self._trained[send.fragment],
-        )  # fmt: skip
-
-        residuals = self._residuals  # a new incarnation has others
-        tentative = residuals.offered(send.fragment, send.round)
-
-        def payload() -> Tensor:
-            outer_gradient = self._values.snapshots.displacement(fragment, measured, snapshot)
-            encoded = residuals.encode(tentative, outer_gradient)
-            self._values.snapshots.give_back(snapshot)
-            return encoded
-
-        if self._eager is None:
-            self._exchange.offer(contribution, payload)
-        else:  # the learner steps with it at this very boundary
-            encoded = payload()
-            self._eager.sent(send, encoded, fragment.numel)
-            self._exchange.offer(contribution, lambda: encoded)
-
-    def _settle(self) -> None:
-        """Take in what has come, wait for what is due, adopt."""
-        self._take_in()
-        self._wait_while(lambda: bool(self._core.waiting()))
-        arrived = {}
-        for fragment, version in self._core.adoptions():
-            arrived[fragment] = self._received[fragment, version]
-            self._adopt(fragment, version)
-        if self._eager is not None:
-            for fragment, send in self._sent.items():
-                anchor = self._eager.step(send, arrived.get(fragment), self._name, self._exchange.num_live)
-                self._values.write(fragment, anchor)
-            self._sent.clear()
-
-    @property
-    def _keeps_origins(self) -> bool:
-        """Whether what is measured next may start from the parameters as they were sent."""
-        return self.method.adopt.needs_origin or (self._core.schedule.intervals_in_flight > 0 and self._eager is None)
-
-    def _wait_while(self, missing: Callable[[], bool]) -> None:
-        """Block until the answers that are missing are here."""
-        if not missing():
-            return
-        started = self._exchange.now_s
-        while missing():
-            self._report(waiting=True)
-            self._exchange.wait()
-            self._take_in()
-        self._report(waiting=False)
-        self._blocked_s += self._exchange.now_s - started
-        self._num_blocked += 1
-
-    def _take_in(self) -> None:
-        for event in self._exchange.poll():
-            match event:
-                case Arrived(update=update):
-                    self._received[update.fragment, update.version] = event
-                    self._updates += update.version > self._core.versions[update.fragment]
-                    listed = self._core.received(update.fragment, update.version, event.merged_round)
-                    self._merges += bool(listed)
-                    for flight in listed:
-                        self._residuals.commit(update.fragment, flight.round)
-                    if self._core.mode == "scheduled" and event.merged_round < update.base:
-                        self._residuals.roll_back(update.fragment, update.base)
-                case Called(fragment=fragment, version=version):
-                    if (send := self._core.called(fragment, version)) is not None:
-                        self._send(send, self._values.parameters)
-                case Rejected(fragment=fragment, round=round_, reason=reason):
-                    if self._core.rejected(fragment, round_, reason):
-                        self._residuals.roll_back(fragment, round_)
-                        if reason in KEPT:
-                            self._sent.pop(fragment, None)
-                            self._values.measure_from((fragment,), here=False)
-                case Rejoined(opened=opened):
-                    self._rejoin(opened)
-
-    def _adopt(self, fragment: int, version: int) -> None:
-        arrived = self._received[fragment, version]
-        if self.method.exchanged == "gradients":
-            self._values.write(fragment, arrived.theta, self._values.gradients())
-        elif self._eager is not None:
-            self._eager.adopted(fragment, arrived)
-        elif not self._core.keeps_own(fragment, version):
-            self._values.adopt(fragment, arrived.theta, just_sent=fragment in self._sent)
-            self._sent.pop(fragment, None)
-        self._values.adopted(fragment, arrived.theta)
-        for flight in self._core.adopted(fragment, version):
-            if not flight.listed:
-                self._residuals.roll_back(fragment, flight.round)
-        self._received = {key: value for key, value in self._received.items() if key[0] != fragment or key[1] > version}
-
-    def _exchange_gradients(self) -> None:
-        """Before an inner step: every gradient becomes the mean over learners."""
-        self._require_open()
-        self._exchange.stepped()
-        gradients = self._values.gradients()
-        for send in self._core.stepped(0):
-            self._send(send, gradients)
-        self._settle()
-        self._sent.clear()
-
-    def _measure_step(self) -> None:
-        """The inner step's own time, without what `step` itself takes: what deadlines are measured in."""
-        if self._last_step_at is not None:
-            taken_s = self._exchange.now_s - self._last_step_at
-            self._step_s = taken_s if self._step_s is None else 0.9 * self._step_s + 0.1 * taken_s
-
-    def _report(self, *, waiting: bool) -> None:
-        self._exchange.report(Report(self._core.step, self._core.tokens, self._step_s, waiting))
-
-    # --- joining ----------------------------------------------------------------------------------------------------------
-
-    def _start(self, opened: Opened) -> None:
+        trained = trained_tensors(self.layout, trains, self.method)
+        opened = exchange.open(self.layout, self.method, self._values.own_model)
         self._core = LearnerCore(
             self.method.schedule(len(self.layout.fragments)),
             opened.versions,
@@ -258,29 +80,47 @@ class Learner:
             step=opened.step,
             mode=mode_of(self.method),
         )
-        self._take_model(opened)
-        self._start_model = opened
+        self._boundary = Boundary(self.method, self.layout, exchange, self._core, self._values, trained, opened)
+        self._start_model: Opened | None = opened
+        self._closed = False
+        self._hook = None
+        if self._exchanges_gradients:
+            self._hook = inner_optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
-    def _rejoin(self, opened: Opened) -> None:
-        self._core.rejoined(opened.versions, opened.step)
-        self._take_model(opened)
+    @property
+    def _exchanges_gradients(self) -> bool:
+        return self.method.exchanged == "gradients"
 
-    def _take_model(self, opened: Opened) -> None:
-        """A new incarnation: parameters, frozen ones and buffers become the run's, and nothing is on its way."""
-        self._name, self._incarnation = opened.learner, opened.incarnation
-        self._received.clear()
-        self._residuals = Residuals(self.method, len(self.layout.fragments))
-        self._sent: dict[int, Send] = {}  # at this boundary
-        self._eager = EagerSteps(self.method, opened) if isinstance(self.method.adopt, Eager) else None
-        # Where gradients are exchanged, a fragment's later versions are gradients, and the model is the learners' own.
-        self._values.take(opened.model, write=self.method.exchanged != "gradients" or not any(opened.versions))
+    def step(self, *, tokens: int) -> None:
+        """After an inner step on `tokens` tokens (of this rank): send, take in, adopt.
+
+        Blocks only where the method waits for an answer that is due.
+        """
+        self._require_open()
+        timing = self._boundary.timing
+        if not self._exchanges_gradients:
+            self._exchange.stepped()
+        timing.step_begins()
+        self._start_model = None  # from here on the anchors are all that is needed of it
+        tokens = self._exchange.sum_tokens(tokens)
+        if self._exchanges_gradients:
+            self._core.credit(tokens)
+            self._boundary.report()
+            self._exchange.boundary()
+        else:
+            self._boundary.after_step(tokens)
+        timing.step_ends()
+
+    def _before_step(self) -> None:
+        self._require_open()
+        self._boundary.before_step()
 
     # --- state ------------------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
         """This learner's id in the run."""
-        return self._name
+        return self._boundary.name
 
     @property
     def steps(self) -> int:
@@ -303,32 +143,25 @@ class Learner:
 
         Host tensors, in the parameters' dtypes. With gradients exchanged it is the model itself.
         """
-        return self._values.state_dict(None if self.method.exchanged == "gradients" else self._newest())
-
-    def _newest(self) -> list[Tensor]:
-        """The global fragments adopted; where learners push, those that have come and wait for this one's own push too."""
-        newest = list(self._values.anchors)
-        if self._core.mode == "pushed":
-            for (fragment, _), arrived in sorted(self._received.items(), key=lambda each: each[0]):
-                newest[fragment] = arrived.theta
-        return newest
+        return self._values.state_dict(None if self._exchanges_gradients else self._boundary.newest())
 
     def metrics(self) -> dict[str, Any]:
         """Plain numbers: steps, tokens, versions, updates received and merges among them this learner was in, seconds blocked in `step`
         (in all, and how many calls were blocked for how long), bytes, ledger."""
+        boundary, timing = self._boundary, self._boundary.timing
         return {
-            "learner": self._name,
-            "incarnation": self._incarnation,
+            "learner": boundary.name,
+            "incarnation": boundary.incarnation,
             "steps": self._core.step,
             "tokens": self._core.tokens,
             "run_tokens": self.run_tokens,
             "versions": list(self._core.versions),
-            "updates": self._updates,
-            "merges": self._merges,
-            "step_s": self._step_s,
-            "blocked_s": self._blocked_s,
-            "num_blocked": self._num_blocked,
-            "blocked_histogram": self._blocked.as_dict(),
+            "updates": boundary.updates,
+            "merges": boundary.merges,
+            "step_s": timing.step_s,
+            "blocked_s": timing.blocked_s,
+            "num_blocked": timing.num_blocked,
+            "blocked_histogram": timing.histogram.as_dict(),
             "num_bytes": dict(self._exchange.num_bytes),
             "ledger": [book.ledger.as_dict() for book in self._core.books],
         }
@@ -340,18 +173,7 @@ class Learner:
         waits for a round, work on its way becomes pending again or, over a syncer, stays with it. Take the model's and the inner
         optimizer's state at the same boundary.
         """
-        self._take_in()
-        self._wait_while(lambda: not self._all_answered())
-        return {
-            "layout": self.layout.digest(),
-            "method": self.method.to_dict(),
-            "core": self._core.state_dict(),
-            **self._values.learner_state(),
-            "received": {f"{f}.{v}": _arrived_out(arrived) for (f, v), arrived in self._received.items()},
-            "eager": {} if self._eager is None else self._eager.state_dict(),
-            "residuals": self._residuals.state_dict(),
-            "exchange": self._exchange.state_dict(),
-        }
+        return state_of(self._boundary)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Continue from `state_dict`; load the model and the inner optimizer first.
@@ -367,45 +189,7 @@ class Learner:
         opened = self._start_model
         if opened is None:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
-        if state["layout"] != self.layout.digest():
-            raise CheckpointError(
-                "the checkpoint is of another model or another cut of it; use the run file it was saved with."
-            )
-        if difference := self.method.difference(Method.from_dict(state["method"])):
-            raise CheckpointError(
-                f"the checkpoint (there) was saved under another method: {difference}; use the method it was saved with."
-            )
-        newest = [book["held"] for book in state["core"]["books"]]
-        for fragment, version in map(_fragment_and_version, state["received"]):
-            newest[fragment] = max(newest[fragment], version)
-        has_gone_on = any(now > saved for now, saved in zip(opened.versions, newest, strict=True))
-        if has_gone_on or (not state["exchange"] and tuple(newest) != opened.versions):
-            self._core.rejoined(opened.versions, max(opened.step, state["core"]["step"]))
-            self._take_model(opened)
-            return False
-        self._exchange.load_state_dict(state["exchange"])
-        self._core.load_state_dict(state["core"])
-        self._values.load_learner_state(state)
-        self._values.measure_from(
-            self._core.forget_flights(keep_work=bool(state["exchange"])), here=not state["exchange"]
-        )
-        if not state["exchange"]:  # a syncer keeps the books, by incarnation, and this is a new one
-            self._core.reincarnated()
-        self._residuals.load_state_dict(state["residuals"])
-        if self._eager is not None:
-            self._eager.load_state_dict(state["eager"])
-        self._received = {_fragment_and_version(key): _arrived_in(saved) for key, saved in state["received"].items()}
-        for fragment, version in self._received:
-            self._core.received(fragment, version, -1)  # its flight knows already
-        return True
-
-    def _all_answered(self) -> bool:
-        return all(
-            (f, flight.round + 1) in self._received
-            for f, book in enumerate(self._core.books)
-            for flight in book.flights
-            if self._core.mode == "scheduled"  # elsewhere nobody knows when an answer comes
-        )
+        return resume(self._boundary, opened, state)
 
     # --- the end ----------------------------------------------------------------------------------------------------------
 
@@ -426,25 +210,3 @@ class Learner:
     def _require_open(self) -> None:
         if self._closed:
             raise ConfigError("this learner is closed; make a new one to train on.")
-
-
-def _arrived_out(arrived: Arrived) -> dict[str, Any]:
-    tensors: dict[str, Any] = {"theta": arrived.theta} | ({} if arrived.mean is None else {"mean": arrived.mean})
-    if arrived.outer_state is not None:
-        tensors["outer_state"] = dict(arrived.outer_state)
-    return {"update": arrived.update.as_dict(), "merged_round": arrived.merged_round, **tensors}
-
-
-def _arrived_in(saved: Mapping[str, Any]) -> Arrived:
-    return Arrived(
-        Update.from_dict(saved["update"]),
-        saved["theta"],
-        saved["merged_round"],
-        saved.get("mean"),
-        saved.get("outer_state"),
-    )
-
-
-def _fragment_and_version(key: str) -> tuple[int, int]:
-    fragment, version = key.split(".")
-    return int(fragment), int(version)

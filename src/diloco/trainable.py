@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from diloco.core.adopt import Eager
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError
@@ -58,14 +59,19 @@ def _is_stateless(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups)
 
 
-def trained_tensors(layout: Layout, patterns: Sequence[str] | None) -> list[tuple[int, ...] | None]:
+def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Method) -> list[tuple[int, ...] | None]:
     """Per fragment the indices of the tensors whose name matches one of `patterns` (shell style, case-sensitive); None: all of them.
 
     Raises:
-        ConfigError: a pattern that no tensor matches.
+        ConfigError: a pattern that no tensor matches, or a method under which all must be trained.
     """
     if patterns is None:
         return [None] * len(layout.fragments)
+    if isinstance(method.adopt, Eager):
+        raise ConfigError(
+            f"{method.name} replaces a learner's own part of every mean, and where learners train parts that is another "
+            "part for every tensor; train all of the model, or use DelayedDiLoCo."
+        )
     names = [name for fragment in layout.fragments for name in fragment.names]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -1,0 +1,107 @@
+"""A learner in a checkpoint: what `Learner.state_dict` holds, and how a learner goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from diloco.boundary import Boundary
+from diloco.core.method import Method
+from diloco.core.update import Update
+from diloco.errors import CheckpointError
+from diloco.exchange.base import Arrived, Opened
+
+
+def state_of(learner: Boundary) -> dict[str, Any]:
+    """Anchors, versions, counters, answers on their way and error feedback, when all answers that a schedule has on their way are here."""
+    learner.take_in()
+    learner.wait_while(lambda: not _all_answered(learner))
+    return {
+        "layout": learner.layout.digest(),
+        "method": learner.method.to_dict(),
+        "core": learner.core.state_dict(),
+        **learner.values.learner_state(),
+        "received": {f"{f}.{v}": _arrived_out(arrived) for (f, v), arrived in learner.received.items()},
+        "eager": {} if learner.eager is None else learner.eager.state_dict(),
+        "residuals": learner.residuals.state_dict(),
+        "exchange": learner.exchange.state_dict(),
+    }
+
+
+def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
+    """Go on from `state_of`, in the run as `opened` found it; see `Learner.load_state_dict`.
+
+    Raises:
+        CheckpointError: the state belongs to another model or method.
+    """
+    _check(learner, state)
+    if _has_gone_on(opened, state):
+        learner.rejoin(opened, step=state["core"]["step"])
+        return False
+    exchange, core = state["exchange"], learner.core
+    learner.exchange.load_state_dict(exchange)
+    core.load_state_dict(state["core"])
+    learner.values.load_learner_state(state)
+    learner.values.measure_from(core.forget_flights(keep_work=bool(exchange)), here=not exchange)
+    if not exchange:  # a syncer keeps the books, by incarnation, and this is a new one
+        core.reincarnated()
+    learner.residuals.load_state_dict(state["residuals"])
+    if learner.eager is not None:
+        learner.eager.load_state_dict(state["eager"])
+    learner.received = {_fragment_and_version(key): _arrived_in(saved) for key, saved in state["received"].items()}
+    for fragment, version in learner.received:
+        core.received(fragment, version, -1)  # its flight knows already
+    return True
+
+
+def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
+    if state["layout"] != learner.layout.digest():
+        raise CheckpointError(
+            "the checkpoint is of another model or another cut of it; use the run file it was saved with."
+        )
+    if difference := learner.method.difference(Method.from_dict(state["method"])):
+        raise CheckpointError(
+            f"the checkpoint (there) was saved under another method: {difference}; use the method it was saved with."
+        )
+
+
+def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:
+    """Whether the run holds other versions than the learner had heard of. An exchange whose state is in the checkpoint is taken back
+    to it, and may be behind it."""
+    newest = [book["held"] for book in state["core"]["books"]]
+    for fragment, version in map(_fragment_and_version, state["received"]):
+        newest[fragment] = max(newest[fragment], version)
+    if any(now > saved for now, saved in zip(opened.versions, newest, strict=True)):
+        return True
+    return not state["exchange"] and tuple(newest) != opened.versions
+
+
+def _all_answered(learner: Boundary) -> bool:
+    return all(
+        (f, flight.round + 1) in learner.received
+        for f, book in enumerate(learner.core.books)
+        for flight in book.flights
+        if learner.core.mode == "scheduled"  # elsewhere nobody knows when an answer comes
+    )
+
+
+def _arrived_out(arrived: Arrived) -> dict[str, Any]:
+    tensors: dict[str, Any] = {"theta": arrived.theta} | ({} if arrived.mean is None else {"mean": arrived.mean})
+    if arrived.outer_state is not None:
+        tensors["outer_state"] = dict(arrived.outer_state)
+    return {"update": arrived.update.as_dict(), "merged_round": arrived.merged_round, **tensors}
+
+
+def _arrived_in(saved: Mapping[str, Any]) -> Arrived:
+    return Arrived(
+        Update.from_dict(saved["update"]),
+        saved["theta"],
+        saved["merged_round"],
+        saved.get("mean"),
+        saved.get("outer_state"),
+    )
+
+
+def _fragment_and_version(key: str) -> tuple[int, int]:
+    fragment, version = key.split(".")
+    return int(fragment), int(version)
