@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
-from diloco.core.contributions import RUN_SEGMENTS, Encoded, encoded_of, shard_of, weights_of
+from diloco.core.contributions import Encoded, encoded_of, shard_of, weights_of
+from diloco.core.decoding import RUN_SEGMENTS
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merge import Mean
 from diloco.core.merges import merge_from_dict

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Int4
-from diloco.core.contributions import RUN_SEGMENTS, Encoded
+from diloco.core.contributions import Encoded
+from diloco.core.decoding import RUN_SEGMENTS
 from diloco.core.distances import BLOCK_ELEMENTS, inner_product, norm
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merge import Merge

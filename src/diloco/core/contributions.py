@@ -1,24 +1,20 @@
-"""What goes into a merge: who brings what, how much it counts, who trains which tensors, and how it is decoded.
+"""What goes into a merge: who brings what, how much it counts, and who trains which tensors.
 
-Contributions arrive encoded and stay so: they are decoded a few segments at a time, in learner-id order whatever order they came in,
-into vectors that are used over and over.
+Contributions arrive encoded and stay so until `core.decoding` reads them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
+from diloco.core.codecs import Codec
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.values import nearest
-from diloco.errors import ConfigError, CorruptPayloadError, LayoutError, NonFiniteError
-
-RUN_SEGMENTS = 8
-"""How many segments are decoded at once: enough to spread the cost of a call, few enough for a processor's cache."""
+from diloco.errors import ConfigError, CorruptPayloadError, LayoutError
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +105,8 @@ def encoded_of(
 ) -> list[Encoded]:
     """What each learner brings: its contributions (next to each other, late before fresh) become one.
 
-    `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in. `tensors`:
-    where the payloads are of a shard, the
-    indices of its tensors in the fragment (`shard_of`). Raises ConfigError when the numbers do not fit.
+    `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in. `tensors`: where the
+    payloads are of a shard, the indices of its tensors in the fragment (`shard_of`). Raises ConfigError when the numbers do not fit.
     """
     learners = list(dict.fromkeys(contribution.learner for contribution in contributions))
     if len(weights) != len(learners) or len(payloads) != len(contributions):
@@ -246,39 +241,6 @@ def _check_sizes(codec: Codec, contributions: Sequence[Encoded], num_elements: i
             )
 
 
-class Reader:
-    """Decodes runs of contributions into vectors that are used over and over."""
-
-    def __init__(self, codec: Codec, num_elements: int, device: torch.device) -> None:
-        self._codec = codec
-        self._num_elements = num_elements
-        self._late: Tensor | None = None
-        self.scratch = torch.empty(num_elements, dtype=torch.float32, device=device)
-
-    def read(self, contribution: Encoded, span: slice, out: Tensor) -> Tensor:
-        """What a learner brings, in this span of payload bytes: the sum over its payloads, written into `out`."""
-        self._decode(contribution, contribution.payloads[0][span], out)
-        for payload in contribution.payloads[1:]:
-            if self._late is None or self._late.numel() < out.numel():
-                self._late = torch.empty_like(out)
-            out.add_(self._decode(contribution, payload[span], self._late[: out.numel()]))
-        return out if contribution.factor == 1.0 else out.mul_(contribution.factor)
-
-    def whole(self, contribution: Encoded) -> Tensor:
-        """What a learner brings, all of it, in `scratch`, which must be that long."""
-        for elements, span in runs(self._codec, self._num_elements):
-            self.read(contribution, span, self.scratch[elements])
-        return self.scratch
-
-    def _decode(self, contribution: Encoded, payload: Tensor, out: Tensor) -> Tensor:
-        try:
-            return self._codec.decode(payload, out.numel(), out)
-        except CorruptPayloadError as error:
-            raise CorruptPayloadError(
-                f"the contribution of {contribution.learner} cannot be merged: {error}"
-            ) from error
-
-
 def untrained(contribution: Encoded, places: Sequence[Placement]) -> list[slice]:
     """The elements of the tensors that a learner does not train. What its payloads say of them is noise: 2 bits cannot say 0."""
     if contribution.tensors is None:
@@ -286,30 +248,5 @@ def untrained(contribution: Encoded, places: Sequence[Placement]) -> list[slice]
     return [slice(p.offset, end_of(p)) for index, p in enumerate(places) if index not in contribution.tensors]
 
 
-def clear(decoded: Tensor, run: slice, gaps: Sequence[slice]) -> Tensor:
-    """Set what lies in `gaps` to 0, in place; `decoded` holds the elements of `run`."""
-    for gap in gaps:
-        first, last = max(gap.start, run.start), min(gap.stop, run.stop)
-        if first < last:
-            decoded[first - run.start : last - run.start].zero_()
-    return decoded
-
-
 def end_of(place: Placement) -> int:
     return place.offset + place.spec.numel
-
-
-def runs(codec: Codec, num_elements: int) -> Iterator[tuple[slice, slice]]:
-    """The (elements, payload bytes) of each run of RUN_SEGMENTS segments; the last one may be shorter."""
-    num_segments = -(-num_elements // SEGMENT_ELEMENTS)
-    for first in range(0, num_segments, RUN_SEGMENTS):
-        last = min(first + RUN_SEGMENTS, num_segments)
-        elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, num_elements))
-        yield elements, codec.segment_span(num_elements, first, last)
-
-
-def require_finite(merged: Tensor) -> None:
-    """One pass without a temporary: minimum and maximum carry every inf and NaN. `merged` is not empty."""
-    low, high = torch.aminmax(merged)
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise NonFiniteError("the sum of the contributions overflows fp32; find the learner that diverged.")

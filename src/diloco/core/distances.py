@@ -14,7 +14,8 @@ from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.codecs.sums import fold
-from diloco.core.contributions import RUN_SEGMENTS, Encoded, Reader, Stretch, clear, runs, untrained
+from diloco.core.contributions import Encoded, Stretch, untrained
+from diloco.core.decoding import RUN_SEGMENTS, Reader, clear, runs
 from diloco.core.layout import Placement
 
 BLOCK_ELEMENTS = 4096

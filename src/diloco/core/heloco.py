@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import Codec
-from diloco.core.contributions import Encoded, Reader, end_of, require_finite, stretches_of
+from diloco.core.contributions import Encoded, end_of, stretches_of
+from diloco.core.decoding import Reader, require_finite
 from diloco.core.distances import inner_product, norm, times
 from diloco.core.layout import Placement
 from diloco.core.merge import Merge

@@ -14,16 +14,8 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
-from diloco.core.contributions import (
-    RUN_SEGMENTS,
-    Encoded,
-    Reader,
-    clear,
-    require_finite,
-    runs,
-    stretches_of,
-    untrained,
-)
+from diloco.core.contributions import Encoded, stretches_of, untrained
+from diloco.core.decoding import RUN_SEGMENTS, Reader, clear, require_finite, runs
 from diloco.core.layout import Placement
 from diloco.core.values import Choice
 

@@ -12,7 +12,7 @@ weight 0 leaves one out. Norms and distances of learners that train a part of th
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, pstdev
 from typing import ClassVar
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
-from diloco.core.contributions import RUN_SEGMENTS, Encoded, Reader, require_finite, runs, stretches_of
+from diloco.core.contributions import Encoded, stretches_of
+from diloco.core.decoding import RUN_SEGMENTS, Reader, require_finite, runs
 from diloco.core.distances import between, norms_of, squared_distances, to_mean
 from diloco.core.layout import Placement
 from diloco.core.merge import Mean, Merge
@@ -33,12 +34,52 @@ _SORTED_ELEMENTS = 16384
 """How much of every vector is sorted at once, so that all of them stay in a processor's cache."""
 
 
-@dataclass(frozen=True)
-class TrimmedMean(Merge):
-    """Per coordinate the mean of what is left when ⌊trim·n⌋ of n values are cut at each end; `trim` from 0 to below 0.5."""
+class _ByCoordinate(Merge):
+    """Sort the values of every coordinate, cut some at each end, average the rest; a run of all learners at a time."""
 
     elementwise: ClassVar[bool] = True
     weighted: ClassVar[bool] = False
+
+    @abstractmethod
+    def _cut(self, count: int) -> int:
+        """How many of `count` values are cut at each end."""
+
+    def merge(
+        self,
+        codec: Codec,
+        contributions: Sequence[Encoded],
+        places: Sequence[Placement],
+        num_elements: int,
+        momentum: Tensor | None = None,
+    ) -> Tensor:
+        stretches = stretches_of(codec, contributions, places, num_elements)
+        device = contributions[0].payloads[0].device
+        merged = torch.zeros(num_elements, dtype=torch.float32, device=device)
+        reader = Reader(codec, 0, device)
+        values = torch.empty(len(contributions), min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), device=device)
+        for part, span in runs(codec, num_elements):
+            rows = values[:, : part.stop - part.start]
+            for row, each in zip(rows, contributions, strict=True):
+                reader.read(each, span, row)
+            for stretch in stretches:
+                piece = stretch.within(part)
+                if piece is None or not piece.counting:
+                    continue
+                counting = piece.counting
+                cut = self._cut(len(counting))
+                count = torch.tensor(float(len(counting) - 2 * cut), device=device)
+                own = [rows[index, piece.elements].split(_SORTED_ELEMENTS) for index in counting]
+                for total, *values_ in zip(merged[part][piece.elements].split(_SORTED_ELEMENTS), *own, strict=True):
+                    for value in _sorted(values_)[cut : len(counting) - cut]:
+                        total.add_(value)
+                    total.div_(count)
+            require_finite(merged[part])
+        return merged
+
+
+@dataclass(frozen=True)
+class TrimmedMean(_ByCoordinate):
+    """Per coordinate the mean of what is left when ⌊trim·n⌋ of n values are cut at each end; `trim` from 0 to below 0.5."""
 
     trim: float = 0.25
 
@@ -47,66 +88,16 @@ class TrimmedMean(Merge):
         if self.trim >= 0.5:
             raise ConfigError(f"TrimmedMean(trim={self.trim}) leaves nothing; use less than 0.5.")
 
-    def merge(
-        self,
-        codec: Codec,
-        contributions: Sequence[Encoded],
-        places: Sequence[Placement],
-        num_elements: int,
-        momentum: Tensor | None = None,
-    ) -> Tensor:
-        return _by_coordinate(codec, contributions, places, num_elements, lambda count: math.floor(self.trim * count))
+    def _cut(self, count: int) -> int:
+        return math.floor(self.trim * count)
 
 
 @dataclass(frozen=True)
-class CoordinateMedian(Merge):
+class CoordinateMedian(_ByCoordinate):
     """Per coordinate the median; of an even number, the mean of the two in the middle."""
 
-    elementwise: ClassVar[bool] = True
-    weighted: ClassVar[bool] = False
-
-    def merge(
-        self,
-        codec: Codec,
-        contributions: Sequence[Encoded],
-        places: Sequence[Placement],
-        num_elements: int,
-        momentum: Tensor | None = None,
-    ) -> Tensor:
-        return _by_coordinate(codec, contributions, places, num_elements, lambda count: (count - 1) // 2)
-
-
-def _by_coordinate(
-    codec: Codec,
-    contributions: Sequence[Encoded],
-    places: Sequence[Placement],
-    num_elements: int,
-    cut_of: Callable[[int], int],
-) -> Tensor:
-    """Sort the values of every coordinate, cut some at each end, average the rest; a run of all learners at a time."""
-    stretches = stretches_of(codec, contributions, places, num_elements)
-    device = contributions[0].payloads[0].device
-    merged = torch.zeros(num_elements, dtype=torch.float32, device=device)
-    reader = Reader(codec, 0, device)
-    values = torch.empty(len(contributions), min(num_elements, RUN_SEGMENTS * SEGMENT_ELEMENTS), device=device)
-    for part, span in runs(codec, num_elements):
-        rows = values[:, : part.stop - part.start]
-        for row, each in zip(rows, contributions, strict=True):
-            reader.read(each, span, row)
-        for stretch in stretches:
-            piece = stretch.within(part)
-            if piece is None or not piece.counting:
-                continue
-            counting = piece.counting
-            cut = cut_of(len(counting))
-            count = torch.tensor(float(len(counting) - 2 * cut), device=device)
-            own = [rows[index, piece.elements].split(_SORTED_ELEMENTS) for index in counting]
-            for total, *values_ in zip(merged[part][piece.elements].split(_SORTED_ELEMENTS), *own, strict=True):
-                for value in _sorted(values_)[cut : len(counting) - cut]:
-                    total.add_(value)
-                total.div_(count)
-        require_finite(merged[part])
-    return merged
+    def _cut(self, count: int) -> int:
+        return (count - 1) // 2
 
 
 def _sorted(values: Sequence[Tensor]) -> list[Tensor]:
@@ -132,9 +123,8 @@ def _sorted(values: Sequence[Tensor]) -> list[Tensor]:
     return values
 
 
-@dataclass(frozen=True)
-class MedianNormClip(Merge):
-    """The weighted mean of contributions that are scaled down to the median norm where theirs is larger."""
+class _MeanOfTrusted(Merge):
+    """The weighted mean of contributions as far as they are trusted: some scaled, weighed anew or left out."""
 
     elementwise: ClassVar[bool] = False
 
@@ -146,39 +136,48 @@ class MedianNormClip(Merge):
         num_elements: int,
         momentum: Tensor | None = None,
     ) -> Tensor:
-        stretches_of(codec, contributions, places, num_elements)  # checks
-        norms = norms_of(codec, contributions, num_elements, places)
-        limit = median([length for length, each in zip(norms, contributions, strict=True) if each.counts] or [0.0])
-        clipped = [
-            each if length <= limit else replace(each, factor=each.factor * limit / length)
-            for each, length in zip(contributions, norms, strict=True)
-        ]
-        return Mean().merge(codec, clipped, places, num_elements)
+        trusted = self._trusted(codec, contributions, places, num_elements)
+        return Mean().merge(codec, trusted, places, num_elements)
+
+    @abstractmethod
+    def _trusted(
+        self, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int
+    ) -> Sequence[Encoded]:
+        """What goes into the mean."""
 
 
 @dataclass(frozen=True)
-class GeometricMedian(Merge):
+class MedianNormClip(_MeanOfTrusted):
+    """The weighted mean of contributions that are scaled down to the median norm where theirs is larger."""
+
+    def _trusted(
+        self, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int
+    ) -> Sequence[Encoded]:
+        stretches_of(codec, contributions, places, num_elements)  # checks
+        norms = norms_of(codec, contributions, num_elements, places)
+        limit = median([length for length, each in zip(norms, contributions, strict=True) if each.counts] or [0.0])
+        return [
+            each if length <= limit else replace(each, factor=each.factor * limit / length)
+            for each, length in zip(contributions, norms, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class GeometricMedian(_MeanOfTrusted):
     """The point with the smallest sum of weighted distances, by a fixed number of Weiszfeld steps from the mean.
 
     z ← Σ (w/‖v − z‖)·v / Σ (w/‖v − z‖). Every z is a mean, so that the distances between contributions say how far they are from it:
     two passes over the contributions, however many steps.
     """
 
-    elementwise: ClassVar[bool] = False
-
     iterations: int = 8
 
     def __post_init__(self) -> None:
         whole_number("GeometricMedian(iterations=…)", self.iterations, minimum=1)
 
-    def merge(
-        self,
-        codec: Codec,
-        contributions: Sequence[Encoded],
-        places: Sequence[Placement],
-        num_elements: int,
-        momentum: Tensor | None = None,
-    ) -> Tensor:
+    def _trusted(
+        self, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int
+    ) -> Sequence[Encoded]:
         stretches = stretches_of(codec, contributions, places, num_elements)
         weights = [each.weight for each in contributions]
         counting = sorted({i for stretch in stretches for i in stretch.counting})
@@ -191,19 +190,17 @@ class GeometricMedian(Merge):
                     each.weight * (nearest / max(distance, nearest))
                     for each, distance in zip(contributions, distances, strict=True)
                 ]
-        weighed = [replace(each, weight=weight) for each, weight in zip(contributions, weights, strict=True)]
-        return Mean().merge(codec, weighed, places, num_elements)
+        return [replace(each, weight=weight) for each, weight in zip(contributions, weights, strict=True)]
 
 
 @dataclass(frozen=True)
-class MultiKrum(Merge):
+class MultiKrum(_MeanOfTrusted):
     """The mean of the n − f contributions whose n − f − 2 nearest others are nearest; f = `num_byzantine`.
 
     Its guarantee needs n ≥ 2f + 3 learners. With fewer it looks at as many others as there are left, at least one. A learner that trains
     what nobody else does cannot be judged, and is kept.
     """
 
-    elementwise: ClassVar[bool] = False
     weighted: ClassVar[bool] = False
 
     num_byzantine: int = 1
@@ -211,14 +208,9 @@ class MultiKrum(Merge):
     def __post_init__(self) -> None:
         whole_number("MultiKrum(num_byzantine=…)", self.num_byzantine, minimum=0)
 
-    def merge(
-        self,
-        codec: Codec,
-        contributions: Sequence[Encoded],
-        places: Sequence[Placement],
-        num_elements: int,
-        momentum: Tensor | None = None,
-    ) -> Tensor:
+    def _trusted(
+        self, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int
+    ) -> Sequence[Encoded]:
         stretches_of(codec, contributions, places, num_elements)  # checks
         counting = [replace(each, weight=1.0) for each in contributions if each.counts] or contributions
         num = len(counting)
@@ -229,7 +221,7 @@ class MultiKrum(Merge):
             scores = [_score(squared[i][:i] + squared[i][i + 1 :], looked_at) for i in range(num)]
             kept = sorted(sorted(range(num), key=lambda i: (scores[i], i))[: max(1, num - self.num_byzantine)])
             counting = [counting[i] for i in kept]
-        return Mean().merge(codec, counting, places, num_elements)
+        return counting
 
 
 def _score(squared: Sequence[float], looked_at: int) -> float:
