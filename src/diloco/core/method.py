@@ -119,6 +119,7 @@ class Method:
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; use true or false.")
         object.__setattr__(self, "sync_every", sync_every_of(self.sync_every))
+        object.__setattr__(self, "offsets", None if self.offsets is None else tuple(self.offsets))
         object.__setattr__(self, "error_feedback", _feedback(self.error_feedback))
         if self.error_feedback and self.up.lossless:
             raise ConfigError(
@@ -220,7 +221,7 @@ class Method:
             ConfigError: an unknown field or value.
         """
         check_keys(values, [field.name for field in fields(Method)], "method field")
-        return Method(**{key: _parse(key, value) for key, value in values.items()})
+        return Method(**{key: parse_answer(key, value) for key, value in values.items()})
 
     def difference(self, other: Method) -> str | None:
         """One phrase naming every field in which two methods differ, or None; names and papers do not count."""
@@ -255,11 +256,11 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
-def _parse(key: str, value: Any) -> Any:
+def parse_answer(key: str, value: Any) -> Any:
+    """The answer to one question of a Method from plain values."""
     parsers: dict[str, Callable[[Any], Any]] = {
         "fragments": fragmentation_from_dict, "up": codec_from_name, "down": codec_from_name, "quorum": quorum_from_dict,
         "merge": merge_from_dict, "outer": outer_from_dict, "adopt": adopt_from_dict, "sync_every": sync_every_of,
-        "offsets": lambda offsets: None if offsets is None else tuple(offsets),
         "screen": lambda screen: None if screen is None else screen_from_dict(screen),
     }  # fmt: skip
     return parsers[key](value) if key in parsers else value

@@ -9,14 +9,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from diloco.core.adopt import Adopt, Eager, Mix, Replace, adopt_from_dict
+from diloco.core.adopt import Adopt, Eager, Mix, Replace
 from diloco.core.codecs import Codec, codec_from_name
-from diloco.core.fragments import Balanced, ByLayer, Fragmentation, Whole, fragmentation_from_dict
-from diloco.core.merge import Mean, Merge, SenderMean
-from diloco.core.merges import merge_from_dict
-from diloco.core.method import Method, Partial, check_keys
-from diloco.core.outer import SGD, DelayedNesterov, Nesterov, Outer, outer_from_dict
-from diloco.core.quorum import AllLive, Called, Pushed, Quorum, quorum_from_dict
+from diloco.core.fragments import Balanced, ByLayer, Whole
+from diloco.core.merge import Mean, SenderMean
+from diloco.core.method import Method, Partial, check_keys, parse_answer
+from diloco.core.outer import SGD, DelayedNesterov, Nesterov
+from diloco.core.quorum import AllLive, Called, Pushed, Quorum
 from diloco.core.radial import RadialDirectional
 from diloco.core.schedule import SyncEvery
 from diloco.core.values import nearest, whole_number
@@ -35,15 +34,8 @@ def DataParallel(
     """
     if average not in ("gradients", "parameters"):
         raise ConfigError(f"average is {average!r}; use 'gradients' or 'parameters'.")
-    up, down = _codecs(codec)
-    return Method(
-        name="DataParallel",
-        paper="Dean et al. 2012, Large Scale Distributed Deep Networks",
-        exchanged=average,
-        fragments=_fragments(fragments, Whole()),
-        up=up,
-        down=down,
-    )
+    paper = "Dean et al. 2012, Large Scale Distributed Deep Networks"
+    return _method("DataParallel", paper, codec, exchanged=average, fragments=_or(fragments, Whole()))
 
 
 def LocalSGD(
@@ -57,8 +49,11 @@ def LocalSGD(
 
     Reference: Stich 2018, Local SGD Converges Fast and Communicates Little, arXiv 1805.09767.
     """
-    return _family("LocalSGD", "arXiv 1805.09767", SGD(lr=1.0), sync_every, overlap, offsets, mix, _fragments(fragments, Whole()),
-                   codec, error_feedback, weight, quorum)  # fmt: skip
+    return _method(
+        "LocalSGD", "arXiv 1805.09767", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
+        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, AllLive()),
+        outer=SGD(lr=1.0), adopt=_mixing(mix),
+    )  # fmt: skip
 
 
 def DiLoCo(
@@ -74,8 +69,11 @@ def DiLoCo(
 
     Reference: Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1.
     """
-    return _family("DiLoCo", "arXiv 2311.08105", _outer(outer, Nesterov(lr=0.7, momentum=0.9)), sync_every, overlap, offsets, mix,
-                   _fragments(fragments, Whole()), codec, error_feedback, weight, quorum)  # fmt: skip
+    return _method(
+        "DiLoCo", "arXiv 2311.08105", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
+        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, AllLive()),
+        outer=_or(outer, Nesterov(lr=0.7, momentum=0.9)), adopt=_mixing(mix),
+    )  # fmt: skip
 
 
 def StreamingDiLoCo(
@@ -93,9 +91,11 @@ def StreamingDiLoCo(
 
     Reference: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, arXiv 2501.18512, algorithm 2.
     """
-    return _family("StreamingDiLoCo", "arXiv 2501.18512", _outer(outer, Nesterov(lr=0.4, momentum=0.9)), sync_every, overlap,
-                   offsets, mix, _fragments(fragments, ByLayer(layers=3, pattern="strided")), codec, error_feedback, weight,
-                   quorum)  # fmt: skip
+    return _method(
+        "StreamingDiLoCo", "arXiv 2501.18512", codec, fragments=_or(fragments, ByLayer(layers=3, pattern="strided")), sync_every=sync_every,
+        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, AllLive()),
+        outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), adopt=_mixing(mix),
+    )  # fmt: skip
 
 
 def MuLoCo(
@@ -112,8 +112,11 @@ def MuLoCo(
 
     Reference: Thérien et al. 2025, MuLoCo, arXiv 2505.23725.
     """
-    return _family("MuLoCo", "arXiv 2505.23725", _outer(outer, Nesterov(lr=0.8, momentum=0.7)), sync_every, overlap, offsets, mix,
-                   _fragments(fragments, Whole()), codec, error_feedback, weight, quorum)  # fmt: skip
+    return _method(
+        "MuLoCo", "arXiv 2505.23725", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
+        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, AllLive()),
+        outer=_or(outer, Nesterov(lr=0.8, momentum=0.7)), adopt=_mixing(mix),
+    )  # fmt: skip
 
 
 def SparseLoCo(
@@ -133,13 +136,12 @@ def SparseLoCo(
     """
     if average not in ("senders", "learners"):
         raise ConfigError(f"average is {average!r}; use 'senders' or 'learners'.")
-    up, down = _codecs(codec)
     if error_feedback is None:
-        error_feedback = 0.0 if up.lossless else 0.95
-    return Method(
-        name="SparseLoCo", paper="arXiv 2508.15706", fragments=_fragments(fragments, Whole()), sync_every=sync_every, up=up,
-        down=down, error_feedback=error_feedback, weight=weight, quorum=_quorum(quorum, AllLive()),
-        merge=SenderMean() if average == "senders" else Mean(), outer=_outer(outer, SGD(lr=1.0)),
+        error_feedback = 0.0 if _codecs(codec)[0].lossless else 0.95
+    return _method(
+        "SparseLoCo", "arXiv 2508.15706", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
+        error_feedback=error_feedback, weight=weight, quorum=_or(quorum, AllLive()),
+        merge=SenderMean() if average == "senders" else Mean(), outer=_or(outer, SGD(lr=1.0)),
     )  # fmt: skip
 
 
@@ -158,9 +160,11 @@ def DelayedDiLoCo(
 
     Reference: Kale et al. 2025, Eager Updates for Overlapped Communication and Computation in DiLoCo, arXiv 2502.12996.
     """
-    return _overlapped(
-        "DelayedDiLoCo", Replace(), sync_every, intervals, fragments, codec, outer, error_feedback, weight, quorum
-    )
+    return _method(
+        "DelayedDiLoCo", "arXiv 2502.12996", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
+        overlap=_whole_intervals(intervals) * sync_every, error_feedback=error_feedback, weight=weight,
+        quorum=_or(quorum, AllLive()), outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), outer_at="learners", adopt=Replace(),
+    )  # fmt: skip
 
 
 def EagerDiLoCo(
@@ -178,9 +182,11 @@ def EagerDiLoCo(
 
     Reference: Kale et al. 2025, Eager Updates for Overlapped Communication and Computation in DiLoCo, arXiv 2502.12996.
     """
-    return _overlapped(
-        "EagerDiLoCo", Eager(), sync_every, intervals, fragments, codec, outer, error_feedback, weight, quorum
-    )
+    return _method(
+        "EagerDiLoCo", "arXiv 2502.12996", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
+        overlap=_whole_intervals(intervals) * sync_every, error_feedback=error_feedback, weight=weight,
+        quorum=_or(quorum, AllLive()), outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), outer_at="learners", adopt=Eager(),
+    )  # fmt: skip
 
 
 def DecoupledDiLoCo(
@@ -202,12 +208,11 @@ def DecoupledDiLoCo(
 
     Reference: Decoupled DiLoCo, arXiv 2604.21428.
     """
-    up, down = _codecs(codec)
-    return Method(
-        name="DecoupledDiLoCo", paper="arXiv 2604.21428", fragments=_fragments(fragments, Balanced(24)), sync_every=sync_every,
-        overlap=overlap, offsets=None if offsets is None else tuple(offsets), wait=False, up=up, down=down,
-        error_feedback=error_feedback, weight=weight, quorum=_quorum(quorum, Called()), merge=_merge(merge, RadialDirectional()),
-        partial=partial, outer=_outer(outer, Nesterov(lr=0.7, momentum=0.9)), adopt=_adopt(adopt, Replace()),
+    return _method(
+        "DecoupledDiLoCo", "arXiv 2604.21428", codec, fragments=_or(fragments, Balanced(24)), sync_every=sync_every,
+        overlap=overlap, offsets=offsets, wait=False, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, Called()),
+        merge=_or(merge, RadialDirectional()), partial=partial, outer=_or(outer, Nesterov(lr=0.7, momentum=0.9)),
+        adopt=_or(adopt, Replace()),
     )  # fmt: skip
 
 
@@ -230,12 +235,11 @@ def AsyncDiLoCo(
     Reference: Liu et al. 2024, Asynchronous Local-SGD Training for Language Modeling, arXiv 2401.09135.
     """
     whole_number("learners", learners, minimum=1)
-    up, down = _codecs(codec)
-    return Method(
-        name="AsyncDiLoCo", paper="arXiv 2401.09135", fragments=_fragments(fragments, Whole()), sync_every=sync_every, wait=wait,
-        dynamic_steps=dynamic_steps, up=up, down=down, error_feedback=error_feedback, weight=weight,
-        quorum=_quorum(quorum, Pushed()), merge=_merge(merge, Mean()), partial=partial,
-        outer=_outer(outer, DelayedNesterov(lr=0.7, momentum=0.9, buffer=learners)), adopt=_adopt(adopt, Replace()),
+    return _method(
+        "AsyncDiLoCo", "arXiv 2401.09135", codec, fragments=_or(fragments, Whole()), sync_every=sync_every, wait=wait,
+        dynamic_steps=dynamic_steps, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, Pushed()),
+        merge=_or(merge, Mean()), partial=partial, outer=_or(outer, DelayedNesterov(lr=0.7, momentum=0.9, buffer=learners)),
+        adopt=_or(adopt, Replace()),
     )  # fmt: skip
 
 
@@ -274,30 +278,25 @@ REPLACEABLE = ("merge", "screen", "partial", "adopt")
 """Fields of `Method` that a run file may set whatever the preset: none of them makes another method of it."""
 
 
-def _family(
-    name: str, paper: str, outer: Outer, sync_every: SyncEvery, overlap: int, offsets: Sequence[int] | None, mix: float,
-    fragments: Fragmentation, codec: Any, error_feedback: float, weight: str, quorum: Quorum | None,
-) -> Method:  # fmt: skip
+def _method(name: str, paper: str, codec: Any, **answers: Any) -> Method:
+    """A method of the answers that a preset's caller gave: values, or tables of them."""
     up, down = _codecs(codec)
-    return Method(
-        name=name, paper=paper, fragments=fragments, sync_every=sync_every, overlap=overlap,
-        offsets=None if offsets is None else tuple(offsets), up=up, down=down, error_feedback=error_feedback,
-        weight=weight, quorum=_quorum(quorum, AllLive()), outer=outer, adopt=Mix(mix) if mix else Replace(),
-    )  # fmt: skip
+    values = {key: parse_answer(key, each) if isinstance(each, Mapping) else each for key, each in answers.items()}
+    return Method(name=name, paper=paper, up=up, down=down, **values)
 
 
-def _overlapped(
-    name: str, adopt: Adopt, sync_every: int, intervals: int, fragments: Any, codec: Any, outer: Any, error_feedback: float,
-    weight: str, quorum: Any,
-) -> Method:  # fmt: skip
+def _or(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
+def _mixing(mix: float) -> Adopt:
+    return Mix(mix) if mix else Replace()
+
+
+def _whole_intervals(intervals: int) -> int:
     if intervals not in (1, 2):
         raise ConfigError(f"intervals is {intervals!r}; an outer step may be overlapped by 1 interval or 2.")
-    up, down = _codecs(codec)
-    return Method(
-        name=name, paper="arXiv 2502.12996", fragments=_fragments(fragments, Whole()), sync_every=sync_every,
-        overlap=intervals * sync_every, up=up, down=down, error_feedback=error_feedback, weight=weight,
-        quorum=_quorum(quorum, AllLive()), outer=_outer(outer, Nesterov(lr=0.4, momentum=0.9)), outer_at="learners", adopt=adopt,
-    )  # fmt: skip
+    return intervals
 
 
 def _codecs(codec: Any) -> tuple[Codec, Codec]:
@@ -307,33 +306,3 @@ def _codecs(codec: Any) -> tuple[Codec, Codec]:
         codec = (codec.get("up", "fp32"), codec.get("down", "fp32"))
     up, down = codec if isinstance(codec, (tuple, list)) else (codec, codec)
     return tuple(c if isinstance(c, Codec) else codec_from_name(c) for c in (up, down))  # type: ignore[return-value]
-
-
-def _fragments(given: Any, default: Fragmentation) -> Fragmentation:
-    if given is None:
-        return default
-    return fragmentation_from_dict(given) if isinstance(given, Mapping) else given
-
-
-def _outer(given: Any, default: Outer) -> Outer:
-    if given is None:
-        return default
-    return outer_from_dict(given) if isinstance(given, Mapping) else given
-
-
-def _merge(given: Any, default: Merge) -> Merge:
-    if given is None:
-        return default
-    return merge_from_dict(given) if isinstance(given, Mapping) else given
-
-
-def _adopt(given: Any, default: Adopt) -> Adopt:
-    if given is None:
-        return default
-    return adopt_from_dict(given) if isinstance(given, Mapping) else given
-
-
-def _quorum(given: Any, default: Quorum) -> Quorum:
-    if given is None:
-        return default
-    return quorum_from_dict(given) if isinstance(given, Mapping) else given
