@@ -48,13 +48,13 @@ def verdict(gaps: Gaps) -> tuple[bool | None, str]:
 
 STUDY = Study(
     name="wire",
-    claim="4-bit outer gradients lose nothing (arXiv 2501.18512); 2 bits with bin means nearly nothing (arXiv 2505.23725).",
+    claim="4-bit outer gradients lose nothing (arXiv 2501.18512).",
     rows=rows,
     verdict=verdict,
     notes=[
         (
             "M = 4, H = 30, both directions unless named; a lossy answer always keeps its error on the syncer. The rule: int4 and E3M0 both "
-            "ways within 0.5 % of fp32's loss."
+            "ways within 0.5 % of fp32's loss. Fewer bits stand beside them; 2 bits under Muon, of which arXiv 2505.23725 claims it, are in `inner`."
         ),
         (
             "Feedback makes coarse codecs worse here. What is left out of one of the 15 rounds is measured again in the next, since the "
