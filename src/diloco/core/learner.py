@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from diloco.core.flights import Flight, FragmentBook, Send
-from diloco.core.ledger import Ledger
 from diloco.core.method import Method
 from diloco.core.quorum import AllLive, Called
 from diloco.core.schedule import Schedule
@@ -90,9 +89,7 @@ class LearnerCore:
         self.step += 1
         self.tokens += tokens
         for book in self.books:
-            book.pending_tokens += tokens
-            book.pending_steps += 1
-            book.ledger.trained += tokens
+            book.stepped(tokens)
         if self.mode == "scheduled":
             sends = [self._send(f) for f in self.schedule.sends(self.step)]
         elif self.mode == "pushed":
@@ -141,26 +138,12 @@ class LearnerCore:
         return self._offer(fragment, round_)
 
     def _offer(self, fragment: int, round_: int) -> Send:
-        book = self.books[fragment]
-        flight = Flight(round_, book.held, book.pending_tokens, book.pending_steps, self.step + self.schedule.overlap)
-        book.flights.append(flight)
-        discarded = (("overlap", book.overwritten),) if book.overwritten else ()
-        book.pending_tokens = book.pending_steps = book.overwritten = 0
-        return Send(fragment, round_, book.held, flight.tokens, flight.steps, discarded)
+        return self.books[fragment].offer(fragment, round_, apply_at=self.step + self.schedule.overlap)
 
     def received(self, fragment: int, version: int, merged_round: int) -> tuple[Flight, ...]:
         """A published version is here, decoded. `merged_round`: this learner's contributions up to that round are in it or in an
         earlier version; −1: none is. Returns the flights of which that is news."""
-        book = self.books[fragment]
-        if version <= book.held:
-            return ()
-        book.received.add(version)
-        listed = tuple(flight for flight in book.flights if flight.round <= merged_round and not flight.listed)
-        for flight in listed:
-            flight.listed = True
-            book.ledger.merged += flight.tokens
-            book.answered = True
-        return listed
+        return self.books[fragment].arrived(version, merged_round)
 
     def rejected(self, fragment: int, round_: int, reason: str) -> bool:
         """A contribution was refused: its tokens are discarded, or pending again if it only came out of step.
@@ -173,8 +156,7 @@ class LearnerCore:
         if flight is None:
             return False
         if reason in KEPT:
-            book.pending_tokens += flight.tokens
-            book.pending_steps += flight.steps
+            book.take_back(flight)
         else:
             book.ledger.discard(flight.tokens, reason)
         if reason in (DROPPED, MISSED, TWICE, OUTLIER) and self.mode == "scheduled":
@@ -238,12 +220,9 @@ class LearnerCore:
             if not flight.listed and not flight.kept:
                 book.ledger.discard(flight.tokens, MISSED)
         if not keeps_pending:
-            book.ledger.discard(book.pending_tokens, "overlap")
-            book.overwritten += book.pending_tokens
-            book.pending_tokens = book.pending_steps = 0
-            if (
-                self.mode == "pushed"
-            ):  # work begins here; after a late answer the next push would have next to none in it
+            book.overwrite()
+            if self.mode == "pushed":
+                # Work begins here; after a late answer the next push would have next to none in it.
                 book.push_at = self.step + book.push_every
         book.held, book.answered = version, False
         book.received = {v for v in book.received if v > version}
@@ -287,19 +266,9 @@ class LearnerCore:
         `keep_work`: nobody has them, so their work is pending again. Otherwise all went with the old incarnation, and work begins
         here. Returns the fragments that this is about.
         """
-        forgotten = []
-        for fragment, book in enumerate(self.books):
-            open_ = [flight for flight in book.flights if not flight.listed]
-            if not open_ or self.mode == "scheduled":
-                continue
-            forgotten.append(fragment)
-            book.flights = [flight for flight in book.flights if flight.listed]
-            if keep_work:
-                book.pending_tokens += sum(flight.tokens for flight in open_)
-                book.pending_steps += sum(flight.steps for flight in open_)
-            else:
-                book.pending_steps = 0
-        return tuple(forgotten)
+        if self.mode == "scheduled":
+            return ()
+        return tuple(f for f, book in enumerate(self.books) if book.forget_flights(keep_work=keep_work))
 
     def reincarnated(self) -> None:
         """After `load_state_dict`, under a new incarnation: the work goes on, but its tokens count no more.
@@ -308,7 +277,4 @@ class LearnerCore:
         """
         self.tokens = 0
         for book in self.books:
-            book.pending_tokens = book.overwritten = 0
-            book.ledger = Ledger()
-            for flight in book.flights:
-                flight.tokens = 0
+            book.forget_tokens()
