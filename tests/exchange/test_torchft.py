@@ -80,11 +80,11 @@ class Life:
 
 @pytest.fixture
 def lighthouse() -> Iterator[Any]:
-    """Makes lighthouses that start a run with so many learners."""
+    """Makes lighthouses that start a run with so many learners; only where one is killed do they give up a silent one soon."""
     processes = []
 
-    def make(min_replicas: int) -> str:
-        process = Life("lighthouse", str(min_replicas))
+    def make(min_replicas: int, silence_ms: int = 60_000) -> str:
+        process = Life("lighthouse", str(min_replicas), str(silence_ms))
         processes.append(process)
         return process.line().strip()
 
@@ -109,7 +109,7 @@ def test_a_fixed_membership_has_the_bits_of_every_other_exchange(name: str, ligh
 
 
 def test_one_is_killed_and_the_other_goes_on(lighthouse: Any) -> None:
-    address = lighthouse(1)
+    address = lighthouse(1, silence_ms=2000)
     victim = Life("train", "b", "100000", address)
     victim.said("step", 3)
     survivor = Life("train", "a", "+60", address)

@@ -13,12 +13,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
-def lighthouse(min_replicas: str) -> None:
-    """Serves until its input is closed."""
+def lighthouse(min_replicas: str, silence_ms: str) -> None:
+    """Serves until its input is closed; takes a learner that was silent for so long for dead."""
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=int(min_replicas), join_timeout_ms=200, heartbeat_timeout_ms=2000
+        bind="127.0.0.1:0", min_replicas=int(min_replicas), join_timeout_ms=200, heartbeat_timeout_ms=int(silence_ms)
     )
     print(server.address().replace("localhost", "127.0.0.1"), flush=True)
     sys.stdin.read()

@@ -1,0 +1,126 @@
+"""`TorchFT`: the learner's side of the exchange. What it asks for is done on one background thread, in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from torch import Tensor
+
+from diloco.core.fragments import Layout
+from diloco.core.method import Method
+from diloco.core.quorum import AllLive
+from diloco.core.update import Contribution
+from diloco.errors import CheckpointError, ConfigError, ExchangeError
+from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
+from diloco.exchange.group import to_bytes, to_tensor
+from diloco.exchange.torchft.held import Copy
+from diloco.exchange.torchft.quorum import Quorum
+from diloco.exchange.torchft.rounds import Rounds
+
+
+class TorchFT(Exchange):
+    """An exchange over torchft's managed process group; each process is one learner.
+
+    Arguments:
+        replica: this learner's name, unique and the same after a restart. Contributions are merged in the order of the names.
+        lighthouse: address of the `torchft_lighthouse`, "http://host:port". Its `min_replicas` is how many learners a run starts with.
+        host: name or address under which the other learners reach this machine.
+        timeout_s: how long a learner waits for the slowest of the others before it takes them for lost.
+
+    Raises:
+        ConfigError: torchft is not installed (`pip install "diloco[torchft]"`), or a method that needs a syncer.
+        ExchangeError: (from any method but `close`) no quorum within `timeout_s`.
+
+    Example:
+        >>> learner = diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(), exchange=TorchFT("a", lighthouse=url, host="10.0.0.5"))
+    """
+
+    gradients = False
+
+    def __init__(self, replica: str, *, lighthouse: str, host: str, timeout_s: float = 600.0) -> None:
+        self._quorum = Quorum(replica, lighthouse, host, timeout_s)
+        self._replica = replica
+        self._timeout_s = timeout_s
+        self._copy = Copy()
+        self._rounds: Rounds
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-torchft")
+        self._offers: deque[Future[tuple[Event, ...]]] = deque()
+        self._num_bytes = {"contributions": 0, "updates": 0, "joins": 0, "control": 0}
+
+    def method(self, given: Method | None) -> Method:
+        return required_method(given)
+
+    def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
+        if not method.wait or not method.quorum.scheduled:
+            raise ConfigError(
+                f"wait={method.wait} with {type(method.quorum).__name__} needs a syncer; use AllLive and wait=True."
+            )
+        if isinstance(method.quorum, AllLive) and method.quorum.drop > 0:
+            raise ConfigError("AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer.")
+        copy = self._copy
+        copy.begin(initial(), method)
+        self._rounds = Rounds(self._replica, self._quorum, copy, layout, method, self._timeout_s, self._num_bytes)
+        self._quorum.start()
+        self._worker.submit(self._rounds.join).result()
+        states = tuple(held.outer_state for held in copy.fragments) if method.outer_at == "learners" else ()
+        model = Model(tuple(held.theta for held in copy.fragments), copy.static)
+        return Opened(self._replica, 1, copy.step, copy.versions, model, outer_states=states)
+
+    def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
+        self._offers.append(self._worker.submit(self._rounds.make, contribution, payload))
+
+    def poll(self) -> Sequence[Event]:
+        events: list[Event] = []
+        while self._offers and self._offers[0].done():
+            events += self._offers[0].result()
+            self._offers.popleft()
+        return events
+
+    def wait(self) -> None:
+        if not self._offers:
+            raise ExchangeError(
+                "nothing is on its way, so nothing can arrive; a learner waits only for what it has sent."
+            )
+        wait([self._offers[0]])
+
+    @property
+    def num_live(self) -> int:
+        group = self._quorum.group
+        return 1 if group is None else group.size
+
+    @property
+    def num_bytes(self) -> Mapping[str, int]:
+        return dict(self._num_bytes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Fragments, outer state and error feedback, as everybody has them. Waits for what is sent."""
+        wait(self._offers)
+        return {"run": to_tensor(self._copy.as_bytes()), "step": self._copy.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. Whoever has an older one, or none, is healed in the next round.
+
+        Raises:
+            CheckpointError: it was written over another kind of exchange.
+        """
+        if set(state) != {"run", "step"}:
+            raise CheckpointError(
+                "this checkpoint was written over another kind of exchange; resume it over the same kind."
+            )
+        self._worker.submit(self._load, state).result()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._copy.load(to_bytes(state["run"]))
+        self._copy.step = max(self._copy.step, state["step"])
+
+    def close(self) -> None:
+        """Finish what is on its way, then leave; the others go on without this learner."""
+        if self._quorum.closing.is_set():
+            return
+        wait(self._offers)
+        self._quorum.closing.set()
+        self._worker.shutdown(wait=True)
+        self._quorum.close()

@@ -1,0 +1,131 @@
+"""Who is there: the lighthouse's quorums, signs of life, and a process group among the members that is made anew as they change."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.errors import ConfigError, ExchangeError
+from diloco.exchange.group import Group, reason_of
+
+HEARTBEAT_S = 0.5
+
+
+class Quorum:
+    """A member's place in the quorums of a lighthouse.
+
+    Arguments:
+        replica, lighthouse, host, timeout_s: as given to `TorchFT`.
+
+    Attributes:
+        closing: this member leaves; set by its owner, it ends every pause.
+        group: the members of the newest quorum; None before the first, and after a failure until the next.
+
+    Raises:
+        ConfigError: torchft is not installed.
+    """
+
+    def __init__(self, replica: str, lighthouse: str, host: str, timeout_s: float) -> None:
+        try:
+            from torchft import ProcessGroupGloo
+            from torchft.coordination import LighthouseClient
+        except ImportError as error:
+            raise ConfigError('torchft is not installed; pip install "diloco[torchft]".') from error
+        self.closing = threading.Event()
+        self.group: QuorumGroup | None = None
+        self._key: tuple[Any, ...] = ()
+        self._replica = replica
+        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
+        self._lighthouse = lighthouse
+        self._client_kind: Any = LighthouseClient
+        self._client: Any = LighthouseClient(lighthouse, self._timeout)
+        self._pg: Any = ProcessGroupGloo(timeout=self._timeout)
+        self._store: Any = vars(dist)["TCPStore"](host, 0, is_master=True, wait_for_workers=False)
+        self._store_address = f"{host}:{self._store.port}"
+        self._heart = threading.Thread(target=self._beat, name="diloco-torchft-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """From here on the lighthouse hears that this member is alive."""
+        self._heart.start()
+
+    def assemble(self) -> QuorumGroup:
+        """Ask the lighthouse who is there; a process group of those, if it is another one than before."""
+        try:
+            quorum = self._client.quorum(
+                self._replica, self._timeout, address="", store_address=self._store_address, step=0, world_size=1
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise ExchangeError(
+                f"the lighthouse at {self._lighthouse} gave no quorum ({reason_of(error)}); is it running?"
+            ) from error
+        members = sorted(quorum.participants, key=lambda each: each.replica_id)
+        key = (quorum.quorum_id, *(each.replica_id for each in members))
+        if key == self._key and self.group is not None:
+            return self.group
+        rank = [each.replica_id for each in members].index(self._replica)
+        prefix = f"{members[0].store_address}/diloco/{quorum.quorum_id}"
+        try:
+            self._pg.configure(prefix, self._replica, rank, len(members), quorum.quorum_id)
+        except (RuntimeError, TimeoutError) as error:  # a member died while the group was made
+            self.forget()
+            raise ExchangeError(
+                f"the process group of {len(members)} learners could not be made ({reason_of(error)})."
+            ) from error
+        self.group, self._key = QuorumGroup(self._pg, rank, len(members), self._timeout_s), key
+        return self.group
+
+    def forget(self) -> None:
+        """The next quorum gets a new group, whoever is in it."""
+        self.group, self._key = None, ()
+
+    def close(self) -> None:
+        """Leave: no more signs of life, and no more connections. `closing` is set."""
+        if self._heart.is_alive():
+            self._heart.join()
+        self._pg.shutdown()
+
+    def _beat(self) -> None:
+        """The lighthouse takes a silent learner for dead. A client of its own: asking for a quorum blocks the other."""
+        client = self._client_kind(self._lighthouse, self._timeout)
+        while not self.closing.is_set():
+            try:
+                client.heartbeat(self._replica)
+            except (RuntimeError, TimeoutError):  # the next quorum says what is wrong
+                self.closing.wait(HEARTBEAT_S)
+            self.closing.wait(HEARTBEAT_S)
+
+
+class QuorumGroup(Group):
+    """`Group`'s operations over the process group that torchft has configured for one quorum."""
+
+    def __init__(self, pg: Any, rank: int, size: int, timeout_s: float) -> None:
+        self.rank, self.size, self._timeout_s = rank, size, timeout_s
+        self._gloo = _Wrapped(pg)
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Membership is not fixed here: the next quorum is without whoever is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"{what} did not get through, because another learner is gone or silent for more than {self._timeout_s:g} s "
+                f"({reason_of(error)})."
+            ) from error
+
+
+class _Wrapped:
+    """torchft's process group with the one primitive that `Group` needs."""
+
+    def __init__(self, pg: Any) -> None:
+        self._pg = pg
+
+    def alltoall_base(self, received: Tensor, sent: Tensor, receive_bytes: list[int], send_bytes: list[int]) -> Any:
+        return self._pg.alltoall_base(received, sent, receive_bytes, send_bytes, dist.AllToAllOptions())

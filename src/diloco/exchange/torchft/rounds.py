@@ -1,0 +1,211 @@
+"""A member's part in the rounds: one quorum after another, until a fragment has the version that it waits for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.core.contributions import encoded_of, merge_weights
+from diloco.core.fragments import Layout, digest
+from diloco.core.method import Method
+from diloco.core.update import MISSED, OUTLIER, Contribution, advance, close_round, update_of
+from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
+from diloco.exchange.base import Arrived, Event, Rejected
+from diloco.exchange.group import Group, split
+from diloco.exchange.torchft.healing import adopt_first, heal
+from diloco.exchange.torchft.held import Copy, Held
+from diloco.exchange.torchft.quorum import HEARTBEAT_S, Quorum
+
+log = logging.getLogger("diloco")
+
+
+class Rounds:
+    """What the background thread does: it joins, and makes rounds. Both block until they have come to their end.
+
+    Arguments:
+        replica: this member's name.
+        quorum: its place among the others.
+        copy: the run as it has it.
+        layout, method: of the run, the same on every member.
+        timeout_s: how long it tries.
+        num_bytes: bytes by kind; what crosses is added.
+
+    Raises:
+        LayoutError, ConfigError: (both methods) a member has another model or method.
+        ExchangeError: (both methods) nothing was finished within `timeout_s`.
+    """
+
+    def __init__(
+        self, replica: str, quorum: Quorum, copy: Copy, layout: Layout, method: Method, timeout_s: float,
+        num_bytes: dict[str, int],
+    ) -> None:  # fmt: skip
+        self._replica, self._quorum, self._copy = replica, quorum, copy
+        self._layout, self._method = layout, method
+        self._timeout_s = timeout_s
+        self._num_bytes = num_bytes
+        self._failed = 0  # attempts in a row
+
+    def join(self) -> None:
+        """With everybody who starts now, or into a run that is under way."""
+        started = time.monotonic()
+        while True:
+            try:
+                self._meet(None, torch.empty(0, dtype=torch.uint8))
+                return
+            except ExchangeError as error:
+                self._give_up_after(started, error)
+
+    def make(self, c: Contribution, payload: Callable[[], Tensor]) -> tuple[Event, ...]:
+        """Until the fragment is at the version that follows the contribution's round."""
+        encoded, started = payload(), time.monotonic()
+        self._copy.step = max(self._copy.step, c.step)
+        while True:
+            try:
+                frames = self._meet(c, encoded)
+                held = self._copy.fragments[c.fragment]
+                if held.version > c.round:  # merged now, or before by those who had everything, or without this learner
+                    return self._result(c, held)
+                if sum(frame["wants"] is not None for frame in frames) < self._method.quorum.at_least:
+                    self._quorum.closing.wait(HEARTBEAT_S)
+            except ExchangeError as error:
+                self._give_up_after(started, error)
+
+    def _result(self, c: Contribution, held: Held) -> tuple[Event, ...]:
+        assert held.update is not None
+        merged_round = held.merged_rounds.get(self._replica, -1)
+        arrived = Arrived(
+            held.update, held.theta, merged_round, held.mean, None if held.mean is not None else held.outer_state
+        )
+        if self._method.outer_at == "syncer":
+            arrived = Arrived(held.update, held.theta, merged_round)
+        if merged_round >= c.round:
+            return (arrived,)
+        is_outlier = held.version == c.round + 1 and self._replica in held.refused
+        return Rejected(c.fragment, c.round, OUTLIER if is_outlier else MISSED), arrived
+
+    # --- one quorum -------------------------------------------------------------------------------------------------------
+
+    def _meet(self, c: Contribution | None, encoded: Tensor) -> list[dict[str, Any]]:
+        """One attempt: greet, heal, merge. Returns what everybody has said."""
+        group = self._quorum.assemble()
+        frames = self._greet(group, c)
+        if all(frame["versions"][0] < 0 for frame in frames):
+            adopt_first(group, self._copy, frames, self._num_bytes)
+        heal(group, self._copy, frames, self._num_bytes)
+        self._merge_wanted(group, frames, encoded)
+        if self._failed:
+            log.warning("%s: exchanging again, with %d in the group", self._replica, group.size)
+        self._failed = 0
+        return frames
+
+    def _give_up_after(self, started: float, error: ExchangeError) -> None:
+        """After a failed attempt: the next quorum has a new group; for ever is too long."""
+        log.log(
+            logging.DEBUG if self._failed else logging.WARNING,
+            "%s: an exchange failed and is tried again with whoever is there: %s", self._replica, error,
+        )  # fmt: skip
+        self._quorum.forget()
+        if time.monotonic() - started > self._timeout_s:
+            raise ExchangeError(
+                f"no round could be finished within {self._timeout_s:g} s; see whether the others are alive ({error})"
+            ) from error
+        self._quorum.closing.wait(min(HEARTBEAT_S, 0.05 * 2**self._failed))
+        self._failed += 1
+
+    def _greet(self, group: Group, c: Contribution | None) -> list[dict[str, Any]]:
+        """What each member of the quorum has and wants, in rank order.
+
+        Raises:
+            LayoutError, ConfigError: a member has another model or method.
+        """
+        wants = None if c is None else [c.fragment, c.round, c.base, c.tokens, c.steps, c.step, c.tensors]
+        mine = {"replica": self._replica, "wants": wants, "versions": self._copy.versions, "step": self._copy.step,
+                "layout": self._layout.to_dict() if c is None else self._layout.digest(), "method": self._method.to_dict()}  # fmt: skip
+        frames: list[dict[str, Any]] = group.gather_values(mine, "greeting the others")
+        self._num_bytes["control"] += len(json.dumps(mine)) * 2 * (len(frames) - 1)
+        for frame in frames:
+            layout = frame["layout"]
+            theirs = layout if isinstance(layout, str) else Layout.from_dict(layout).digest()
+            if theirs != self._layout.digest():
+                raise LayoutError(
+                    f"{self._replica} and {frame['replica']} do not hold the same model; give both the same one."
+                )
+            if difference := self._method.difference(Method.from_dict(frame["method"])):
+                raise ConfigError(f"{self._replica} and {frame['replica']} use different methods: {difference}.")
+        return frames
+
+    def _merge_wanted(self, group: Group, frames: Sequence[dict[str, Any]], encoded: Tensor) -> None:
+        """Merge, if all who want to merge want the same round; everybody comes to the same conclusion and takes part in the exchange.
+
+        If not, somebody was a round behind and is healed now, and asks for the next one in the next quorum.
+        """
+        wanted = {tuple(frame["wants"][:2]) for frame in frames if frame["wants"] is not None}
+        num_wanting = sum(frame["wants"] is not None for frame in frames)
+        if len(wanted) != 1 or num_wanting < self._method.quorum.at_least:
+            return
+        [(fragment, round_)] = wanted
+        if max(frame["versions"][fragment] for frame in frames) == round_:
+            self._merge(group, fragment, round_, encoded, frames)
+
+    def _merge(
+        self, group: Group, fragment: int, round_: int, encoded: Tensor, frames: Sequence[dict[str, Any]]
+    ) -> None:
+        """All contributions to everybody, the same arithmetic everywhere, and the same digest."""
+        held, place = self._copy.fragments[fragment], f"round {round_} of fragment {fragment}"
+        num_bytes = self._method.up.encoded_bytes(held.theta.numel())
+        sizes = [0 if frame["wants"] is None else num_bytes for frame in frames]
+        parts = split(group.gather(encoded, sizes, place), sizes)
+        self._num_bytes["contributions"] += sum(sizes) + encoded.numel() * (len(sizes) - 2)
+        contributions, payloads = _brought(fragment, round_, frames, parts)
+        weights = merge_weights(
+            self._method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
+            [each.round - each.base for each in contributions],
+        )  # fmt: skip
+        brought = encoded_of(contributions, weights, payloads, round_)
+        closed = close_round(
+            self._method, held.theta, held.outer_state, held.residual, brought, self._layout.fragments[fragment].tensors
+        )
+        update = update_of(self._method, fragment, round_, brought, closed, 1.0, digest(closed.theta))
+        said = group.gather_frames({"digest": update.digest}, f"the result of {place}")
+        for frame in said:
+            if frame["digest"] != update.digest:
+                raise DigestError(
+                    f"learners hold version {update.version} of fragment {fragment} with different bits (digests "
+                    f"{update.digest[:12]} and {frame['digest'][:12]}); start them again from one checkpoint."
+                )
+        mean = advance(self._method, held.theta, held.outer_state, closed.payload).mean
+        merged = dict(held.merged_rounds) | dict.fromkeys(update.contributors, round_)
+        self._copy.fragments[fragment] = Held(
+            update.version,
+            closed.theta,
+            closed.outer_state,
+            closed.residual,
+            update.digest,
+            update,
+            mean,
+            merged,
+            closed.refused,
+        )
+
+
+def _brought(
+    fragment: int, round_: int, frames: Sequence[dict[str, Any]], parts: Sequence[Tensor]
+) -> tuple[list[Contribution], list[Tensor]]:
+    """Contributions and payloads of those who want to merge, in the order of the names."""
+    brought = []
+    for frame, part in zip(frames, parts, strict=True):
+        if frame["wants"] is not None:
+            _, _, base, tokens, steps, step, tensors = frame["wants"]
+            contribution = Contribution(
+                frame["replica"], 1, fragment, round_, base, tokens, steps, step=step,
+                tensors=None if tensors is None else tuple(tensors),
+            )  # fmt: skip
+            brought.append((contribution, part))
+    brought.sort(key=lambda each: each[0].learner)
+    return [contribution for contribution, _ in brought], [payload for _, payload in brought]
