@@ -31,10 +31,10 @@ from torch import Tensor
 from benchmarks.rawsocket import RawSocket, client_context, tls_of
 from diloco.core.codecs import E3M0, FP32, Codec
 from diloco.core.fragments import Fragment, Layout, Placement, TensorSpec
+from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.outer import SGD, Nesterov
 from diloco.core.quorum import AllLive
-from diloco.core.syncer import Deadlines
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames

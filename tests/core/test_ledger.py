@@ -9,8 +9,10 @@ from copy import deepcopy
 import pytest
 
 from diloco.core.ledger import Ledger, total
+from diloco.core.members import Member
 from diloco.core.presets import DiLoCo
-from diloco.core.syncer import Accept, Action, Evict, Member, Reject, SyncerCore
+from diloco.core.rounds import Accept, Action, Evict, Reject
+from diloco.core.syncer import SyncerCore
 from diloco.core.update import OUT_OF_STEP, Contribution
 
 

@@ -10,21 +10,12 @@ from typing import TypeVar
 import pytest
 
 from diloco.core.ledger import Ledger
+from diloco.core.members import Deadlines, Member
 from diloco.core.presets import DiLoCo, StreamingDiLoCo
 from diloco.core.quorum import AllLive
-from diloco.core.syncer import (
-    Accept,
-    Action,
-    Deadlines,
-    Evict,
-    Member,
-    Merge,
-    Publish,
-    Reject,
-    Store,
-    SyncerCore,
-    WakeAt,
-)
+from diloco.core.rounds import Accept, Action, Evict, Merge, Publish, Reject, Store, WakeAt
+from diloco.core.status import status_of
+from diloco.core.syncer import SyncerCore
 from diloco.core.update import Contribution
 from diloco.errors import ConfigError, StaleIncarnationError, VersionError
 
@@ -80,7 +71,7 @@ class Run:
         return self.core.books.ledgers[learner][fragment].as_dict()
 
     def reason(self, now: float, fragment: int = 0) -> object:
-        return self.core.status(now)["fragments"][fragment]["reason"]
+        return status_of(self.core, now)["fragments"][fragment]["reason"]
 
     def phase(self, fragment: int = 0) -> str:
         return self.core.fragments[fragment].phase
@@ -325,7 +316,7 @@ def test_a_waiting_learner_is_not_stalled() -> None:
         assert kinds(run.core.tick(float(now))) == ["WakeAt"]
     run.beat(4000.0, "a", step=10, step_s=0.5)  # from here on it has work to do
     run.beat(4055.0, "a", step=10, step_s=0.5)
-    assert run.core.deadline(run.core.members["a"]) == pytest.approx(3999.0 + 60.0)
+    assert run.core.deadlines.ends_at(run.core.members["a"]) == pytest.approx(3999.0 + 60.0)
 
 
 @pytest.mark.parametrize(
@@ -681,7 +672,7 @@ def test_the_status_is_for_people_and_programs() -> None:
     run = Run("b", "a", fragments=2)
     run.beat(1.0, "a", step=7, tokens=70, step_s=0.5)
     run.send(2.0, "b", 0, step=5, tokens=50, trained=50)
-    status = run.core.status(3.0)
+    status = status_of(run.core, 3.0)
     assert status["step"] == 7
     assert status["tokens"] == 120
     assert list(status["learners"]) == ["a", "b"]

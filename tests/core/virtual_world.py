@@ -15,21 +15,10 @@ from dataclasses import dataclass, field
 from diloco.core.flights import Send
 from diloco.core.learner import LearnerCore, mode_of
 from diloco.core.ledger import Ledger
+from diloco.core.members import Deadlines, Member
 from diloco.core.method import Method
-from diloco.core.syncer import (
-    Accept,
-    Action,
-    Call,
-    Deadlines,
-    Evict,
-    Member,
-    Merge,
-    Publish,
-    Reject,
-    Store,
-    SyncerCore,
-    WakeAt,
-)
+from diloco.core.rounds import Accept, Action, Call, Evict, Merge, Publish, Reject, Store, WakeAt
+from diloco.core.syncer import SyncerCore
 from diloco.core.update import Contribution
 from diloco.errors import StaleIncarnationError
 

@@ -19,7 +19,7 @@ from tests.syncer.runs import RUN, Raw, method, start, train
 
 import diloco
 from diloco import errors, events
-from diloco.core.syncer import Deadlines
+from diloco.core.members import Deadlines
 from diloco.exchange.remote import fetch_model, fetch_status
 
 QUICK = Deadlines(lost_floor_s=2.5, lost_cap_s=2.5, stalled_floor_s=60.0, stalled_cap_s=60.0)

@@ -16,7 +16,7 @@ from tests.syncer.runs import RUN, Net, Raw, layout, method, start, train
 import diloco
 from diloco import errors, events
 from diloco.core.fragments import make_layout
-from diloco.core.syncer import Deadlines
+from diloco.core.members import Deadlines
 from diloco.core.update import Contribution
 from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.wire.frames import bytes_of, frames

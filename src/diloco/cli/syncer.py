@@ -25,8 +25,8 @@ def command(
     """Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."""
     import logging
 
+    from diloco.core.members import Deadlines
     from diloco.core.presets import method_from_table
-    from diloco.core.syncer import Deadlines
     from diloco.syncer.server import Options, Syncer
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)

@@ -1,83 +1,12 @@
-"""What a syncer's state machine is made of: deadlines, members, rounds, and the actions that it answers with."""
+"""What a syncer's state machine is made of: fragments and their rounds, and the actions that it answers with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from diloco.core.update import Contribution
-from diloco.core.values import positive
-from diloco.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    """When a silent learner is given up: a multiple of its own measured step time, within a floor and a cap.
-
-    Attributes:
-        lost_steps, lost_floor_s, lost_cap_s: nothing was heard of it (connection lost, no heartbeat) for this many of its steps.
-        stalled_steps, stalled_floor_s, stalled_cap_s: heartbeats arrive, but no step was taken, and it does not wait for an answer.
-    """
-
-    lost_steps: float = 20.0
-    lost_floor_s: float = 6.0
-    lost_cap_s: float = 120.0
-    stalled_steps: float = 50.0
-    stalled_floor_s: float = 60.0
-    stalled_cap_s: float = 3600.0
-
-    def __post_init__(self) -> None:
-        for kind in ("lost", "stalled"):
-            floor, cap = getattr(self, f"{kind}_floor_s"), getattr(self, f"{kind}_cap_s")
-            if not 0 < floor <= cap:
-                raise ConfigError(
-                    f"{kind}_floor_s={floor} and {kind}_cap_s={cap} leave no deadline; use 0 < floor <= cap."
-                )
-            positive(f"{kind}_steps", getattr(self, f"{kind}_steps"))
-
-    def lost_after_s(self, step_s: float | None) -> float:
-        """Seconds of silence after which a learner with this step time is lost."""
-        return min(self.lost_cap_s, max(self.lost_floor_s, self.lost_steps * (step_s or 0.0)))
-
-    def stalled_after_s(self, step_s: float | None) -> float:
-        """Seconds without a step after which it is stalled; the cap before there is a measured step time."""
-        return (
-            self.stalled_cap_s
-            if step_s is None
-            else min(self.stalled_cap_s, max(self.stalled_floor_s, self.stalled_steps * step_s))
-        )
-
-
-@dataclass
-class Member:
-    """A learner that is not given up.
-
-    Attributes:
-        ready: it has trained since it joined; one that is still starting up delays nobody.
-        ready_step: the inner step known when it became ready: it may have passed that one without contributing.
-        tokens: trained by this incarnation.
-        sent_step: by fragment, the inner step after which it last contributed, or joined.
-        sent_work: by fragment, tokens and steps of its last contribution.
-    """
-
-    learner: str
-    incarnation: int
-    step: int
-    seen_at: float
-    progressed_at: float
-    step_s: float | None = None
-    waiting: bool = False
-    connected: bool = True
-    ready: bool = False
-    ready_step: int = 0
-    tokens: int = 0
-    sent_step: dict[int, int] = field(default_factory=dict)
-    sent_work: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def healthy(self) -> bool:
-        """Connected and ready."""
-        return self.connected and self.ready
 
 
 @dataclass
@@ -118,6 +47,13 @@ class Round:
         late = sorted(self.earlier, key=lambda c: (c.incarnation, c.round))
         by_learner = sorted((*late, *self.contributions.values()), key=lambda c: c.learner)
         return tuple(by_learner)
+
+    def refuse(self, learners: Sequence[str]) -> None:
+        """The screen leaves these out."""
+        self.refused = [c for c in self.everything if c.learner in learners]
+        self.earlier = [c for c in self.earlier if c.learner not in learners]
+        for learner in learners:
+            del self.contributions[learner]
 
 
 @dataclass

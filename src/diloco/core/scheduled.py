@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from diloco.core.members import Member
 from diloco.core.quorum import AllLive, Decision, decide
-from diloco.core.rounds import Accept, Action, Member, Reject, Round
+from diloco.core.rounds import Accept, Action, Reject, Round
 from diloco.core.update import DROPPED, MISSED, OUT_OF_STEP, TWICE, VERSION, Contribution
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def decision(core: SyncerCore, now: float, fragment: int) -> Decision | None:
     round_ = state.rounds.get(state.version)
     if round_ is None or state.phase != "open":
         return None
-    deadlines = {learner: core.deadline(member) for learner, member in core.members.items()}
+    deadlines = {learner: core.deadlines.ends_at(member) for learner, member in core.members.items()}
     return decide(now, round_.contributions, round_.members, deadlines, core.method.quorum)
 
 

@@ -1,7 +1,7 @@
 """What a syncer does when: sans-I/O bookkeeping of members, rounds and versions.
 
     events:   joined · left · heartbeat · disconnected · contributed · merged · stored · tick        (each with the time)
-    actions:  Accept · Reject · Merge · Store · Publish · Evict · WakeAt                             (values, carried out by the caller)
+    actions:  Accept · Reject · Call · Merge · Store · Publish · Evict · WakeAt                      (values, carried out by the caller)
 
 The life of a round: contributions come in; when `decide()` says so it is merged; the result is stored; only then is it published
 and visible. Who opens a round, who belongs to it and what becomes of late work is in `core.scheduled` for rounds that all learners
@@ -13,48 +13,17 @@ No tensor, clock, socket or thread is in here. `exchange.local` and the syncer p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from diloco.core import opened, scheduled
 from diloco.core.books import Books
 from diloco.core.contributions import merge_weights, weights_of
-from diloco.core.ledger import Ledger, total
+from diloco.core.ledger import Ledger
+from diloco.core.members import Deadlines, Member
 from diloco.core.method import Method
 from diloco.core.quorum import Decision, Pace
-from diloco.core.rounds import (
-    Accept,
-    Action,
-    Call,
-    Deadlines,
-    Evict,
-    FragmentState,
-    Member,
-    Merge,
-    Publish,
-    Reject,
-    Round,
-    Store,
-    WakeAt,
-)
+from diloco.core.rounds import Accept, Action, Evict, FragmentState, Merge, Publish, Reject, Round, Store, WakeAt
 from diloco.core.update import MISSED, OUTLIER, Contribution
 from diloco.errors import StaleIncarnationError, VersionError
-
-__all__ = [
-    "Accept",
-    "Action",
-    "Call",
-    "Deadlines",
-    "Evict",
-    "FragmentState",
-    "Member",
-    "Merge",
-    "Publish",
-    "Reject",
-    "Round",
-    "Store",
-    "SyncerCore",
-    "WakeAt",
-]
 
 
 class SyncerCore:
@@ -120,7 +89,7 @@ class SyncerCore:
         """
         actions: list[Action] = []
         if learner in self.members:
-            actions += self._evict(now, learner, "replaced by a newer incarnation", replaced=True)
+            actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
         incarnation = self.incarnations.get(learner, 0) + 1
         self.incarnations[learner] = incarnation
         sent_step = dict.fromkeys(range(len(self.fragments)), self.step)
@@ -173,14 +142,8 @@ class SyncerCore:
         """Time has passed: give up learners whose deadline is over, and look at every open round again."""
         actions: list[Action] = []
         for member in list(self.members.values()):
-            if now >= self.deadline(member):
-                silent = now - member.seen_at >= self.deadlines.lost_after_s(member.step_s)
-                reason = (
-                    f"nothing heard for {now - member.seen_at:.1f} s"
-                    if silent
-                    else f"no step for {now - member.progressed_at:.1f} s"
-                )
-                actions += self._evict(now, member.learner, reason, replaced=False)
+            if (reason := self.deadlines.passed(now, member)) is not None:
+                actions += self._evict(member.learner, reason, replaced=False)
         return actions + self._look_again(now)
 
     # --- rounds -----------------------------------------------------------------------------------------------------------
@@ -217,12 +180,9 @@ class SyncerCore:
         state = self.fragments[fragment]
         state.phase = "storing"
         round_ = state.rounds[state.version]
-        round_.refused = [c for c in round_.everything if c.learner in refused]
+        round_.refuse(refused)
         for c in round_.refused:
             self.books.discard(c, OUTLIER)
-        round_.earlier = [c for c in round_.earlier if c.learner not in refused]
-        for learner in refused:
-            del round_.contributions[learner]
         self.books.merged(fragment, round_)
         return [Store(fragment, state.version + 1)]
 
@@ -295,7 +255,7 @@ class SyncerCore:
 
     def _wake(self, now: float) -> list[Action]:
         """At the next deadline of anybody, whether a round waits for it or not, and at the end of the next grace window."""
-        times = [self.deadline(member) for member in self.members.values()]
+        times = [self.deadlines.ends_at(member) for member in self.members.values()]
         if not self.method.quorum.scheduled:
             decisions = (self.decision(now, fragment) for fragment in range(len(self.fragments)))
             times += [d.wait_until for d in decisions if d is not None and d.wait_until is not None]
@@ -303,12 +263,7 @@ class SyncerCore:
 
     # --- helpers ----------------------------------------------------------------------------------------------------------
 
-    def deadline(self, member: Member) -> float:
-        """When a member is given up if nothing more is heard of it."""
-        lost_at = member.seen_at + self.deadlines.lost_after_s(member.step_s)
-        return min(lost_at, member.progressed_at + self.deadlines.stalled_after_s(member.step_s))
-
-    def _evict(self, now: float, learner: str, reason: str, *, replaced: bool) -> list[Action]:
+    def _evict(self, learner: str, reason: str, *, replaced: bool) -> list[Action]:
         member = self.members[learner]
         self._remove(learner)
         return [Evict(learner, member.incarnation, reason, replaced)]
@@ -319,12 +274,7 @@ class SyncerCore:
         self.books.end(learner)
 
     def _alive(self, now: float, member: Member, step: int, tokens: int) -> None:
-        """Heard of it, at this step; tokens are reported per incarnation and only ever grow."""
-        member.seen_at, member.connected = now, True
-        if step > member.step or member.waiting:
-            member.progressed_at = now
-        steps = max(0, step - member.step)
-        member.step, member.tokens = member.step + steps, max(tokens, member.tokens)
+        steps = member.heard(now, step, tokens)
         self.step = max(self.step, member.step)
         self.books.trained(member.learner, tokens)
         if steps and not self.method.quorum.scheduled:
@@ -336,37 +286,3 @@ class SyncerCore:
         return [
             state.rounds[state.version].step if state.phase == "storing" else state.step for state in self.fragments
         ]
-
-    def status(self, now: float) -> dict[str, Any]:
-        """Plain values for people and programs: learners, rounds with the reason each waits, the ledger."""
-        learners = {
-            m.learner: {
-                "incarnation": m.incarnation,
-                "step": m.step,
-                "tokens": self.books.ledgers[m.learner][0].trained,
-                "healthy": m.healthy,
-                "waiting": m.waiting,
-                "step_s": m.step_s,
-                "silent_s": max(0.0, now - m.seen_at),
-                "given_up_in_s": max(0.0, self.deadline(m) - now),
-            }
-            for m in sorted(self.members.values(), key=lambda m: m.learner)
-        }
-        fragments = []
-        for index, state in enumerate(self.fragments):
-            decision = self.decision(now, index)
-            round_ = state.rounds.get(state.version)
-            fragments.append(
-                {
-                    "fragment": index,
-                    "version": state.version,
-                    "phase": state.phase,
-                    "contributed": sorted(round_.contributions) if round_ else [],
-                    "members": sorted(round_.members) if round_ else [],
-                    "reason": decision.reason
-                    if decision
-                    else ("no contribution yet" if state.phase == "open" else state.phase),
-                    "ledger": total(each[index] for each in self.books.ledgers.values()).as_dict(),
-                }
-            )
-        return {"step": self.step, "tokens": self.books.run_tokens, "learners": learners, "fragments": fragments}

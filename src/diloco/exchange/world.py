@@ -12,8 +12,10 @@ from torch import Tensor
 
 from diloco.core.contributions import encoded_of
 from diloco.core.fragments import Layout, digest
+from diloco.core.members import Deadlines
 from diloco.core.method import Method
-from diloco.core.syncer import Accept, Call, Deadlines, Evict, Merge, Publish, Reject, Store, SyncerCore, WakeAt
+from diloco.core.rounds import Accept, Call, Evict, Merge, Publish, Reject, Store, WakeAt
+from diloco.core.syncer import SyncerCore
 from diloco.core.update import Closed, Contribution, Update, close_round, update_of
 from diloco.exchange.base import Arrived, Called, Event, Model, Rejected
 from diloco.exchange.delivery import Alarm, Delivery, Fault, Faults, Links

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from diloco import events
 from diloco.core.fragments import Layout, digest
+from diloco.core.members import Deadlines
 from diloco.core.method import Method
-from diloco.core.syncer import Accept, Action, Deadlines, Reject
+from diloco.core.rounds import Accept, Action, Reject
 from diloco.core.update import Contribution
 from diloco.errors import (
     AlreadyInitialisedError,

@@ -12,8 +12,8 @@ from typing import Any, Self
 import grpc
 
 from diloco import events
+from diloco.core.members import Deadlines
 from diloco.core.method import Method
-from diloco.core.syncer import Deadlines
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import split_address
 from diloco.exchange.wire.rpc import HEARTBEAT_S, SERVER_OPTIONS

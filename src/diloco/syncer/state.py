@@ -10,9 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco.core.layout import Layout
+from diloco.core.members import Deadlines, Member
 from diloco.core.method import Method
 from diloco.core.quorum import Pace
-from diloco.core.syncer import Deadlines, Member, SyncerCore
+from diloco.core.syncer import SyncerCore
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, UnknownRunError
 from diloco.syncer.held import HeldFragment, HeldModel, MergedRounds
 from diloco.syncer.store import RosterRow, Saved, Store

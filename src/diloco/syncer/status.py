@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from diloco.core.status import status_of
 from diloco.core.update import Contribution
 from diloco.syncer.state import RunState
 
@@ -58,7 +59,7 @@ class Status:
         }
         if not state.is_initialised:
             return {**base, "learners": {}, "fragments": [], "newest_merge": None}
-        status = state.core.status(time.monotonic())
+        status = status_of(state.core, time.monotonic())
         fragments = state.model.fragments
         for fragment, held in zip(status["fragments"], fragments, strict=True):
             fragment["last_contributors"] = list(held.contributors)

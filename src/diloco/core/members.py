@@ -1,0 +1,100 @@
+"""Who takes part in a run, as its syncer sees it, and when it is given up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diloco.core.values import positive
+from diloco.errors import ConfigError
+
+
+@dataclass
+class Member:
+    """A learner that is not given up.
+
+    Attributes:
+        ready: it has trained since it joined; one that is still starting up delays nobody.
+        ready_step: the inner step known when it became ready: it may have passed that one without contributing.
+        tokens: trained by this incarnation.
+        sent_step: by fragment, the inner step after which it last contributed, or joined.
+        sent_work: by fragment, tokens and steps of its last contribution.
+    """
+
+    learner: str
+    incarnation: int
+    step: int
+    seen_at: float
+    progressed_at: float
+    step_s: float | None = None
+    waiting: bool = False
+    connected: bool = True
+    ready: bool = False
+    ready_step: int = 0
+    tokens: int = 0
+    sent_step: dict[int, int] = field(default_factory=dict)
+    sent_work: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def healthy(self) -> bool:
+        """Connected and ready."""
+        return self.connected and self.ready
+
+    def heard(self, now: float, step: int, tokens: int) -> int:
+        """It lives, at this step; returns how many steps that is further. Tokens are reported per incarnation and only ever grow."""
+        self.seen_at, self.connected = now, True
+        if step > self.step or self.waiting:
+            self.progressed_at = now
+        steps = max(0, step - self.step)
+        self.step, self.tokens = self.step + steps, max(tokens, self.tokens)
+        return steps
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """When a silent learner is given up: a multiple of its own measured step time, within a floor and a cap.
+
+    Attributes:
+        lost_steps, lost_floor_s, lost_cap_s: nothing was heard of it (connection lost, no heartbeat) for this many of its steps.
+        stalled_steps, stalled_floor_s, stalled_cap_s: heartbeats arrive, but no step was taken, and it does not wait for an answer.
+    """
+
+    lost_steps: float = 20.0
+    lost_floor_s: float = 6.0
+    lost_cap_s: float = 120.0
+    stalled_steps: float = 50.0
+    stalled_floor_s: float = 60.0
+    stalled_cap_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for kind in ("lost", "stalled"):
+            floor, cap = getattr(self, f"{kind}_floor_s"), getattr(self, f"{kind}_cap_s")
+            if not 0 < floor <= cap:
+                raise ConfigError(
+                    f"{kind}_floor_s={floor} and {kind}_cap_s={cap} leave no deadline; use 0 < floor <= cap."
+                )
+            positive(f"{kind}_steps", getattr(self, f"{kind}_steps"))
+
+    def lost_after_s(self, step_s: float | None) -> float:
+        """Seconds of silence after which a learner with this step time is lost."""
+        return min(self.lost_cap_s, max(self.lost_floor_s, self.lost_steps * (step_s or 0.0)))
+
+    def stalled_after_s(self, step_s: float | None) -> float:
+        """Seconds without a step after which it is stalled; the cap before there is a measured step time."""
+        return (
+            self.stalled_cap_s
+            if step_s is None
+            else min(self.stalled_cap_s, max(self.stalled_floor_s, self.stalled_steps * step_s))
+        )
+
+    def ends_at(self, member: Member) -> float:
+        """When a member is given up if nothing more is heard of it."""
+        lost_at = member.seen_at + self.lost_after_s(member.step_s)
+        return min(lost_at, member.progressed_at + self.stalled_after_s(member.step_s))
+
+    def passed(self, now: float, member: Member) -> str | None:
+        """Why a member is given up now; None: it is not."""
+        if now < self.ends_at(member):
+            return None
+        if now - member.seen_at >= self.lost_after_s(member.step_s):
+            return f"nothing heard for {now - member.seen_at:.1f} s"
+        return f"no step for {now - member.progressed_at:.1f} s"
