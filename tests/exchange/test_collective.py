@@ -13,7 +13,7 @@ from tests.exchange.worlds import read, start_processes
 import diloco
 from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS
 from diloco.errors import ConfigError
-from diloco.exchange.collective import Shards
+from diloco.exchange.collective.shards import Shards
 from diloco.exchange.group import reason_of
 
 pytestmark = pytest.mark.timeout(300)  # includes a world of processes

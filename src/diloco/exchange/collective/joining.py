@@ -1,0 +1,63 @@
+"""The beginning of a run: whether all ranks mean the same one, and rank 0's model on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from diloco.core.fragments import Layout
+from diloco.core.method import Method
+from diloco.core.quorum import AllLive
+from diloco.errors import ConfigError, LayoutError
+from diloco.exchange.base import Model
+from diloco.exchange.collective.agreement import name_of
+from diloco.exchange.group import Group
+
+
+def compare(group: Group, layout: Layout, method: Method) -> None:
+    """The same error on every rank if a method or a model differs from rank 0's, or the group cannot run the method.
+
+    Raises:
+        ConfigError: of the methods.
+        LayoutError: of the models; names the first tensor that differs.
+    """
+    theirs = group.gather_values({"method": method.to_dict(), "layout": layout.to_dict()}, "opening the run")
+    methods = [Method.from_dict(each["method"]) for each in theirs]
+    layouts = [Layout.from_dict(each["layout"]) for each in theirs]
+    for rank in range(1, group.size):
+        if difference := methods[0].difference(methods[rank]):
+            raise ConfigError(f"{name_of(0)} and {name_of(rank)} use different methods: {difference}.")
+        if difference := layouts[0].first_difference(layouts[rank]):
+            raise LayoutError(f"{name_of(0)} and {name_of(rank)} do not hold the same model: {difference}.")
+    if not method.wait:
+        raise ConfigError("wait=False needs a syncer that merges without a late learner; use wait=True over a group.")
+    if not method.quorum.scheduled:
+        raise ConfigError(f"{type(method.quorum).__name__} needs a syncer; use AllLive over a group.")
+    if isinstance(method.quorum, AllLive) and method.quorum.drop > 0:
+        raise ConfigError("AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer.")
+    if method.quorum.at_least > group.size:
+        raise ConfigError(
+            f"the quorum needs {method.quorum.at_least} learners and the process group has {group.size}; lower at_least."
+        )
+
+
+def broadcast(group: Group, num_bytes: dict[str, int], layout: Layout, initial: Callable[[], Model]) -> Model:
+    """Rank 0's model, `initial()` there, on every rank.
+
+    `num_bytes`: bytes by kind; those that cross are added under "joins".
+    """
+    if group.rank == 0:
+        model = initial()
+        fragments = tuple(theta.contiguous() for theta in model.fragments)
+        static = {name: value.contiguous() for name, value in model.static.items()}
+    else:
+        fragments = tuple(torch.empty(each.numel, dtype=torch.float32) for each in layout.fragments)
+        static = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in layout.static}
+    for index, theta in enumerate(fragments):
+        group.broadcast(theta, f"fragment {index} of {name_of(0)}'s model")
+    for spec in layout.static:
+        group.broadcast(static[spec.name], f"tensor {spec.name!r} of {name_of(0)}'s model")
+    crossed = sum(tensor.numel() * tensor.element_size() for tensor in (*fragments, *static.values()))
+    num_bytes["joins"] += crossed * (group.size - 1 if group.rank == 0 else 1)
+    return Model(fragments, static)

@@ -1,0 +1,133 @@
+"""A rank's part in the rounds: its displacement goes in, and the version that everybody has comes out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from diloco.core.contributions import Encoded, encoded_of, merge_weights
+from diloco.core.fragments import digest
+from diloco.core.method import Method
+from diloco.core.update import OUTLIER, Closed, Contribution, advance, close_round, update_of
+from diloco.errors import DilocoError
+from diloco.exchange.base import Arrived, Event, Rejected
+from diloco.exchange.collective.agreement import agree, attempt, name_of, require_same_digest
+from diloco.exchange.collective.shards import Held, Shards
+from diloco.exchange.group import FRAME_BYTES, Group, split
+
+
+@dataclass(frozen=True)
+class Round:
+    """A finished round: what the learner gets, and the tokens of all learners when they sent their contributions."""
+
+    events: tuple[Event, ...]
+    run_tokens: int
+
+
+class Rounds:
+    """Makes rounds, one after the other and in the same order on every rank.
+
+    Arguments:
+        group: the ranks.
+        method: of the run.
+        fragments: what this rank keeps of each; advanced by every round.
+        num_bytes: bytes by kind; what crosses is added.
+    """
+
+    def __init__(self, group: Group, method: Method, fragments: Sequence[Held], num_bytes: dict[str, int]) -> None:
+        self._group, self._method = group, method
+        self._fragments = fragments
+        self._num_bytes = num_bytes
+
+    def make(self, c: Contribution, payload: Callable[[], Tensor]) -> Round:
+        """One round of a fragment, from this rank's displacement to the version that everybody has.
+
+        Raises:
+            ExchangeError: a rank is gone or silent, or somewhere else in the run.
+            DigestError: the ranks hold different bits.
+            DilocoError: what any rank has met, on all of them.
+        """
+        held = self._fragments[c.fragment]
+        place = f"of fragment {c.fragment} in round {c.round}"
+        encoded, error = attempt(payload)
+        contributions = self._greet(c, held, place, error)
+        weights = merge_weights(
+            self._method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
+            [each.round - each.base for each in contributions],
+        )  # fmt: skip
+        parts = self._scatter(held.shards, encoded, f"the contribution {place}")
+        mine = encoded_of(contributions, weights, parts, c.round, held.tensors)
+        closed, error = attempt(lambda: self._close(held, mine))
+        refused = (
+            []
+            if closed is None
+            else [rank for rank, each in enumerate(contributions) if each.learner in closed.refused]
+        )
+        told = agree(self._group, self._num_bytes, f"the merge {place}", {"refused": refused}, error)
+        refused = sorted({rank for frame in told for rank in frame["refused"]})
+        answer = self._gather(held.shards, closed.payload, f"the merge {place}")
+        advanced = advance(self._method, held.theta, held.outer_state, answer)
+        closed = replace(closed, refused=tuple(name_of(rank) for rank in refused))
+        update = update_of(self._method, c.fragment, c.round, mine, closed, 1.0, digest(advanced.theta))
+        results = agree(self._group, self._num_bytes, f"the result {place}", {"digest": update.digest})
+        require_same_digest(c.fragment, update.version, [frame["digest"] for frame in results])
+        held.theta, held.digest, held.version = advanced.theta, update.digest, update.version
+        held.outer_state = advanced.outer_state if self._method.outer_at == "learners" else closed.outer_state
+        held.residual = closed.residual
+        events: tuple[Event, ...] = (Arrived(update, advanced.theta, c.round, advanced.mean),)
+        if self._group.rank in refused:
+            events = (
+                Rejected(c.fragment, c.round, OUTLIER),
+                Arrived(update, advanced.theta, c.round - 1, advanced.mean),
+            )
+        return Round(events, sum(each.trained for each in contributions))
+
+    def _greet(self, c: Contribution, held: Held, place: str, error: DilocoError | None) -> list[Contribution]:
+        """What every rank brings, once all are known to hold the same version; `error`: what kept this one from encoding."""
+        said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.digest,
+                "part": c.tensors is not None}  # fmt: skip
+        frames = agree(self._group, self._num_bytes, f"the contribution {place}", said, error)
+        require_same_digest(c.fragment, held.version, [frame["digest"] for frame in frames])
+        tensors = self._trained_tensors(c, place) if any(frame["part"] for frame in frames) else [None] * len(frames)
+        return [
+            Contribution(name_of(rank), 1, c.fragment, c.round, frame["base"], frame["tokens"], frame["steps"], frame["trained"],
+                         step=c.step, tensors=tensors[rank])
+            for rank, frame in enumerate(frames)
+        ]  # fmt: skip
+
+    def _trained_tensors(self, c: Contribution, place: str) -> list[tuple[int, ...] | None]:
+        """Which tensors every rank trains, of any number."""
+        told = self._group.gather_values(c.tensors, f"the tensors that are trained {place}")
+        sizes = [len(json.dumps(each)) + FRAME_BYTES for each in told]
+        self._num_bytes["control"] += sizes[self._group.rank] * (self._group.size - 2) + sum(sizes)
+        return [None if each is None else tuple(each) for each in told]
+
+    def _close(self, held: Held, contributions: Sequence[Encoded]) -> Closed:
+        """As the syncer of this rank's shard."""
+        own = held.shards.elements(self._group.rank)
+        theta = held.theta[own]
+        if theta.numel() == 0:
+            return Closed(theta, held.outer_state, None, torch.empty(0, dtype=torch.uint8))
+        state = held.outer_state
+        if self._method.outer_at == "learners":
+            state = {name: value[own] if value.dim() else value for name, value in state.items()}
+        return close_round(self._method, theta, state, held.residual, contributions, held.places)
+
+    def _scatter(self, shards: Shards, payload: Tensor, what: str) -> list[Tensor]:
+        """Part r of the payload to rank r; returns everybody's part of this rank's shard."""
+        sizes = shards.sizes_bytes(self._method.up)
+        own_bytes = sizes[self._group.rank]
+        received = self._group.all_to_all(payload, sizes, [own_bytes] * self._group.size, what)
+        self._num_bytes["contributions"] += sum(sizes) - own_bytes + own_bytes * (self._group.size - 1)
+        return split(received, [own_bytes] * self._group.size)
+
+    def _gather(self, shards: Shards, part: Tensor, what: str) -> Tensor:
+        """The whole answer from every rank's part of it."""
+        sizes = shards.sizes_bytes(self._method.down)
+        joined = self._group.gather(part, sizes, what)
+        self._num_bytes["updates"] += part.numel() * (self._group.size - 1) + sum(sizes) - part.numel()
+        return joined

@@ -1,0 +1,72 @@
+"""This rank's part of a checkpoint: its shard of every fragment, outer state and error feedback. Each rank keeps its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from diloco.core.fragments import digest
+from diloco.errors import CheckpointError
+from diloco.exchange.collective.agreement import agree, attempt, name_of
+from diloco.exchange.collective.shards import Held
+from diloco.exchange.group import Group, as_bytes
+
+
+def state_of(group: Group, fragments: Sequence[Held]) -> dict[str, Any]:
+    """Tensors and plain values, and which rank's they are."""
+    saved = {}
+    for index, held in enumerate(fragments):
+        own = held.shards.elements(group.rank)
+        saved[str(index)] = {
+            "version": held.version,
+            "theta": held.theta[own].clone(),
+            "outer": dict(held.outer_state),
+            "residual": held.residual,
+        }
+    return {"world_size": group.size, "rank": group.rank, "fragments": saved}
+
+
+def restore(group: Group, fragments: Sequence[Held], state: Mapping[str, Any], num_bytes: dict[str, int]) -> None:
+    """The fragments become what `state_of` gave; every rank calls it with its own, and they give each other their shards.
+
+    `num_bytes`: bytes by kind; those that cross are added under "joins".
+
+    Raises:
+        CheckpointError: of another world size, rank or model, or the ranks' checkpoints are of different moments.
+    """
+    doing = "the loading of a checkpoint"
+    _, error = attempt(lambda: _check(group, fragments, state))
+    versions = [] if error else [state["fragments"][str(f)]["version"] for f in range(len(fragments))]
+    moment = hashlib.sha256(json.dumps(versions).encode()).hexdigest()
+    moments = [frame["versions"] for frame in agree(group, num_bytes, doing, {"versions": moment}, error)]
+    for rank, theirs in enumerate(moments):
+        if theirs != moments[0]:
+            raise CheckpointError(
+                f"the checkpoints of {name_of(0)} and {name_of(rank)} were not taken after the same step; load a pair that was."
+            )
+    for index, held in enumerate(fragments):
+        saved = state["fragments"][str(index)]
+        parts = [held.shards.elements(rank) for rank in range(group.size)]
+        sizes = [4 * (part.stop - part.start) for part in parts]
+        joined = group.gather(as_bytes(saved["theta"].contiguous()), sizes, doing)
+        num_bytes["joins"] += sizes[group.rank] * (group.size - 2) + sum(sizes)
+        held.theta = joined.view(torch.float32)
+        held.version, held.digest = saved["version"], digest(held.theta)
+        held.outer_state, held.residual = saved["outer"], saved["residual"]
+
+
+def _check(group: Group, fragments: Sequence[Held], state: Mapping[str, Any]) -> None:
+    if (state.get("world_size"), state.get("rank")) != (group.size, group.rank):
+        raise CheckpointError(
+            f"the checkpoint is of rank {state.get('rank')} of {state.get('world_size')} and this is rank {group.rank} of "
+            f"{group.size}; resume every learner from its own checkpoint, with as many learners as before."
+        )
+    for index, held in enumerate(fragments):
+        own = held.shards.elements(group.rank)
+        saved = state["fragments"].get(str(index))
+        if saved is None or saved["theta"].shape != (own.stop - own.start,):
+            raise CheckpointError(f"the checkpoint does not fit fragment {index}; it is of another model or method.")
