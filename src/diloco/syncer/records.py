@@ -6,12 +6,15 @@ import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from diloco.core.ledger import Ledger
 from diloco.core.update import Update
+from diloco.errors import StoreError
+from diloco.syncer.durable import sync_directory
 
 FORMAT = 2
 
@@ -96,6 +99,29 @@ class Published:
     weights: tuple[float, ...]
 
 
+def connect(path: Path) -> sqlite3.Connection:
+    """The database of a store's directory, made or brought to the newest format.
+
+    Raises:
+        StoreError: a newer version of the package has written it.
+    """
+    db = sqlite3.connect(path / "store.sqlite", isolation_level=None, check_same_thread=False)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA foreign_keys = ON")
+    found = db.execute("PRAGMA user_version").fetchone()[0]
+    if found > FORMAT:
+        db.close()
+        raise StoreError(f"{path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to open it.")
+    if found == 0:
+        db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+        sync_directory(path)
+        sync_directory(path.parent)
+    for older in range(found or FORMAT, FORMAT):
+        db.executescript(f"BEGIN IMMEDIATE; {UPGRADES[older]} PRAGMA user_version = {older + 1}; COMMIT;")
+    return db
+
+
 def put_version(
     db: sqlite3.Connection, update: Update, file: str, sha256: str, tokens: int, published_at: float
 ) -> None:
@@ -126,6 +152,16 @@ def put_roster(db: sqlite3.Connection, roster: Iterable[RosterRow]) -> None:
     db.execute("DELETE FROM roster")
     rows = [(*astuple(row)[:-1], json.dumps(list(row.sent_steps))) for row in roster]
     db.executemany("INSERT INTO roster VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+
+
+def named_files(db: sqlite3.Connection, kept_versions: int, only: int | None = None) -> set[str]:
+    """The files that a kept version names (of one fragment, or of all), and the one of what training leaves alone."""
+    named = {row[0] for row in db.execute("SELECT static_file FROM run")}
+    fragments = db.execute("SELECT DISTINCT fragment FROM versions").fetchall() if only is None else [(only,)]
+    for key in fragments:
+        newest = "SELECT file FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
+        named |= {row[0] for row in db.execute(newest, (*key, kept_versions))}
+    return named
 
 
 def read_ledgers(db: sqlite3.Connection) -> dict[str, list[Ledger]]:

@@ -28,23 +28,15 @@ from diloco.core.fragments import digest
 from diloco.core.ledger import Ledger
 from diloco.core.update import Closed, Update
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
-from diloco.syncer.durable import (
-    file_sha256,
-    ignore_point,
-    lock_directory,
-    read_tensors,
-    sync_directory,
-    write_bytes,
-    write_tensors,
-)
+from diloco.syncer.durable import ignore_point, lock_directory
+from diloco.syncer.files import TensorFiles
 from diloco.syncer.records import (
-    FORMAT,
-    SCHEMA,
-    UPGRADES,
     Published,
     RosterRow,
     Saved,
     SavedFragment,
+    connect,
+    named_files,
     put_ledgers,
     put_roster,
     put_version,
@@ -56,7 +48,6 @@ from diloco.syncer.records import (
 __all__ = ["KEPT_VERSIONS", "Published", "RosterRow", "Saved", "SavedFragment", "Store"]
 
 KEPT_VERSIONS = 2  # files of a fragment: the newest and the one before it
-_OUTER = "outer."
 
 
 class Store:
@@ -71,39 +62,20 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str], *, at: Callable[[str], None] = ignore_point) -> None:
         self.path = Path(path)
-        self._tensors = self.path / "tensors"
+        self._files = TensorFiles(self.path, at)
         self._at = at
         self._writing = threading.Lock()  # one writer at a time, tensors included
         self._using = threading.Lock()  # one user of the SQLite connection at a time
         with self._mapped("opened"):
-            self._tensors.mkdir(parents=True, exist_ok=True)
+            self._files.directory.mkdir(parents=True, exist_ok=True)
             self._lock = lock_directory(self.path)
         try:
             with self._mapped("opened"):
-                self._db = self._connect()
+                self._db = connect(self.path)
                 self._remove_unnamed()
         except BaseException:
             self._lock.close()
             raise
-
-    def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path / "store.sqlite", isolation_level=None, check_same_thread=False)
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = FULL")
-        db.execute("PRAGMA foreign_keys = ON")
-        found = db.execute("PRAGMA user_version").fetchone()[0]
-        if found > FORMAT:
-            db.close()
-            raise StoreError(
-                f"{self.path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to open it."
-            )
-        if found == 0:
-            db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
-            sync_directory(self.path)
-            sync_directory(self.path.parent)
-        for older in range(found or FORMAT, FORMAT):
-            db.executescript(f"BEGIN IMMEDIATE; {UPGRADES[older]} PRAGMA user_version = {older + 1}; COMMIT;")
-        return db
 
     def close(self) -> None:
         """Release the directory. Nothing is lost by not calling it."""
@@ -149,10 +121,10 @@ class Store:
                 raise AlreadyInitialisedError(
                     f"run {held!r} in {self.path} has a model already; join it as it is, or use another directory for a new run."
                 )
-            static_file, static_sha256 = write_bytes(self._tensors, "static", static, self._at)
+            static_file, static_sha256 = self._files.write_static(static)
             rows = []
             for index, theta in fragments.items():
-                file, sha256 = self._write_version(index, 0, Closed(theta, outer_states[index], None, theta))
+                file, sha256 = self._files.write(index, 0, Closed(theta, outer_states[index], None, theta))
                 rows.append((Update(index, 0, 0, (), (), 1.0, digest(theta), lossless=True), file, sha256))
             with self._transaction() as db:
                 db.execute(
@@ -192,7 +164,7 @@ class Store:
         with self._writing:
             with self._mapped(f"stored as version {update.version} of fragment {update.fragment}"):
                 self._check_next(update)
-                file, sha256 = self._write_version(update.fragment, update.version, closed)
+                file, sha256 = self._files.write(update.fragment, update.version, closed)
                 with self._transaction() as db:
                     put_version(db, update, file, sha256, tokens, time.time())
                     put_ledgers(db, ledgers or {})
@@ -216,26 +188,11 @@ class Store:
             put_roster(db, roster)
             put_ledgers(db, ledgers or {})
 
-    def _write_version(self, fragment: int, version: int, closed: Closed) -> tuple[str, str]:
-        tensors = {"theta": closed.theta, **{_OUTER + name: value for name, value in closed.outer_state.items()}}
-        if closed.residual is not None:
-            tensors["residual"] = closed.residual
-        return write_tensors(self._tensors, f"{_prefix(fragment)}v{version:09d}", tensors, self._at)
-
     def _remove_unnamed(self, only: int | None = None) -> None:
         """Remove the files that no kept version names: of one fragment, or of all and with them whatever a crash left behind."""
         with self._using:
-            named = {row[0] for row in self._db.execute("SELECT static_file FROM run")}
-            fragments = (
-                self._db.execute("SELECT DISTINCT fragment FROM versions").fetchall() if only is None else [(only,)]
-            )
-            for key in fragments:
-                newest = "SELECT file FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
-                named |= {row[0] for row in self._db.execute(newest, (*key, KEPT_VERSIONS))}
-        prefix = "" if only is None else _prefix(only)
-        for file in self._tensors.iterdir():
-            if file.name.startswith(prefix) and file.name not in named:
-                file.unlink()
+            named = named_files(self._db, KEPT_VERSIONS, only)
+        self._files.remove_others(named, only)
 
     # reading
 
@@ -258,8 +215,8 @@ class Store:
             if not runs:
                 return None
             run, method, layout, source, static_file, static_sha256, state = runs[0]
-            fragments = {row[0]: self._read_version(*row) for row in newest}
-            static = self._checked(static_file, static_sha256, "the frozen parameters and buffers").read_bytes()
+            fragments = {row[0]: self._files.read(*row) for row in newest}
+            static = self._files.read_static(static_file, static_sha256)
             return Saved(
                 run,
                 json.loads(method),
@@ -276,26 +233,6 @@ class Store:
         """Everything published at or after a time (seconds since the epoch), oldest first."""
         with self._mapped("read"), self._using:
             return read_history(self._db, since)
-
-    def _read_version(self, fragment: int, version: int, file: str, sha256: str, digest_: str) -> SavedFragment:
-        tensors = read_tensors(self._checked(file, sha256, f"fragment {fragment}, version {version}"))
-        theta, residual = tensors.pop("theta"), tensors.pop("residual", None)
-        return SavedFragment(
-            version, theta, {name.removeprefix(_OUTER): t for name, t in tensors.items()}, residual, digest_
-        )
-
-    def _checked(self, file: str, sha256: str, holds: str) -> Path:
-        path = self._tensors / file
-        if not path.exists():
-            raise StoreError(
-                f"{path} ({holds}) is missing; put it back from a copy of {self.path}, or start a new run elsewhere."
-            )
-        if file_sha256(path) != sha256:
-            raise StoreError(
-                f"{path} ({holds}) is damaged: its SHA-256 is not the one committed; put it back from a copy of "
-                f"{self.path}, or start a new run elsewhere."
-            )
-        return path
 
     def _run_name(self) -> str | None:
         with self._using:
@@ -340,10 +277,6 @@ class Store:
                 f"the state in {self.path} could not be {what} ({error}); {_free(self.path)}free space or "
                 "repair the disk and try again, what was published before is unharmed."
             ) from error
-
-
-def _prefix(fragment: int) -> str:
-    return f"f{fragment:05d}-"
 
 
 def _free(path: Path) -> str:
