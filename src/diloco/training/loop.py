@@ -14,13 +14,13 @@ from diloco.training.alone import LearnerLike
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.clock import Clock, Shared
 from diloco.training.evaluate import Judge
-from diloco.training.inner import StepResult
 from diloco.training.island import Attach, Island
 from diloco.training.job import Job
 from diloco.training.journal import Journal
+from diloco.training.monitor import Monitor
 from diloco.training.optimizers import describe_optimizer
 from diloco.training.part import Part, Role, Summary
-from diloco.training.progress import Progress, Silent, Status
+from diloco.training.progress import Progress, Silent
 from diloco.training.schedule import learning_rate
 from diloco.training.sources import load_corpus
 
@@ -111,6 +111,7 @@ class Trainer:
                 self._save_config()
             path = self.directory / "events.jsonl" if self._job.first else None
             with Journal(path, self.part.name, self._progress, self._clock) as self._journal:
+                self._monitor = Monitor(self.config, self.part, self._island, self._judge, self._job, self._journal)
                 self._prepare()
                 self._journal.begins(self._island.tokens)
                 started = self._clock.seconds()
@@ -136,7 +137,10 @@ class Trainer:
                 continue  # the run may be over already
             versions, lr = self.learner.versions, learning_rate(self.config, self._island.step + 1)
             result = self._island.take_step()
-            self._after_step(lr, result, versions)
+            self._monitor.stepped(lr, result, versions, warming_up=self._warming_up)
+            every = self.config.checkpoint.every_steps
+            if every and self._island.step % every == 0:
+                self._save()
         return "budget"
 
     @property
@@ -181,26 +185,7 @@ class Trainer:
     def _finish(self, reason: str, seconds: float) -> Summary:
         if self.config.checkpoint.every_steps or reason == "stopped":
             self._save()
-        loss = self._evaluate()
-        sample = self._judge.sample(self.learner) if self._job.first else ""
-        island = self._island
-        step, tokens = island.step, island.tokens
-        if sample:
-            self._journal.append(ev.Sampled(step=step, prompt=self.config.evaluate.prompt, text=sample))
-        self._journal.append(ev.Finished(steps=step, tokens=tokens, seconds=seconds, reason=reason, loss=loss))
-        return Summary(
-            name=self.part.name,
-            role=self.part.role,
-            reason=reason,
-            steps=step,
-            tokens=tokens,
-            run_tokens=island.run_tokens,
-            held_out_loss=loss,
-            seconds=seconds,
-            step_s=island.inner_s / max(1, island.num_steps),
-            sample=sample,
-            metrics=self.learner.metrics(),
-        )
+        return self._monitor.finished(reason, seconds)
 
     # --- beginnings
 
@@ -220,18 +205,7 @@ class Trainer:
                 self._warm_up()
             else:
                 self._join()
-        self._journal.append(
-            ev.RunStarted(
-                run=config.run.name,
-                learners=config.run.learners,
-                num_parameters=sum(p.numel() for p in self.model.parameters()),
-                step=self._island.step,
-                tokens=self._island.tokens,
-                role=part.role,
-                shard=None if part.role == "baseline" else part.shard,
-                method=config.method,
-            )
-        )
+        self._monitor.begins()
 
     def _resume(self, path: Path) -> None:
         """Continue from a checkpoint: exactly, or with the run's newest model where the run has gone on."""
@@ -271,61 +245,6 @@ class Trainer:
             raise StoreError(
                 f"cannot write to {self.directory} ({error}); set [run] dir to a writable directory"
             ) from error
-
-    # --- after a step
-
-    def _after_step(self, lr: float, result: StepResult, versions: tuple[int, ...]) -> None:
-        config, step = self.config, self._island.step
-        self._journal.adopted(step, versions, self.learner.versions)
-        if step % config.train.log_every_steps == 0:
-            loss, norm = self._job.mean(float(result.loss)), float(result.gradient_norm)
-            self._journal.stepped(step, loss=loss, lr=lr, tokens=self._island.tokens, gradient_norm=norm)
-            self._journal.waited(step, self.learner.metrics())
-        if self._journal.wants_status():
-            self._journal.show(self._status(step, lr, float(result.loss)))
-        if config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
-            self._evaluate()
-        if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
-            self._save()
-
-    def _status(self, step: int, lr: float, loss: float) -> Status:
-        metrics = self.learner.metrics()
-        num_bytes = metrics.get("num_bytes", {})
-        num_updates = metrics.get("updates", 0)
-        return Status(
-            name=self.part.name,
-            step=step,
-            loss=loss,
-            lr=lr,
-            tokens_per_s=self._island.tokens_per_s,
-            run_tokens=self._island.run_tokens,
-            budget=self.config.run.tokens,
-            versions=self.learner.versions,
-            sent_bytes=num_bytes.get("contributions", 0),
-            received_bytes=num_bytes.get("updates", 0) + num_bytes.get("joins", 0),
-            participation=metrics["merges"] / num_updates if num_updates else None,
-            note="warm start" if self._warming_up else "",
-        )
-
-    def _evaluate(self) -> float:
-        """The global model's loss; the first rank finds it, and all know it."""
-        loss = self._judge.known(self.learner)
-        if loss is not None:
-            return loss
-        loss = self._job.shared(self._judge.loss(self.learner) if self._job.first else 0.0)
-        self._judge.remember(self.learner, loss)
-        step = self._island.step
-        self._journal.append(
-            ev.Evaluated(
-                step=step,
-                tokens=self._island.run_tokens,
-                loss=loss,
-                num_sequences=self._judge.num_sequences,
-                versions=self.learner.versions,
-            )
-        )
-        self._journal.say(f"step {step}: held-out loss of the global model {loss:.4f}")
-        return loss
 
 
 def _seed_of(*numbers: int) -> int:

@@ -1,0 +1,115 @@
+"""Watches a part of a run train: how fast, what it adopts, what it waits for, and how good the global model is."""
+
+from diloco import events as ev
+from diloco.config import RunConfig
+from diloco.training.evaluate import Judge
+from diloco.training.inner import StepResult
+from diloco.training.island import Island
+from diloco.training.job import Job
+from diloco.training.journal import Journal
+from diloco.training.part import Part, Summary
+from diloco.training.progress import Status
+
+
+class Monitor:
+    """Looks at a part after every step, and tells its journal. Every rank of a part has one, for what they find together."""
+
+    def __init__(self, config: RunConfig, part: Part, island: Island, judge: Judge, job: Job, journal: Journal) -> None:
+        self._config = config
+        self._part = part
+        self._island = island
+        self._judge = judge
+        self._job = job
+        self._journal = journal
+
+    def begins(self) -> None:
+        """The part is what it will be."""
+        config, part = self._config, self._part
+        self._journal.append(
+            ev.RunStarted(
+                run=config.run.name,
+                learners=config.run.learners,
+                num_parameters=sum(p.numel() for p in self._island.model.parameters()),
+                step=self._island.step,
+                tokens=self._island.tokens,
+                role=part.role,
+                shard=None if part.role == "baseline" else part.shard,
+                method=config.method,
+            )
+        )
+
+    def stepped(self, lr: float, result: StepResult, versions: tuple[int, ...], *, warming_up: bool) -> None:
+        """A step was taken, before which the learner held these versions."""
+        config, island, step = self._config, self._island, self._island.step
+        self._journal.adopted(step, versions, island.learner.versions)
+        if step % config.train.log_every_steps == 0:
+            loss, norm = self._job.mean(float(result.loss)), float(result.gradient_norm)
+            self._journal.stepped(step, loss=loss, lr=lr, tokens=island.tokens, gradient_norm=norm)
+            self._journal.waited(step, island.learner.metrics())
+        if self._journal.wants_status():
+            self._journal.show(self._status(lr, float(result.loss), "warm start" if warming_up else ""))
+        if config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
+            self._evaluate()
+
+    def finished(self, reason: str, seconds: float) -> Summary:
+        """The last step was taken: evaluate, and say what the part comes to."""
+        island = self._island
+        loss = self._evaluate()
+        sample = self._judge.sample(island.learner) if self._job.first else ""
+        step, tokens = island.step, island.tokens
+        if sample:
+            self._journal.append(ev.Sampled(step=step, prompt=self._config.evaluate.prompt, text=sample))
+        self._journal.append(ev.Finished(steps=step, tokens=tokens, seconds=seconds, reason=reason, loss=loss))
+        return Summary(
+            name=self._part.name,
+            role=self._part.role,
+            reason=reason,
+            steps=step,
+            tokens=tokens,
+            run_tokens=island.run_tokens,
+            held_out_loss=loss,
+            seconds=seconds,
+            step_s=island.inner_s / max(1, island.num_steps),
+            sample=sample,
+            metrics=island.learner.metrics(),
+        )
+
+    def _status(self, lr: float, loss: float, note: str) -> Status:
+        island, metrics = self._island, self._island.learner.metrics()
+        num_bytes = metrics.get("num_bytes", {})
+        num_updates = metrics.get("updates", 0)
+        return Status(
+            name=self._part.name,
+            step=island.step,
+            loss=loss,
+            lr=lr,
+            tokens_per_s=island.tokens_per_s,
+            run_tokens=island.run_tokens,
+            budget=self._config.run.tokens,
+            versions=island.learner.versions,
+            sent_bytes=num_bytes.get("contributions", 0),
+            received_bytes=num_bytes.get("updates", 0) + num_bytes.get("joins", 0),
+            participation=metrics["merges"] / num_updates if num_updates else None,
+            note=note,
+        )
+
+    def _evaluate(self) -> float:
+        """The global model's loss; the first rank finds it, and all know it."""
+        learner = self._island.learner
+        loss = self._judge.known(learner)
+        if loss is not None:
+            return loss
+        loss = self._job.shared(self._judge.loss(learner) if self._job.first else 0.0)
+        self._judge.remember(learner, loss)
+        step = self._island.step
+        self._journal.append(
+            ev.Evaluated(
+                step=step,
+                tokens=self._island.run_tokens,
+                loss=loss,
+                num_sequences=self._judge.num_sequences,
+                versions=learner.versions,
+            )
+        )
+        self._journal.say(f"step {step}: held-out loss of the global model {loss:.4f}")
+        return loss
