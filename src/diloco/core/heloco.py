@@ -51,13 +51,9 @@ class HeLoCo(Merge):
             raise ConfigError(f"HeLoCo(damping=…) must be a finite number of at least 0, not {self.damping!r}.")
 
     def merge(
-        self,
-        codec: Codec,
-        contributions: Sequence[Encoded],
-        places: Sequence[Placement],
-        num_elements: int,
+        self, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int,
         momentum: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         stretches_of(codec, contributions, places, num_elements)  # checks
         device = contributions[0].payloads[0].device
         reader = Reader(codec, num_elements, device)

@@ -31,13 +31,9 @@ class Merge(Choice):
 
     @abstractmethod
     def merge(
-        self,
-        codec: Codec,
-        contributions: Sequence[Encoded],
-        places: Sequence[Placement],
-        num_elements: int,
+        self, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int,
         momentum: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Decode and merge; a flat fp32 vector of shape (num_elements,).
 
         Arguments:
@@ -72,13 +68,9 @@ class Mean(Merge):
     elementwise: ClassVar[bool] = True
 
     def merge(
-        self,
-        codec: Codec,
-        contributions: Sequence[Encoded],
-        places: Sequence[Placement],
-        num_elements: int,
+        self, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int,
         momentum: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         stretches = stretches_of(codec, contributions, places, num_elements)
         device = contributions[0].payloads[0].device
         merged = torch.empty(num_elements, dtype=torch.float32, device=device)
@@ -121,13 +113,9 @@ class SenderMean(Merge):
     elementwise: ClassVar[bool] = True
 
     def merge(
-        self,
-        codec: Codec,
-        contributions: Sequence[Encoded],
-        places: Sequence[Placement],
-        num_elements: int,
+        self, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int,
         momentum: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         stretches_of(codec, contributions, places, num_elements)  # checks
         largest = max(each.weight for each in contributions)
         device = contributions[0].payloads[0].device

@@ -43,13 +43,9 @@ class RadialDirectional(Merge):
         object.__setattr__(self, "averaged", tuple(self.averaged))
 
     def merge(
-        self,
-        codec: Codec,
-        contributions: Sequence[Encoded],
-        places: Sequence[Placement],
-        num_elements: int,
+        self, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int,
         momentum: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         mean = Mean().merge(codec, contributions, places, num_elements)
         counting = [each for each in contributions if each.weight > 0]
         if len(counting) == 1:

@@ -45,13 +45,9 @@ class _ByCoordinate(Merge):
         """How many of `count` values are cut at each end."""
 
     def merge(
-        self,
-        codec: Codec,
-        contributions: Sequence[Encoded],
-        places: Sequence[Placement],
-        num_elements: int,
+        self, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int,
         momentum: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         stretches = stretches_of(codec, contributions, places, num_elements)
         device = contributions[0].payloads[0].device
         merged = torch.zeros(num_elements, dtype=torch.float32, device=device)
@@ -129,13 +125,9 @@ class _MeanOfTrusted(Merge):
     elementwise: ClassVar[bool] = False
 
     def merge(
-        self,
-        codec: Codec,
-        contributions: Sequence[Encoded],
-        places: Sequence[Placement],
-        num_elements: int,
+        self, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int,
         momentum: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         trusted = self._trusted(codec, contributions, places, num_elements)
         return Mean().merge(codec, trusted, places, num_elements)
 

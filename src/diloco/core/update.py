@@ -151,7 +151,7 @@ def close_round(
         outer_state: of `method.outer`, flat fp32 [n] each.
         residual: fp32 [n], what earlier lossy updates left out; None stands for zeros.
         contributions: one of each learner, encoded with `method.up`, in learner-id order.
-        places: the tensors of the fragment, or of the shard (`core.merge.shard_of`).
+        places: the tensors of the fragment, or of the shard (`core.contributions.shard_of`).
         scale: multiplies the merged outer gradient once, before the outer step: the part of the live weight that is in `contributions`.
             Those that the screen refuses do not contribute.
 
