@@ -108,10 +108,14 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            raise ExchangeError(
-                f"{what} did not get through, because another rank is gone or silent for more than {self._timeout_s:g} s; a process "
-                f"group has fixed membership, so start all ranks again from a checkpoint ({reason_of(error)})."
-            ) from error
+            raise ExchangeError(self._lost(what, reason_of(error))) from error
+
+    def _lost(self, what: str, reason: str) -> str:
+        """What to say of a peer that is gone."""
+        return (
+            f"{what} did not get through, because another rank is gone or silent for more than {self._timeout_s:g} s; a process "
+            f"group has fixed membership, so start all ranks again from a checkpoint ({reason})."
+        )
 
 
 def require_process_group() -> None:

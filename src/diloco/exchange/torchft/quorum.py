@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -109,16 +107,12 @@ class QuorumGroup(Group):
         self.rank, self.size, self._timeout_s = rank, size, timeout_s
         self._gloo = _Wrapped(pg)
 
-    @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _lost(self, what: str, reason: str) -> str:
         """Membership is not fixed here: the next quorum is without whoever is gone."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise ExchangeError(
-                f"{what} did not get through, because another learner is gone or silent for more than {self._timeout_s:g} s "
-                f"({reason_of(error)})."
-            ) from error
+        return (
+            f"{what} did not get through, because another learner is gone or silent for more than {self._timeout_s:g} s "
+            f"({reason})."
+        )
 
 
 class _Wrapped:
