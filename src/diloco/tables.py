@@ -20,9 +20,9 @@ class Table(BaseModel):
 
 
 def read_toml(text: str, source: str) -> dict[str, Any]:
-    """The tables of a TOML text. Raises ConfigError that names `source` and the line."""
+    """The tables of a TOML text, with or without a byte-order mark. Raises ConfigError that names `source` and the line."""
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not TOML: {error}; correct that line") from error
 

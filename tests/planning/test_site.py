@@ -10,19 +10,15 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.planning.site import (
+from diloco.planning.site import Outage, Site, dump_site, load_site, parse_site
+from diloco.planning.site_tables import (
     BudgetTable,
     FaultsTable,
     FaultTable,
     LinkTable,
     ModelTable,
-    Outage,
-    Site,
     SiteTable,
     SyncerTable,
-    dump_site,
-    load_site,
-    parse_site,
 )
 from diloco.planning.units import TIME
 from diloco.tables import Table
@@ -211,3 +207,9 @@ def test_the_page_lists_every_key_with_its_default_and_no_other(name: str) -> No
 
 def test_the_example_is_a_site_file() -> None:
     assert load_site(ROOT / "examples" / "site.toml").names == ["berlin", "oregon", "lab-0", "lab-1"]
+
+
+def test_windows_files_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + TWO.replace("\n", "\r\n").encode())
+    assert load_site(path) == parse_site(TWO)

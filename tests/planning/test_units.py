@@ -49,6 +49,9 @@ def test_read_in_the_base_unit(quantity: Quantity, text: str, value: float) -> N
     (TIME, "-5 ms", '"-5 ms" has to be 0 or more; write for example "50 ms"'),
     (TIME, "inf s", '"inf s" is not finite; write a number, for example "50 ms"'),
     (TIME, "nan s", '"nan s" is not finite; write a number, for example "50 ms"'),
+    (TIME, "1e40 s", '"1e40 s" is beyond all measure; write for example "50 ms"'),
+    (TIME, "1e-40 s", '"1e-40 s" is beyond all measure; write for example "50 ms"'),
+    (RATE, "1e308 Gbit/s", '"1e308 Gbit/s" is beyond all measure; write for example "100 Mbit/s"'),
     (TIME, "1e999 s", '"1e999 s" is not finite; write a number, for example "50 ms"'),
 ])  # fmt: skip
 def test_anything_else_is_one_sentence(quantity: Quantity, text: object, sentence: str) -> None:
@@ -70,6 +73,13 @@ def test_the_key_is_named_and_zero_may_be_refused() -> None:
     (RATE, 5.4321e15, "5432 Tbit/s"),
     (TIME, 0.05, "50 ms"),
     (TIME, 90.0, "1.5 min"),
+    (TIME, 65.0, "65 s"),
+    (TIME, 157.74, "158 s"),
+    (TIME, 600.0, "10 min"),
+    (TIME, 3720.0, "62 min"),
+    (TIME, 7200.0, "2 h"),
+    (TIME, 1e5, "27.8 h"),
+    (TIME, 31557600.0, "365 d"),
     (TIME, 1e-9, "0.001 us"),
     (TIME, 0.0, "0 s"),
     (TIME, math.inf, "inf"),

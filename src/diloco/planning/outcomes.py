@@ -16,7 +16,8 @@ from diloco.planning.candidates import Candidate
 from diloco.planning.models import Workload
 from diloco.planning.penalty import Penalty, Term, expected_penalty
 from diloco.planning.rounds import Exchange
-from diloco.planning.site import BudgetTable, Learner, Site
+from diloco.planning.site import Learner, Site
+from diloco.planning.site_tables import BudgetTable
 from diloco.planning.star import Prediction, exchange_of, predict
 from diloco.planning.wire import wire_format
 

@@ -10,8 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from diloco.core.values import positive
 from diloco.errors import ConfigError
 from diloco.tables import nearest
+
+SMALLEST, LARGEST = 1e-30, 1e30
+"""What amounts lie between, in base units, unless they are zero: products of several of them are numbers still."""
 
 _NUMBER = re.compile(r"\s*([+-]?(?:(?:\d[\d_]*)?\.?\d+\.?(?:[eE][+-]?\d+)?|inf|nan))\s*(.*?)\s*")
 
@@ -25,18 +29,20 @@ class Quantity:
         units: each known unit → how many of the base unit it is; the unit of factor 1 is the base.
         example: how to write one.
         shown: the units that `show` chooses from; none: all that `units` lists.
+        coarse: units that `show` takes only for what has at most one decimal in them: 65 s are not 1.08 min.
     """
 
     name: str
     units: Mapping[str, float]
     example: str
     shown: tuple[str, ...] = ()
+    coarse: tuple[str, ...] = ()
 
     def parse(self, text: object, key: str = "", *, positive: bool = False) -> float:
         """`text` in the base unit, for example "100 Mbit/s" → 1e8.
 
         `key` is what the text was given for, named by the error. Zero passes unless the quantity has to be `positive`.
-        Raises ConfigError for a bare number, an unknown unit, and a negative or non-finite value.
+        Raises ConfigError for a bare number, an unknown unit, and a value that is negative, not finite or beyond all measure.
         """
         given = f"{key} = {json.dumps(text, default=str)}" if key else json.dumps(text, default=str)
         if isinstance(text, bool) or not isinstance(text, str | int | float):
@@ -56,23 +62,38 @@ class Quantity:
         if number < 0 or (positive and number == 0):
             wanted = "above 0" if positive else "0 or more"
             raise ConfigError(f'{given} has to be {wanted}; write for example "{self.example}"')
-        return number * self.units[unit]
+        value = number * self.units[unit]
+        if number and not SMALLEST <= value <= LARGEST:
+            raise ConfigError(f'{given} is beyond all measure; write for example "{self.example}"')
+        return value
 
     def show(self, value: float, digits: int = 3) -> str:
-        """`value`, in the base unit, to `digits` significant digits in the largest unit of which it is at least one."""
+        """`value`, in the base unit, to `digits` significant digits in the largest unit of which it is at least one; see `coarse`."""
         if not math.isfinite(value):
             return str(value)
         rounded = float(f"{value:.{digits - 1}e}")
         names = sorted(self.shown or self.units, key=self.units.__getitem__)
-        unit = next((name for name in reversed(names) if self.units[name] <= abs(rounded)), names[0])
         if rounded == 0:
-            unit = min(names, key=lambda name: abs(math.log(self.units[name])))
-        return f"{significant(value / self.units[unit], digits)} {unit}"
+            return f"0 {min(names, key=lambda name: abs(math.log(self.units[name])))}"
+        texts = {name: significant(value / self.units[name], digits) for name in reversed(names)}
+        for unit, text in texts.items():
+            if self.units[unit] <= abs(rounded) and (unit not in self.coarse or len(text.partition(".")[2]) <= 1):
+                return f"{text} {unit}"
+        return f"{texts[names[0]]} {names[0]}"
 
     def _nearest(self, unit: str) -> str:
         unit = re.sub("(b/s|bps)$", "bit/s", unit)  # a small b is a bit: never suggest eight times as much
         alike = [name for name in self.units if name.lower() == unit.lower()]
         return f'did you mean "{alike[0]}"?' if alike else nearest(unit, list(self.units))
+
+
+def amount(name: str, value: float) -> float:
+    """A number that has no unit, such as one of tokens, if it can be one. Raises ConfigError naming it if it is not above 0, or beyond
+    all measure."""
+    positive(name, value)
+    if not SMALLEST <= value <= LARGEST:
+        raise ConfigError(f"{name} = {value!r} is beyond all measure; give a number below {LARGEST:g}.")
+    return value
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -114,7 +135,7 @@ RATE = Quantity(
 )
 """Bits per second."""
 
-TIME = Quantity("time", _TIMES, "50 ms", ("us", "ms", "s", "min", "h", "d"))
+TIME = Quantity("time", _TIMES, "50 ms", ("us", "ms", "s", "min", "h", "d"), coarse=("min", "h", "d"))
 """Seconds; a year has 365.25 days."""
 
 SIZE = Quantity("size", _BYTES, "3.5 GB", ("bytes", *_decimal("B", "kMGTP")))
