@@ -12,7 +12,19 @@ from diloco.cli import main
 from diloco.config import RunConfig, dump_config
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
-from diloco.events import Evicted, Finished, Initialised, Merged, Published, Stepped, read_events
+from diloco.events import (
+    EventLog,
+    Evicted,
+    Finished,
+    Initialised,
+    Joined,
+    Merged,
+    Published,
+    RunStarted,
+    Stepped,
+    Waited,
+    read_events,
+)
 from diloco.exchange.base import Exchange
 from diloco.exchange.delivery import Fault
 from diloco.planning.network import Network
@@ -93,7 +105,10 @@ def test_time_goes_into_steps_and_waiting(tiny: Tiny, tmp_path: Path) -> None:
 def test_the_warm_start_takes_its_time_and_the_others_wait_for_it(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(DILOCO, "warm_start.steps=4", "run.tokens=4_096")
     done = play(tmp_path / "run", Scene(lambda *_: 0.5), config, config)
-    [given] = [e for e in read_events(tmp_path / "run" / "syncer" / "events.jsonl") if isinstance(e, Initialised)]
+    told = read_events(tmp_path / "run" / "syncer" / "events.jsonl")
+    [given] = [e for e in told if isinstance(e, Initialised)]
+    assert isinstance(told[-1], Finished)
+    assert (told[-1].tokens, told[-1].seconds) == (4_096, done.duration_s)
     assert (given.t, given.step, given.tokens) == (4 * 2 * 0.5, 4, 4 * 256)  # a step at the full batch is two of a half
     assert [each.compute_s for each in done.times().values()] == [4 * 1.0 + 12 * 0.5, 12 * 0.5]
     assert [each.waiting_s for each in done.times().values()] == [0.0, 0.0]
@@ -112,6 +127,17 @@ def test_a_killed_learner_is_given_up_and_comes_back(tiny: Tiny, tmp_path: Path)
     assert back.metrics["incarnation"] == 2
     assert any(e.t > 50.0 and "part-1" in e.contributors for e in events if isinstance(e, Merged))
     assert isinstance(read_events(tmp_path / "run" / "part-1" / "events.jsonl")[-1], Finished)
+
+
+def test_nobody_waits_for_ever_for_a_learner_that_was_killed_before_it_had_the_model(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    config = tiny(DILOCO, *TWENTY_STEPS)
+    done = play(tmp_path / "run", Scene(network=lines(), faults=[Fault(1, 0.01)]), config, config)
+    assert done.summaries["part-1"] is None
+    alone = done.summaries["part-0"]
+    assert alone is not None
+    assert alone.steps == 20
 
 
 def test_a_recorded_run_is_a_scene(tiny: Tiny, tmp_path: Path) -> None:
@@ -135,14 +161,52 @@ def test_a_recorded_run_is_a_scene(tiny: Tiny, tmp_path: Path) -> None:
     assert firsts[1] > firsts[0]
 
 
+def test_a_recorded_warm_start_takes_as_long_again(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(DILOCO, "warm_start.steps=6", "run.tokens=6_144")
+    first = Scene(lambda *_: 0.5, warm_step_s=lambda step: 0.25 + step)
+    played = play(tmp_path / "first", first, config, config)
+    recorded = read_tape(tmp_path / "first")
+    # The first event comes after the first step, so that the first pace is that of the second step.
+    assert recorded[0].warm_paces == tuple((1, 0.25 + step) for step in range(1, 6))
+    assert recorded[1].warm_step_s(0) is None
+    replayed = play(tmp_path / "second", scene_of_tape(recorded, None), config, config)
+    assert replayed.duration_s == pytest.approx(
+        played.duration_s + 5
+    )  # 1 + 2 + 3 + 4 + 5 + 5 seconds more, not 0 + 1 + … + 5
+
+
+def test_what_comes_between_the_warm_start_and_the_run_is_no_step(tmp_path: Path) -> None:
+    def step(at_s: float, number: int) -> Stepped:
+        return Stepped(t=at_s, step=number, loss=1.0, lr=0.1, tokens=number, tokens_per_s=1.0, gradient_norm=1.0)
+
+    begun = RunStarted(
+        t=1.0, run="r", learners=1, num_parameters=1, step=0, tokens=0, role="learner", shard=0, method={}
+    )
+    given = Initialised(t=9.0, learner="a", source="seed", layout_digest="d", num_parameters=1, step=20)
+    told = {"a": [begun, step(2.0, 10), step(4.0, 20), step(15.0, 30), step(20.0, 40), Waited(t=20.0, step=40, seconds=2.0, times=1)],
+            "syncer": [given, Joined(t=10.0, learner="a", incarnation=1, step=20)]}  # fmt: skip
+    for who, log in told.items():
+        with EventLog(tmp_path / who / "events.jsonl", who) as file:
+            for event in log:
+                file.append(event)
+    [recorded] = read_tape(tmp_path)
+    assert recorded.warm_paces == ((10, 0.2),)
+    assert recorded.paces == ((10, 0.5), (10, 0.3))
+
+
 def test_no_tape_where_there_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no learner's events"):
         read_tape(tmp_path)
 
 
 def test_what_cannot_be_simulated_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run.learners = 2 and there are 1 learners"):
+    with pytest.raises(ConfigError, match=r"run.learners = 2 and there are 1 learners to simulate"):
         play(tmp_path / "run", Scene(), tiny())
+    warm = tiny("warm_start.steps=4")
+    with pytest.raises(
+        ConfigError, match="part-0, which initialises the run, is killed before it has and does not come back"
+    ):
+        play(tmp_path / "killed", Scene(faults=[Fault(0, 1.0)]), warm, warm)
     parallel = tiny("method={preset='DataParallel'}")
     with pytest.raises(ConfigError, match="nothing to simulate"):
         play(tmp_path / "run", Scene(), parallel, parallel)
@@ -191,5 +255,13 @@ def test_the_command(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert call("simulate", str(run), "--tape", str(directory), "--dir", str(tmp_path / "again")) == 0
     shown = capfd.readouterr().out
     assert "virtual time" in shown
-    assert call("simulate", str(run), "--dir", str(tmp_path)) == 2
-    assert "holds something else" in capfd.readouterr().err
+    for occupied in (tmp_path, run):  # a real run, and a file
+        (tmp_path / "syncer").mkdir(exist_ok=True)
+        (tmp_path / "syncer" / "events.jsonl").write_text("", encoding="utf-8")
+        assert call("simulate", str(run), "--dir", str(occupied), "--replace") == 2
+        assert "holds something else" in capfd.readouterr().err
+    assert run.exists()
+    site.write_text(SITE + SITE.replace('"near"', '"nearer"').replace('"far"', '"farther"'), encoding="utf-8")
+    assert call("simulate", str(run), "--site", str(site), "--replace") == 2
+    assert "there are 4 learners to simulate" in capfd.readouterr().err
+    assert (directory / "simulation.json").exists()  # what is refused removes nothing

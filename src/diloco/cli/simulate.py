@@ -46,13 +46,16 @@ def command(
     names, scene_of = _scene(config, place, tape)
     configs = {name: load_config(run_file, overrides or (), learner=name) for name in names}
     directory = directory or config.dir.with_name(f"{config.dir.name}-simulated")
-    _clear(directory, replace)
+    earlier = _earlier(directory, replace)
 
     import torch
 
-    from diloco.planning.simulate import simulate
+    from diloco.planning.simulate import method_to_simulate, simulate
     from diloco.training.progress import make_progress
 
+    method_to_simulate(configs)  # before anything is removed
+    if earlier:
+        shutil.rmtree(directory)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     progress = make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s)
@@ -92,14 +95,17 @@ def _scene(config: "RunConfig", site: "Site | None", tape: Path | None) -> "tupl
     return names, scene
 
 
-def _clear(directory: Path, replace: bool) -> None:
-    if not directory.exists() or not any(directory.iterdir()):
-        return
-    if not (directory / "simulation.json").exists() and not (directory / "syncer" / "events.jsonl").exists():
+def _earlier(directory: Path, replace: bool) -> bool:
+    """Whether there is an earlier simulation, which may be replaced. Raises ConfigError for anything else that is there."""
+    from diloco.planning.tape import is_simulation
+
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return False
+    if not is_simulation(directory):
         raise ConfigError(f"{directory} exists and holds something else than a simulation; name another with --dir.")
     if not replace:
         raise ConfigError(f"{directory} exists; give --replace to simulate anew there, or name another with --dir.")
-    shutil.rmtree(directory)
+    return True
 
 
 def _print(done: "Simulated") -> None:

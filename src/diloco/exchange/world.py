@@ -185,11 +185,12 @@ class Run:
         self.mail[index].clear()
         self.ends[index] = None
         self.dead.add(index)
-        if end is None or self.core is None or not end.incarnation:
+        if end is not None:
+            end.incarnation = 0  # it can say nothing more
+        name = self.names[index]
+        if self.core is None or (member := self.core.members.get(name)) is None:
             return
-        incarnation, name = end.incarnation, self.names[index]
-        silent_s = Deadlines().lost_after_s(self.core.members[name].step_s)
-        end.incarnation = 0  # it can say nothing more
+        incarnation, silent_s = member.incarnation, Deadlines().lost_after_s(member.step_s)
 
         def give_up() -> None:
             assert self.core is not None

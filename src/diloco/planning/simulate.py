@@ -7,6 +7,7 @@ is. Events are those of a real run, with `t` counted from the run's beginning.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from diloco import events
 from diloco.config import RunConfig
 from diloco.core.method import Method
 from diloco.core.presets import method_from_table
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.delivery import Fault
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.world import Run, World
@@ -28,7 +29,7 @@ from diloco.learner import Learner
 from diloco.planning.network import Network
 from diloco.planning.pictures import Kind, Span
 from diloco.planning.site import Site
-from diloco.planning.tape import Recorded
+from diloco.planning.tape import SIMULATED, Recorded
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.training.alone import LearnerLike
@@ -49,12 +50,15 @@ class Scene:
         network: the links; None: everything arrives at once.
         faults: who is killed, and when.
         starts_s: when each learner starts; None: all at 0.
+        warm_step_s: seconds of the n-th step of the warm start (n from 0), at the full batch; where that is None, as many times those
+            of a first step as the full batch is larger.
     """
 
     step_s: Callable[[int, int], float] = lambda *_: 1.0
     network: Network | None = None
     faults: Sequence[Fault] = ()
     starts_s: Sequence[float] | None = None
+    warm_step_s: Callable[[int], float | None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,11 @@ class Simulated:
     duration_s: float = 0.0
     losses: list[tuple[float, float]] = field(default_factory=list)
 
+    @property
+    def tokens(self) -> int:
+        """Trained by the run, as far as a learner that ended knew."""
+        return max((each.run_tokens for each in self.summaries.values() if each is not None), default=0)
+
     def times(self) -> dict[str, LearnerTime]:
         """Each learner's time."""
 
@@ -114,8 +123,7 @@ class Simulated:
                 "merges": summary.metrics.get("merges", 0), "incarnation": summary.metrics.get("incarnation", 0),
             }  # fmt: skip
             learners[name] = {**asdict(each), "utilisation": each.utilisation, **known}
-        tokens = max((each.run_tokens for each in self.summaries.values() if each is not None), default=0)
-        return {"loss": self.loss, "duration_s": self.duration_s, "tokens": tokens, "learners": learners}
+        return {"loss": self.loss, "duration_s": self.duration_s, "tokens": self.tokens, "learners": learners}
 
 
 def simulate(
@@ -131,6 +139,13 @@ def simulate(
     Raises:
         ConfigError: learners that cannot be, or a method that a syncer cannot run.
     """
+    method = method_to_simulate(configs)
+    data = next(iter(configs.values())).data
+    return _Stage(configs, method, scene, directory, Shared(load_corpus(data)), progress).play()
+
+
+def method_to_simulate(configs: Mapping[str, RunConfig]) -> Method:
+    """The run's method. Raises ConfigError as `simulate` does."""
     first = next(iter(configs.values()))
     method = method_from_table(first.method)
     if method.exchanged == "gradients":
@@ -139,10 +154,9 @@ def simulate(
         )
     if len(configs) != first.run.learners:
         raise ConfigError(
-            f"run.learners = {first.run.learners} and there are {len(configs)} learners at the sites; make them equal."
+            f"run.learners = {first.run.learners} and there are {len(configs)} learners to simulate; make them equal."
         )
-    stage = _Stage(configs, method, scene, directory, Shared(load_corpus(first.data)), progress)
-    return stage.play()
+    return method
 
 
 class _Stage:
@@ -179,23 +193,36 @@ class _Stage:
                     self._watch,
                 )
             )
-            log.append(events.SyncerStarted(run=run, address="simulated", method=self._method.to_dict()))
-            ended = run_virtual(self._life, self._run)
+            log.append(events.SyncerStarted(run=run, address=SIMULATED, method=self._method.to_dict()))
+            ended = self._lives()
             done = Simulated({
                 name: None if isinstance(each, Lost) else each for name, each in zip(self._names, ended, strict=True)
             })  # fmt: skip
             self._log_traffic(log, done)
-        self._account(done)
+            self._account(done)
+            self._log_end(log, done)
         told = self._directory / self._names[0] / "events.jsonl"
         done.losses = [(e.t, e.loss) for e in events.read_events(told) if isinstance(e, events.Evaluated)]
         return done
+
+    def _lives(self) -> list[Summary | Lost]:
+        try:
+            return run_virtual(self._life, self._run)
+        except ExchangeError as error:
+            if self._run.core is not None:
+                raise
+            first = self._names[0]
+            raise ConfigError(
+                f"{first}, which initialises the run, is killed before it has and does not come back, so nobody can begin; "
+                "let it come back, or be killed later."
+            ) from error
 
     def _life(self, index: int, exchange: Local) -> Summary:
         """One learner, as `diloco train` would run it."""
         config, name = self._configs[index], self._names[index]
         exchange.initialises = index == 0
         first = index == 0 and not exchange.run_exists
-        at_once = (self._configs[0].train.global_batch / config.learner_batch) if first else 1.0
+        steps_alone = itertools.count()
 
         def now_s() -> float:
             return exchange.now_s
@@ -205,8 +232,8 @@ class _Stage:
             return Learner(model, optimizer, method=self._method, exchange=exchange, trains=config.train.trains or None)
 
         def stepped_alone() -> None:
-            began_s, seconds = exchange.now_s, self._scene.step_s(index, 0) * at_once
-            exchange.rest(seconds)
+            began_s = exchange.now_s
+            exchange.rest(self._warm_step_s(index, next(steps_alone)))
             self._watch("compute", index, began_s, exchange.now_s)
 
         checkpoints = self._directory / name / CHECKPOINTS
@@ -219,6 +246,12 @@ class _Stage:
         summary = trainer.train()
         self._ended_s[index] = exchange.now_s
         return summary
+
+    def _warm_step_s(self, index: int, step: int) -> float:
+        known_s, config = self._scene.warm_step_s(step), self._configs[index]
+        if known_s is not None:
+            return known_s
+        return self._scene.step_s(index, 0) * config.train.global_batch / config.learner_batch
 
     def _watch(self, kind: Kind, learner: int, began_s: float, ended_s: float) -> None:
         """Spans of a kind that touch are one."""
@@ -237,6 +270,11 @@ class _Stage:
                 log.append(events.Traffic(
                     learner=name, received_bytes=received, sent_bytes={key: n for key, n in sent.items() if key not in received}
                 ))  # fmt: skip
+
+    def _log_end(self, log: events.EventLog, done: Simulated) -> None:
+        core = self._run.core
+        steps, tokens = (0, 0) if core is None else (core.step, done.tokens)
+        log.append(events.Finished(steps=steps, tokens=tokens, seconds=done.duration_s, reason="stopped"))
 
     def _account(self, done: Simulated) -> None:
         """What is neither computing nor being gone is waiting."""
@@ -278,4 +316,6 @@ def scene_of_site(site: Site, run: RunConfig) -> Scene:
 def scene_of_tape(recorded: Sequence[Recorded], network: Network | None) -> Scene:
     """What a recorded run says, over links that may be others than it had."""
     faults = [Fault(index, at_s, back_s) for index, each in enumerate(recorded) for at_s, back_s in each.gone]
-    return Scene(lambda index, step: recorded[index].step_s(step), network, faults, [each.start_s for each in recorded])
+    starts_s = [each.start_s for each in recorded]
+    began = next((each for each in recorded if each.warm_paces), recorded[0])
+    return Scene(lambda index, step: recorded[index].step_s(step), network, faults, starts_s, began.warm_step_s)
