@@ -246,6 +246,9 @@ def test_every_number_of_every_candidate_is_explained() -> None:
     ("[model]\npreset = '1b'\n" + TWO, "the site file does not say how long to train; add [budget] with tokens and tokens_per_step"),
     (HEAD.replace("262144", "262145") + TWO, "whole sequences of 1024 tokens for each of 2 learners; write 262144"),
     (HEAD.replace("1e8", "1e10") + place("a", memory="80 GB"), "the model does not fit site a: its 1e+10 parameters take 160 GB"),
+    (HEAD.replace("1e9", "inf") + TWO, "budget.tokens = Infinity: input should be less than or equal to"),
+    (HEAD.replace("1e9", "1e5") + TWO, "[budget] a step of 262144 tokens is more than all 100000; lower tokens_per_step"),
+    (HEAD.replace("layers = 12", "layers = 12\nactive_parameters = 2e8") + TWO, "lower active_parameters"),
     (HEAD.replace("1e8", "1e10") + place("a", memory="80 GB"), "and there are 80 GB; take a smaller model, or larger accelerators"),
 ])  # fmt: skip
 def test_what_cannot_be_advised_is_one_sentence(text: str, sentence: str) -> None:
@@ -332,6 +335,15 @@ def test_the_page_shows_what_the_example_gives(
     printed = "\n".join(line.rstrip() for line in printed.splitlines())
     blocks = re.findall(r"```text\n(.*?)\n```", (ROOT / "docs" / "adviser.md").read_text(), re.DOTALL)
     assert blocks[len(arguments)] in printed
+
+
+def test_on_a_narrow_terminal_the_words_give_way_and_no_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "66")
+    _, printed, _ = call(capsys, str(ROOT / "examples" / "site.toml"))
+    assert "…" not in printed
+    assert {"88.3 %", "60,035", "4.57 TB", "unknown"} <= set(re.split(r"\s{2,}|\n", printed))
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

@@ -248,7 +248,7 @@ def test_rare_failures_and_long_repairs_need_no_long_simulation() -> None:
         (lambda: Fleet(0), "chips must be a whole number of at least 1, not 0"),
         (lambda: Times(step_s=0), r"step_s=…\) must be a finite number above 0, not 0"),
         (lambda: Times(repair_s=-1), r"repair_s=…\) must be a finite number of at least 0, not -1"),
-        (lambda: Speeds(relative=(1.0, 0.0)), r"relative=…\) must be .* not 0.0"),
+        (lambda: Speeds(relative=(1.0, 0.0)), "a learner's speed must be .* not 0.0"),
         (lambda: Rounds(grace=1.5), r"grace=…\) must be .* from 0 to 1, not 1.5"),
         (lambda: Rounds(overlap=-1), r"overlap=…\) must be .* not -1"),
     ],

@@ -76,6 +76,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("parameters = 1e9\nlayer = 24", 'unknown key "layer"; did you mean "layers"?'),
         ("parameters = 1e9", "give one of the two"),
         ("parameters = 1e9\nlayers = 24", "add --step-time"),
+        ('parameters = 1e40\nlayers = 24\nstep_time = "1 s"', "beyond all measure"),
         ('parameters = -1\nlayers = 24\nstep_time = "1 s"', "greater than 0"),
     ],
 )
@@ -94,6 +95,9 @@ def test_what_is_no_model_is_said(tmp_path: Path) -> None:
     path.write_text('{"model_type": "mamba"}')
     with pytest.raises(ConfigError, match="'mamba' are not counted here"):
         load_workload(str(path))
-    path.write_text('{"model_type": "llama", "hidden_size": 8}')
+    path.write_text('{"model_type": "llama"')
+    with pytest.raises(ConfigError, match="is not JSON"):
+        load_workload(str(path))
+    path.write_text('\ufeff{"model_type": "llama", "hidden_size": 8}', encoding="utf-8")  # as some editors save it
     with pytest.raises(ConfigError, match="= null is not a whole number"):
         load_workload(str(path), step_s=1.0)

@@ -71,8 +71,26 @@ def test_stacked_bars_begin_where_the_last_ended() -> None:
     assert begins == [0.0, 0.0, 70.0, 80.0]
 
 
+def test_on_a_logarithmic_axis_there_are_points_and_their_numbers_and_no_lengths() -> None:
+    [axes] = pictures.bars(["a", "b"], [Bars("hours", [9.886, 1096.4])], Axis("hours", log=True)).axes
+    assert not axes.patches
+    assert [list(line.get_xdata()) for line in axes.lines] == [[9.886, 1096.4]]
+    assert [text.get_text() for text in axes.texts] == ["9.89", "1096"]
+
+
+def test_a_points_name_is_on_the_side_where_there_is_room() -> None:
+    for x, side in ((20, "left"), (1000, "right")):
+        [axes] = pictures.lines([Line("curve", [10, 1000], [90, 50]), Line("here", [x], [70], style="o")], X, Y).axes
+        [name] = [text for text in axes.texts if text.get_text() == "here"]
+        assert name.get_ha() == side
+
+
+def test_where_nobody_does_anything_there_is_nothing_to_explain() -> None:
+    assert pictures.timeline({"a": []}).axes[0].get_legend() is None
+
+
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.1, "0.1"), (999, "999"), (1500, "1.5k"), (1.2e6, "1.2M"), (4e11, "400G")]
+    ("value", "text"), [(0.1, "0.1"), (999, "999"), (1500, "1.5k"), (1.2e6, "1.2M"), (4e11, "400B")]
 )
 def test_numbers_on_ticks_are_short(value: float, text: str) -> None:
     assert pictures.short(value) == text

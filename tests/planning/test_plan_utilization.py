@@ -1,6 +1,7 @@
 """`diloco plan utilization` as a user calls it."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -137,6 +138,14 @@ def test_pictures(call: Call, tmp_path: Path, around: tuple[str, ...]) -> None:
         (("--codec", "fp4"), "there is no codec 'fp4'"),
         (("--targets", "50,101"), "a target of 101 % cannot be"),
         (("--targets", "a,b"), "is not a list of percentages"),
+        (("--targets", ""), "is not a list of percentages"),
+        (("--bandwidth", "1e308 Gbit/s"), "is beyond all measure"),
+        (("--step-time", "1e-300 s"), "is beyond all measure"),
+        (("--codec", "zip"), "there is no codec 'zip'; choose for example fp32"),
+        (("--codec", "topk"), "did you mean 'topk-128-2bit'"),
+        (("--method", "decoupled", "--sync-every", "1000000"), "lower H"),
+        (("--method", "decoupled", "--speeds", "1,1e-6"), "far faster than the others"),
+        (("--speeds", ""), "is not a list of numbers"),
         (("--targets", "50", "--bandwidth", "1 Gbit/s"), "leave one of them out"),
         (("--convention", "papers"), "choose steady, streaming-diloco, scaling-laws"),
         (("--convention", "streaming-diloco", "--sync-every", "50"), "its paper published 30, 100"),
@@ -144,6 +153,7 @@ def test_pictures(call: Call, tmp_path: Path, around: tuple[str, ...]) -> None:
         (("--convention", "streaming-diloco", "--step-time", "1 s"), "--step-time has no effect"),
         (("--convention", "streaming-diloco", "--learners", "2"), "--learners has no effect"),
         (("--learners", "0"), "give --learners 1 or more"),
+        (("--learners", "-1"), "-1 learners train nothing"),
         (("--learners", "3", "--speeds", "1,1"), "is of 2 learners, not of 3"),
         (("--speeds", "fast"), "is not a list of numbers"),
         (("--speeds", "1,0"), "give speeds above 0"),
@@ -159,6 +169,21 @@ def test_wrong_use_is_one_sentence_and_exit_code_2(call: Call, arguments: tuple[
     assert says in said
     assert said.startswith("diloco: ")
     assert said.count("\n") == 1
+
+
+def test_without_limit_is_said_in_words(call: Call) -> None:
+    for around in ((), ("--learners", "3")):
+        _, printed, _ = call("--model", "1b", "--latency", "9 s", "--targets", "99", "--why", *around)
+        assert "without limit" in printed
+        assert "inf" not in printed
+
+
+def test_a_terminal_without_greek_is_no_error() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-c", "from diloco.cli import main; main(['plan', 'utilization', '--model', '1b'])"]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"H = 100, ? = 0" in done.stdout
 
 
 def test_nothing_to_draw_is_said(call: Call, tmp_path: Path) -> None:

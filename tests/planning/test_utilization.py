@@ -58,6 +58,24 @@ def test_the_long_run_is_what_events_come_to(situation: tuple[Pattern, Costs]) -
 
 
 @given(situations())
+def test_idle_stretches_are_passed_at_once(situation: tuple[Pattern, Costs]) -> None:
+    one_by_one, at_once = Execution(*situation), Execution(*situation)
+    for steps in (1, 7, 50):
+        for _ in range(steps):
+            one_by_one.advance()
+        at_once.advance_to(at_once.step + steps)
+        assert at_once.step == one_by_one.step
+        assert at_once.state() == pytest.approx(one_by_one.state(), rel=1e-12)
+
+
+def test_long_intervals_are_no_longer_to_plan() -> None:
+    setting = setting_for(
+        ONE_B, "streaming", sync_every=10**7, overlap=1
+    )  # ten million steps one by one would take minutes
+    assert required_bit_per_s(ONE_B, setting, 0.5) == pytest.approx(16e9 / (10**7 * 71 / 72 * 0.1), rel=0.01)
+
+
+@given(situations())
 def test_closed_forms_are_what_events_come_to(situation: tuple[Pattern, Costs]) -> None:
     pattern, costs = situation
     if has_closed_form(pattern):

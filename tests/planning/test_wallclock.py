@@ -59,7 +59,7 @@ def test_limits() -> None:
     [
         ({"chips": 2, "learners": 4}, "2 chips cannot be shared by 4 learners"),
         ({"batch_tokens": 1e11}, "a batch of 100,000,000,000 tokens is more than all 20,000,000,000"),
-        ({"num_parameters": -1.0}, r"num_parameters=…\) must be a finite number above 0, not -1.0"),
+        ({"num_parameters": -1.0}, "the number of parameters must be a finite number above 0, not -1.0"),
         ({"sync_every": 0}, r"sync_every=…\) must be a whole number of at least 1, not 0"),
     ],
 )

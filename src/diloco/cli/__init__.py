@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130
 """
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -77,6 +78,9 @@ def _build() -> typer.Typer:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line on `argv` (default: `sys.argv[1:]`). Always ends in SystemExit, or in an error that is not ours."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # where the terminal's encoding has no τ
     try:
         _build()(args=None if argv is None else list(argv), prog_name="diloco")
     except ConfigError as error:

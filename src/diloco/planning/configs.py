@@ -43,9 +43,11 @@ def count_parameters(path: str | Path) -> tuple[int, int]:
         ConfigError: the file cannot be read, is of a family that is not known here, or misses a number.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        values = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the model's config {path} ({error}); check the path") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}; give the model's own config.json.") from error
     family = values.get("model_type") if isinstance(values, dict) else None
     if family not in FAMILIES:
         close = difflib.get_close_matches(str(family), FAMILIES, n=1)

@@ -78,7 +78,7 @@ class Costs:
 
 
 class Interval(NamedTuple):
-    """What happened from `start_s` to `end_s`: the processor computes or waits, or a layer is on the link."""
+    """What happened from `start_s` to `end_s`: the processor computes or waits, or a layer is on the link; `step` is the newest."""
 
     kind: Literal["compute", "wait", "up", "down"]
     start_s: float
@@ -118,6 +118,21 @@ class Execution:
         self.now_s = forward_ends_s + costs.launch_s(1)
         if self.trace is not None:
             self.trace.append(Interval("compute", start_s, self.now_s, self.step, 0))
+
+    def advance_to(self, step: int) -> None:
+        """To the end of inner step `step`, over stretches in which nothing is launched or due at once."""
+        launches = sorted(self.pattern.layers_after)
+        while self.step < step:
+            place = self.step % self.pattern.period
+            launch = next((each for each in launches if each > place), self.pattern.period + launches[0])
+            idle = min([self.step - place + launch, step + 1, *self._due]) - self.step - 1
+            if idle > 0:
+                begin_s, self.step = self.now_s, self.step + idle
+                self.now_s += idle * self.costs.step_s
+                if self.trace is not None:
+                    self.trace.append(Interval("compute", begin_s, self.now_s, self.step, 0))
+            if self.step < step:
+                self.advance()
 
     def _forward(self, arrivals: Sequence[tuple[int, float]]) -> float:
         """When the forward pass ends, of which some layers wait for their reduction."""
@@ -182,8 +197,7 @@ def steady_utilization(pattern: Pattern, costs: Costs) -> float:
     least_s, most_s = max(compute_s, pattern.num_launched * max(costs.up_s, costs.down_s)), math.inf
     states: deque[tuple[float, ...]] = deque(maxlen=LONGEST_CYCLE)
     for _ in range(MAX_PERIODS):
-        for _ in range(pattern.period):
-            execution.advance()
+        execution.advance_to(execution.step + pattern.period)
         newest = execution.state()
         for back, earlier in enumerate(states, start=1):
             if len(earlier) != len(newest):

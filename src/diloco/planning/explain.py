@@ -64,8 +64,9 @@ def _graph(question: Graph, bit_per_s: float) -> list[str]:
         )
     if setting.latency_s:
         sentences.append(f"Latency adds {TIME.show((1 if setting.down is None else 2) * setting.latency_s)} to each.")
+    pace = "On a link without limit" if math.isinf(bit_per_s) else f"At {RATE.show(bit_per_s)}"
     sentences.append(
-        f"At {RATE.show(bit_per_s)} a layer takes {TIME.show(costs.up_s)} on the link and the period {TIME.show(compute_s / used)}, "
+        f"{pace} a layer takes {TIME.show(costs.up_s)} on the link and the period {TIME.show(compute_s / used)}, "
         f"{TIME.show(compute_s / used - compute_s)} of it waiting: {100 * used:.4g} % ({found})."
     )
     return sentences
@@ -78,8 +79,9 @@ def _around(question: Around, bit_per_s: float) -> list[str]:
     share = min(bit_per_s, learners.syncer_bit_per_s / num)
     merge_s = exchange.merging.seconds(num * up)
     answer_s = 8 * (up + down) / share + 4 * setting.latency_s + merge_s
+    pace = "on links without limit" if math.isinf(share) else f"at {RATE.show(share)}"
     sentences = [
-        (f"A fragment is {SIZE.show(up)} up and {SIZE.show(down)} down; at {RATE.show(share)} for each of {num} learners, and with "
+        (f"A fragment is {SIZE.show(up)} up and {SIZE.show(down)} down; {pace} for each of {num} learners, and with "
          f"{TIME.show(merge_s)} for the merge and {TIME.show(4 * setting.latency_s)} of latency (up, notice, request, down), its answer "
          f"comes after {TIME.show(answer_s)} if nothing is before it."),
     ]  # fmt: skip

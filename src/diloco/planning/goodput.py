@@ -18,8 +18,10 @@ from typing import Literal, get_args
 
 from diloco.core.values import fraction, positive, whole_number
 from diloco.errors import ConfigError
+from diloco.planning.units import amount
 
 Mode = Literal["data-parallel", "elastic", "decoupled"]
+MOST_JITTER = 3.0
 YEAR_S = 365.25 * 86400.0
 
 
@@ -65,8 +67,12 @@ class Speeds:
 
     def __post_init__(self) -> None:
         _not_negative("Speeds(jitter=…)", self.jitter)
+        if self.jitter > MOST_JITTER:
+            raise ConfigError(
+                f"step times that vary by {100 * self.jitter:g} % of their mean cannot be simulated; give {100 * MOST_JITTER:g} % or less."
+            )
         for speed in self.relative:
-            positive("Speeds(relative=…)", speed)
+            amount("a learner's speed", speed)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,10 @@ def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> Picture:
     drawn = [Line(title(fleet, mode), counts, each, colour=COLOURS[mode]) for mode, each in curves.items()]
     half = (here.interval[1] - here.interval[0]) / 2
     drawn.append(Line("this plan", [fleet.chips], [here.goodput], [half], style="o", colour=RED))
-    figure = lines(drawn, Axis("chips", log=True, ticks=tuple(counts)), Axis("goodput, %", low=0, high=100))
+    worst = min(min(each) for each in curves.values())
+    low = 0.0 if worst < 50 else 100 - 2 * (100 - worst)  # a small fleet's goodput is near 100 %
+    span = Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else Axis("goodput, %")
+    figure = lines(drawn, Axis("chips", log=True, ticks=tuple(counts)), span)
     return Picture(
         "goodput",
         "Goodput against chips",
@@ -101,7 +104,7 @@ def _against_quorum(fleet: Fleet, seed: int) -> Picture:
         "A higher quorum waits for slower learners; a low one closes a round without them. The grace window uses the time in which "
         f"nobody waits yet. In time: running learners whose work is in the round it was made for. Overlap of {fleet.rounds.overlap} steps"
         + (", and no learner ever waits." if not fleet.rounds.wait else "."),
-        lines(drawn, Axis("quorum, learners", ticks=tuple(quorums)), Axis("share, %", low=0, high=100)),
+        lines(drawn, Axis("quorum, learners", ticks=tuple(quorums)), Axis("share, %", low=0, high=103)),
         ("quorum", *(f"{what} {name}, %" for name in found for what in ("goodput", "in time"))),
         [
             (

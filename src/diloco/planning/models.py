@@ -5,7 +5,6 @@ TOML     parameters = 1.2e9, layers = 24, step_time = "310 ms"; or config = "con
 JSON     a transformers config.json; the step time has to come from elsewhere
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from diloco.errors import ConfigError
 from diloco.planning.configs import count_parameters
-from diloco.planning.units import TIME
+from diloco.planning.units import TIME, amount
 from diloco.tables import Table, read_toml, validate
 
 
@@ -36,9 +35,10 @@ class Workload:
     step_s: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.num_parameters < math.inf or self.num_layers < 1:
+        amount("the number of parameters", self.num_parameters)
+        if self.num_layers < 1:
             raise ConfigError(
-                f"a model of {self.num_parameters:g} parameters in {self.num_layers} layers cannot be; give more than 0 of both."
+                f"a model of {self.num_parameters:g} parameters in {self.num_layers} layers cannot be; give 1 layer or more."
             )
 
     def with_step(self, step_s: float) -> Self:

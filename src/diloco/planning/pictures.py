@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from diloco.errors import ConfigError, StoreError
 from diloco.planning.pages import page, svg, table
+from diloco.planning.units import significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,15 +104,14 @@ class Picture:
 def lines(curves: Sequence[Line], x: Axis, y: Axis, *, height_in: float = 3.9) -> Figure:
     """Curves over a common axis, each named at its end, and points, named beside them."""
     figure, axes = _axes(height_in)
-    ends = []
+    ends, points = [], []
     for index, each in enumerate(curves):
         colour = each.colour or COLOURS[index % len(COLOURS)]
         if each.errors:
             axes.errorbar(each.x, each.y, each.errors, color=colour, capsize=3, linewidth=1.4, fmt="none", zorder=4)
         if each.style == "o":
             axes.plot(each.x, each.y, "o", color=colour, markersize=7, markeredgecolor="white", zorder=5)
-            axes.annotate(each.label, (each.x[-1], each.y[-1]), (8, -4), textcoords="offset points", color=colour,
-                          fontsize=SMALL, fontweight="bold", va="top")  # fmt: skip
+            points.append((each.label, each.x[-1], each.y[-1], colour))
         else:
             marker = {"marker": "o", "markersize": 3.5} if len(each.x) <= 12 else {}
             axes.plot(each.x, each.y, color=colour, linewidth=2, linestyle=each.style, **marker)  # type: ignore[arg-type]
@@ -120,11 +120,15 @@ def lines(curves: Sequence[Line], x: Axis, y: Axis, *, height_in: float = 3.9) -
     _scale(axes.xaxis, axes.set_xscale, axes.set_xlim, x)
     _scale(axes.yaxis, axes.set_yscale, axes.set_ylim, y)
     _name_ends(axes, ends, height_in)
+    _name_points(axes, points)
     return figure
 
 
 def bars(labels: Sequence[str], series: Sequence[Bars], value: Axis, *, stacked: bool = False) -> Figure:
-    """Horizontal bars, the first label on top: the series of a label side by side or, `stacked`, one after the other."""
+    """Horizontal bars, the first label on top: the series of a label side by side or, `stacked`, one after the other.
+
+    On a logarithmic axis, where a length says nothing, points instead. Values that stand alone are written beside them.
+    """
     abreast = 1 if stacked else len(series)
     figure, axes = _axes(1.1 + (0.42 if abreast == 1 else 0.26 * abreast + 0.14) * len(labels))
     thickness = 0.62 if abreast == 1 else 0.8 / abreast
@@ -133,7 +137,20 @@ def bars(labels: Sequence[str], series: Sequence[Bars], value: Axis, *, stacked:
         shift = 0.0 if stacked else ((abreast - 1) / 2 - index) * thickness
         places = [shift - row for row in range(len(labels))]
         colour = each.colour or COLOURS[index % len(COLOURS)]
-        axes.barh(places, each.values, left=left, height=thickness * 0.94, color=colour, label=each.label)
+        if value.log:
+            axes.plot(each.values, places, "o", color=colour, markersize=9, label=each.label)
+        else:
+            axes.barh(places, each.values, left=left, height=thickness * 0.94, color=colour, label=each.label)
+        if len(series) == 1:
+            for place, number in zip(places, each.values, strict=True):
+                axes.annotate(
+                    significant(number),
+                    (number, place),
+                    (8, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=SMALL,
+                )
         if each.errors:
             ends = [a + b for a, b in zip(left, each.values, strict=True)]
             axes.errorbar(ends, places, xerr=each.errors, fmt="none", color=TEXT, capsize=3, linewidth=1.2)
@@ -144,6 +161,8 @@ def bars(labels: Sequence[str], series: Sequence[Bars], value: Axis, *, stacked:
     _scale(axes.xaxis, axes.set_xscale, axes.set_xlim, value)
     if len(series) > 1:
         _legend(axes, len(series))
+    elif not value.high:
+        axes.margins(x=0.12)  # the numbers beside the bars
     return figure
 
 
@@ -162,7 +181,8 @@ def timeline(rows: Mapping[str, Sequence[Span]], *, seconds: str = "seconds") ->
     axes.set_ylim(0.5 - len(rows), 0.55)
     axes.margins(x=0.01)
     axes.set_xlabel(seconds)
-    _legend(axes, len(drawn))
+    if drawn:
+        _legend(axes, len(drawn))
     return figure
 
 
@@ -206,8 +226,8 @@ def _scale(axis: object, set_scale: Callable[..., None], set_limits: Callable[..
 
 
 def short(value: float) -> str:
-    """A number as short as it is on a tick: 1500 → "1.5k", 1.2e6 → "1.2M"."""
-    for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    """A count as short as the field writes it: 1500 → "1.5k", 1.2e6 → "1.2M", 70e9 → "70B"."""
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:g}{suffix}"
     return f"{value:g}"
@@ -227,6 +247,18 @@ def _name_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], height
     for (_, label, colour), height in zip(places, heights, strict=True):
         at = height / height_pt
         axes.text(1.015, at, label, transform=axes.transAxes, color=colour, fontsize=SMALL, va="center")
+
+
+def _name_points(axes: Axes, points: Sequence[tuple[str, float, float, str]]) -> None:
+    """Every point's name beside it, readable over curves, on the side where there is room."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    for label, x, y, colour in points:
+        is_right = float(to_axes.transform((x, y))[0]) > 0.8
+        axes.annotate(
+            label, (x, y), (-9 if is_right else 9, -4), textcoords="offset points", color=colour, fontsize=SMALL, fontweight="bold",
+            va="top", ha="right" if is_right else "left", zorder=6,
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        )  # fmt: skip
 
 
 def _legend(axes: Axes, entries: int) -> None:

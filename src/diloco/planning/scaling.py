@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from diloco.core.values import positive, whole_number
+from diloco.core.values import whole_number
+from diloco.planning.units import amount
 
 SEQUENCE_LENGTH = 2048
 """Tokens per sequence of the batch fits. The paper's unit is inferred: with it the fits give batches of the size it used."""
@@ -93,11 +94,11 @@ def expect(
 
     Source: arXiv 2503.09799, the joint fits in N and M, and the table of best outer learning rates.
     """
-    positive("the number of parameters", num_parameters)
+    amount("the number of parameters", num_parameters)
     whole_number("the number of learners", num_learners, minimum=1)
     whole_number("sync_every", sync_every, minimum=1)
     if tokens is not None:
-        positive("the number of tokens", tokens)
+        amount("the number of tokens", tokens)
     for sentence in _outside(num_parameters, num_learners, sync_every, tokens):
         warnings.warn(sentence, UserWarning, stacklevel=2)
     loss, reference = LOSS(num_parameters, num_learners), DATA_PARALLEL_LOSS(num_parameters)

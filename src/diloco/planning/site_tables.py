@@ -9,7 +9,7 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from diloco.planning.models import PRESETS
-from diloco.planning.units import COMPUTE, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
+from diloco.planning.units import COMPUTE, LARGEST, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
 from diloco.tables import Table, nearest
 
 DIGITS = 6
@@ -38,7 +38,7 @@ class ModelTable(Table):
     """Which model, as far as a plan needs to know it."""
 
     preset: str | None = None  # a model of the papers: 1b, 10b, 100b, llama-405b, deepseek-v3
-    parameters: float | None = Field(default=None, gt=0)
+    parameters: float | None = Field(default=None, gt=0, le=LARGEST)
     layers: int | None = Field(default=None, gt=0)
     config: Path | None = None  # a transformers config.json, instead of parameters and layers
     active_parameters: float | None = Field(default=None, gt=0)  # those that a token uses, of a mixture of experts
@@ -50,16 +50,32 @@ class ModelTable(Table):
             raise ValueError("a model is its preset, its parameters and layers, or its config; give one of the three")
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f'there is no model preset "{self.preset}"; {nearest(self.preset, list(PRESETS))}')
+        if (
+            self.active_parameters is not None
+            and self.parameters is not None
+            and self.active_parameters > self.parameters
+        ):
+            raise ValueError(
+                f"a token cannot use {self.active_parameters:g} of {self.parameters:g} parameters; lower active_parameters"
+            )
         return self
 
 
 class BudgetTable(Table):
     """How long to train, and what a method may cost in loss."""
 
-    tokens: float = Field(gt=0)  # trained by all learners together
-    tokens_per_step: float = Field(gt=0)  # of one step over all learners
+    tokens: float = Field(gt=0, le=LARGEST)  # trained by all learners together
+    tokens_per_step: float = Field(gt=0, le=LARGEST)  # of one step over all learners
     sequence_length: int = Field(default=2048, gt=0)  # in tokens
     loss_penalty_percent: float = Field(default=1.0, ge=0)  # of the loss of data parallel, that is allowed
+
+    @model_validator(mode="after")
+    def _holds_a_step(self) -> Self:
+        if self.tokens_per_step > self.tokens:
+            raise ValueError(
+                f"a step of {self.tokens_per_step:.12g} tokens is more than all {self.tokens:.12g}; lower tokens_per_step"
+            )
+        return self
 
 
 class SiteTable(Table):

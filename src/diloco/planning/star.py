@@ -26,6 +26,8 @@ SETTLED = 1e-9
 MAX_WINDOWS = 40
 CALLED_ROUNDS = (3, 5)
 """Rounds of every fragment, in the mean, that are left out at the start, and measured."""
+MOST_STEPS = 500_000
+"""Inner steps of all learners that called rounds are played through for."""
 CALLED_PERIODS = 1000
 """Of H steps of the slowest learner, after which called rounds are given up on a link that carries next to nothing."""
 
@@ -128,7 +130,14 @@ def _window_s(star: Scheduled, i: int) -> float:
 def _called(star: CalledRounds, exchange: Exchange) -> Prediction:
     every, num, num_fragments = exchange.schedule.sync_every, len(star.stations), len(exchange.up_bytes)
     assert isinstance(every, int)
-    until_s = CALLED_PERIODS * every * max(each.step_s for each in star.stations)
+    slowest_s = max(each.step_s for each in star.stations)
+    num_steps = sum(CALLED_ROUNDS) * every * sum(slowest_s / each.step_s for each in star.stations)
+    if num_steps > MOST_STEPS:
+        raise ConfigError(
+            f"called rounds at H = {every} are {num_steps:.3g} inner steps to play through, more than {MOST_STEPS:,}; lower H, or leave "
+            "out learners that are far faster than the others."
+        )
+    until_s = CALLED_PERIODS * every * slowest_s
     skipped, measured = (rounds * num_fragments for rounds in CALLED_ROUNDS)
     star.run(lambda: sum(star.num_merges) >= skipped or star.now_s >= until_s)
     before = _counts(star)

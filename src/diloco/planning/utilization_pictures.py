@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -18,8 +19,10 @@ AROUND_POINTS = 25
 SHOWN: tuple[Kind, ...] = ("compute", "waiting", "up", "down")
 SKIPPED = 3
 """Periods before the one that is drawn."""
-WIDEST = 1000.0
-"""Times the narrowest bandwidth that is drawn."""
+WIDEST, NUM_TRIED = 1000.0, 40
+"""What is drawn reaches this far at most, as a factor, to either side of what was asked for; bandwidths that are tried to find out."""
+LEAST_SHOWN, MOST_SHOWN = 0.1, 0.98
+"""Of utilisation where curves begin and end."""
 
 
 def pictures(question: Question, points: Sequence[tuple[float, float]], at_bit_per_s: float) -> list[Picture]:
@@ -28,9 +31,10 @@ def pictures(question: Question, points: Sequence[tuple[float, float]], at_bit_p
 
 
 def _curve(question: Question, points: Sequence[tuple[float, float]]) -> Picture:
-    low = min(rate for rate, _ in points) / 5
+    relatives = list(_relatives(question))
+    low, high = _range([each for _, each in relatives], [rate for rate, _ in points])
     num = NUM_POINTS if isinstance(question, Graph) else AROUND_POINTS
-    rates = [low * WIDEST ** (i / (num - 1)) for i in range(num)]
+    rates = [low * (high / low) ** (i / (num - 1)) for i in range(num)]
     curves = [
         Line(
             name,
@@ -38,7 +42,7 @@ def _curve(question: Question, points: Sequence[tuple[float, float]]) -> Picture
             [100 * each.value(rate) for rate in rates],
             style="-" if i == 0 else "--",
         )
-        for i, (name, each) in enumerate(_relatives(question))
+        for i, (name, each) in enumerate(relatives)
     ]
     at, worth = [rate / 1e9 for rate, _ in points], [100 * value for _, value in points]
     asked = Line("asked for", at, worth, style="o", colour=BLUE)
@@ -49,6 +53,18 @@ def _curve(question: Question, points: Sequence[tuple[float, float]]) -> Picture
         "utilization", f"{question.workload.name}: what a link is worth",
         f"{_described(question.setting)}; the others have the same H and codec.", figure, (question.measure, "link"), rows,
     )  # fmt: skip
+
+
+def _range(relatives: Sequence[Question], asked: Sequence[float]) -> tuple[float, float]:
+    """From where the first curve begins to rise to where the last one has nearly risen; what was asked for is in it."""
+    low, high = min(asked) / 5, 30 * max(asked)
+    if not all(isinstance(each, Graph) for each in relatives):
+        return low, high  # no data parallel among them, nor ten curves' time to look further
+    lowest, highest = min(asked) / WIDEST, WIDEST * max(asked)
+    rates = [lowest * (highest / lowest) ** (i / (NUM_TRIED - 1)) for i in range(NUM_TRIED)]
+    rising = [rate for rate in rates if max(each.value(rate) for each in relatives) > LEAST_SHOWN]
+    risen = [rate for rate in rates if all(each.value(rate) > MOST_SHOWN * each.value(math.inf) for each in relatives)]
+    return min([min(asked) / 2, *rising[:1]]), max([2 * max(asked), *risen[:1]])
 
 
 def _described(setting: Setting) -> str:
@@ -99,11 +115,9 @@ def _graph_rows(question: Graph, bit_per_s: float) -> dict[str, list[Span]]:
     costs = costs_of(question.workload, question.setting, bit_per_s)
     pattern = pattern_of(question.workload.num_layers, question.setting)
     execution = Execution(pattern, costs, traced=True)
-    for _ in range((SKIPPED + pattern.overlap // pattern.period) * pattern.period):
-        execution.advance()
+    execution.advance_to((SKIPPED + pattern.overlap // pattern.period) * pattern.period)
     begin_s = execution.now_s
-    for _ in range(pattern.period):
-        execution.advance()
+    execution.advance_to(execution.step + pattern.period)
     assert execution.trace is not None
     waits = [each for each in execution.trace if each.kind == "wait"]
     spans = [Span(each.start_s, each.end_s, "waiting") for each in waits]
@@ -127,7 +141,12 @@ def _around_rows(question: Around, bit_per_s: float) -> dict[str, list[Span]]:
     """Every learner, or one where all are equal: the last H steps of the slowest one."""
     prediction = question.predict(bit_per_s, traced=True)
     activities = prediction.activities
-    end_s = max(each.end_s for each in activities if each.kind == "waiting" or each.kind == "compute")
+    ends = {
+        each.learner: each.end_s
+        for each in sorted(activities, key=lambda it: it.end_s)
+        if each.kind in ("compute", "waiting")
+    }
+    end_s = min(ends.values())  # until then everybody's time is known
     slowest = min(question.learners.speeds)
     length_s = question.setting.sync_every * question.workload.step_s / slowest / min(prediction.utilization)
     num = 1 + max(each.learner for each in activities)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from diloco.errors import ConfigError
 from diloco.planning.goodput import Fleet, Rounds
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 LEARNER_STEPS = 600_000
 MIN_STEPS, MIN_ROUNDS, MIN_RUNS = 300, 12, 32
+MOST_STEPS, MOST_LEARNER_STEPS = 200_000, 200_000_000
+"""Of a run one after the other, and of all learners in all runs."""
 MOST_STOPS = 16  # of one learner on the way to one contribution that are remembered
 
 
@@ -33,7 +36,11 @@ class Run:
 
 
 def simulate_rounds(fleet: Fleet, seed: int) -> list[Run]:
-    """Simulate decoupled learners that meet in rounds. Arguments: the fleet; a seed of the random numbers. Returns independent runs."""
+    """Simulate decoupled learners that meet in rounds. Arguments: the fleet; a seed of the random numbers. Returns independent runs.
+
+    Raises:
+        ConfigError: so many steps between rounds, or learners, that it would take minutes.
+    """
     import numpy as np
 
     every, overlap = fleet.rounds.sync_every, fleet.rounds.overlap
@@ -43,6 +50,12 @@ def simulate_rounds(fleet: Fleet, seed: int) -> list[Run]:
     period = max(every, math.ceil(fleet.rounds.sync_s / fleet.times.step_s / (behind + 1)))
     num_rounds = max(MIN_ROUNDS, math.ceil(MIN_STEPS / period)) + behind
     num_runs = max(MIN_RUNS, LEARNER_STEPS // (fleet.learners * num_rounds * period))
+    num_steps = num_rounds * period
+    if num_steps > MOST_STEPS or num_steps * fleet.learners * num_runs > MOST_LEARNER_STEPS:
+        raise ConfigError(
+            f"{num_rounds:,} rounds of {period:,} steps of {fleet.learners:,} learners are too many to simulate; lower the steps from one "
+            "round to the next, the overlap, the time of a synchronisation or the learners."
+        )
     learners = _Learners(fleet, num_runs, np.random.default_rng([seed, 2]))
     answers = [np.full(num_runs, -np.inf) for _ in range(behind + 1)]
     warm_up, quorum_s = max(4 + behind, num_rounds // 8), np.zeros(num_runs)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from diloco.core.values import positive, whole_number
 from diloco.errors import ConfigError
+from diloco.planning.units import amount
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ FLOP_PER_S = 300e12
 
 BITS = 16.0
 """Bits a value takes where nothing else is said: bf16, as in the utilisation tables of the same paper."""
+
+
+WORDS = {
+    "num_parameters": "the number of parameters",
+    "tokens": "the number of tokens",
+    "batch_tokens": "the tokens of a step",
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("num_parameters", "tokens", "batch_tokens", "flop_per_s", "bits", "outer_bits"):
-            positive(f"Job({name}=…)", getattr(self, name))
+            amount(WORDS.get(name, f"Job({name}=…)"), getattr(self, name))
         for name in ("chips", "learners", "sync_every"):
             whole_number(f"Job({name}=…)", getattr(self, name), minimum=1)
         if self.chips < self.learners:

@@ -74,8 +74,13 @@ def wire_format(name: str) -> WireFormat:
         if not fraction < 1:
             raise ConfigError(f"the codec {name!r} cannot prune {fraction} of the values; use a fraction below 1")
         return _sparse(name, lambda n: n - floor(fraction * n), match[2])
-    nearest = difflib.get_close_matches(name.lower(), EXAMPLES, n=1, cutoff=0.0)[0]
-    raise ConfigError(f"there is no codec {name!r}; did you mean {nearest!r}? (for example {', '.join(EXAMPLES)})")
+    near = difflib.get_close_matches(name.lower(), EXAMPLES, n=1, cutoff=0.4)
+    meant = (
+        f"did you mean {near[0]!r}? (for example {', '.join(EXAMPLES)})"
+        if near
+        else f"choose for example {', '.join(EXAMPLES)}."
+    )
+    raise ConfigError(f"there is no codec {name!r}; {meant}")
 
 
 def _scaled(name: str, bits: int, block: int) -> WireFormat:

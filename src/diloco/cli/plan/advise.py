@@ -93,9 +93,9 @@ def _print(case: "Case", shown: "list[tuple[int, Outcome]]") -> None:
 
     from diloco.planning.units import SIZE, significant
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for title in ("", "method"):
-        table.add_column(title, no_wrap=True)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("method", overflow="fold")  # where the terminal is narrow this gives way, and no number
     for title in ("busy", "hours", "bytes", "USD", "loss"):
         table.add_column(title, justify="right", no_wrap=True)
     for rank, outcome in shown:
@@ -106,7 +106,9 @@ def _print(case: "Case", shown: "list[tuple[int, Outcome]]") -> None:
         )  # fmt: skip
     console = Console(highlight=False)
     console.print(_headline(case))
+    console.print()
     console.print(table)
+    console.print()
     console.print(
         "bytes: of all learners, both ways. loss: expected above data parallel's at equal tokens.", style="dim"
     )
@@ -174,20 +176,25 @@ def _write(directory: Path, text: str, case: "Case", ranked: "list[Outcome]") ->
 
     pictures.require()
     shown = [each for each in ranked if _is_best(ranked, each)]
-    pictures.write(directory, "advice", "Which method, at what cost", _headline(case) + ".", _pictures(case, shown))
+    drawn = _pictures(case, shown)
+    files = pictures.write(directory, "advice", "Which method, at what cost", _headline(case) + ".", drawn)
     try:
         (directory / RUN_FILE).write_text(text, encoding="utf-8")
     except OSError as error:
         raise StoreError(
             f"cannot write {directory / RUN_FILE} ({error.strerror}); name another directory with --out"
         ) from error
+    for file in (*files, directory / RUN_FILE):
+        typer.echo(f"wrote {file}", err=True)
 
 
 def _pictures(case: "Case", shown: "list[Outcome]") -> list[Any]:
+    from diloco.planning.advise import STANDINGS, standing
     from diloco.planning.pictures import Axis, Bars, Picture, bars
     from diloco.planning.units import SIZE, significant
 
-    names = [each.candidate.title for each in shown]
+    marks = {STANDINGS[0]: "", STANDINGS[1]: "\n(loss not allowed)", STANDINGS[2]: "\n(loss not known)"}
+    names = [each.candidate.title + marks[STANDINGS[standing(case, each)]] for each in shown]
     heads = ("method", "computing", "hours", "bytes in all", "USD", "loss")
     rows = [
         (f"{each.candidate.title}, {each.candidate.detail}", f"{100 * case.utilization(each):.1f} %", significant(each.hours),

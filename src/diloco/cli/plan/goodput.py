@@ -35,8 +35,9 @@ def command(
         float, typer.Option(min=0, help="Percent by which a learner's step times vary (standard deviation).")
     ] = 0.0,
     speeds: Annotated[
-        str, typer.Option(help="Relative speed of every learner, for example 1,1,0.6,0.6; all equal if left out.")
-    ] = "",
+        str | None,
+        typer.Option(help="Relative speed of every learner, for example 1,1,0.6,0.6; all equal if left out."),
+    ] = None,
     elastic_learners: Annotated[
         bool | None,
         typer.Option(help="A decoupled learner goes on without failed chips (default), or it stops until the repair."),
@@ -111,9 +112,9 @@ def command(
         _draw(fleet, found, seed, out)
 
 
-def _speeds(text: str) -> tuple[float, ...]:
+def _speeds(text: str | None) -> tuple[float, ...]:
     try:
-        return tuple(float(part) for part in text.split(",")) if text else ()
+        return () if text is None else tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(f"--speeds {text!r} is not a list of numbers; write for example 1,1,0.6,0.6") from error
 
@@ -142,7 +143,7 @@ def _print(fleet: "Fleet", found: "dict[Mode, Goodput]", seed: int) -> None:
 
     times, console = fleet.times, Console(highlight=False)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("", no_wrap=True)
+    table.add_column("")
     for head in ("goodput, %", "formula", "waiting", "stopped", "all down", "in time"):
         table.add_column(head, justify="right", no_wrap=True)
     for mode, it in found.items():

@@ -151,6 +151,6 @@ def _write(path: Path, config: "RunConfig", name: str, pace: "Pace | None", link
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8") if path.exists() else ""
+        return path.read_text(encoding="utf-8-sig") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the site file {path} ({error}); check the path") from error

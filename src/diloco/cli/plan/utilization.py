@@ -79,7 +79,7 @@ def command(
     }  # fmt: skip
     if targets is not None and bandwidth is not None:
         raise ConfigError("--targets asks for a bandwidth and --bandwidth gives one; leave one of them out.")
-    percentages = _percentages(targets or TARGETS)
+    percentages = _percentages(TARGETS if targets is None else targets)
     around = {"--learners": learners, "--speeds": speeds, "--syncer": syncer, "--shards": shards, "--merge": merge}
     if convention not in CONVENTIONS:
         raise ConfigError(f"there is no convention {convention!r}; choose {', '.join(CONVENTIONS)}.")
@@ -151,11 +151,13 @@ def _learners(around: dict[str, Any]) -> "Learners":
     try:
         speeds = (
             tuple(float(part) for part in text.split(","))
-            if text
+            if text is not None
             else (1.0,) * (DECOUPLED_LEARNERS if num is None else num)
         )
     except ValueError:
         raise ConfigError(f"--speeds {text!r} is not a list of numbers; write for example 1,1,0.5.") from None
+    if num is not None and num < 1:
+        raise ConfigError(f"{num} learners train nothing; give --learners 1 or more.")
     if text and num is not None and num != len(speeds):
         raise ConfigError(
             f"--speeds {text} is of {len(speeds)} learners, not of {num}; give one for each, or leave --learners out."

@@ -133,7 +133,7 @@ def _print(found: "Found") -> None:
     )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for head in ("network", "method"):
-        table.add_column(head, no_wrap=True)
+        table.add_column(head)
     for head in ("hours", "compute", "within", "across", "busy", "sent"):
         table.add_column(head, justify="right", no_wrap=True)
     before = ""
