@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ from diloco.demo.processes import Family
 from diloco.demo.report import write_report
 from diloco.demo.story import Scene, tell
 from diloco.demo.summary import summarise
-from diloco.demo.timeline import Follower, Timeline
 from diloco.errors import ConfigError, RunError
+from diloco.report.timeline import Follower, Timeline
 
 
 def step(t: float, number: int, tokens: int) -> ev.Stepped:
@@ -220,6 +221,15 @@ def check_published(log: list[ev.Event], served: list[int]) -> None:
     assert len(versions - set(published)) <= len(restarts)
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C, and so would whatever it starts itself."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "diloco", "demo", "--quick", "--dir", str(tmp_path / "demo")]
     pids_file = tmp_path / "demo" / "pids.json"

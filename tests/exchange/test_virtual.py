@@ -61,25 +61,37 @@ def world(
 
 
 MODEL_BITS = 4 * 8 * NUM_PARAMETERS
+LINK: dict[str, float] = {"bit_per_s": 2 * MODEL_BITS, "latency_s": 0.125}
 FP32 = {"codec": "fp32", "outer": diloco.SGD(lr=1.0)}
 
 
 def test_a_round_takes_what_its_transfers_take() -> None:
-    # The model takes 0.5 s at the start; every second step is followed by 0.5 s up, a notice, a request and 0.5 s down: four latencies.
+    # The model takes 0.625 s up, and then as long down to the other. Every second step is followed by 0.5 s up, a notice, a request and
+    # 0.5 s down: four latencies. In the first round the one that began waits for the one that joined.
     method = diloco.DiLoCo(sync_every=2, **FP32)
-    for seen in run_virtual(life(method, 4), world(bit_per_s=2 * MODEL_BITS, latency_s=0.125)):
+    expected = [([1.625, 4.75, 5.75, 8.25], 0.625), ([2.25, 4.75, 5.75, 8.25], 0.0)]
+    for seen, (times_s, longer_s) in zip(run_virtual(life(method, 4), world(**LINK)), expected, strict=True):
         assert isinstance(seen, Seen)
-        assert seen.times_s == [1.625, 4.125, 5.125, 7.625]
-        assert seen.metrics["blocked_s"] == 2 * 1.5
+        assert seen.times_s == times_s
+        assert seen.metrics["blocked_s"] == 2 * 1.5 + longer_s
         assert seen.metrics["num_bytes"] == {"joins": 4000, "contributions": 8000, "updates": 8000}
 
 
 def test_an_overlap_hides_a_transfer_that_is_shorter() -> None:
-    method = diloco.StreamingDiLoCo(sync_every=4, overlap=2, fragments=diloco.Whole(), mix=0.0, **FP32)
-    for seen in run_virtual(life(method, 8), world(bit_per_s=2 * MODEL_BITS, latency_s=0.125)):
+    method = diloco.StreamingDiLoCo(sync_every=4, overlap=3, fragments=diloco.Whole(), mix=0.0, **FP32)
+    for seen, begins_s in zip(run_virtual(life(method, 8), world(**LINK)), (0.625, 1.25), strict=True):
         assert isinstance(seen, Seen)
-        assert seen.times_s == [1.625 + step for step in range(8)]
+        assert seen.times_s == [begins_s + step for step in range(1, 9)]
         assert seen.metrics["blocked_s"] == 0.0
+
+
+def test_a_run_begins_when_its_model_is_there() -> None:
+    """Killed while it sends the model, the first learner leaves no run behind, and the next one begins it."""
+    method = diloco.DiLoCo(sync_every=2, **FP32)
+    lost, seen = run_virtual(life(method, 4), world(**LINK, faults=[Fault(0, 0.5)]))
+    assert isinstance(lost, Lost)
+    assert isinstance(seen, Seen)
+    assert seen.times_s[0] == 0.5 + 0.625 + 1.0
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,10 @@ def test_the_command(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert json.loads((directory / "simulation.json").read_text()) == said
     assert "http" not in (directory / "simulation.html").read_text().replace("http://www.w3.org/", "")
     assert {"timeline.png", "loss.png"} <= {each.name for each in directory.iterdir()}
+    assert call("report", str(directory), "--json") == 0
+    reported = json.loads(capfd.readouterr().out)
+    assert (reported["tokens"], list(reported["learners"])) == (said["tokens"], ["far", "near"])
+    assert reported["duration_s"] > said["duration_s"]  # until the last goodbye has come to the syncer
 
     assert call("simulate", str(run), "--site", str(site)) == 2
     assert "give --replace" in capfd.readouterr().err

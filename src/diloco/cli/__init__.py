@@ -23,6 +23,7 @@ COMMANDS = {
     "syncer": "Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version.",
     "train": "Train one learner's part of the run that RUN_FILE describes.",
     "status": "Show a live run: learners, rounds and whom they wait for, tokens, bytes.",
+    "report": "Show a run that is over or under way, real or simulated: who took part, who was in which merge, losses, bytes.",
     "export": "Write the global model to a directory that transformers can load.",
     "keys": "Make and manage the certificates and tokens of a run.",
     "plan": "Know before you train: utilisation, hours, bytes, money and failures, in a second and without torch.",

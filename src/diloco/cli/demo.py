@@ -56,7 +56,8 @@ def _interrupted_by_signals() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, interrupt) for number in heeded}
     try:
         yield
     finally:

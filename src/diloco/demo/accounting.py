@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.demo.timeline import Timeline, is_learner
+from diloco.report.timeline import Timeline, is_learner
 
 KINDS = ("contributions", "updates", "joins", "control")
 

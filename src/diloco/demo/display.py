@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.demo.story import STARTING, Scene
-from diloco.demo.timeline import Timeline, is_learner
+from diloco.report.timeline import Timeline, is_learner
 
 LINE_EVERY_S = 1.5
 TRAINING = ("warming up", "in the run", "training alone")

@@ -14,20 +14,13 @@ from pathlib import Path
 from typing import Self
 
 from diloco.errors import RunError
+from diloco.report.timeline import Kill
 
 RESTART_AFTER_S = 1.0
 """As a service manager would: not at once, so that a person sees it gone."""
 
 FINISH_TIMEOUT_S = 20.0
 TAIL_LINES = 15
-
-
-@dataclass(frozen=True)
-class Kill:
-    """A process died by a signal and was started again. `t` is Unix time in seconds."""
-
-    name: str
-    t: float
 
 
 @dataclass

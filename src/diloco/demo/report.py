@@ -6,10 +6,11 @@ import html
 from pathlib import Path
 from typing import Any
 
-from diloco.demo.charts import bytes_chart, loss_chart, timeline_chart
+from diloco.demo.charts import bytes_chart, loss_chart
 from diloco.demo.served import PROMPT
 from diloco.demo.story import Outcome
-from diloco.planning.pages import page, table
+from diloco.planning.pages import page, table, values_table
+from diloco.report.charts import timeline_chart
 
 STYLE = """
 .cards{display:grid;grid-template-columns:repeat(3,1fr);gap:.8rem;margin:1.4rem 0}
@@ -54,7 +55,7 @@ overwritten while an answer was on its way, lost with a learner that was killed 
 <h2>What the model writes</h2>
 <pre><b>{html.escape(PROMPT)}</b>{html.escape(outcome.sample)}</pre>
 <h2>The method, resolved</h2>
-{_values(summary["method"])}
+{values_table(summary["method"])}
 <h2>How it was measured</h2>
 <p>The syncer, the learners and the controls were separate processes on this machine, one torch thread each, joined by loopback. All
 losses are means over the same {config.evaluate.sequences} held-out sequences of {config.data.sequence_length} bytes. The final loss is that
@@ -120,15 +121,3 @@ def _ledger(summary: dict[str, Any]) -> str:
         for index, books in enumerate(summary["ledger"])
     ]  # fmt: skip
     return table(("", "version", "trained", "merged", "overwritten", "lost", "pending"), rows)
-
-
-def _values(values: dict[str, Any]) -> str:
-    def text(value: Any) -> str:
-        if isinstance(value, dict):
-            return ", ".join(f"{key} {text(inner)}" for key, inner in value.items())
-        return "–" if value is None else str(value)
-
-    rows = "".join(
-        f"<tr><th>{html.escape(key)}</th><td>{html.escape(text(value))}</td></tr>" for key, value in values.items()
-    )
-    return f"<table>{rows}</table>"

@@ -18,7 +18,7 @@ from diloco.config import RunConfig
 from diloco.demo.plan import NUM_LEARNERS, VICTIM, Plan, prepare
 from diloco.demo.processes import Family
 from diloco.demo.served import fetch_served, judge, resolved_method
-from diloco.demo.timeline import Follower, Timeline, is_learner
+from diloco.report.timeline import Follower, Timeline, is_learner
 
 T = TypeVar("T")
 POLL_S = 0.25

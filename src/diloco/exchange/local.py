@@ -20,7 +20,7 @@ from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Report, required_method
 from diloco.exchange.delivery import Direction
 from diloco.exchange.virtual import Killed, StepSeconds, ThreadState
-from diloco.exchange.world import Run, World
+from diloco.exchange.world import Run, World, model_bytes
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ class Local(Exchange):
         initialises: whether its model may become the run's; one that may not waits until there is a run. To be set before it joins.
         initial_step, initial_tokens: what the learner that initialises the run has behind it; likewise.
         awaits_run: it does wait.
-        has_model: the model that it fetched as a joiner is here and not yet taken.
+        has_model: the model that it has sent or fetched is there.
     """
 
     def __init__(self, run: Run, index: int) -> None:
@@ -167,19 +167,14 @@ class Local(Exchange):
 
     def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
         run, name = self._run, self._name
-        self.awaits_run = not self.initialises
-        while self.awaits_run and not self.run_exists:
-            run.time.wait(self._index)
-        self.awaits_run = False
-        is_first = run.core is None
-        if run.core is None:
-            run.start(name, layout, method, initial(), self.initial_step, self.initial_tokens)
+        is_first = self._begin_run(layout, method, initial)
         assert run.core is not None
         if difference := run.method.difference(method):
             raise ConfigError(f"{run.first} and {name} use different methods: {difference}.")
         if difference := run.layout.first_difference(layout):
             raise LayoutError(f"{run.first} and {name} do not hold the same model: {difference}.")
-        self._move_model("up" if is_first else "down")
+        if not is_first:
+            self._move("down", run.num_model_bytes)
         self.incarnation = run.join(self._index, again=self._is_again)
         versions = tuple(fragment.version for fragment in run.core.fragments)
         states = tuple(run.outer_states) if run.brings_outer_states else ()
@@ -192,9 +187,23 @@ class Local(Exchange):
         run.mail[self._index].clear()  # it has the newest of everything
         return opened
 
-    def _move_model(self, direction: Direction) -> None:
+    def _begin_run(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> bool:
+        """Until there is a run. Returns whether it has begun with this learner's model."""
+        run = self._run
+        self.awaits_run = True
+        while run.core is None and not run.may_initialise(self):
+            run.time.wait(self._index)
+        self.awaits_run = False
+        if run.core is not None:
+            return False
+        run.initialiser = self._index
+        model = initial()
+        self._move("up", model_bytes(model.fragments, model.static))
+        run.start(self._name, layout, method, model, self.initial_step, self.initial_tokens)
+        return True
+
+    def _move(self, direction: Direction, num_bytes: int) -> None:
         """Over the network: the whole global model, from the first learner to the syncer or to a joiner."""
-        num_bytes = self._run.num_model_bytes
         self._num_bytes["joins"] += num_bytes
         self._run.delivery.carry(self._index, direction, num_bytes, self._got_model)
         while not self.has_model:

@@ -95,10 +95,16 @@ class End(Protocol):
 
     incarnation: int
     has_model: bool
+    initialises: bool
     awaits_run: bool
 
     def receive(self, arrived: Arrived, num_bytes: int) -> None:
         """An update has come."""
+
+
+def model_bytes(tensors: Sequence[Tensor], static: Mapping[str, Tensor]) -> int:
+    """As they go over the network."""
+    return sum(each.numel() * each.element_size() for each in (*tensors, *static.values()))
 
 
 class Run:
@@ -121,6 +127,8 @@ class Run:
         sources = (self.delivery, Faults(world.faults, self._lose), self.alarm)
         self.time = VirtualTime(world.starts_s, world.step_s, self._has_news, sources, world.watch)
         self.first = ""
+        self.initialiser: int | None = None
+        """Who is sending the model that the run begins with."""
         self.core: SyncerCore | None = None
         self.method: Method
         self.layout: Layout
@@ -137,11 +145,16 @@ class Run:
     def _has_news(self, index: int) -> bool:
         end = self.ends[index]
         return bool(self.mail[index]) or (
-            end is not None and (end.has_model or (end.awaits_run and self.core is not None))
+            end is not None
+            and (end.has_model or (end.awaits_run and (self.core is not None or self.may_initialise(end))))
         )
 
+    def may_initialise(self, end: End) -> bool:
+        """Whether the run may begin with this learner's model: nobody else's is there, or on its way."""
+        return self.core is None and self.initialiser is None and end.initialises
+
     def start(self, name: str, layout: Layout, method: Method, model: Model, step: int, tokens: int) -> None:
-        """Once, by the learner that comes first. Those who start at the same time are members from the beginning."""
+        """Once, by the learner that comes first, when its model is here. Those who have started by then are members from the beginning."""
         self.first, self.method, self.layout, self.static = name, method, layout, model.static
         self.thetas = list(model.fragments)
         self.outer_states = [method.outer.init(theta.numel()) for theta in self.thetas]
@@ -159,7 +172,7 @@ class Run:
     def num_model_bytes(self) -> int:
         """Of the global model as a joiner fetches it."""
         states = [state for outer in self.outer_states for state in outer.values()] if self.brings_outer_states else []
-        return sum(each.numel() * each.element_size() for each in (*self.thetas, *states, *self.static.values()))
+        return model_bytes([*self.thetas, *states], self.static)
 
     @property
     def brings_outer_states(self) -> bool:
@@ -180,6 +193,8 @@ class Run:
         """A learner is killed; the syncer gives it up when its deadline is over, unless it is back by then."""
         index, end = fault.learner, self.ends[fault.learner]
         self.time.kill(index)
+        if self.initialiser == index:
+            self.initialiser = None
         self.back_s[index] = fault.back_s
         self.delivery.forget(index)
         self.mail[index].clear()

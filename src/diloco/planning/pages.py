@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,6 +42,20 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         for row in rows
     )
     return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def values_table(values: Mapping[str, Any]) -> str:
+    """Names and values, and values that are tables themselves in a line."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{key} {text(inner)}" for key, inner in value.items())
+        return "–" if value is None else str(value)
+
+    rows = "".join(
+        f"<tr><th>{html.escape(key)}</th><td>{html.escape(text(value))}</td></tr>" for key, value in values.items()
+    )
+    return f"<table>{rows}</table>"
 
 
 def svg(figure: Figure) -> str:

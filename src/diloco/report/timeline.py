@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from diloco import events as ev
-from diloco.demo.processes import Kill
 
 Span = tuple[float, float | None]
 Counts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A process died by a signal and was started again. `t` is Unix time in seconds."""
+
+    name: str
+    t: float
 
 
 @dataclass
@@ -20,6 +28,8 @@ class Timeline:
         presence: by learner, when it was part of the run; the end is open while it is.
         left: learners that said goodbye and did not come back.
         steps, evaluated: by process (learners, baseline, isolated), in the order they were written.
+        waits: when a learner's training thread stood still, by process.
+        finished: of processes that ended in good order, the newest.
         kills: of processes that were started again; the demo itself records them.
     """
 
@@ -33,10 +43,14 @@ class Timeline:
     left: set[str] = field(default_factory=set)
     evictions: list[ev.Evicted] = field(default_factory=list)
     syncer_starts: list[float] = field(default_factory=list)
+    run: str = ""
+    method: dict[str, Any] = field(default_factory=dict)
     steps: dict[str, list[ev.Stepped]] = field(default_factory=dict)
     evaluated: dict[str, list[ev.Evaluated]] = field(default_factory=dict)
+    waits: dict[str, list[ev.Waited]] = field(default_factory=dict)
+    finished: dict[str, ev.Finished] = field(default_factory=dict)
     kills: list[Kill] = field(default_factory=list)
-    _settled: Counts = field(default_factory=dict)
+    _settled: dict[str, Counts] = field(default_factory=dict)
     _newest: dict[str, ev.Traffic] = field(default_factory=dict)
 
     def take(self, process: str, event: ev.Event) -> None:
@@ -46,6 +60,11 @@ class Timeline:
                 self.steps.setdefault(process, []).append(event)
             case ev.Evaluated():
                 self.evaluated.setdefault(process, []).append(event)
+            case ev.Waited():
+                self.waits.setdefault(process, []).append(event)
+            case ev.Finished():
+                self.finished[process] = event
+                self.ended_at = max(self.ended_at, event.t if process == "syncer" else 0.0)
             case _ if process == "syncer":
                 self._take_syncers(event)
             case _:
@@ -56,6 +75,7 @@ class Timeline:
         match event:
             case ev.SyncerStarted():
                 self._settle()
+                self.run, self.method = event.run, event.method
                 self.syncer_starts.append(event.t)
             case ev.Initialised():
                 self.initialised_at, self.initial_tokens = event.t, event.tokens
@@ -85,17 +105,25 @@ class Timeline:
 
     def _settle(self) -> None:
         """Counts are totals of one syncer process: keep its last ones when the next process begins."""
-        self._settled = self.traffic
+        self._settled = {learner: self.traffic_of(learner) for learner in {*self._settled, *self._newest}}
         self._newest = {}
+
+    def traffic_of(self, learner: str) -> Counts:
+        """Bytes by kind on a learner's connections, both directions, over all syncer processes."""
+        totals = dict(self._settled.get(learner, {}))
+        if (newest := self._newest.get(learner)) is not None:
+            for counts in (newest.sent_bytes, newest.received_bytes):
+                for kind, num_bytes in counts.items():
+                    totals[kind] = totals.get(kind, 0) + num_bytes
+        return totals
 
     @property
     def traffic(self) -> Counts:
-        """Bytes by kind, both directions, over all syncer processes."""
-        totals = dict(self._settled)
-        for event in self._newest.values():
-            for counts in (event.sent_bytes, event.received_bytes):
-                for kind, num_bytes in counts.items():
-                    totals[kind] = totals.get(kind, 0) + num_bytes
+        """Of all learners."""
+        totals: Counts = {}
+        for learner in {*self._settled, *self._newest}:
+            for kind, num_bytes in self.traffic_of(learner).items():
+                totals[kind] = totals.get(kind, 0) + num_bytes
         return totals
 
     @property
