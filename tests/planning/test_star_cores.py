@@ -20,6 +20,9 @@ from diloco.planning.star import predict, star_network
 WIDTH, LAYERS = 10, 4
 BYTES = 4.0 * WIDTH * WIDTH
 STEPS = 60
+BEGIN_S = 1000.0
+"""When everybody has the model, and all begin together."""
+
 FRAGMENTS = diloco.ByLayer(layers=1)
 
 
@@ -37,16 +40,15 @@ def seen(method: Method, step_s: Sequence[float], bit_per_s: float, syncer_bit_p
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
-            begun_s = exchange.now_s
+            exchange.rest(BEGIN_S - exchange.now_s)
             for _ in range(STEPS):
                 for parameter in model.parameters():
                     parameter.grad = torch.ones_like(parameter)
                 optimizer.step()
                 learner.step(tokens=10)
-            return exchange.now_s - begun_s, sum(learner.versions)
+            return exchange.now_s - BEGIN_S, sum(learner.versions)
 
     names = [f"learner-{i}" for i in range(len(step_s))]
-    # The model travels first, on links that are as wide in both directions, so everybody begins at the same time.
     network = star_network(len(names), bit_per_s, bit_per_s, syncer_bit_per_s=syncer_bit_per_s)
     world = World(names, lambda index, _: step_s[index], [0.0] * len(names), network)
     results: list[Any] = run_virtual(live, Run(world))
