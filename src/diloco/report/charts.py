@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -13,30 +16,25 @@ MERGE, PARTIAL, KILL, BACK, BAND = BLUE, AMBER, RED, GREEN, "#dbeafe"
 
 
 def losses_chart(timeline: Timeline) -> str:
-    """Held-out loss of the global model against the run's tokens, by who evaluated it."""
-    figure, axes = row_of_axes(3.4)
-    for (name, evaluated), colour in zip(
-        sorted(timeline.evaluated.items()), COLOURS * len(timeline.evaluated), strict=False
-    ):
-        axes.plot([e.tokens for e in evaluated], [e.loss for e in evaluated], color=colour, label=name, linewidth=2,
-                  marker="o", markersize=2.8)  # fmt: skip
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M")
-    axes.set_xlabel("tokens trained by the run")
-    axes.set_ylabel("held-out loss, nats per token")
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.legend(frameon=False, loc="upper right")
-    return svg(figure)
+    """Held-out loss of the global model against the run's tokens in millions, by who evaluated it."""
+    curves = {name: [(each.tokens / 1e6, each.loss) for each in found] for name, found in timeline.evaluated.items()}
+    return _curves(curves, "tokens trained by the run, millions", "held-out loss, nats per token")
 
 
 def training_chart(timeline: Timeline) -> str:
-    """Each learner's training loss against its steps."""
+    """Each process's training loss against its steps."""
+    curves = {name: [(each.step, each.loss) for each in found] for name, found in timeline.steps.items()}
+    return _curves(curves, "inner step", "training loss, nats per token", linewidth=1)
+
+
+def _curves(curves: Mapping[str, Sequence[tuple[float, float]]], along: str, up: str, *, linewidth: float = 2) -> str:
+    """A line of (x, y) for each name."""
     figure, axes = row_of_axes(3.4)
-    for (name, steps), colour in zip(sorted(timeline.steps.items()), COLOURS * len(timeline.steps), strict=False):
-        axes.plot([s.step for s in steps], [s.loss for s in steps], color=colour, label=name, linewidth=1, alpha=0.8)
+    for (name, points), colour in zip(sorted(curves.items()), cycle(COLOURS), strict=False):
+        axes.plot(*zip(*points, strict=True), ".-", color=colour, label=name, linewidth=linewidth, markersize=4)
     axes.set_xlim(left=0)
-    axes.set_xlabel("inner step")
-    axes.set_ylabel("training loss, nats per token")
+    axes.set_xlabel(along)
+    axes.set_ylabel(up)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.legend(frameon=False, loc="upper right")
     return svg(figure)
