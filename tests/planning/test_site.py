@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.planning.site import Outage, Site, dump_site, load_site, parse_site
+from diloco.planning.site import Outage, Site, load_site, parse_site
 from diloco.planning.site_tables import (
     BudgetTable,
     FaultsTable,
@@ -170,12 +170,6 @@ def test_bad_input_is_one_sentence(text: str, sentence: str) -> None:
         parse_site(text)
     assert str(caught.value).endswith(sentence)
     assert "\n" not in str(caught.value)
-
-
-def test_the_dump_reads_back_to_the_same_value() -> None:
-    site = parse_site(TWO + '[faults]\nmtbf = "10 min"\nrepair = "0 s"\n[syncer]\nprice_per_hour = "0.5 USD/h"\n')
-    assert parse_site(dump_site(site)) == site
-    assert 'step_time = "310 ms"' in dump_site(site)
 
 
 def test_reading_a_site_file_needs_no_torch() -> None:

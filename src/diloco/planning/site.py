@@ -26,7 +26,7 @@ from diloco.planning.site_tables import (
 )
 from diloco.planning.stations import Merging
 from diloco.planning.units import TIME
-from diloco.tables import Table, nearest, read_toml, validate, write_toml
+from diloco.tables import Table, nearest, read_toml, validate
 
 
 class Learner(NamedTuple):
@@ -229,8 +229,3 @@ def load_site(path: str | FilePath) -> Site:
 def parse_site(text: str, source: str = "site file") -> Site:
     """As `load_site`, from the text of a site file."""
     return validate(Site, read_toml(text, source), source)
-
-
-def dump_site(site: Site) -> str:
-    """The site file as TOML that `parse_site` reads back; quantities to `DIGITS` digits."""
-    return write_toml(site.model_dump(mode="json", exclude_none=True, exclude_defaults=True))

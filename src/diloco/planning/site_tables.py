@@ -6,30 +6,24 @@ Quantities are written with their units and held in base units (bit/s, s, bytes,
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from diloco.planning.models import PRESETS
 from diloco.planning.units import COMPUTE, LARGEST, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
 from diloco.tables import Table, nearest
 
-DIGITS = 6
-"""Significant digits of a quantity in a written site file."""
+
+def _given_as(quantity: Quantity, *, positive: bool = False) -> BeforeValidator:
+    return BeforeValidator(lambda text: quantity.parse(text, positive=positive))
 
 
-def _given_as(quantity: Quantity, *, positive: bool = False) -> tuple[BeforeValidator, PlainSerializer]:
-    return (
-        BeforeValidator(lambda text: quantity.parse(text, positive=positive)),
-        PlainSerializer(lambda value: quantity.show(value, DIGITS), when_used="json"),
-    )
-
-
-Rate = Annotated[float, *_given_as(RATE, positive=True)]
-Duration = Annotated[float, *_given_as(TIME, positive=True)]
-Delay = Annotated[float, *_given_as(TIME)]
-Size = Annotated[float, *_given_as(SIZE, positive=True)]
-Speed = Annotated[float, *_given_as(COMPUTE, positive=True)]
-BytePrice = Annotated[float, *_given_as(PRICE_PER_BYTE)]
-HourPrice = Annotated[float, *_given_as(PRICE_PER_S)]
+Rate = Annotated[float, _given_as(RATE, positive=True)]
+Duration = Annotated[float, _given_as(TIME, positive=True)]
+Delay = Annotated[float, _given_as(TIME)]
+Size = Annotated[float, _given_as(SIZE, positive=True)]
+Speed = Annotated[float, _given_as(COMPUTE, positive=True)]
+BytePrice = Annotated[float, _given_as(PRICE_PER_BYTE)]
+HourPrice = Annotated[float, _given_as(PRICE_PER_S)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
 

@@ -105,9 +105,3 @@ def filling(stream: Iterator[bytes], buffer: memoryview) -> Iterator[int]:
         raise CorruptPayloadError(
             f"the checksum of {len(buffer)} bytes does not match: they were damaged on the way; send them again."
         )
-
-
-def read_into(stream: Iterator[bytes], buffer: memoryview) -> None:
-    """`filling` to its end."""
-    for _ in filling(stream, buffer):
-        pass
