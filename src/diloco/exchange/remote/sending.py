@@ -95,13 +95,14 @@ class Sending:
             stream = frames(header, bytes_of(offer.payload))
             return session.connection.upload("contributions", "Push", stream, pb.PushReply)
 
+        # Counted before it goes out: its version may be here, and the run over, before the acknowledgement is.
+        session.num_bytes["contributions"] += offer.payload.numel()
         try:
             reply = session.retry(attempt)
         except StaleIncarnationError as error:
             session.given_up(c.incarnation, str(error))
             return
         offer.boot = session.boot
-        session.num_bytes["contributions"] += offer.payload.numel()
         if not reply.accepted:
             self.rejected(c.fragment, c.round, reply.reason, c.incarnation)
 
