@@ -222,6 +222,8 @@ def test_a_difference_is_said_in_words() -> None:
         (lambda: replace(DiLoCo(weight="tokens"), merge=MultiKrum()), r"MultiKrum\(\) counts every learner the same"),
         (lambda: DiLoCo(outer="adam"), "outer is 'adam'; use one of SGD"),
         (lambda: AllLive(drop_seed=3), "drop is 0; set drop"),
+        (lambda: AsyncDiLoCo(quorum=Pushed(at_least=2)), r"DelayedNesterov\(\) takes outer gradients one at a time, .*use at_least=1"),
+        (lambda: DiLoCo(outer=DelayedNesterov(), quorum=AllLive(at_least=2)), "waits for several; use at_least=1"),
         (lambda: replace(AsyncDiLoCo(), overlap=2), "overlap=2 has no effect where learners push"),
         (lambda: DiLoCo(overlap=1, quorum=AllLive(drop=0.5)), "needs overlap=0, not 1"),
         (lambda: replace(DiLoCo(), adopt=KeepDisplacement()), "set overlap"),

@@ -8,6 +8,7 @@ import pytest
 
 from diloco.core.fragments import Whole
 from diloco.core.method import Method
+from diloco.core.outer import DelayedNesterov
 from diloco.core.presets import DecoupledDiLoCo
 from diloco.core.quorum import Called, Pace, Pushed, Quorum, decide_open, quorum_from_dict
 from diloco.core.rounds import Accept, Action, Call, Merge, Publish, Reject, Store, WakeAt
@@ -375,6 +376,25 @@ def test_a_push_is_merged_at_once() -> None:
     [_, merge] = run.send("b", base=0)
     assert isinstance(merge, Merge)
     assert merge.round == 1
+
+
+def test_delayed_nesterov_takes_pushes_one_at_a_time() -> None:
+    """Those that come while a version is merged and stored wait for a round of their own, in the order in which they came."""
+    delayed = method(Pushed(at_least=1), outer=DelayedNesterov(buffer=3), partial="full")
+    run = Run(delayed, "abc")
+    run.step("abc", 4)
+    [_, merge] = run.send("c")
+    assert isinstance(merge, Merge)
+    merged = [[c.learner for c in merge.contributions]]
+    assert [accepted(action) for action in run.send("a")] == [True]
+    assert run.core.merged(0) == [Store(0, 1)]
+    assert [accepted(action) for action in run.send("b")] == [True]
+    actions = run.core.stored(run.now, 0)
+    while merges := [action for action in actions if isinstance(action, Merge)]:
+        merged += [[c.learner for c in each.contributions] for each in merges]
+        actions = run.close()
+    assert merged == [["c"], ["a"], ["b"]]
+    assert run.core.fragments[0].version == 3
 
 
 def test_two_pushes_make_a_quorum_of_two() -> None:

@@ -7,6 +7,7 @@ from tests.core.virtual_world import Weather, World
 
 from diloco.core.adopt import KeepDisplacement
 from diloco.core.method import Method
+from diloco.core.outer import Nesterov
 from diloco.core.presets import AsyncDiLoCo, DecoupledDiLoCo, StreamingDiLoCo
 from diloco.core.quorum import AllLive, Called, Pushed
 
@@ -94,7 +95,7 @@ OPEN = {
     "K = M": DecoupledDiLoCo(sync_every=12, quorum=Called(at_least=4, grace=0.0), weight="uniform"),
     "late is dropped": DecoupledDiLoCo(sync_every=12, quorum=Called(grace=0.0, late="drop")),
     "pushed": AsyncDiLoCo(learners=4, sync_every=12),
-    "pushed, two": AsyncDiLoCo(learners=4, sync_every=12, dynamic_steps=False, quorum=Pushed(at_least=2)),
+    "pushed, two": AsyncDiLoCo(sync_every=12, dynamic_steps=False, quorum=Pushed(at_least=2), outer=Nesterov()),
 }  # fmt: skip
 
 

@@ -517,6 +517,7 @@ class World:
         else:
             assert 0 < merge.scale <= 1
             assert all(c.base <= merge.round for c in merge.contributions)
+            assert len(names) == 1 or not self.method.outer.one_at_a_time
         self.merges.append(merge)
 
     def _check_learner(self, node: Node) -> None:

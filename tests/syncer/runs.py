@@ -79,23 +79,29 @@ def start(tmp_path: Path, given: diloco.Method, **options: Any) -> Syncer:
 
 
 class Raw:
-    """A learner made of bare calls."""
+    """A learner made of bare calls. `held`: the layout of its model, unless it is `layout()`."""
 
-    def __init__(self, address: str, name: str = "raw", token: str | None = None, ca: Path | None = None) -> None:
+    def __init__(
+        self, address: str, name: str = "raw", token: str | None = None, ca: Path | None = None, *, held: Layout | None = None
+    ) -> None:  # fmt: skip
         self.name = name
+        self.layout = held or layout()
         self.connection = Connection(address, token=token, ca=ca, insecure=False)
         self.incarnation = 0
 
     def initialise(self, values: float = 1.0) -> None:
-        parts = [bytes_of(torch.full((fragment.numel,), values)) for fragment in layout().fragments]
+        parts = [bytes_of(torch.full((fragment.numel,), values)) for fragment in self.layout.fragments]
         parts.append(memoryview(save({})))
         header = pb.InitialiseHeader(
-            run=RUN, learner=self.name, layout=json.dumps(layout().to_dict()), part_bytes=[len(part) for part in parts]
+            run=RUN,
+            learner=self.name,
+            layout=json.dumps(self.layout.to_dict()),
+            part_bytes=[len(part) for part in parts],
         )
         self.connection.upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
 
     def join(self, wanted: Layout | None = None, run: str = RUN) -> None:
-        request = pb.JoinRequest(run=run, learner=self.name, layout=json.dumps((wanted or layout()).to_dict()))
+        request = pb.JoinRequest(run=run, learner=self.name, layout=json.dumps((wanted or self.layout).to_dict()))
         self.incarnation = self.connection.call("joins", "Join", request, pb.JoinReply).incarnation
 
     def header(self, num_bytes: int, **fields: Any) -> pb.PushHeader:

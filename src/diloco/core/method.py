@@ -160,6 +160,8 @@ class Method:
              "partial='scale' is for Called() and Pushed(); a scheduled round takes the mean of those present."),
             (self.partial == "scale" and isinstance(self.outer, DelayedNesterov),
              "DelayedNesterov divides by its buffer, and partial='scale' divides once more; use partial='full' with it."),
+            (self.outer.one_at_a_time and self.quorum.at_least > 1,
+             f"{type(self.outer).__name__}() takes outer gradients one at a time, and {self.quorum} waits for several; use at_least=1."),
             (self.weight != "uniform" and not self.merge.weighted,
              f"{type(self.merge).__name__}() counts every learner the same; use weight='uniform' with it, not {self.weight!r}."),
             (self.dynamic_steps and not isinstance(self.quorum, Pushed),

@@ -5,7 +5,8 @@ learners. A fragment falls due when the clock passes its steps of the schedule, 
 called once the round before is published. Decoupled DiLoCo, arXiv 2604.21428.
 
 A contribution names the version that it was measured from, and goes into the round that is open when it comes. One of a learner that
-has another there already is added to it: late and fresh displacements, tokens and steps add up.
+has another there already is added to it: late and fresh displacements, tokens and steps add up. Where the outer optimizer takes outer
+gradients one at a time (Delayed Nesterov, arXiv 2401.09135), each push has a round of its own instead: one push, one version.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
         return core.books.reject(c, OUTLIER)
     if not 0 <= c.base <= state.version or c.round != c.base:
         return core.books.reject(c, VERSION)
-    number = state.version if state.phase == "open" else state.version + 1
+    number = _number(core, state)
     if quorum.late == "drop" and c.base < number:
         return core.books.reject(c, LATE)
     round_ = state.rounds.get(number)
@@ -53,6 +54,15 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
         round_.fresh.add(c.learner)
         _note_quorum(core, round_, now)
     return Accept(c, duplicate=False)
+
+
+def _number(core: SyncerCore, state: FragmentState) -> int:
+    """The round that a contribution goes into: the open one, or the first that none has come for where each is an arrival of its own."""
+    number = state.version if state.phase == "open" else state.version + 1
+    if isinstance(core.method.quorum, Pushed) and core.method.outer.one_at_a_time:
+        while number in state.rounds:
+            number += 1
+    return number
 
 
 def _is_known(core: SyncerCore, state: FragmentState, c: Contribution) -> bool:

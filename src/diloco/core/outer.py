@@ -17,6 +17,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ State = dict[str, Tensor]
 
 class Outer(Choice):
     """An optimizer of the global parameters, as explicit state in, state out."""
+
+    one_at_a_time: ClassVar[bool] = False
+    """Whether a step takes one learner's outer gradient, never the mean of several that were pushed."""
 
     @abstractmethod
     def init(self, num_elements: int) -> State:
@@ -119,6 +123,8 @@ class DelayedNesterov(Outer):
 
     State: "momentum" and "buffer", fp32 of the parameters' shape, and "step", a 0-dimensional int64.
     """
+
+    one_at_a_time: ClassVar[bool] = True
 
     lr: float = 0.7
     momentum: float = 0.9
