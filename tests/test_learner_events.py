@@ -15,6 +15,7 @@ import diloco
 from diloco import Learner, Method
 from diloco.core.fragments import Layout
 from diloco.core.update import MISSED, OUT_OF_STEP, Contribution, Update
+from diloco.errors import ConfigError
 from diloco.exchange.base import (
     Arrived,
     Called,
@@ -244,6 +245,33 @@ def test_given_up_it_starts_again_from_the_newest_model() -> None:
     assert (contribution.incarnation, contribution.round, contribution.base, contribution.step) == (2, 9, 9, 42)
     payload()
     assert residuals_of(learner).keys() == {"0"}
+
+
+def test_given_up_while_a_round_waits_for_it_a_learner_takes_its_steps_again() -> None:
+    """Its contribution after step 2 was lost with its incarnation, and the others cannot go on without one after step 2."""
+    script, learner = start()
+    step(learner, 2)
+    script.inbox.append(
+        Rejoined(replace(script.opened(incarnation=2, step=0, version=0), awaited=True), "nothing heard")
+    )
+    step(learner)
+    assert learner.steps == 0
+    step(learner, 2)
+    assert [(c.incarnation, c.step) for c, _ in script.offers] == [(1, 2), (2, 2)]
+
+
+def test_a_learner_that_has_finished_says_so_and_takes_no_more_steps() -> None:
+    script, learner = start()
+    step(learner, 1)
+    assert not script.reports[-1].finished
+    learner.finish()
+    assert script.reports[-1] == Report(1, 10, None, waiting=False, finished=True)
+    with pytest.raises(ConfigError, match="has finished; make a new one"):
+        learner.step(tokens=1)
+    script.publish(1)
+    learner.state_dict()
+    assert script.reports[-1].finished
+    learner.close()
 
 
 def test_a_run_that_went_on_is_joined_where_it_is() -> None:

@@ -35,6 +35,7 @@ class Boundary:
         name, incarnation: who the learner is in the run.
         residuals, eager: of this incarnation; `eager` where the method's updates are.
         received: versions that are here and not adopted, by (fragment, version).
+        has_finished: no more steps will be taken.
         updates, merges: versions heard of, and those among them that this learner's work is in.
     """
 
@@ -47,6 +48,7 @@ class Boundary:
         self.timing = Timing(lambda: exchange.now_s)
         self.received: dict[tuple[int, int], Arrived] = {}
         self.merges = self.updates = 0
+        self.has_finished = False
         self._trained = trained
         self._begin(opened)
 
@@ -61,8 +63,10 @@ class Boundary:
         self.values.take(opened.model, write=self.method.exchanged != "gradients" or not any(opened.versions))
 
     def rejoin(self, opened: Opened, *, step: int = 0) -> None:
-        """Start again as a new incarnation, at the run's step or the learner's own, whichever is later."""
-        self.core.rejoined(opened.versions, max(opened.step, step))
+        """Start again as a new incarnation, at the run's step or the learner's own (`step`), whichever is later."""
+        self.core.rejoined(
+            opened.versions, opened.step if opened.awaited else max(opened.step, step), awaited=opened.awaited
+        )
         self._begin(opened)
 
     # --- the two kinds of boundary ----------------------------------------------------------------------------------------
@@ -89,7 +93,7 @@ class Boundary:
 
     def report(self, *, waiting: bool = False) -> None:
         """Tell the others how far this learner is."""
-        self.exchange.report(Report(self.core.step, self.core.tokens, self.timing.step_s, waiting))
+        self.exchange.report(Report(self.core.step, self.core.tokens, self.timing.step_s, waiting, self.has_finished))
 
     @property
     def _keeps_origins(self) -> bool:

@@ -167,6 +167,8 @@ class SyncerTable(Table):
     lost_steps: float = Field(default=20.0, gt=0)  # silent for this many of its own steps, kept between floor and cap
     lost_floor_s: float = Field(default=6.0, gt=0)
     lost_cap_s: float = Field(default=120.0, gt=0)
+    reconnect_steps: float = Field(default=5.0, gt=0)  # its connection broke this many of its own steps ago
+    reconnect_floor_s: float = Field(default=3.0, gt=0)
     stalled_steps: float = Field(default=50.0, gt=0)  # alive but without a step for this many of its own steps
     stalled_floor_s: float = Field(default=60.0, gt=0)
     stalled_cap_s: float = Field(default=3600.0, gt=0)

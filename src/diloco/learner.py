@@ -96,7 +96,7 @@ class Learner:
 
         Blocks only where the method waits for an answer that is due.
         """
-        self._require_open()
+        self._require_training()
         timing = self._boundary.timing
         if not self._exchanges_gradients:
             self._exchange.stepped()
@@ -112,7 +112,7 @@ class Learner:
         timing.step_ends()
 
     def _before_step(self) -> None:
-        self._require_open()
+        self._require_training()
         self._boundary.before_step()
 
     # --- state ------------------------------------------------------------------------------------------------------------
@@ -193,6 +193,16 @@ class Learner:
 
     # --- the end ----------------------------------------------------------------------------------------------------------
 
+    def finish(self) -> None:
+        """Say that this learner takes no more steps: from here on no round waits for it. Idempotent.
+
+        It stays part of the run until `close`, to evaluate, export or save for as long as that takes. What it has sent is still merged.
+        Over a process group, whose members are fixed, the others wait all the same.
+        """
+        self._require_open()
+        self._boundary.has_finished = True
+        self._boundary.report()
+
     def close(self) -> None:
         """Leave the run. Idempotent."""
         if not self._closed:
@@ -206,6 +216,11 @@ class Learner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _require_training(self) -> None:
+        self._require_open()
+        if self._boundary.has_finished:
+            raise ConfigError("this learner has finished; make a new one to train on.")
 
     def _require_open(self) -> None:
         if self._closed:

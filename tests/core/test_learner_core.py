@@ -263,6 +263,9 @@ def test_a_new_incarnation_starts_from_the_run() -> None:
     assert learner.stepped(10) == (Send(0, 4, 4, tokens=10, steps=1),)
     learner.rejoined([4], step=2)  # a syncer may have forgotten some steps
     assert learner.step == 12
+    learner.rejoined([4], step=3, awaited=True)  # a round waits for the send after it
+    assert learner.step == 3
+    assert [send.round for _ in range(3) for send in learner.stepped(10)] == [4]
 
 
 def test_gradients_are_merged_before_their_step_is_taken() -> None:

@@ -180,6 +180,65 @@ def test_at_least_keeps_a_survivor_from_becoming_a_solo_run() -> None:
     assert "Merge" in kinds(run.send(9.0, "c", 0))
 
 
+def starts_at(run: Run, learner: str = "joiner") -> int:
+    run.core.joined(50.0, learner)
+    return run.core.start_step(learner)
+
+
+def test_a_joiner_starts_at_the_runs_step() -> None:
+    run = Run("a", "b", at_least=2)
+    for learner in "ab":
+        run.send(1.0, learner, 0)
+    run.publish(1.0)
+    run.send(2.0, "a", 1)  # b brings the second
+    assert starts_at(run) == 20
+
+
+def test_a_joiner_starts_before_the_round_that_lacks_learners() -> None:
+    run = Run("a", "b", at_least=2)
+    for learner in "ab":
+        run.send(1.0, learner, 0)
+    run.publish(1.0)
+    run.send(2.0, "a", 1)
+    run.core.left(3.0, "b", 1, tokens=100)
+    assert starts_at(run) == 10
+    assert run.core.members["joiner"].step == 10  # its next steps are progress
+    assert starts_at(Run("a", at_least=1)) == 0
+
+
+def test_one_whose_connection_broke_is_not_counted_on() -> None:
+    run = Run("a", "b", at_least=2)
+    run.send(2.0, "a", 0, step=10)
+    run.core.disconnected(3.0, "b", 1)
+    assert starts_at(run) == 0
+
+
+def test_a_round_that_is_on_its_way_lacks_learners_too() -> None:
+    """The survivor has told of its step, and its contribution has not arrived."""
+    run = Run("a", "b", at_least=2)
+    for learner in "ab":
+        run.send(1.0, learner, 0)
+    run.publish(1.0)
+    run.core.left(3.0, "b", 1, tokens=100)
+    run.beat(4.0, "a", step=19)
+    assert starts_at(run, "early") == 19
+    run.beat(4.0, "a", step=20)
+    assert starts_at(run, "late") == 10
+
+
+def test_with_several_fragments_the_first_send_is_the_earliest_round_that_lacks_learners() -> None:
+    run = Run(
+        "a", "b", fragments=2, at_least=2
+    )  # DiLoCo cut in two: fragment 0 after 5, 15, …; fragment 1 after 10, 20, …
+    for fragment, step in ((0, 5), (1, 10)):
+        for learner in "ab":
+            run.send(1.0, learner, 0, fragment=fragment, step=step)
+        run.publish(1.0, fragment)
+    run.send(2.0, "a", 1, fragment=0, step=15)
+    run.core.left(3.0, "b", 1, tokens=100)
+    assert starts_at(run) == 10
+
+
 def test_one_that_had_passed_the_step_before_it_was_ready_is_not_waited_for() -> None:
     """The first contribution took so long to arrive that a joiner, who started behind it, is past that step already."""
     run = Run("a")
@@ -260,10 +319,10 @@ def test_a_round_counts_as_of_its_earliest_step() -> None:
 # --- who is given up ------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_learner_is_waited_for_until_its_deadline() -> None:
+def test_a_silent_learner_is_waited_for_until_its_deadline() -> None:
     run = Run("a", "b", "c")
     run.send(1.0, "a", 0)
-    run.core.disconnected(2.0, "c", 1)
+    run.beat(2.0, "c", step=9)
     assert only(WakeAt, run.send(3.0, "b", 0)).at == 7.0  # a was heard of at 1
     run.beat(6.5, "a", step=10, waiting=True)
     assert only(WakeAt, run.beat(6.5, "b", step=10, waiting=True)).at == 8.0
@@ -273,6 +332,54 @@ def test_a_killed_learner_is_waited_for_until_its_deadline() -> None:
     assert only(Evict, actions) == Evict("c", 1, "nothing heard for 6.0 s", replaced=False)
     assert [c.learner for c in only(Merge, actions).contributions] == ["a", "b"]
     assert only(WakeAt, actions).at == 12.5
+
+
+def test_a_broken_connection_leaves_less_time_than_silence() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "a", 0)
+    run.core.disconnected(2.0, "b", 1)
+    assert run.reason(3.0) == "waiting for b; b is given up in 2.0 s"
+    run.beat(4.0, "a", step=10, waiting=True)
+    actions = run.core.tick(5.0)
+    reason = "its connection broke 3.0 s ago and it did not come back"
+    assert only(Evict, actions) == Evict("b", 1, reason, replaced=False)
+    assert [c.learner for c in only(Merge, actions).contributions] == ["a"]
+
+
+def test_one_that_comes_back_is_as_before() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "a", 0)
+    run.core.disconnected(2.0, "b", 1)
+    run.beat(4.9, "b", step=9)
+    run.beat(4.9, "a", step=10, waiting=True)
+    assert run.reason(5.0) == "waiting for b; b is given up in 5.9 s"
+    assert "Evict" not in kinds(run.core.tick(9.0))
+
+
+def test_the_time_to_reconnect_follows_a_learners_own_pace() -> None:
+    assert [DEADLINES.reconnect_after_s(step_s) for step_s in (None, 0.1, 2.0, 100.0)] == [3.0, 3.0, 10.0, 120.0]
+    short = Deadlines(lost_floor_s=2.0)
+    assert short.reconnect_after_s(0.01) == short.lost_after_s(0.01) == 2.0
+
+
+def test_a_finished_learner_is_neither_waited_for_nor_stalled() -> None:
+    """Its training is over and it evaluates: it says so, and the others go on without it; a stalled one they would wait for."""
+    run = Run("a", "b")
+    run.send(1.0, "a", 0)
+    run.send(1.0, "b", 0)
+    run.publish(1.5)
+    assert run.reason(2.0) == "no contribution yet"
+    run.send(2.0, "a", 1)
+    assert run.reason(2.0).startswith("waiting for b")  # type: ignore[attr-defined]
+    actions = run.core.heartbeat(3.0, "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    assert [c.learner for c in only(Merge, actions).contributions] == ["a"]
+    run.publish(3.5)
+    for now in range(4, 400):
+        run.core.heartbeat(float(now), "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+        run.beat(float(now), "a", step=now, step_s=0.1)
+        assert "Evict" not in kinds(run.core.tick(float(now)))
+    assert not run.core.members["b"].healthy
+    assert "Evict" in kinds(run.core.tick(406.0))  # silent
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save
 from tests.syncer.relay import Link, Relay
-from tests.syncer.runs import RUN, Raw, method, start, train
+from tests.syncer.runs import RUN, Net, Raw, method, start, train
 from tests.syncer.test_faults import QUICK, syncer_process, until
 
 import diloco
-from diloco import errors
+from diloco import errors, events
+from diloco.core.members import Deadlines
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote import Remote
 from diloco.exchange.remote.joining import Initial
+from diloco.exchange.remote.presence import ANSWER_FLOOR_S
+from diloco.exchange.wire.rpc import HEARTBEAT_S
 
 PROMPT_S = 4.0
 """Closing may take a second to say goodbye; the rest is for a busy machine."""
@@ -97,9 +101,9 @@ def test_closing_while_joining_again_is_prompt(tmp_path: Path) -> None:
         exchange = diloco.connect(relay.address, run=RUN, learner="a", initialise=True)
         with living(exchange) as life:
             until(lambda: life.step > 5, "it does not train")
+            relay.refuse()  # neither dialling anew nor joining again leads anywhere
             relay.stall()
             until(lambda: not syncer.engine.status()["learners"], "it is not given up")
-            relay.refuse()  # so that joining again leads nowhere
             relay.resume()
             until(lambda: exchange._presence._is_void, "the learner does not hear that it was given up")
             with promptly():
@@ -179,21 +183,78 @@ def test_half_open_connections_are_dialled_anew_in_time(tmp_path: Path) -> None:
         with living(impatient(relay.address)) as life:
             until(lambda: life.step > 5, "it does not train")
             relay.stall()
-            until(lambda: syncer.engine.status()["learners"]["a"]["silent_s"] > 2, "it is still heard")
+            until(lambda: syncer.engine.status()["learners"]["a"]["silent_s"] > 1, "it is still heard")
             until(lambda: syncer.engine.status()["learners"]["a"]["silent_s"] < 1, "it is not heard again")
             step = life.step
             until(lambda: life.step > step + 20, "it does not train on")
             assert syncer.engine.status()["learners"]["a"]["incarnation"] == 1
 
 
+def test_connections_that_broke_at_the_syncers_end_are_dialled_anew(tmp_path: Path) -> None:
+    """The syncer gives the learner a short time to come back, of which it does not know: it notices by itself."""
+    patient = Deadlines(lost_floor_s=60.0, reconnect_floor_s=50.0)  # so that a busy machine does not matter
+    with start(tmp_path, method(), deadlines=patient) as syncer, Relay(syncer.port) as relay:
+        with living(impatient(relay.address)) as life:
+            until(lambda: life.step > 5, "it does not train")
+            relay.cut_at_the_syncer()
+            until(lambda: not syncer.engine.status()["learners"]["a"]["healthy"], "the syncer does not notice")
+            until(lambda: syncer.engine.status()["learners"]["a"]["healthy"], "it does not come back")
+            step = life.step
+            until(lambda: life.step > step + 20, "it does not train on")
+            assert syncer.engine.status()["learners"]["a"]["incarnation"] == 1
+    assert not evictions(tmp_path)
+
+
+def test_a_learner_notices_well_before_the_syncer_gives_it_up() -> None:
+    redial_s = 0.8  # a handshake, and the pause before it
+    assert HEARTBEAT_S + ANSWER_FLOOR_S + redial_s < Deadlines().reconnect_floor_s
+
+
+def test_a_syncer_that_is_slow_to_answer_does_not_see_its_learner_hang_up(tmp_path: Path) -> None:
+    """The learner dials anew; until that is answered its old connection stays, and the syncer has no reason to think it dead."""
+    with start(tmp_path, method(), deadlines=Deadlines(lost_floor_s=60.0)) as syncer, Relay(syncer.port) as relay:
+        with living(impatient(relay.address)) as life:
+            until(lambda: life.step > 5, "it does not train")
+            relay.stall()
+            relay.refuse()  # the new connection leads nowhere
+            until(lambda: syncer.engine.status()["learners"]["a"]["silent_s"] > 4, "it is still heard")
+            assert syncer.engine.status()["learners"]["a"]["healthy"]
+            relay.resume()
+    assert not evictions(tmp_path)
+
+
+def test_nobody_waits_for_a_learner_that_has_finished(tmp_path: Path) -> None:
+    """It stays to evaluate for as long as it likes, and is neither waited for nor given up."""
+    with start(tmp_path, method()) as syncer, ThreadPoolExecutor(1) as pool:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = diloco.connect(syncer.address, run=RUN, learner="first", initialise=True)
+        with diloco.Learner(model, optimizer, exchange=exchange) as learner:
+            learner.step(tokens=5)
+            other = pool.submit(train, 1, diloco.connect(syncer.address, run=RUN, learner="second"), None, 60)
+            learner.finish()
+            _, metrics = other.result(timeout=50)  # a stalled one is given up after a minute
+            status = syncer.engine.status()["learners"]
+            assert status["first"]["incarnation"] == 1
+            assert metrics["merges"] == 2 * 60 // 4
+            assert learner.global_state_dict().keys() == model.state_dict().keys()
+    assert not evictions(tmp_path)
+
+
+def evictions(directory: Path) -> list[events.Evicted]:
+    return [it for it in events.read_events(directory / "state" / "events.jsonl") if isinstance(it, events.Evicted)]
+
+
 def test_tokens_of_an_old_incarnation_are_not_counted_for_the_new_one(tmp_path: Path) -> None:
     with start(tmp_path, method(), deadlines=QUICK) as syncer, Relay(syncer.port) as relay:
         with living(diloco.connect(relay.address, run=RUN, learner="a", initialise=True)) as life:
             until(lambda: life.step > 20, "it does not train")
+            relay.refuse()
             relay.stall()
             until(lambda: not syncer.engine.status()["learners"], "it is not given up")
             counted = syncer.engine.status()["tokens"]
             step = life.step
+            relay.accept()
             relay.resume()
             until(lambda: syncer.engine.status()["learners"].get("a", {}).get("incarnation") == 2, "it does not rejoin")
             until(lambda: life.step > step + 20, "it does not train on")

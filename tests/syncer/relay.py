@@ -10,11 +10,12 @@ from typing import Self
 
 
 class Link:
-    """One relayed connection. `up_bytes`: forwarded towards the syncer so far."""
+    """One relayed connection. `up_bytes`: forwarded towards the syncer so far. `is_half_open`: the learner's end hears of nothing."""
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.ends = (client, server)
         self.up_bytes = 0
+        self.is_half_open = False
         self.may_flow = threading.Event()
         self.may_flow.set()
 
@@ -60,9 +61,20 @@ class Relay:
         for link in self.links:
             link.hang_up()
 
+    def cut_at_the_syncer(self) -> None:
+        """Break the connections there are, at the syncer's end: the learner is not told."""
+        for link in self.links:
+            link.is_half_open = True
+            with suppress(OSError):
+                link.ends[1].shutdown(socket.SHUT_RDWR)
+
     def refuse(self) -> None:
         """New connections are taken by the system and lead nowhere."""
         self._is_open.clear()
+
+    def accept(self) -> None:
+        """New connections lead to the syncer again, and so do those that were refused."""
+        self._is_open.set()
 
     def close(self) -> None:
         self._is_over = True
@@ -112,7 +124,8 @@ class Relay:
                 link.may_flow.wait()
                 target.sendall(data)
                 link.up_bytes += len(data) if up else 0
-        link.hang_up()
+        if not link.is_half_open:
+            link.hang_up()
 
     @staticmethod
     def _hang_up(end: socket.socket) -> None:

@@ -98,7 +98,7 @@ def published(directory: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kill_at", [1, 2, 7])
 def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Path) -> None:
-    with start(tmp_path, method(), deadlines=QUICK) as syncer, ThreadPoolExecutor(1) as pool:
+    with start(tmp_path, method()) as syncer, ThreadPoolExecutor(1) as pool:
         stop = threading.Event()
 
         def keep_going(step: int) -> None:
@@ -112,6 +112,8 @@ def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Pat
         assert victim.wait(timeout=60) == -signal.SIGKILL
         versions = syncer.engine.versions()
         until(lambda: "victim" not in syncer.engine.status()["learners"], "the victim is not given up")
+        seen = events.read_events(tmp_path / "state" / "events.jsonl")
+        assert any("its connection broke" in e.reason for e in seen if isinstance(e, events.Evicted))
         until(lambda: min(syncer.engine.versions()) > max(versions) + 2, "the survivor does not go on")
         _, metrics = train(2, diloco.connect(syncer.address, run=RUN, learner="victim"), None, 12)
         assert metrics["incarnation"] == 2
@@ -134,6 +136,32 @@ def _until_stopped(exchange: Any, at_step: Callable[[int], None]) -> None:
         train(0, exchange, None, 1_000_000, at_step)
     except StopIteration:
         return
+
+
+def test_a_learner_given_up_while_it_waits_for_the_others_joins_again(tmp_path: Path) -> None:
+    """It waits for a second learner before its first step, and is stopped for longer than its deadline."""
+    with start(tmp_path, method(at_least=2), deadlines=QUICK) as syncer:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        waiting = subprocess.Popen([sys.executable, "-m", "tests.syncer.runs", syncer.address, "1000000"])
+
+        def incarnation() -> int:
+            return int(syncer.engine.status()["learners"].get("victim", {}).get("incarnation", 0))
+
+        try:
+            until(lambda: incarnation() == 1, "it does not join")
+            until(lambda: syncer.engine.num_live() == 1, "it does not listen")
+            waiting.send_signal(signal.SIGSTOP)
+            until(lambda: incarnation() == 0, "it is not given up")
+            waiting.send_signal(signal.SIGCONT)
+            until(lambda: incarnation() >= 2 or waiting.poll() is not None, "it does not join again")
+            assert waiting.poll() is None
+            _, metrics = train(2, diloco.connect(syncer.address, run=RUN, learner="other"), None, 12)
+            assert metrics["merges"] == 6
+        finally:
+            waiting.kill()
+            waiting.wait()
+            raw.connection.close()
 
 
 def test_a_second_process_with_the_same_name_replaces_the_first(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_killed_learner_is_given_up_and_comes_back(tiny: Tiny, tmp_path: Path)
     done = play(tmp_path / "run", scene, config, config)
     events = read_events(tmp_path / "run" / "syncer" / "events.jsonl")
     [evicted] = [e for e in events if isinstance(e, Evicted)]
-    assert evicted.t == 10.5 + 20.0  # of its own steps
+    assert evicted.t == 10.5 + 5.0  # of its own steps
     assert done.times()["part-1"].stopped_s == 39.5
     back = done.summaries["part-1"]
     assert back is not None

@@ -46,6 +46,8 @@ def command(
             lost_steps=table.lost_steps,
             lost_floor_s=table.lost_floor_s,
             lost_cap_s=table.lost_cap_s,
+            reconnect_steps=table.reconnect_steps,
+            reconnect_floor_s=table.reconnect_floor_s,
             stalled_steps=table.stalled_steps,
             stalled_floor_s=table.stalled_floor_s,
             stalled_cap_s=table.stalled_cap_s,

@@ -228,9 +228,13 @@ class LearnerCore:
         book.received = {v for v in book.received if v > version}
         return settled
 
-    def rejoined(self, versions: Sequence[int], step: int) -> None:
-        """A new incarnation: newest versions, the run's step, a fresh ledger. What was on its way went with the old one."""
-        self.step = max(step, self.step)
+    def rejoined(self, versions: Sequence[int], step: int, *, awaited: bool = False) -> None:
+        """A new incarnation: newest versions, a fresh ledger, and the run's step or its own, whichever is later. What was on its way
+        went with the old one.
+
+        `awaited`: a round waits for the send that follows `step`, so that the learner takes the steps after it again.
+        """
+        self.step = step if awaited else max(step, self.step)
         self.tokens = 0
         self.books = self._new_books(versions)
 

@@ -13,7 +13,9 @@ class Member:
     """A learner that is not given up.
 
     Attributes:
-        ready: it has trained since it joined; one that is still starting up delays nobody.
+        broken_at: when its connection broke; None: it was heard since.
+        ready: it has trained since it joined, and will go on; one that is still starting up delays nobody.
+        finished: it has said that its training is over. It is never ready again, and never stalled.
         ready_step: the inner step known when it became ready: it may have passed that one without contributing.
         tokens: trained by this incarnation.
         sent_step: by fragment, the inner step after which it last contributed, or joined.
@@ -28,7 +30,9 @@ class Member:
     step_s: float | None = None
     waiting: bool = False
     connected: bool = True
+    broken_at: float | None = None
     ready: bool = False
+    finished: bool = False
     ready_step: int = 0
     tokens: int = 0
     sent_step: dict[int, int] = field(default_factory=dict)
@@ -41,12 +45,17 @@ class Member:
 
     def heard(self, now: float, step: int, tokens: int) -> int:
         """It lives, at this step; returns how many steps that is further. Tokens are reported per incarnation and only ever grow."""
-        self.seen_at, self.connected = now, True
+        self.seen_at, self.connected, self.broken_at = now, True, None
         if step > self.step or self.waiting:
             self.progressed_at = now
         steps = max(0, step - self.step)
         self.step, self.tokens = self.step + steps, max(tokens, self.tokens)
         return steps
+
+    def trains(self, step: int) -> None:
+        """There is work of it, begun after this step: rounds count on it from here on, unless it has finished."""
+        if not self.ready and not self.finished:
+            self.ready, self.ready_step = True, step
 
 
 @dataclass(frozen=True)
@@ -54,13 +63,17 @@ class Deadlines:
     """When a silent learner is given up: a multiple of its own measured step time, within a floor and a cap.
 
     Attributes:
-        lost_steps, lost_floor_s, lost_cap_s: nothing was heard of it (connection lost, no heartbeat) for this many of its steps.
+        lost_steps, lost_floor_s, lost_cap_s: nothing was heard of it (no heartbeat) for this many of its steps.
+        reconnect_steps, reconnect_floor_s: its connection has broken, as it does when the process dies, and it did not come back for
+            this many of its steps; never more than silence gives it.
         stalled_steps, stalled_floor_s, stalled_cap_s: heartbeats arrive, but no step was taken, and it does not wait for an answer.
     """
 
     lost_steps: float = 20.0
     lost_floor_s: float = 6.0
     lost_cap_s: float = 120.0
+    reconnect_steps: float = 5.0
+    reconnect_floor_s: float = 3.0
     stalled_steps: float = 50.0
     stalled_floor_s: float = 60.0
     stalled_cap_s: float = 3600.0
@@ -73,10 +86,16 @@ class Deadlines:
                     f"{kind}_floor_s={floor} and {kind}_cap_s={cap} leave no deadline; use 0 < floor <= cap."
                 )
             positive(f"{kind}_steps", getattr(self, f"{kind}_steps"))
+        for name in ("reconnect_steps", "reconnect_floor_s"):
+            positive(name, getattr(self, name))
 
     def lost_after_s(self, step_s: float | None) -> float:
         """Seconds of silence after which a learner with this step time is lost."""
         return min(self.lost_cap_s, max(self.lost_floor_s, self.lost_steps * (step_s or 0.0)))
+
+    def reconnect_after_s(self, step_s: float | None) -> float:
+        """Seconds that a learner with this step time has to come back after its connection broke."""
+        return min(self.lost_after_s(step_s), max(self.reconnect_floor_s, self.reconnect_steps * (step_s or 0.0)))
 
     def stalled_after_s(self, step_s: float | None) -> float:
         """Seconds without a step after which it is stalled; the cap before there is a measured step time."""
@@ -88,13 +107,19 @@ class Deadlines:
 
     def ends_at(self, member: Member) -> float:
         """When a member is given up if nothing more is heard of it."""
-        lost_at = member.seen_at + self.lost_after_s(member.step_s)
-        return min(lost_at, member.progressed_at + self.stalled_after_s(member.step_s))
+        ends = [member.seen_at + self.lost_after_s(member.step_s)]
+        if member.broken_at is not None:
+            ends.append(member.broken_at + self.reconnect_after_s(member.step_s))
+        if not member.finished:
+            ends.append(member.progressed_at + self.stalled_after_s(member.step_s))
+        return min(ends)
 
     def passed(self, now: float, member: Member) -> str | None:
         """Why a member is given up now; None: it is not."""
         if now < self.ends_at(member):
             return None
+        if member.broken_at is not None and now - member.broken_at >= self.reconnect_after_s(member.step_s):
+            return f"its connection broke {now - member.broken_at:.1f} s ago and it did not come back"
         if now - member.seen_at >= self.lost_after_s(member.step_s):
             return f"nothing heard for {now - member.seen_at:.1f} s"
         return f"no step for {now - member.progressed_at:.1f} s"

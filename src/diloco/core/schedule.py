@@ -142,6 +142,10 @@ class Schedule:
                 return due
             step = self._pieces[piece + 1][0] + 1
 
+    def last_send(self, *, before: int) -> int:
+        """The last inner step before this one after which any fragment is sent; 0 where there is none."""
+        return next((step for step in range(before - 1, 0, -1) if self.sends(step)), 0)
+
     def _piece(self, step: int) -> int:
         """Which piece inner step `step` (≥ 1) belongs to: the last that starts before it."""
         return max(0, bisect_left(self._pieces, (step, 0)) - 1)

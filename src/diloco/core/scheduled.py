@@ -12,6 +12,8 @@ learners send the fragments in one order, that of the inner steps, but one that 
 
 Should there be a circle nevertheless (a restart forgets who was where), everybody is blocked: then a round stops waiting for those
 who are blocked in a round of a later step. All this needs a learner's contributions to arrive in order.
+
+Where a round needs `at_least` learners and has lost too many, it waits for a joiner, which therefore starts before that round's step.
 """
 
 from __future__ import annotations
@@ -77,6 +79,29 @@ def _all_live(core: SyncerCore) -> AllLive:
     quorum = core.method.quorum
     assert isinstance(quorum, AllLive)
     return quorum
+
+
+def start_step(core: SyncerCore) -> int:
+    """The inner step that a joiner starts from: the run's, or the send before the earliest round that would not have its `at_least`.
+
+    Its first send is then that round's: after a later one it would stay a round ahead, and in the end leave a round that nobody else
+    comes to. Learners whose connection has broken are not counted on.
+    """
+    quorum = core.method.quorum
+    if quorum.at_least == 1:
+        return core.step
+    connected = {learner for learner, member in core.members.items() if member.connected and member.ready}
+    starts = [core.step]
+    for fragment, state in enumerate(core.fragments):
+        closing = None if state.phase == "open" else state.rounds[state.version]
+        round_ = state.rounds.get(state.version if closing is None else state.version + 1)
+        if round_ is None:  # a contribution may be on its way
+            step, present = core.schedule.next_send(fragment, (closing or state).step), connected
+        else:
+            step, present = round_.step, round_.contributions.keys() | (round_.members & connected)
+        if step <= core.step and len(present) < quorum.at_least:
+            starts.append(core.schedule.last_send(before=step))
+    return min(starts)
 
 
 def leave_out(core: SyncerCore, round_: Round) -> list[Action]:

@@ -37,7 +37,8 @@ class SyncerCore:
         incarnations: the last incarnation given to each learner ever.
         ledgers: as `books.durable_ledgers` said, stored together with the roster.
         step: the highest inner step known.
-        round_steps: per fragment, after which inner step the contributions to its version were sent, as `round_steps` said.
+        round_steps: per fragment, after which inner step the contributions to its version were sent, as `round_steps` said; None: the
+            run begins here, after `step`.
         clock: the run clock, as `clock` said.
         merged_rounds: as `books.durable_merged_rounds` said.
     """
@@ -64,7 +65,7 @@ class SyncerCore:
         self.deadlines = deadlines or Deadlines()
         self.fragments = [
             FragmentState(version, step=sent, turn=opened.next_turn(self, index))
-            for index, (version, sent) in enumerate(zip(versions, round_steps or [0] * len(versions), strict=True))
+            for index, (version, sent) in enumerate(zip(versions, round_steps or [step] * len(versions), strict=True))
         ]
         self.members: dict[str, Member] = {member.learner: member for member in roster}
         self.incarnations: dict[str, int] = dict(incarnations or {})
@@ -94,8 +95,17 @@ class SyncerCore:
         self.incarnations[learner] = incarnation
         sent_step = dict.fromkeys(range(len(self.fragments)), self.step)
         self.members[learner] = Member(learner, incarnation, self.step, now, now, ready=ready, sent_step=sent_step)
+        self.start_step(learner)
         self.books.begin(learner)
         return incarnation, actions + self._look_again(now)
+
+    def start_step(self, learner: str) -> int:
+        """The inner step that a learner starts from which has not trained yet: the run's, or less where a round lacks learners."""
+        member = self.members[learner]
+        if not member.ready and self.method.quorum.scheduled:
+            member.step = scheduled.start_step(self)
+            return member.step
+        return self.step
 
     def check(self, learner: str, incarnation: int) -> None:
         """Whether this incarnation may speak.
@@ -110,24 +120,28 @@ class SyncerCore:
             )
 
     def heartbeat(
-        self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool
-    ) -> list[Action]:
-        """A sign of life. `tokens`: trained by this incarnation in all; `waiting`: it is blocked on an answer."""
+        self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool,
+        finished: bool = False,
+    ) -> list[Action]:  # fmt: skip
+        """A sign of life. `tokens`: trained by this incarnation in all; `waiting`: it is blocked on an answer; `finished`: it takes no
+        more steps."""
         self.check(learner, incarnation)
         member = self.members[learner]
         member.waiting, member.step_s = waiting, step_s or member.step_s
         self._alive(now, member, step, tokens)
-        if tokens > 0 and not member.ready:
-            member.ready, member.ready_step = True, member.step
-        look = waiting or not self.method.quorum.scheduled
+        if finished:
+            member.finished, member.ready = True, False
+        if tokens > 0:
+            member.trains(member.step)
+        look = waiting or finished or not self.method.quorum.scheduled
         return self._look_again(now) if look else self._wake(now)
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:
-        """Its connection broke; it has until its lost deadline to come back."""
+        """Its connection broke; it has until its reconnect deadline to come back."""
         member = self.members.get(learner)
         if member is None or member.incarnation != incarnation:
             return []
-        member.connected, member.seen_at = False, now
+        member.connected, member.seen_at, member.broken_at = False, now, now
         return self._wake(now)
 
     def left(self, now: float, learner: str, incarnation: int, *, tokens: int) -> list[Action]:
@@ -165,8 +179,7 @@ class SyncerCore:
         member = self.members[c.learner]
         self._alive(now, member, c.step, c.trained)
         member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
-        if not member.ready:
-            member.ready, member.ready_step = True, c.step - 1
+        member.trains(c.step - 1)
         answer = (scheduled.answer if self.method.quorum.scheduled else opened.answer)(self, now, c)
         if isinstance(answer, Accept):
             member.sent_step[c.fragment], member.sent_work[c.fragment] = c.step, (c.tokens, c.steps)

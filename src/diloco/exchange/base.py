@@ -43,6 +43,7 @@ class Opened:
     Attributes:
         learner, incarnation: who it is in the run.
         step: the inner step to start from (the run's, for a late joiner).
+        awaited: a round waits for this learner's send after that step, however many steps it has behind it.
         versions: of each fragment.
         model: the global model at those versions.
         run_tokens: tokens trained by the run so far.
@@ -56,6 +57,7 @@ class Opened:
     model: Model
     run_tokens: int = 0
     outer_states: tuple[Mapping[str, Tensor], ...] = ()
+    awaited: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Report:
     tokens: int = 0
     step_s: float | None = None
     waiting: bool = False
+    finished: bool = False
 
 
 class Exchange(ABC):

@@ -54,6 +54,7 @@ class Connection:
         self.address = address
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self._channels: dict[str, grpc.Channel] = {}
+        self._retired: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
         self._patience: defaultdict[str, Patience] = defaultdict(lambda: Patience(stall_floor_s, STALL_CAP_S))
         self._num_retrying = 0
@@ -74,7 +75,8 @@ class Connection:
         with self._mapping(channel):
             stub = self._channel(channel).unary_unary(path(method), _serialize, kind.FromString)
             reply: R = stub(request, timeout=timeout_s, metadata=self._metadata)
-            return reply
+        self._close_retired(channel)
+        return reply
 
     def upload(self, channel: str, method: str, stream: Iterator[bytes], kind: type[R]) -> R:
         """Send a stream of frames; returns the reply. Raises as `call`.
@@ -145,7 +147,7 @@ class Connection:
             raise
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                self.close_channel(channel)
+                self._retire(channel)
             mapped = from_rpc_error(error, self.address)
             raise UnreachableError(str(mapped)) if is_retryable(error) else mapped from error
         except ValueError as error:  # what gRPC says of a channel that another thread has closed
@@ -193,12 +195,29 @@ class Connection:
         if held is not None:
             held.close()
 
+    def _retire(self, channel: str) -> None:
+        """Dial anew for the next call. The old connection stays until a call has been answered over the new one: hanging up would
+        look like death to a syncer that is only slow to answer."""
+        with self._lock:
+            held = self._channels.pop(channel, None)
+            if held is not None and channel not in self._retired:
+                self._retired[channel], held = held, None
+        if held is not None:  # one that never carried an answer
+            held.close()
+
+    def _close_retired(self, channel: str) -> None:
+        with self._lock:
+            retired = self._retired.pop(channel, None)
+        if retired is not None:
+            retired.close()
+
     def close(self) -> None:
         """Hang up. Idempotent."""
         self.closing.set()
         with self._lock:
-            channels = list(self._channels.values())
+            channels = [*self._channels.values(), *self._retired.values()]
             self._channels.clear()
+            self._retired.clear()
         for channel in channels:
             channel.close()
 

@@ -180,9 +180,10 @@ class Local(Exchange):
         states = tuple(run.outer_states) if run.brings_outer_states else ()
         # Who was there when the run began begins with it, however long its model took to come: a scheduled round waits for it.
         is_late = self._is_again or run.starts_s[self._index] > run.began_s or not run.method.quorum.scheduled
+        step = run.core.start_step(name) if is_late else run.initial_step
         opened = Opened(
-            name, self.incarnation, run.core.step if is_late else run.initial_step, versions,
-            Model(tuple(run.thetas), run.static), self.run_tokens or 0, outer_states=states,
+            name, self.incarnation, step, versions, Model(tuple(run.thetas), run.static), self.run_tokens or 0, outer_states=states,
+            awaited=is_late and step < run.core.step,
         )  # fmt: skip
         run.mail[self._index].clear()  # it has the newest of everything
         return opened
@@ -255,7 +256,7 @@ class Local(Exchange):
                 if incarnation == self.incarnation:
                     run.carry_out(
                         run.core.heartbeat(run.time.now, self._name, incarnation, step=report.step, tokens=report.tokens,
-                                           step_s=step_s, waiting=report.waiting)
+                                           step_s=step_s, waiting=report.waiting, finished=report.finished)
                     )  # fmt: skip
 
             run.delivery.tell(self._index, deliver)

@@ -190,7 +190,7 @@ class Run:
         return self.core.members[name].incarnation
 
     def _lose(self, fault: Fault) -> None:
-        """A learner is killed; the syncer gives it up when its deadline is over, unless it is back by then."""
+        """A learner is killed, which breaks its connection; the syncer gives it up when its deadline is over, unless it is back by then."""
         index, end = fault.learner, self.ends[fault.learner]
         self.time.kill(index)
         if self.initialiser == index:
@@ -205,16 +205,17 @@ class Run:
         name = self.names[index]
         if self.core is None or (member := self.core.members.get(name)) is None:
             return
-        incarnation, silent_s = member.incarnation, Deadlines().lost_after_s(member.step_s)
+        incarnation, away_s = member.incarnation, Deadlines().reconnect_after_s(member.step_s)
 
         def give_up() -> None:
             assert self.core is not None
             member = self.core.members.get(name)
             if member is not None and member.incarnation == incarnation:
-                self.witness.evicted(Evict(name, incarnation, f"nothing heard for {silent_s:.1f} s", replaced=False))
+                reason = f"its connection broke {away_s:.1f} s ago and it did not come back"
+                self.witness.evicted(Evict(name, incarnation, reason, replaced=False))
                 self.carry_out(self.core.left(self.time.now, name, incarnation, tokens=member.tokens))
 
-        self.delivery.later(self.time.now + silent_s, give_up)
+        self.delivery.later(self.time.now + away_s, give_up)
 
     def finish(self) -> None:
         """Everybody is gone: what they sent last still arrives."""

@@ -114,10 +114,11 @@ class Engine:
             return self._state.core.sync_every_of(learner) if self.method.dynamic_steps else 0
 
     def num_live(self) -> int:
-        """Learners that hold the model and listen, or train."""
+        """Learners that hold the model and listen, or train, and have not finished."""
         with self._lock:
-            trains = {m.learner for m in self._state.core.members.values() if m.ready} if self.initialised else set()
-            return len(trains | self._watches.learners)
+            members = list(self._state.core.members.values()) if self.initialised else []
+            trains, finished = {m.learner for m in members if m.ready}, {m.learner for m in members if m.finished}
+            return len((trains | self._watches.learners) - finished)
 
     def pull(self, fragment: int, base: int) -> Pulled:
         """The update that follows version `base`, or the newest whole fragment where that is not kept.
@@ -156,7 +157,7 @@ class Engine:
             self._store.initialise(
                 state.run, self.method.to_dict(), layout.to_dict(), dict(enumerate(thetas)),
                 {f: held.outer_state for f, held in enumerate(fragments)}, static, source,
-                state={"step": step, "initial_tokens": tokens, "round_steps": [0] * len(thetas), "clock": float(step)},
+                state={"step": step, "initial_tokens": tokens, "round_steps": [step] * len(thetas), "clock": float(step)},
             )  # fmt: skip
             with self._lock:
                 state.begin(HeldModel(self.method, layout, static, fragments), step=step, tokens=tokens)
@@ -193,15 +194,17 @@ class Engine:
 
     def heartbeat(
         self, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool,
-        versions: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
-        """A sign of life; `versions`: the newest that it has."""
+        finished: bool = False, versions: tuple[int, ...] = (),
+    ) -> int:  # fmt: skip
+        """A sign of life; `versions`: the newest that it has. Returns the inner step that it starts from if it has not trained yet."""
         with self._lock:
-            actions = self._state.core.heartbeat(
-                time.monotonic(), learner, incarnation, step=step, tokens=tokens, step_s=step_s, waiting=waiting
-            )
+            core = self._state.core
+            actions = core.heartbeat(
+                time.monotonic(), learner, incarnation, step=step, tokens=tokens, step_s=step_s, waiting=waiting, finished=finished
+            )  # fmt: skip
             self._status.heard(learner, incarnation, versions)
             self._hands.carry_out(actions)
+            return core.start_step(learner)
 
     def leave(self, learner: str, incarnation: int, tokens: int) -> None:
         """Goodbye."""
@@ -217,7 +220,7 @@ class Engine:
             core = self._state.core
             core.check(learner, incarnation)
             notices = self._watches.open(learner, incarnation)
-            notices.put(pb.Notice(welcome=pb.Welcome(step=core.step, boot=self._state.boot)))
+            notices.put(pb.Notice(welcome=pb.Welcome(boot=self._state.boot)))
             for index, fragment in enumerate(core.fragments):  # a call may have been missed
                 round_ = fragment.rounds.get(fragment.version)
                 if round_ is not None and round_.called and fragment.phase == "open" and learner not in round_.fresh:
@@ -285,6 +288,8 @@ class Engine:
                 for member in core.members.values():
                     member.seen_at += late_s
                     member.progressed_at += late_s
+                    if member.broken_at is not None:
+                        member.broken_at += late_s
             self._hands.carry_out(core.tick(time.monotonic()))
             self._journal.stands(core)
 

@@ -102,14 +102,14 @@ class Service:
 
     def heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
         self._admit(context, request.run, "learner", request.learner, "control")
-        self._engine.heartbeat(
+        start_step = self._engine.heartbeat(
             request.learner, request.incarnation, step=request.step, tokens=request.tokens, step_s=request.step_s or None,
-            waiting=request.waiting, versions=tuple(request.versions),
+            waiting=request.waiting, finished=request.finished, versions=tuple(request.versions),
         )  # fmt: skip
         step, run_tokens = self._engine.position()
         return pb.HeartbeatReply(
             step=step, run_tokens=run_tokens, versions=self._engine.versions(), live=self._engine.num_live(),
-            sync_every=self._engine.sync_every(request.learner),
+            sync_every=self._engine.sync_every(request.learner), start_step=start_step,
         )  # fmt: skip
 
     def leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:

@@ -43,6 +43,9 @@ class LearnerLike(Protocol):
     def metrics(self) -> dict[str, Any]:
         """Counters for people."""
 
+    def finish(self) -> None:
+        """No more steps will be taken: nobody is to wait for this learner."""
+
     def close(self) -> None:
         """Say goodbye."""
 
@@ -87,6 +90,9 @@ class AloneLearner:
     def metrics(self) -> dict[str, Any]:
         """Nothing is exchanged, so nothing is counted."""
         return {}
+
+    def finish(self) -> None:
+        """Nobody waits."""
 
     def close(self) -> None:
         """Nobody to say goodbye to."""

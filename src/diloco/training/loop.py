@@ -183,6 +183,7 @@ class Trainer:
         island.count_anew()
 
     def _finish(self, reason: str, seconds: float) -> Summary:
+        self.learner.finish()  # the others go on while this one saves and evaluates
         if self.config.checkpoint.every_steps or reason == "stopped":
             self._save()
         return self._monitor.finished(reason, seconds)

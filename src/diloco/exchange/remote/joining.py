@@ -156,11 +156,12 @@ class Joining:
         return Opened(
             self._session.learner,
             self._session.incarnation,
-            beaten.step,
+            beaten.start_step,
             tuple(held.version for held in newest),
             Model(tuple(held.theta for held in newest), load(static)),
             beaten.run_tokens,
             tuple(held.outer_state for held in newest) if self._session.method.outer_at == "learners" else (),
+            awaited=beaten.start_step < beaten.step,
         )
 
     def _beat_until(self, fetched: threading.Event) -> None:

@@ -18,9 +18,13 @@ from diloco.exchange.wire.rpc import HEARTBEAT_S
 
 log = logging.getLogger("diloco")
 
-ANSWER_FLOOR_S, ANSWER_CAP_S = 4.0, 30.0
-"""How long the answer to a sign of life may take before the control connection is dialled anew: less than the shortest deadline
-that a syncer usually gives a silent learner."""
+ANSWER_FLOOR_S, ANSWER_CAP_S = 1.2, 30.0
+"""How long the answer to a sign of life may take before the control connection is dialled anew. With the time between two signs of
+life it is well within what a syncer gives a learner to come back whose connection broke (`Deadlines.reconnect_floor_s`): it may have
+broken at the syncer's end only."""
+
+AWAY_AFTER_S = 4.0
+"""A syncer that was not heard of for this long is not waited for when the learner leaves."""
 
 WATCH_AGAIN_S = 0.2
 
@@ -35,7 +39,7 @@ class Presence:
         run_tokens: tokens trained by the run, as last heard.
         num_live: learners that take part, as last heard.
         sync_every: inner steps between two of this learner's pushes, as last heard; 0: the method's.
-        start_step: the inner step to start from, once the syncer counts on this learner.
+        is_welcome: the syncer listens, and counts on this learner.
     """
 
     def __init__(self, session: Session, sending: Sending, receiving: Receiving) -> None:
@@ -53,7 +57,7 @@ class Presence:
         self.run_tokens = 0
         self.num_live = 1
         self.sync_every = 0
-        self.start_step: int | None = None
+        self.is_welcome = False
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -65,12 +69,12 @@ class Presence:
         ]
 
     def report(self, report: Report) -> None:
-        """What the learner says of itself from now on. Its first tokens are told at once; so is every step, where steps decide when
-        the syncer calls."""
+        """What the learner says of itself from now on. Its first tokens are told at once, and that it has finished; so is every step,
+        where steps decide when the syncer calls."""
         with self._lock:
             if self._is_void:
                 return
-            is_first = self._report.tokens == 0 and report.tokens > 0
+            is_first = (self._report.tokens == 0 and report.tokens > 0) or report.finished
             is_news = self._tells_steps and report.step > self._report.step
             self._report = report
         if is_first or is_news:
@@ -89,7 +93,7 @@ class Presence:
     @property
     def is_answered(self) -> bool:
         """Whether the syncer was heard of lately."""
-        return time.monotonic() - self._answered_at < ANSWER_FLOOR_S
+        return time.monotonic() - self._answered_at < AWAY_AFTER_S
 
     def close(self) -> None:
         """After the connection."""
@@ -115,7 +119,8 @@ class Presence:
         report = self._report
         request = pb.HeartbeatRequest(
             run=session.run, learner=session.learner, incarnation=incarnation, step=report.step, tokens=report.tokens,
-            step_s=report.step_s or 0.0, waiting=report.waiting, versions=[held.version for held in self._receiving.newest],
+            step_s=report.step_s or 0.0, waiting=report.waiting, finished=report.finished,
+            versions=[held.version for held in self._receiving.newest],
         )  # fmt: skip
         started = time.monotonic()
         try:
@@ -164,8 +169,8 @@ class Presence:
         session = self._session
         match notice.WhichOneof("what"):
             case "welcome":
-                self.start_step, session.boot = notice.welcome.step, notice.welcome.boot
-                self._is_away = False
+                session.boot = notice.welcome.boot
+                self.is_welcome, self._is_away = True, False
                 session.inbox.wake()
                 self._sending.offer_again()
             case "published":

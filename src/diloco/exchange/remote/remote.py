@@ -22,7 +22,7 @@ from torch import Tensor
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.update import Contribution
-from diloco.errors import ConfigError, ExchangeError
+from diloco.errors import ConfigError, ExchangeError, StaleIncarnationError
 from diloco.exchange.base import Event, Exchange, Model, Opened, Rejoined, Report
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.joining import Initial, Joining
@@ -110,20 +110,31 @@ class Remote(Exchange):
         opened = self._joining.join()
         self._session.inbox.start_over(self._session.incarnation)
         self._presence.start()
-        return replace(opened, step=self._wait_for_start(method.quorum.at_least))
+        return self._wait_for_start(opened, method.quorum.at_least)
 
-    def _wait_for_start(self, at_least: int) -> int:
-        """Until the syncer counts on this learner and the quorum is there; returns the step to start from."""
-        inbox = self._session.inbox
-        inbox.wait_until(lambda: self._presence.start_step is not None)
-        said = False
-        while (live := self._presence.beat().live) < at_least:
-            if not said:
-                log.warning("%d of at least %d learners are here; waiting for the others", live, at_least)
-                said = True
+    def _wait_for_start(self, opened: Opened, at_least: int) -> Opened:
+        """Until the syncer counts on this learner and the quorum is there; returns what to start from.
+
+        A learner that is given up while it waits joins again, like any other, and starts as the new incarnation.
+        """
+        session, inbox, said = self._session, self._session.inbox, False
+        inbox.wait_until(lambda: self._presence.is_welcome)
+        while True:
+            incarnation = session.incarnation
+            try:
+                beaten = self._presence.beat()
+            except StaleIncarnationError as error:
+                self._given_up(incarnation, str(error))
+            else:
+                if (again := inbox.take_rejoined()) is not None:
+                    opened = again
+                    self._presence.resume()
+                if beaten.live >= at_least and opened.incarnation == incarnation == session.incarnation:
+                    return replace(opened, step=beaten.start_step, awaited=beaten.start_step < beaten.step)
+                if not said and beaten.live < at_least:
+                    log.warning("%d of at least %d learners are here; waiting for the others", beaten.live, at_least)
+                    said = True
             inbox.wait_until(lambda: False, LOOK_AGAIN_S)
-        assert self._presence.start_step is not None
-        return self._presence.start_step
 
     def _given_up(self, incarnation: int, reason: str) -> None:
         """The syncer has given this incarnation up: join again, on the receiver, once."""

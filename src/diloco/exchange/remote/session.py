@@ -13,7 +13,7 @@ from typing import TypeVar
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import DilocoError
-from diloco.exchange.base import Event
+from diloco.exchange.base import Event, Opened, Rejoined
 from diloco.exchange.connection import Connection
 
 log = logging.getLogger("diloco")
@@ -46,6 +46,15 @@ class Inbox:
             self._incarnation = incarnation
             self._events = deque(events)
             self._changed.notify_all()
+
+    def take_rejoined(self) -> Opened | None:
+        """What a new incarnation starts from, if that is the next piece of news."""
+        with self._changed:
+            first = self._events[0] if self._events else None
+            if not isinstance(first, Rejoined):
+                return None
+            self._events.popleft()
+            return first.opened
 
     def fail(self, error: BaseException) -> None:
         """Everybody who reads or waits raises this from now on; the first one counts."""

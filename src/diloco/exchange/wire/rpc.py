@@ -25,7 +25,7 @@ _CODES: dict[type[DilocoError], grpc.StatusCode] = {
     errors.StoreError: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.5
 """Between two signs of life of a learner; its first inner step is reported at once."""
 
 RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)

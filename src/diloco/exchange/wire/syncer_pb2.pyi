@@ -187,12 +187,10 @@ class WatchRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("step", "boot")
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("boot",)
     BOOT_FIELD_NUMBER: _ClassVar[int]
-    step: int
     boot: int
-    def __init__(self, step: _Optional[int] = ..., boot: _Optional[int] = ...) -> None: ...
+    def __init__(self, boot: _Optional[int] = ...) -> None: ...
 
 class Published(_message.Message):
     __slots__ = ("fragment", "version")
@@ -243,7 +241,7 @@ class Notice(_message.Message):
     def __init__(self, published: _Optional[_Union[Published, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., called: _Optional[_Union[Called, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions")
+    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +250,7 @@ class HeartbeatRequest(_message.Message):
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -260,21 +259,24 @@ class HeartbeatRequest(_message.Message):
     step_s: float
     waiting: bool
     versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    finished: bool
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("step", "run_tokens", "versions", "live", "sync_every")
+    __slots__ = ("step", "run_tokens", "versions", "live", "sync_every", "start_step")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     SYNC_EVERY_FIELD_NUMBER: _ClassVar[int]
+    START_STEP_FIELD_NUMBER: _ClassVar[int]
     step: int
     run_tokens: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     live: int
     sync_every: int
-    def __init__(self, step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., live: _Optional[int] = ..., sync_every: _Optional[int] = ...) -> None: ...
+    start_step: int
+    def __init__(self, step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., live: _Optional[int] = ..., sync_every: _Optional[int] = ..., start_step: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "tokens")

@@ -1,0 +1,82 @@
+"""A scheduled round that needs two learners has lost one: the learner that joins later makes it whole, and nobody is left behind."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.processes import until
+from tests.syncer.runs import RUN, start
+
+import diloco
+from diloco.exchange.base import Exchange
+
+STEPS, LEAVES_AFTER, BLOCKED_AT = 60, 20, 30
+
+
+def method(**changes: Any) -> diloco.Method:
+    return diloco.DiLoCo(sync_every=10, quorum=diloco.AllLive(at_least=2), **changes)
+
+
+@dataclass
+class End:
+    """How a learner ended: the run's step, its own steps by number, its books."""
+
+    steps: list[int]
+    metrics: dict[str, Any]
+    weight: torch.Tensor
+
+
+def live(exchange: Exchange, until_step: int, given: diloco.Method | None) -> End:
+    """Constant gradients until the run's step `until_step`."""
+    model = torch.nn.Linear(8, 4, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), []
+    with diloco.Learner(model, optimizer, method=given, exchange=exchange) as learner:
+        while learner.steps < until_step:
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+            learner.step(tokens=10)
+            steps.append(learner.steps)
+        return End(steps, learner.metrics(), learner.global_state_dict()["weight"])
+
+
+def check(survivor: End, joiner: End) -> None:
+    assert survivor.steps == list(range(1, STEPS + 1))
+    assert joiner.steps == list(range(LEAVES_AFTER + 1, STEPS + 1))  # its first send is the round's that waits
+    assert survivor.metrics["versions"] == joiner.metrics["versions"] == [STEPS // 10]
+    assert (survivor.metrics["merges"], joiner.metrics["merges"]) == (6, 4)
+    assert torch.equal(survivor.weight, joiner.weight)
+    assert [each.metrics["ledger"][0]["merged"] for each in (survivor, joiner)] == [600, 400]
+
+
+def test_in_one_process() -> None:
+    """The second learner leaves after 20 steps, the first waits after 30, the third joins much later."""
+
+    def life(index: int, exchange: Exchange) -> End:
+        return live(exchange, LEAVES_AFTER if index == 1 else STEPS, method())
+
+    survivor, _, joiner = diloco.run_local(life, learners=3, starts_s=[0.0, 0.0, 100.0])
+    check(survivor, joiner)
+
+
+def test_over_a_syncer(tmp_path: Path) -> None:
+    with start(tmp_path, method()) as syncer, ThreadPoolExecutor(3) as pool:
+
+        def join(name: str, until_step: int) -> Any:
+            exchange = diloco.connect(syncer.address, run=RUN, learner=name, initialise=name == "survivor")
+            return pool.submit(live, exchange, until_step, None)
+
+        def is_blocked() -> bool:
+            it = syncer.engine.status()
+            return it["step"] == BLOCKED_AT and it["learners"]["survivor"]["waiting"]
+
+        survivor = join("survivor", STEPS)
+        until(lambda: syncer.engine.initialised, "the run has no model")
+        join("leaver", LEAVES_AFTER).result(timeout=60)
+        until(is_blocked, "the survivor does not come to the round that lacks a learner")
+        joiner = join("joiner", STEPS)
+        check(survivor.result(timeout=60), joiner.result(timeout=60))
