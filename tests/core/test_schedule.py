@@ -115,6 +115,17 @@ TABLES = {
         10: apply 1
         """,
     ),
+    "more fragments than steps: what rounds down to 0 is sent after H": (
+        Schedule(sync_every=2, num_fragments=5, overlap=1),
+        5,
+        """
+        1: send 2 3
+        2: send 0 1 4, apply 2 3
+        3: send 2 3, apply 0 1 4
+        4: send 0 1 4, apply 2 3
+        5: send 2 3, apply 0 1 4
+        """,
+    ),
     "together": (
         Schedule(sync_every=3, num_fragments=2, overlap=1, offsets=(2, 2)),
         6,
@@ -196,7 +207,6 @@ def test_torchft_trajectory(overlap: int) -> None:
         ((4, 0), "num_fragments must be a whole number of at least 1, not 0"),
         ((4, 1, -1), "overlap must be a whole number of at least 0, not -1"),
         ((4, 1, 9), "overlap=9 exceeds two periods of sync_every=4"),
-        ((2, 3), "sync_every=2 is less than the 3 fragments"),
         ((4, 2, 0, (1,)), r"offsets=\(1,\) needs one offset for each of the 2 fragments"),
         ((4, 2, 0, (1, 5)), "offset 5 must be a whole number from 0 to sync_every=4"),
         ((4, 2, 0, (1, -1)), "offset -1 must be"),
@@ -208,14 +218,16 @@ def test_impossible_numbers_are_refused(arguments: tuple[int, ...], message: str
         Schedule(*arguments)
 
 
-def test_more_fragments_than_steps_need_offsets() -> None:
-    assert Schedule(1, 3, offsets=(0, 0, 0)).due(5) == Due((0, 1, 2), (0, 1, 2))
+def test_more_fragments_than_steps_send_several_after_one_step() -> None:
+    assert Schedule(1, 3).due(5) == Schedule(1, 3, offsets=(0, 0, 0)).due(5) == Due((0, 1, 2), (0, 1, 2))
+    assert Schedule(30, 36).offsets == tuple((p + 1) * 30 // 36 or 30 for p in range(36))
+    assert max(len(Schedule(30, 36).sends(step)) for step in range(1, 31)) == 2
 
 
 @st.composite
 def _schedules(draw: st.DrawFn) -> Schedule:
     sync_every = draw(st.integers(1, 20))
-    num_fragments = draw(st.integers(1, sync_every))
+    num_fragments = draw(st.integers(1, 25))
     offsets = draw(st.none() | st.tuples(*[st.integers(0, sync_every)] * num_fragments))
     return Schedule(sync_every, num_fragments, draw(st.integers(0, sync_every)), offsets)
 

@@ -19,7 +19,9 @@ WEATHERS = {
 }
 
 # H, P, τ: DiLoCo, streaming, several fragments in flight (τ > H/P), the answer a whole interval late (τ = H), every step
-SHAPES = [(10, 1, 0), (12, 3, 1), (12, 4, 5), (12, 4, 11), (10, 1, 10), (12, 3, 12), (1, 1, 0), (1, 1, 1), (5, 5, 0)]
+SHAPES = [
+    (10, 1, 0), (12, 3, 1), (12, 4, 5), (12, 4, 11), (10, 1, 10), (12, 3, 12), (1, 1, 0), (1, 1, 1), (5, 5, 0), (3, 5, 1),
+]  # fmt: skip
 
 
 def method(sync_every: int, overlap: int, mix: float = 0.0, *, at_least: int = 1, wait: bool = True) -> Method:

@@ -168,6 +168,9 @@ def _scenarios() -> list[Scenario]:
         "streaming, overlap 1": diloco.StreamingDiLoCo(sync_every=6, overlap=1, fragments=by_layer, mix=0.0),
         "streaming, overlap 4": diloco.StreamingDiLoCo(sync_every=6, overlap=4, fragments=by_layer, error_feedback=True),
         "streaming, overlap H": diloco.StreamingDiLoCo(sync_every=6, overlap=6, fragments=by_layer),
+        "streaming, more fragments than steps": diloco.StreamingDiLoCo(
+            sync_every=2, overlap=1, fragments=diloco.Balanced(5), codec="int8"
+        ),
         "streaming, offsets": diloco.StreamingDiLoCo(
             sync_every=6, overlap=3, offsets=(5, 1, 1), fragments=by_layer, weight="tokens", codec=("int8", "bf16")
         ),

@@ -69,6 +69,9 @@ SCHEDULED = {
     "Streaming": diloco.StreamingDiLoCo(sync_every=8, overlap=0, fragments=FRAGMENTS, codec="fp32"),
     "Streaming, overlapped": diloco.StreamingDiLoCo(sync_every=8, overlap=3, fragments=FRAGMENTS, codec="fp32"),
     "Streaming, more in flight": diloco.StreamingDiLoCo(sync_every=8, overlap=8, fragments=FRAGMENTS, codec="fp32"),
+    "Streaming, more fragments than steps": diloco.StreamingDiLoCo(
+        sync_every=3, overlap=2, fragments=FRAGMENTS, codec="fp32"
+    ),
     "eager": diloco.EagerDiLoCo(sync_every=8, fragments=FRAGMENTS),
     "eager, two intervals": diloco.EagerDiLoCo(sync_every=8, intervals=2),
 }

@@ -30,7 +30,7 @@ def situations(draw: st.DrawFn) -> tuple[Pattern, Costs]:
     """Small graphs at all ratios of link to compute, so that each of them is the bottleneck of some."""
     num_layers = draw(st.integers(1, 9))
     num_fragments = draw(st.integers(1, num_layers))
-    every = draw(st.integers(num_fragments, 20))
+    every = draw(st.integers(1, 20))
     tau = draw(st.one_of(st.just(0), st.integers(1, every), st.just(2 * every)))
     layer_s = 10 ** draw(st.floats(-3, 3))
     costs = Costs(
@@ -191,11 +191,6 @@ def test_cost_of_directions() -> None:
     ("method", "options", "says"),
     [
         ("streming", {}, "did you mean 'streaming'"),
-        (
-            "streaming",
-            {"sync_every": 5},
-            "P = 8 fragments cannot all be sent once in H = 5 steps; raise --sync-every or lower",
-        ),
         ("streaming", {"num_fragments": 25}, "25 fragments do not fit a model of 24 layers"),
         ("streaming", {"num_fragments": 0}, "P = 0"),
         ("streaming", {"overlap": 101}, "longer than H = 100"),

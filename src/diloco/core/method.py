@@ -199,12 +199,9 @@ class Method:
         """The schedule for a model that was cut into `num_fragments` fragments.
 
         Raises:
-            ConfigError: more fragments than there are steps to send them after, or another number of offsets.
+            ConfigError: another number of offsets.
         """
-        every_step = self.sync_every == 1 and self.offsets is None  # all fragments are sent after every step
-        return Schedule(
-            self.sync_every, num_fragments, self.overlap, (1,) * num_fragments if every_step else self.offsets
-        )
+        return Schedule(self.sync_every, num_fragments, self.overlap, self.offsets)
 
     @property
     def needs_whole_fragments(self) -> bool:

@@ -7,7 +7,8 @@ Inner steps count t = 1, 2, 3, …. With H = sync_every, P = num_fragments, τ =
 
 so every fragment is synchronised once in H steps, and a learner keeps training for τ steps while its outer gradient
 travels. Sends are spread evenly by default, o_p = ⌊(p + 1)·H / P⌋: with P = 1 that is DiLoCo, a synchronisation after
-H, 2H, … steps. torchft's convention, which counts to the application, is o_p = (p + 1)·H / P − τ.
+H, 2H, … steps; with P > H several fragments are sent after one step. An offset of 0 is one of H. torchft's convention, which
+counts to the application, is o_p = (p + 1)·H / P − τ.
 
 At one boundary (after one inner step) sends come before applications: with τ = H a fragment's next outer gradient is
 measured before the answer to the previous one is applied.
@@ -152,12 +153,7 @@ class Schedule:
 
     def _resolved_offsets(self, every: int) -> tuple[int, ...]:
         if self.offsets is None:
-            if every < self.num_fragments:
-                raise ConfigError(
-                    f"sync_every={every} is less than the {self.num_fragments} fragments;"
-                    " use fewer fragments, a larger sync_every, or give offsets."
-                )
-            return tuple((p + 1) * every // self.num_fragments for p in range(self.num_fragments))
+            return tuple((p + 1) * every // self.num_fragments or every for p in range(self.num_fragments))
         if len(self.offsets) != self.num_fragments:
             raise ConfigError(
                 f"offsets={tuple(self.offsets)} needs one offset for each of the {self.num_fragments} fragments."

@@ -60,13 +60,10 @@ def candidates(workload: Workload) -> Iterator[Candidate]:
             {"preset": "DiLoCo", "sync_every": every, "codec": codec},
         )
     for every, tau, codec in STREAMING_GRID:
-        layers = max(
-            LAYERS_PER_FRAGMENT, -(-workload.num_layers // (every - 1))
-        )  # one turn is for what is outside the layers
         yield Candidate(
-            setting_for(workload, "streaming", sync_every=every, overlap=tau, num_fragments=-(-workload.num_layers // layers), up=codec),
+            setting_for(workload, "streaming", sync_every=every, overlap=tau, up=codec),
             {"preset": "StreamingDiLoCo", "sync_every": every, "overlap": tau, "codec": codec,
-             "fragments": {"type": "ByLayer", "layers": layers, "pattern": "strided"}},
+             "fragments": {"type": "ByLayer", "layers": LAYERS_PER_FRAGMENT, "pattern": "strided"}},
         )  # fmt: skip
     for every, codec in EAGER_GRID:
         yield Candidate(

@@ -29,6 +29,8 @@ def _period(workload: Workload, setting: Setting, step_s: float) -> list[str]:
         "the whole model at once"
         if num_fragments == 1
         else f"{num_fragments} fragments, one every {every / num_fragments:.3g} steps"
+        if num_fragments <= every
+        else f"{num_fragments} fragments, {num_fragments / every:.3g} after a step in the mean"
     )
     sentences = [
         f"H = {every} steps compute for {TIME.show(every * step_s)}.",

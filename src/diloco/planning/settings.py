@@ -70,7 +70,7 @@ def setting_for(
     every = _SYNC_EVERY[name] if sync_every is None else sync_every
     _check_every(name, every)
     fragments = _default_fragments(name, workload.num_layers) if num_fragments is None else num_fragments
-    _check_fragments(name, fragments, every, workload)
+    _check_fragments(name, fragments, workload)
     tau = {"eager": every, "decoupled": _DECOUPLED_OVERLAP}.get(name, 0) if overlap is None else overlap
     _check_overlap(name, tau, every)
     for codec in (up, down):
@@ -96,7 +96,7 @@ def _check_every(method: MethodName, every: int) -> None:
         )
 
 
-def _check_fragments(method: MethodName, fragments: int, every: int, workload: Workload) -> None:
+def _check_fragments(method: MethodName, fragments: int, workload: Workload) -> None:
     if fragments < 1:
         raise ConfigError(f"P = {fragments} fragments cannot be; give --fragments 1 or more.")
     if fragments > 1 and method in ("data-parallel", "diloco"):
@@ -106,10 +106,6 @@ def _check_fragments(method: MethodName, fragments: int, every: int, workload: W
     if fragments > workload.num_layers:
         raise ConfigError(
             f"P = {fragments} fragments do not fit a model of {workload.num_layers} layers; lower --fragments to at most that."
-        )
-    if fragments > every:
-        raise ConfigError(
-            f"P = {fragments} fragments cannot all be sent once in H = {every} steps; raise --sync-every or lower --fragments."
         )
 
 

@@ -31,11 +31,12 @@ def strided(num_layers: int, num_fragments: int) -> list[tuple[int, ...]]:
 
 def pattern_of(num_layers: int, setting: Setting) -> Pattern:
     """Each fragment once in H steps, spread evenly: what `diloco.core.schedule` does."""
-    offsets = setting.schedule.offsets
-    assert offsets is not None
-    return Pattern(
-        setting.sync_every, dict(zip(offsets, strided(num_layers, setting.num_fragments), strict=True)), setting.overlap
-    )
+    schedule, fragments = setting.schedule, strided(num_layers, setting.num_fragments)
+    layers_after = {
+        step: sorted((layer for p in schedule.sends(step) for layer in fragments[p]), reverse=True)
+        for step in sorted(set(schedule.offsets or ()))
+    }
+    return Pattern(setting.sync_every, layers_after, setting.overlap)
 
 
 def costs_of(workload: Workload, setting: Setting, bit_per_s: float, down_bit_per_s: float | None = None) -> Costs:
@@ -114,11 +115,11 @@ def has_closed_form(pattern: Pattern) -> bool:
 def closed_form(pattern: Pattern, costs: Costs) -> float:
     """Compute ÷ wall clock of an endless run.
 
-    The period λ of H steps, where fragment p would be there s_p after the end of the step it was launched in (as its lowest layer's
+    The period λ of H steps, where what is launched in step t would be there s_t after the end of that step (as its lowest layer's
     forward pass sees it), on a link that was free:
 
-        τ = 0    λ = H·C + Σ_p max(0, s_p): all that is launched is waited for at once
-        P = 1    λ = max(H·C, L·c_up, L·c_down, (s + ((m + 1)·H − τ)·C) / (m + 1)),  m = ⌊τ / H⌋: compute alone, the link alone, or
+        τ = 0    λ = H·C + Σ_t max(0, s_t): all that is launched is waited for at once
+        one t    λ = max(H·C, L·c_up, L·c_down, (s + ((m + 1)·H − τ)·C) / (m + 1)),  m = ⌊τ / H⌋: compute alone, the link alone, or
                  from a launch over the forward pass that waits for it to the next launch but m
 
     Raises:
@@ -130,7 +131,7 @@ def closed_form(pattern: Pattern, costs: Costs) -> float:
         return compute_s / (compute_s + sum(stalls))
     if len(pattern.layers_after) != 1:
         raise ConfigError(
-            f"{len(pattern.layers_after)} fragments with an overlap of {tau} steps have no closed form; run the graph."
+            f"launches in {len(pattern.layers_after)} steps of a period with an overlap of {tau} steps have no closed form; run the graph."
         )
     [layers] = pattern.layers_after.values()
     turns = tau // pattern.period + 1

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from diloco.errors import ConfigError
 from diloco.planning.dag import Execution, Interval
 from diloco.planning.pictures import BLUE, Axis, Kind, Line, Picture, Span, lines, timeline
 from diloco.planning.question import Around, Graph, Question
@@ -74,7 +73,7 @@ def _described(setting: Setting) -> str:
 
 
 def _relatives(question: Question) -> Iterable[tuple[str, Question]]:
-    """The question itself, then other methods at the same H, codec and latency, as far as they can be."""
+    """The question itself, then other methods at the same H, codec and latency."""
     own = question.setting
     yield own.method + (f", τ = {own.overlap}" if own.method == "streaming" and own.overlap else ""), question
     if question.measure != "computing":
@@ -87,12 +86,7 @@ def _relatives(question: Question) -> Iterable[tuple[str, Question]]:
     if isinstance(question, Graph):
         wanted.insert(0, ("data parallel", "data-parallel", {}))
     for name, method, options in wanted:
-        try:
-            setting = setting_for(
-                question.workload, method, up=own.up, down=own.down, latency_s=own.latency_s, **options
-            )
-        except ConfigError:
-            continue  # more fragments than steps, say: that method is not among the choices
+        setting = setting_for(question.workload, method, up=own.up, down=own.down, latency_s=own.latency_s, **options)
         if setting != own:
             yield name, replace(question, setting=setting)
 
