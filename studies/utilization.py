@@ -65,6 +65,7 @@ def factors() -> str:
             for row in (*TABLE_4, *TABLE_5, *TABLE_6)
             if belongs(row)
             for value, cell in zip(steady(row), row.cells, strict=True)
+            if not cell.endswith("+")
         ]
         lines.append(f"| {title} | {min(ratios):.2f} to {max(ratios):.2f} | {sum(ratios) / len(ratios):.2f} |")
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""Every printed cell of the papers' tables comes out, and only what they published does."""
+"""Every printed cell of the papers' three tables comes out, and only what they published does."""
+
+from pathlib import Path
 
 import pytest
 from studies.published import TABLE_4, TABLE_5, TABLE_6, TARGETS, Row
@@ -16,8 +18,11 @@ def test_printed_cells_digit_for_digit(row: Row) -> None:
 
 
 def test_all_tables_are_compared() -> None:
-    assert (len(TABLE_4), len(TABLE_5), len(TABLE_6)) == (10, 6, 5)
+    """195 cells; the 60 others that are printed repeat rows of these."""
+    assert (len(TABLE_4), len(TABLE_5), len(TABLE_6)) == (15, 9, 15)
     assert {len(row.cells) for row in ROWS} == {5}
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert f"all {sum(len(row.cells) for row in ROWS)} printed cells" in " ".join(page.split())
 
 
 def test_the_grid_is_numpys() -> None:
@@ -31,6 +36,8 @@ def test_no_printed_bandwidth_reaches_its_target_and_the_next_does() -> None:
         run = published_run(row.convention, row.model, row.method, **row.options)
         for target, cell in zip(TARGETS, run.printed([target / 100 for target in TARGETS]), strict=True):
             assert cell.gbit_per_s is not None
+            if cell.text == "1000.0+":
+                continue  # the end of the grid
             above = GRID_GBIT_PER_S[GRID_GBIT_PER_S.index(cell.gbit_per_s) + 1]
             assert run.utilization(cell.gbit_per_s) <= target / 100 < run.utilization(above)
 

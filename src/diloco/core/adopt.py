@@ -129,7 +129,7 @@ class Eager(Adopt):
 def eager_gradient(
     newest: Tensor, newest_share: float, mean: Tensor | None, listed: Tensor | None, share: float
 ) -> Tensor:
-    """Δ̃_m = Δ̄ + s'·Δ_m^(t) − s·Δ_m^(t−H), fp32 flat [n]; arXiv 2502.12996, algorithm 1.
+    """Δ̃_m = Δ̄ + s'·Δ_m^(t) − s·Δ_m^(t−H), fp32 flat [n]; arXiv 2502.12996, algorithm 3.
 
     Before the first mean has arrived it is s'·Δ_m^(t). Subtracted first, so that a lone learner's older work cancels to the bit.
 

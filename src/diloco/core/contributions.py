@@ -51,7 +51,7 @@ def weights_of(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness
     """How much each learner's contribution counts.
 
         "uniform"         1: i.i.d. shards (DiLoCo, arXiv 2311.08105)
-        "tokens"          the tokens it was trained on: unequal shards (same paper, section 3.2)
+        "tokens"          the tokens it was trained on: unequal shards (same paper, appendix)
         "tokens^2/steps"  tokens · (tokens / steps), quantity times rate: learners of unequal speed (Decoupled DiLoCo,
                           arXiv 2604.21428)
         "discounted"      tokens / (1 + 0.25·staleness): work on older versions counts less

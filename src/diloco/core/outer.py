@@ -10,7 +10,7 @@ whole. Every multiply and add is rounded on its own (no `alpha=`, lerp or addcmu
 divisors are tensors (a GPU multiplies by the reciprocal of a number): the same inputs give the same bits on any
 device.
 
-DiLoCo (arXiv 2311.08105, algorithm 1 and section 3.2) compares the three and takes Nesterov.
+DiLoCo (arXiv 2311.08105, algorithm 1 and section 3.1) compares the three and takes Nesterov.
 """
 
 import math
@@ -110,7 +110,7 @@ class Nesterov(Outer):
 
 @dataclass(frozen=True)
 class DelayedNesterov(Outer):
-    """Nesterov momentum for outer gradients that arrive one at a time (arXiv 2401.09135, algorithm 2).
+    """Nesterov momentum for outer gradients that arrive one at a time (arXiv 2401.09135, algorithm 3).
 
     On the s-th outer gradient, with N = `buffer`, usually the number of learners:
 

@@ -45,7 +45,7 @@ class AllLive(Quorum):
         at_least: never merge fewer contributions than this. 1 lets a lone survivor go on by itself; a higher number makes it
             wait for others instead of silently becoming a solo run.
         drop: probability with which a contribution is left out, to study unreliable links; its learner goes on from its own
-            parameters and is measured from the new global model next (DiLoCo, arXiv 2311.08105, section 3.2). Never drops below
+            parameters and is measured from the new global model next (DiLoCo, arXiv 2311.08105, section 3.1). Never drops below
             `at_least`.
         drop_seed: which ones are left out: a function of it, the learner, the fragment and the round.
     """

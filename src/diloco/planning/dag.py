@@ -5,7 +5,7 @@ l = 1) and by parameters. Each of these 3L − 1 nodes takes u seconds, a step C
 backward pass by parameters ends; its link is first-in-first-out. What step t launched for layer l has to be there before layer l's
 forward pass of step t + 1 + τ.
 
-Streaming DiLoCo, arXiv 2501.18512, section 3.3.
+Streaming DiLoCo, arXiv 2501.18512, section 3.1.
 """
 
 from __future__ import annotations

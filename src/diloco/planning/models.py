@@ -49,7 +49,7 @@ class Workload:
 PRESETS: Mapping[str, Workload] = {
     workload.name: workload
     for workload in (
-        # Streaming DiLoCo, arXiv 2501.18512, section 3.3
+        # Streaming DiLoCo, arXiv 2501.18512, table 4
         Workload("1b", 1e9, 24, 0.1),
         Workload("10b", 10e9, 48, 0.8),
         Workload("100b", 100e9, 108, 4.9),

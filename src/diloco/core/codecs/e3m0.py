@@ -1,4 +1,4 @@
-"""E3M0, the 4-bit float of Streaming DiLoCo (arXiv 2501.18512, section 2.3): a sign and 3 bits of exponent."""
+"""E3M0, the 4-bit float of Streaming DiLoCo (arXiv 2501.18512, section 2.4): a sign and 3 bits of exponent."""
 
 from dataclasses import dataclass
 from typing import ClassVar
