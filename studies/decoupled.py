@@ -8,7 +8,8 @@ from diloco.core.method import Method
 from diloco.core.outer import Nesterov
 from diloco.core.quorum import Called
 from studies.arms import Arm
-from studies.report import TIE, Gaps, Row, Study, choose, main
+from studies.gaps import TIE, Gaps, Holds, below, every
+from studies.report import Row, Study, choose, main
 
 SPEEDS = (1.0, 1.0, 0.6, 0.4)
 BUDGET_S = 450.0
@@ -54,24 +55,26 @@ def rows() -> Sequence[Row]:
     ]
 
 
-def verdict(gaps: Gaps) -> tuple[bool | None, str]:
-    lock, parallel = gaps["lock-step streaming"].mean, gaps["lock-step data parallel"].mean
-    grace, one, all_ = (gaps[each].mean for each in ("K = 1 + grace", "K = 1", "K = M"))
+def verdict(gaps: Gaps) -> tuple[Holds, str]:
+    grace = gaps["K = 1 + grace"]
+    lock, parallel, one, all_ = (
+        grace - gaps[each] for each in ("lock-step streaming", "lock-step data parallel", "K = 1", "K = M")
+    )
     others = {
-        label.removeprefix("K = 1 + grace, "): gap.mean - grace
+        label.removeprefix("K = 1 + grace, "): gap - grace
         for label, gap in gaps.items()
         if label.startswith("K = 1 + grace, ")
     }
-    shown = ", ".join(f"{label} {cost:+.3f}" for label, cost in others.items())
-    return grace < min(lock, parallel) - TIE and grace < one - TIE and grace <= all_ + TIE, (
-        f"at equal wall-clock K = 1 + grace is {grace - lock:+.3f} against lock-step streaming and {grace - parallel:+.3f} against lock-step "
-        f"data parallel; K = M is {all_ - grace:+.3f} and K = 1 without grace {one - grace:+.3f} against it; {shown}"
+    shown = ", ".join(f"{label} {cost.mean:+.3f}" for label, cost in others.items())
+    return every(below(each, -TIE) for each in (lock, parallel, one, all_)), (
+        f"at equal wall-clock K = 1 + grace is {lock.mean:+.3f} against lock-step streaming, {parallel.mean:+.3f} against lock-step data "
+        f"parallel and {one.mean:+.3f} against K = 1 without grace, but {all_.in_words()} against K = M; against it {shown}"
     )
 
 
 STUDY = Study(
     name="decoupled",
-    claim="With learners of unequal speed K = 1 + grace beats waiting for all, at equal wall-clock (arXiv 2604.21428).",
+    claim="With learners of unequal speed K = 1 + grace beats K = M and K = 1, and lock-step, at equal wall-clock (arXiv 2604.21428).",
     rows=rows,
     verdict=verdict,
     equal="virtual wall-clock: 450 s, in which the fastest take 450 steps (± 10 % jitter) and the slowest 180",
@@ -81,8 +84,9 @@ STUDY = Study(
             "Speeds 1 : 1 : 0.6 : 0.4, H = 24, P = 4, τ = 2, no network latency. Every learner's lr schedule ends with the budget. Outer settings "
             "are chosen on the other split, for K = 1 + grace and for lock-step streaming. The data parallel control has all learners at "
             "full speed, which no run with these learners could have: gaps to it are upper bounds, and 'lock-step data parallel' is what it "
-            "would be with the slowest's 180 steps. The isolated learner is a fast one. The rule: K = 1 + grace better than both lock-step "
-            "arms and than K = 1 by 0.01, and no worse than K = M."
+            "would be with the slowest's 180 steps. The isolated learner is a fast one. The rule: K = 1 + grace better by 0.01 than both lock-step "
+            "arms, than K = 1 and than K = M. No quorum blocks a learner here: K = M only merges later. That of the paper waits (84 % goodput), "
+            "and lock-step streaming comes nearest to it."
         )
     ],
 )

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import diloco
 from diloco.core.outer import Nesterov
 from studies.arms import Arm
-from studies.report import Gaps, Row, Study, choose, chosen_outer, main
+from studies.gaps import Gaps, Holds, below, every
+from studies.report import Row, Study, choose, chosen_outer, main
 
 
 def rows() -> Sequence[Row]:
@@ -30,15 +31,15 @@ def rows() -> Sequence[Row]:
     return [Row(label, Arm(method=method.to_dict(), learners=2)) for label, method in methods.items()]
 
 
-def verdict(gaps: Gaps) -> tuple[bool | None, str]:
-    base = gaps["no overlap"].mean
-    cost = {label: gap.mean - base for label, gap in gaps.items()}
-    order = (
-        cost["delayed, same outer"] > cost["delayed, a quarter of the lr"]
-        and cost["eager, same outer"] < cost["delayed, same outer"]
-    )
-    close = min(cost["eager, same outer"], cost["eager, chosen outer"]) < 0.03
-    return order and close, (
+def verdict(gaps: Gaps) -> tuple[Holds, str]:
+    gap = {label: each - gaps["no overlap"] for label, each in gaps.items()}
+    cost = {label: each.mean for label, each in gap.items()}
+    order = [
+        below(gap[better] - gap["delayed, same outer"], 0.0)
+        for better in ("delayed, a quarter of the lr", "eager, same outer")
+    ]
+    close = below(min(gap["eager, same outer"], gap["eager, chosen outer"], key=lambda each: each.mean), 0.03)
+    return every([*order, close]), (
         f"against no overlap: delayed {cost['delayed, same outer']:+.3f}, with a quarter of the lr "
         f"{cost['delayed, a quarter of the lr']:+.3f}, chosen {cost['delayed, chosen outer']:+.3f}; eager "
         f"{cost['eager, same outer']:+.3f}, chosen {cost['eager, chosen outer']:+.3f}, two outer steps "

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import diloco
 from diloco.core.outer import Nesterov
 from studies.arms import Arm
-from studies.report import TIE, Gaps, Row, Study, best, chosen_outer, main
+from studies.gaps import TIE, Gaps, Holds, below, every
+from studies.report import Row, Study, best, chosen_outer, main
 
 RATES = (2e-3, 4e-3, 8e-3)
 GRID = tuple((lr, momentum) for momentum in (0.5, 0.7, 0.8, 0.9) for lr in (0.7, 1.0))
@@ -37,23 +38,24 @@ def rows() -> Sequence[Row]:
     return found
 
 
-def verdict(gaps: Gaps) -> tuple[bool | None, str]:
-    own = {name: gaps[f"{name}, data parallel"].mean for name in ("AdamW", "Muon")}
+def verdict(gaps: Gaps) -> tuple[Holds, str]:
+    own = {name: gaps[f"{name}, data parallel"] for name in ("AdamW", "Muon")}
     cost = {
-        (name, label): gaps[f"{name}, {label}"].mean - own[name]
+        (name, label): gaps[f"{name}, {label}"] - own[name]
         for name in own
         for label in ("DiLoCo, M=2", "DiLoCo, M=4", "DiLoCo, M=8", "2bit, M=4", "int4, M=4")
     }
     shown = ", ".join(
-        f"{cost['Muon', f'DiLoCo, M={m}']:+.3f} against {cost['AdamW', f'DiLoCo, M={m}']:+.3f} at M={m}"
+        f"{cost['Muon', f'DiLoCo, M={m}'].mean:+.3f} against {cost['AdamW', f'DiLoCo, M={m}'].mean:+.3f} at M={m}"
         for m in (2, 4, 8)
     )
-    better = gaps["Muon, DiLoCo, M=4"].mean < gaps["AdamW, DiLoCo, M=4"].mean - TIE
-    smaller = all(cost["Muon", f"DiLoCo, M={m}"] < cost["AdamW", f"DiLoCo, M={m}"] - TIE for m in (4, 8))
+    better = below(gaps["Muon, DiLoCo, M=4"] - gaps["AdamW, DiLoCo, M=4"], -TIE)
+    smaller = every(below(cost["Muon", f"DiLoCo, M={m}"] - cost["AdamW", f"DiLoCo, M={m}"], -TIE) for m in (4, 8))
     bits = {name: cost[name, "2bit, M=4"] - cost[name, "DiLoCo, M=4"] for name in own}
-    return better and smaller, (
-        f"Muon in data parallel is {own['Muon'] - own['AdamW']:+.3f} against AdamW; the gap of DiLoCo to data parallel with the same inner "
-        f"optimizer is {shown} (Muon against AdamW); 2 bits cost {bits['Muon']:+.3f} with Muon and {bits['AdamW']:+.3f} with AdamW"
+    return every([better, smaller]), (
+        f"Muon in data parallel is {(own['Muon'] - own['AdamW']).mean:+.3f} against AdamW; the gap of DiLoCo to data parallel with the same inner "
+        f"optimizer is {shown} (Muon against AdamW); 2 bits cost {bits['Muon'].mean:+.3f} with Muon and {bits['AdamW'].mean:+.3f} with "
+        "AdamW"
     )
 
 

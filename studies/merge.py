@@ -7,7 +7,8 @@ import diloco
 from diloco.core.merge import Merge
 from diloco.core.outer import Nesterov
 from studies.arms import Arm
-from studies.report import Gaps, Row, Study, chosen_outer, main
+from studies.gaps import TIE, Gap, Gaps, Holds, below, every
+from studies.report import Row, Study, chosen_outer, main
 
 COUNTS = (4, 8, 16)
 MERGES: dict[str, Merge] = {
@@ -31,14 +32,13 @@ def rows() -> Sequence[Row]:
     return found
 
 
-def verdict(gaps: Gaps) -> tuple[bool | None, str]:
-    def gain(learners: int, setting: str = "") -> float:
-        return gaps[f"M={learners}, mean{setting}"].mean - gaps[f"M={learners}, radial-directional{setting}"].mean
+def verdict(gaps: Gaps) -> tuple[Holds, str]:
+    def against(learners: int, setting: str = "") -> Gap:
+        return gaps[f"M={learners}, radial-directional{setting}"] - gaps[f"M={learners}, mean{setting}"]
 
-    shown = ", ".join(f"{-gain(m):+.3f} at M={m}" for m in COUNTS)
-    low = ", ".join(f"{-gain(m, ', half the lr'):+.3f}" for m in COUNTS)
-    holds = gain(8) > 0.01 and gain(16) > 0.01
-    return holds, (
+    shown = ", ".join(f"{against(m).mean:+.3f} at M={m}" for m in COUNTS)
+    low = ", ".join(f"{against(m, ', half the lr').mean:+.3f}" for m in COUNTS)
+    return every(below(against(m), -TIE) for m in (8, 16)), (
         f"against the mean, radial-directional is {shown} with the lr chosen for the mean at M = 4 (below 0 is better), and {low} with "
         "half of it"
     )

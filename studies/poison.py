@@ -7,9 +7,11 @@ import diloco
 from diloco.core.merge import Merge
 from diloco.core.robust import Screen
 from studies.arms import Arm
-from studies.report import Gaps, Row, Study, chosen_outer, main
+from studies.gaps import Gaps, Holds, below, every, opposite
+from studies.report import Row, Study, chosen_outer, main
 
 LEARNERS = 8
+LIMIT, ROBUST = 0.05, 3
 ATTACKS = {"": "honest", "noise": "noise", "flipped": "sign flipped", "scaled": "scaled by 100"}
 MERGES: dict[str, tuple[Merge, Screen | None]] = {
     "mean": (diloco.Mean(), None),
@@ -35,17 +37,20 @@ def rows() -> Sequence[Row]:
     return found
 
 
-def verdict(gaps: Gaps) -> tuple[bool | None, str]:
-    honest = gaps["mean: honest"].mean
-    worst = {
-        name: max(gaps[f"{name}: {attack}"].mean - honest for key, attack in ATTACKS.items() if key) for name in MERGES
-    }
-    price = {name: gaps[f"{name}: honest"].mean - honest for name in MERGES}
-    robust = [name for name in MERGES if worst[name] < 0.05]
+def verdict(gaps: Gaps) -> tuple[Holds, str]:
+    honest = gaps["mean: honest"]
+    cost = {name: [gaps[f"{name}: {attack}"] - honest for key, attack in ATTACKS.items() if key] for name in MERGES}
+    worst = {name: max(each.mean for each in costs) for name, costs in cost.items()}
+    price = {name: (gaps[f"{name}: honest"] - honest).mean for name in MERGES}
+    robust = {name: every(below(each, LIMIT) for each in costs) for name, costs in cost.items()}
+    surely, perhaps = list(robust.values()).count(True), len(MERGES) - list(robust.values()).count(False)
+    three = True if surely >= ROBUST else None if perhaps >= ROBUST else False
+    sure = ", ".join(name for name in MERGES if robust[name])
     shown = ", ".join(f"{name} {worst[name]:+.3f} (honest {price[name]:+.3f})" for name in MERGES if worst[name] < 1.0)
     lost = ", ".join(name for name in MERGES if worst[name] >= 1.0)
-    return "mean" not in robust and len(robust) >= 3, (
-        f"the worst of three attacks costs, against the mean of honest learners: {shown}; more than 1 nat: {lost}"
+    return every([opposite(robust["mean"]), three]), (
+        f"the worst of three attacks costs, against the mean of honest learners: {shown}; more than 1 nat: {lost}; all of the interval is "
+        f"within {LIMIT} with {sure}"
     )
 
 
@@ -54,6 +59,7 @@ STUDY = Study(
     claim="A mean is ruined by one bad learner in eight; robust merges are not.",
     rows=rows,
     verdict=verdict,
+    published=False,
     control=Arm(learners=LEARNERS),
     notes=[
         (

@@ -1,10 +1,12 @@
 """Learners that are added and taken away by a plan: does the result follow the compute, or its schedule?"""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import diloco
 from studies.arms import Arm
-from studies.report import Gaps, Row, Study, chosen_outer, main
+from studies.gaps import Gaps, Holds, below, every
+from studies.report import Row, Study, chosen_outer, main
 
 LEARNERS, BATCH, ROUNDS = 8, 2, 15
 ALL = (0, ROUNDS)
@@ -48,16 +50,18 @@ def rows() -> Sequence[Row]:
     return found
 
 
-def verdict(gaps: Gaps) -> tuple[bool | None, str]:
-    by_name = {name: gaps[_label(name)].mean for name in SCHEDULES}
+def verdict(gaps: Gaps) -> tuple[Holds, str]:
+    by_name = {name: gaps[_label(name)] for name in SCHEDULES}
     doubling = by_name["doubling 4 → 8"] - by_name["halving 8 → 4"]
     ramp = by_name["ramp 1 → 8"] - by_name["ramp 8 → 1"]
-    order = by_name["constant 8"] < by_name["halving 8 → 4"] < by_name["ramp 8 → 1"] < by_name["constant 1"]
+    falling = ("constant 8", "halving 8 → 4", "ramp 8 → 1", "constant 1")
+    order = every(below(by_name[more] - by_name[less], 0.0) for more, less in pairwise(falling))
+    same = every(below(each, 0.02) for each in (doubling, -doubling, ramp, -ramp))
     longer = {name: gaps[f"{name}, as long as it takes"].mean for name in SCHEDULES if name != "constant 8"}
     shown = ", ".join(f"{name} {gap:+.3f}" for name, gap in longer.items())
-    return order and abs(doubling) < 0.02 and abs(ramp) < 0.02, (
-        f"in runs of one length doubling is {doubling:+.3f} against halving and ramping up {ramp:+.3f} against ramping down; constant 8 "
-        f"{by_name['constant 8']:+.3f}, constant 1 {by_name['constant 1']:+.3f}. With as much compute as constant 8, in more steps: {shown}"
+    return every([order, same]), (
+        f"in runs of one length doubling is {doubling.mean:+.3f} against halving and ramping up {ramp.mean:+.3f} against ramping down; "
+        f"constant 8 {by_name['constant 8'].mean:+.3f}, constant 1 {by_name['constant 1'].mean:+.3f}. With as much compute as constant 8, in more steps: {shown}"
     )
 
 

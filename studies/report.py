@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
@@ -18,13 +17,11 @@ import diloco
 from diloco.core.method import Method
 from diloco.core.outer import Nesterov
 from studies.arms import DIVERGED, Arm, Outcome, cached, outcomes
+from studies.gaps import TIE, Gap, Gaps, Holds, with_error
 
 RESULTS = Path(__file__).parent / "results"
 SEEDS = (0, 1, 2)
 SELECTION_SEED = 100
-TIE = 0.01
-"""Nats per byte: pairs scatter by about half of it at this scale."""
-
 MACHINE = "2 CPU cores (x86-64), one thread a run, fp32"
 
 
@@ -37,20 +34,7 @@ class Row:
     detail: str = ""
 
 
-@dataclass(frozen=True)
-class Gap:
-    """Paired difference to a control over seeds: mean, standard error, and over how many."""
-
-    mean: float
-    error: float
-    num_seeds: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.error:.3f}" if self.num_seeds > 1 else f"{self.mean:+.3f}"
-
-
-Gaps = Mapping[str, Gap]
-Verdict = Callable[[Gaps], tuple[bool | None, str]]
+Verdict = Callable[[Gaps], tuple[Holds, str]]
 
 
 @dataclass(frozen=True)
@@ -61,8 +45,9 @@ class Study:
         name: of its files.
         claim: one sentence, with its source.
         rows: arms, in the table's order.
-        verdict: from the gaps to data parallel (by label; "isolated" is one of them) whether the claim holds here (None: cannot be
-            judged), and a sentence. Called only when every row it needs is there; a missing label raises KeyError.
+        verdict: from the gaps to data parallel (by label; "isolated" is one of them) whether their intervals carry the claim (False:
+            they contradict it; None: neither), and a sentence. A missing label raises KeyError.
+        published: whether a paper claims it. What none claims is not reproduced; it is found here, or not.
         equal: what is equal between the arms.
         control: the arm of data parallel and isolated where it is not the default one.
         notes: what a reader must know.
@@ -72,6 +57,7 @@ class Study:
     claim: str
     rows: Callable[[], Sequence[Row]]
     verdict: Verdict
+    published: bool = True
     equal: str = "tokens"
     control: Arm = field(default_factory=Arm)
     notes: Sequence[str] = ()
@@ -165,11 +151,8 @@ def found_of(rows: Sequence[Row]) -> dict[str, dict[int, Outcome]]:
 
 def gap(one: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Gap | None:
     """Of pairs with the same seed; None without any."""
-    differences = [one[seed].loss - other[seed].loss for seed in one if seed in other]
-    if not differences:
-        return None
-    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    return Gap(statistics.mean(differences), error, len(differences))
+    differences = {seed: one[seed].loss - other[seed].loss for seed in one if seed in other}
+    return Gap(differences) if differences else None
 
 
 def judge(study: Study, gaps: Gaps) -> tuple[str, str]:
@@ -180,8 +163,15 @@ def judge(study: Study, gaps: Gaps) -> tuple[str, str]:
         return "cannot be judged", f"the arm {missing} was not run"
     if any(each.num_seeds < len(SEEDS) for each in gaps.values()):
         sentence += f" (with fewer than {len(SEEDS)} seeds)"
-    name = {True: "reproduced", False: "not reproduced at this scale", None: "cannot be judged"}[holds]
-    return name, sentence
+    return _WORDS[study.published][holds], sentence
+
+
+_UNDECIDED = "undecided at this scale"
+_WORDS: dict[bool, dict[Holds, str]] = {
+    True: {True: "reproduced", False: "not reproduced at this scale", None: _UNDECIDED},
+    False: {True: "found here", False: "not found here", None: _UNDECIDED},
+}
+"""By whether the claim is published, and whether it holds."""
 
 
 def show(study: Study) -> None:
@@ -253,7 +243,7 @@ def markdown(values: Mapping[str, Any]) -> str:
             lines.append(f"| {name} | {entry['outer']} | diverged | | |")
             continue
         shown = [
-            "" if each is None else str(Gap(each[0], each[1], num_seeds))
+            "" if each is None else with_error(each[0], each[1], num_seeds)
             for each in (entry["gap_to_data_parallel"], entry["gap_to_isolated"])
         ]
         partly = "" if num_seeds == len(values["seeds"]) else f" ({num_seeds} of {len(values['seeds'])} seeds)"

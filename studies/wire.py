@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import diloco
 from studies.arms import Arm
-from studies.report import Gaps, Row, Study, chosen_outer, main
+from studies.gaps import Gaps, Holds, below, every
+from studies.report import Row, Study, chosen_outer, main
 
 ARMS = {
     "fp32": ("fp32", "fp32", 0.0),
@@ -34,15 +35,13 @@ def rows() -> Sequence[Row]:
     ]
 
 
-def verdict(gaps: Gaps) -> tuple[bool | None, str]:
-    base = gaps["fp32"].mean
-    cost = {label: gaps[label].mean - base for label in ARMS}
+def verdict(gaps: Gaps) -> tuple[Holds, str]:
+    cost = {label: gaps[label] - gaps["fp32"] for label in ARMS}
     limit = FP32_LOSS_SHARE * 1.9
-    within = cost["int4"] <= limit and cost["E3M0"] <= limit
-    return within, (
-        f"4 bits both ways cost {cost['int4']:+.4f} (int4) and {cost['E3M0']:+.4f} (E3M0) against fp32, where 0.5 % is {limit:.4f}; 2 bits "
-        f"{cost['2 bit']:+.3f}, with feedback {cost['2 bit, feedback']:+.3f}; top-k 3 % {cost['top-k 128 up only']:+.3f}, with "
-        f"feedback {cost['top-k 128 up only, feedback']:+.3f}"
+    return every(below(cost[label], limit) for label in ("int4", "E3M0")), (
+        f"4 bits both ways cost {cost['int4'].in_words(4)} (int4) and {cost['E3M0'].in_words(4)} (E3M0) against fp32, where 0.5 % is {limit:.4f}; "
+        f"2 bits {cost['2 bit'].mean:+.3f}, with feedback {cost['2 bit, feedback'].mean:+.3f}; top-k 3 % "
+        f"{cost['top-k 128 up only'].mean:+.3f}, with feedback {cost['top-k 128 up only, feedback'].mean:+.3f}"
     )
 
 
