@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import diloco
 from diloco import Learner, Method
+from diloco.core.codecs import codec_from_name, compress
 from diloco.core.fragments import Layout
 from diloco.core.update import MISSED, OUT_OF_STEP, Contribution, Update
 from diloco.errors import ConfigError
@@ -95,7 +96,7 @@ def step(learner: Learner, times: int = 1) -> None:
 
 
 def residuals_of(learner: Learner) -> Any:
-    return learner._boundary.residuals.state_dict()
+    return learner.state_dict()["residuals"]
 
 
 def ledger_of(learner: Learner) -> dict[str, Any]:
@@ -112,13 +113,13 @@ def test_a_merge_with_this_learner_keeps_the_residual() -> None:
     step(learner, 2)
     ((contribution, payload),) = script.offers
     assert (contribution.round, contribution.base, contribution.tokens, contribution.steps) == (0, 0, 20, 2)
-    payload()
-    kept = residuals_of(learner)["0"]
-    assert kept.any()
+    sent = torch.cat([p.detach().flatten() for p in learner.model.parameters()])
+    encoded, lost = compress(FEEDBACK.up, script.theta(0) - sent, None)
+    assert torch.equal(payload(), encoded)
     script.publish(1, "me", "you")
     step(learner)
     assert stands_at(learner, 1)
-    assert residuals_of(learner)["0"] is kept
+    assert torch.equal(residuals_of(learner)["0"], lost)
     assert learner.metrics()["merges"] == 1
     assert ledger_of(learner) == {"trained": 30, "pending": 0, "merged": 20, "lost": 0, "discarded": {"overlap": 10}}
 
@@ -239,12 +240,15 @@ def test_given_up_it_starts_again_from_the_newest_model() -> None:
     assert (metrics["incarnation"], metrics["tokens"], metrics["merges"]) == (2, 0, 0)
     assert ledger_of(learner)["trained"] == 0
     step(learner, 2)
-    stale()  # an encoder that comes to it only now
-    assert residuals_of(learner) == {}
+    stale()  # an encoder that comes to it only now leaves nothing to be fed back
     contribution, payload = script.offers[1]
     assert (contribution.incarnation, contribution.round, contribution.base, contribution.step) == (2, 9, 9, 42)
-    payload()
-    assert residuals_of(learner).keys() == {"0"}
+    sent = torch.cat([p.detach().flatten() for p in learner.model.parameters()])
+    encoded, lost = compress(FEEDBACK.up, script.theta(9) - sent, None)
+    assert torch.equal(payload(), encoded)
+    script.publish(10, "me")
+    step(learner)
+    assert torch.equal(residuals_of(learner)["0"], lost)
 
 
 def test_given_up_while_a_round_waits_for_it_a_learner_takes_its_steps_again() -> None:
@@ -356,6 +360,36 @@ def test_resumed_it_does_not_wait_for_what_the_old_incarnation_sent(method: Meth
     step(resumed)
     assert stands_at(resumed, 1)
     assert ledger_of(resumed)["pending"] >= 0
+
+
+@pytest.mark.parametrize("method", [PUSHED, CALLED], ids=["pushed", "called"])
+def test_a_residual_is_saved_as_it_was_last_committed(method: Method) -> None:
+    """What is on its way when a checkpoint is taken may be merged or not, and the resumed learner is not told."""
+    method = replace(method, up=codec_from_name("int4"), error_feedback=True)
+    script, learner = start(method)
+
+    def contribute() -> None:
+        script.inbox += [Called(0, learner.versions[0])] if learner.method.name == "DecoupledDiLoCo" else []
+        step(learner, 2)
+        script.offers[-1][1]()
+
+    contribute()
+    assert learner.state_dict()["residuals"] == {}  # the first one is on its way
+    script.publish(1, "me")
+    step(learner)
+    committed = learner.state_dict()["residuals"]["0"].clone()
+    assert committed.any()
+    contribute()
+    assert len(script.offers) == 2
+    saved = learner.state_dict()
+    assert torch.equal(saved["residuals"]["0"], committed)
+    _, resumed = start(method, version=1)
+    resumed.model.load_state_dict(learner.model.state_dict())
+    assert resumed.load_state_dict(saved)
+    assert torch.equal(resumed.state_dict()["residuals"]["0"], committed)
+    script.publish(2, "me")
+    step(learner)
+    assert not torch.equal(learner.state_dict()["residuals"]["0"], committed)
 
 
 def test_nothing_is_kept_of_the_model_it_started_from() -> None:

@@ -134,6 +134,38 @@ def test_any_number_in_flight(decay: float, merged: tuple[bool, ...], order: tup
     assert residuals._open == [[], []]  # nothing is kept of what is settled
 
 
+@pytest.mark.parametrize("merged", list(itertools.product([True, False], repeat=3)))
+def test_what_is_saved_is_as_if_all_that_is_on_its_way_were_refused(merged: tuple[bool, ...]) -> None:
+    """A saved residual has in it what an update has listed; saving changes nothing."""
+    saving, refusing = make_residuals(), make_residuals()
+    for residuals in (saving, refusing):
+        for round_, gradient in enumerate(gradients(4)):
+            send(residuals, round_, gradient)
+        residuals.commit(0, 0)
+        for round_, listed in enumerate(merged, 1):
+            if listed:
+                residuals.commit(0, round_)
+    saved = residual_of(saving)
+    for round_, listed in enumerate(merged, 1):
+        if not listed:
+            refusing.roll_back(0, round_)
+    expected = residual_of(refusing)
+    assert saved is not None
+    assert expected is not None
+    # Refused one by one they leave three times as many roundings of numbers below 16 as left out at once.
+    torch.testing.assert_close(saved, expected, rtol=0, atol=8 * 2**-20)
+    if not any(merged):
+        assert torch.equal(saved, expected)
+    for round_ in range(1, 4):
+        saving.commit(0, round_)
+    residual_of(saving)
+    again = make_residuals()
+    for round_, gradient in enumerate(gradients(4)):
+        send(again, round_, gradient)
+        again.commit(0, round_)
+    assert torch.equal(residual_of(saving), residual_of(again))
+
+
 def test_refused_before_it_was_encoded() -> None:
     """A refusal can overtake a slow encoder; what is encoded afterwards leaves no trace."""
     residuals = make_residuals()
@@ -148,6 +180,7 @@ def test_refused_before_it_was_encoded() -> None:
     # The same round may be tried again.
     payload = send(residuals, 1, third)[1]
     assert torch.equal(payload, compress(CODEC, third, before)[0])
+    residuals.commit(0, 1)
     assert residual_of(residuals) is not before
 
 
@@ -162,12 +195,12 @@ def test_an_earlier_one_is_refused_while_the_next_is_encoded(monkeypatch: pytest
 
     monkeypatch.setattr("diloco.residuals.compress", encode_slowly)
     _, payload = send(residuals, 1, second)
+    assert residual_of(residuals) is None
+    residuals.commit(0, 1)
     after = residual_of(residuals)
     assert after is not None
     # Two fp32 roundings of sums of numbers below 16.
     torch.testing.assert_close(after, second - CODEC.decode(payload, N), rtol=0, atol=2 * 2**-20)
-    residuals.roll_back(0, 1)
-    assert residual_of(residuals) is None
 
 
 def test_state_is_kept_apart() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from diloco.core.codecs import compress
 from diloco.core.method import Method
 
 
-@dataclass
+@dataclass(eq=False)
 class Tentative:
     """A contribution whose merge is not known yet, and the fragment's residual before it was encoded."""
 
@@ -79,21 +79,31 @@ class Residuals:
         """It was not: the residual is as before, to the bit; later contributions that are still on their way keep what they added."""
         with self._lock:
             chain = self._open[fragment]
-            position = next((i for i, tentative in enumerate(chain) if tentative.round == round_), None)
-            if position is None:
+            refused = next((tentative for tentative in chain if tentative.round == round_), None)
+            if refused is None:
                 return
-            tentative = chain.pop(position)
-            tentative.rolled_back = True
-            if not tentative.encoded:
-                return
-            later = [other for other in chain[position:] if other.encoded]
-            ends = [*(other.before for other in later), self._residuals[fragment]]  # of this one and of each later one
-            residual = tentative.before
-            for i, other in enumerate(later):
-                other.before = residual
-                residual = self._moved(ends[i + 1], ends[i], residual)
-            self._residuals[fragment] = residual
+            refused.rolled_back = True
+            left, self._residuals[fragment] = self._without(fragment, [refused])
+            for tentative, before in left:
+                tentative.before = before
+            self._open[fragment] = [tentative for tentative in chain if tentative is not refused]
             self._forget_merged(fragment)
+
+    def _without(
+        self, fragment: int, refused: Sequence[Tentative]
+    ) -> tuple[list[tuple[Tentative, Tensor | None]], Tensor | None]:
+        """Had these never been sent: every other encoded contribution with the residual before it, and the residual after all of them."""
+        encoded = [tentative for tentative in self._open[fragment] if tentative.encoded]
+        newest = self._residuals[fragment]
+        if not encoded:
+            return [], newest
+        residual, left = encoded[0].before, []
+        for tentative, after in zip(encoded, [*(each.before for each in encoded[1:]), newest], strict=True):
+            if tentative in refused:
+                continue
+            left.append((tentative, residual))
+            residual = after if residual is tentative.before else self._moved(after, tentative.before, residual)
+        return left, residual
 
     def _forget_merged(self, fragment: int) -> None:
         chain = self._open[fragment]
@@ -108,9 +118,18 @@ class Residuals:
         return after if other_start is None else after.add(other_start.mul(self._decay))
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals as they are once everything sent is merged; `Learner.state_dict` waits for the answers first."""
+        """Residuals as they were last committed: only an update that lists a contribution commits its residual, so one whose merge is
+        not known yet counts as not merged.
+
+        A resumed learner does not hear of it any more. Where the exchange's state is in the checkpoint, the contribution is not: its
+        work is pending again, and is encoded again with the residual from before. Over a syncer it belongs to an earlier incarnation.
+        """
         with self._lock:
-            return {str(f): residual for f, residual in enumerate(self._residuals) if residual is not None}
+            committed = [
+                self._without(fragment, [tentative for tentative in chain if not tentative.merged])[1]
+                for fragment, chain in enumerate(self._open)
+            ]
+        return {str(f): residual for f, residual in enumerate(committed) if residual is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
