@@ -56,8 +56,8 @@ def life(method: Method, steps: int = 24, until_s: float | None = None, tokens: 
 class Constant:
     """One weight and a constant gradient: every trajectory can be written down."""
 
-    def __init__(self, method: Method, steps: int, gradient: float = 1.0) -> None:
-        self.method, self.steps, self.gradient = method, steps, gradient
+    def __init__(self, method: Method, steps: int, gradient: float = 1.0, tokens: int = 1) -> None:
+        self.method, self.steps, self.gradient, self.tokens = method, steps, gradient, tokens
 
     def __call__(self, index: int, exchange: Exchange) -> list[tuple[float, float]]:
         """(parameter, global value) after every step."""
@@ -69,7 +69,7 @@ class Constant:
             for _ in range(self.steps):
                 model.weight.grad = torch.full((1, 1), self.gradient)
                 optimizer.step()
-                learner.step(tokens=1)
+                learner.step(tokens=self.tokens)
                 seen.append((model.weight.item(), learner.global_state_dict()["weight"].item()))
         return seen
 
@@ -158,6 +158,27 @@ def test_eager_trajectory() -> None:
     # after step 2: Δ = 2 and 6, nothing has arrived: −1 and −3. After 4: half of the own 2, 6 and of the other's 6, 2: −4. After 6 again.
     assert first == [-1.0, -1.0, -2.0, -5.0, -6.0, -9.0]
     assert second == [-3.0, -3.0, -6.0, -7.0, -10.0, -11.0]
+
+
+@pytest.mark.parametrize("gradients", [(1.0, 1.0), (1.0, 3.0)], ids=["equal", "other"])
+@pytest.mark.parametrize("intervals", [1, 2])
+def test_eager_learners_with_weights_do_not_part(gradients: tuple[float, float], intervals: int) -> None:
+    """Weights 3/4 and 1/4 in every mean. What a learner adds of its own it takes away again, so that after every send its parameters
+    are the means before and half of its own newest outer gradient (two of them where two are on their way)."""
+    rounds, every = 6, 2
+    method = diloco.EagerDiLoCo(sync_every=every, intervals=intervals, outer=diloco.SGD(lr=1.0), weight="tokens")
+
+    def life_of(index: int, exchange: Exchange) -> list[float]:
+        seen = Constant(method, rounds * every, gradients[index], tokens=(3, 1)[index])(index, exchange)
+        return [value for value, _ in seen[every - 1 :: every]]
+
+    own = [every * gradient for gradient in gradients]
+    mean = 0.75 * own[0] + 0.25 * own[1]
+    expected = [
+        [-(max(0, sends - intervals) * mean + min(intervals, sends) * each / 2) for sends in range(1, rounds + 1)]
+        for each in own
+    ]
+    assert diloco.run_local(life_of, learners=2) == expected
 
 
 def test_a_displacement_is_kept_on_top_of_the_answer() -> None:

@@ -333,6 +333,95 @@ def test_an_answer_that_was_fetched_whole_is_saved_whole() -> None:
     assert torch.equal(again.outer_state["momentum"], arrived.outer_state["momentum"])  # type: ignore[index]
 
 
+class EagerScript(Script):
+    """Two learners that take outer steps of their own; means and outer states come as the test says."""
+
+    num_live = 2
+
+    def opened(self, incarnation: int, step: int, version: int) -> Opened:
+        zeros = torch.zeros(self.num_elements)
+        return Opened("me", incarnation, step, (version,), Model((zeros,), {}), outer_states=({"momentum": zeros},))
+
+    def publish_mean(self, version: int, mean: float | None, *contributors: str, start: float | None = None) -> None:
+        """`start`: the version is fetched whole, the global model all this, with this momentum."""
+        update = Update(0, version - 1, version, contributors, (1.0,) * len(contributors), 1.0, "", lossless=True)
+        theta = torch.full((self.num_elements,), 0.0 if start is None else start)
+        state = None if start is None else {"momentum": theta}
+        merged = version - 1 if "me" in contributors else -1
+        given = None if mean is None else torch.full((self.num_elements,), mean)
+        self.inbox.append(Arrived(update, theta, merged, given, state))
+
+
+EAGER = diloco.EagerDiLoCo(sync_every=2, outer=diloco.Nesterov(lr=1.0, momentum=0.5))
+
+
+def eager(script: EagerScript) -> Callable[[float], float]:
+    """Takes an inner step down by so much; returns the parameters, which are all the same."""
+    model = nn.Linear(40, 3)
+    learner = Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), method=EAGER, exchange=script)
+
+    def down(by: float) -> float:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(by)
+        learner.step(tokens=10)
+        (value,) = {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
+        return float(value)
+
+    return down
+
+
+class Outer:
+    """Nesterov with lr 1 and momentum 1/2 on one number."""
+
+    def __init__(self, value: float = 0.0, momentum: float = 0.0) -> None:
+        self.value, self.momentum = value, momentum
+
+    def step(self, gradient: float) -> float:
+        self.momentum = 0.5 * self.momentum + gradient
+        self.value -= gradient + 0.5 * self.momentum
+        return self.value
+
+
+@pytest.mark.parametrize("contributors", [("me", "you"), ("you",), ("me",)], ids=" and ".join)
+def test_an_eager_learner_takes_away_what_it_added_whatever_the_mean_lists(contributors: tuple[str, ...]) -> None:
+    script, outer = EagerScript(), Outer()
+    down = eager(script)
+    down(1.0)
+    assert down(3.0) == outer.step(4.0 / 2)  # Δ = 4, and two are live
+    script.num_live = 4
+    script.publish_mean(1, 16.0, *contributors)
+    down(1.0)
+    assert down(7.0) == outer.step(16.0 - 4.0 / 2 + 8.0 / 4)
+    script.publish_mean(2, 0.0, *contributors)
+    down(0.0)
+    assert down(0.0) == outer.step(0.0 - 8.0 / 4)
+
+
+def test_an_eager_learner_takes_a_mean_that_comes_when_it_sends_nothing() -> None:
+    """A joiner between two rounds of the others. Without that mean it would stay apart from them for good."""
+    script, outer = EagerScript(version=3, step=2), Outer()
+    down = eager(script)
+    script.publish_mean(4, 16.0, "you")
+    assert down(1.0) == outer.step(16.0) - 1.0  # its work stays on top
+    assert down(3.0) == outer.step(4.0 / 2)
+    assert script.offers[0][0].base == 4
+
+
+def test_an_eager_learner_that_fetches_a_version_whole_has_added_nothing_to_it() -> None:
+    script = EagerScript()
+    down = eager(script)
+    down(1.0)
+    down(3.0)
+    script.publish_mean(1, None, "me", "you", start=-8.0)
+    down(1.0)
+    outer = Outer(-8.0, -8.0)
+    assert down(7.0) == outer.step(8.0 / 2)
+    script.publish_mean(2, 16.0, "me", "you")
+    down(0.0)
+    assert down(0.0) == outer.step(16.0 - 8.0 / 2)
+
+
 PUSHED = diloco.AsyncDiLoCo(sync_every=2, learners=1, dynamic_steps=False)
 CALLED = diloco.DecoupledDiLoCo(sync_every=2, fragments=diloco.Whole(), codec="fp32")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from diloco.core.adopt import Eager
+from diloco.core.adopt import Eager, KeepDisplacement
 from diloco.core.flights import Send
 from diloco.core.fragments import Layout
 from diloco.core.learner import LearnerCore
@@ -150,10 +150,18 @@ class Boundary:
             arrived[fragment] = self.received[fragment, version]
             self._adopt(fragment, version)
         if self.eager is not None:
-            for fragment, send in self._sent.items():
-                anchor = self.eager.step(send, arrived.get(fragment), self.name, self.exchange.num_live)
-                self.values.write(fragment, anchor)
+            for fragment in sorted(self._sent.keys() | arrived.keys()):
+                self._step_eagerly(self.eager, fragment, arrived.get(fragment))
             self._sent.clear()
+
+    def _step_eagerly(self, eager: EagerSteps, fragment: int, arrived: Arrived | None) -> None:
+        """The anchor moves, and with it the parameters; work that was not sent stays on top of it."""
+        send, before = self._sent.get(fragment), eager.anchors[fragment]
+        anchor = eager.step(fragment, send, arrived, self.exchange.num_live)
+        if send is not None:
+            self.values.write(fragment, anchor)
+        else:
+            self.values.write(fragment, anchor, how=KeepDisplacement(), origin=before)
 
     def wait_while(self, missing: Callable[[], bool]) -> None:
         """Block until the answers that are missing are here."""
@@ -203,9 +211,7 @@ class Boundary:
         arrived = self.received[fragment, version]
         if self.method.exchanged == "gradients":
             self.values.write(fragment, arrived.theta, self.values.gradients())
-        elif self.eager is not None:
-            self.eager.adopted(fragment, arrived)
-        elif not self.core.keeps_own(fragment, version):
+        elif self.eager is None and not self.core.keeps_own(fragment, version):
             self.values.adopt(fragment, arrived.theta, just_sent=fragment in self._sent)
             self._sent.pop(fragment, None)
         self.values.adopted(fragment, arrived.theta)

@@ -1,7 +1,9 @@
 """Eager updates on one learner: its own anchors and outer states, which differ from the run's for a while (arXiv 2502.12996).
 
-At every send of a fragment the learner takes an outer step by itself, with the mean that is due, in which its own old outer gradient is
-replaced by its newest (`core.adopt.eager_gradient`).
+At every send of a fragment a learner takes an outer step by itself, with the mean that is due, in which its own old outer gradient is
+replaced by its newest (`core.adopt.eager_gradient`). A learner adds its newest one with the share of an average live learner, for it
+cannot know its weight in a mean that is not there yet. What it takes away when that mean comes is what it added, whatever part of the
+mean is its own: after any number of rounds it has taken the steps of all means that came, and those of its own work that is on its way.
 """
 
 from __future__ import annotations
@@ -26,51 +28,50 @@ class EagerSteps:
         self.anchors = list(opened.model.fragments)
         """What this learner measures its next outer gradients from."""
         self._states: list[Mapping[str, Tensor]] = list(opened.outer_states)
-        self._own: dict[tuple[int, int], Tensor] = {}  # by fragment and round: outer gradients sent, as decoded
+        self._newest: dict[int, Tensor] = {}  # by fragment: the outer gradient sent at this boundary, as decoded
+        self._added: dict[tuple[int, int], Tensor] = {}
+        """By fragment and round: what this learner has added to the means before, times its share, and not yet taken away."""
 
     def sent(self, send: Send, payload: Tensor, num_elements: int) -> None:
         """An outer gradient goes out, encoded like this."""
-        self._own[send.fragment, send.round] = self._method.up.decode(payload, num_elements)
+        self._newest[send.fragment] = self._method.up.decode(payload, num_elements)
 
-    def adopted(self, fragment: int, arrived: Arrived) -> None:
-        """A version is due. One that was fetched whole (a restart) starts the fragment again from the run's own values."""
-        if arrived.outer_state is not None:
-            self.anchors[fragment] = arrived.theta
-            self._states[fragment] = arrived.outer_state
+    def step(self, fragment: int, send: Send | None, arrived: Arrived | None, num_live: int) -> Tensor:
+        """The outer step of a boundary at which the fragment was sent, a version of it is due, or both; returns the new anchor.
 
-    def step(self, send: Send, arrived: Arrived | None, name: str, num_live: int) -> Tensor:
-        """The eager outer step at a send; returns the new anchor.
+        A version that was fetched whole (a restart) starts the fragment again from the run's own values, in which nothing is that this
+        learner has added.
 
         Arguments:
-            arrived: the version that is due at this boundary; None: none is.
-            name: this learner's.
             num_live: learners that take part: what the mean of this send will probably be over.
         """
-        f = send.fragment
-        mean, listed, share = None, None, 0.0
-        if arrived is not None and arrived.mean is not None:
-            mean = arrived.mean
-            update = arrived.update
-            if name in update.contributors and arrived.merged_round >= update.base:
-                listed = self._own.get((f, update.base))
-                share = update.weights[update.contributors.index(name)] / sum(update.weights)
-        gradient = eager_gradient(self._own[f, send.round], 1.0 / num_live, mean, listed, share)
-        new, self._states[f] = self._method.outer.step(self._states[f], self.anchors[f], gradient)
-        self.anchors[f] = flush_denormals(new)
-        if arrived is not None:
-            self._own = {key: own for key, own in self._own.items() if key[0] != f or key[1] >= arrived.update.version}
-        return self.anchors[f]
+        if arrived is not None and arrived.outer_state is not None:
+            self.anchors[fragment], self._states[fragment] = arrived.theta, arrived.outer_state
+            self._added = {key: added for key, added in self._added.items() if key[0] != fragment}
+        mean = None if arrived is None else arrived.mean
+        taken_back = None if arrived is None else self._added.pop((fragment, arrived.update.base), None)
+        own = None
+        if send is not None:
+            own = self._newest.pop(fragment).mul(1.0 / num_live)
+            earlier = self._added.get((fragment, send.round))  # the round is tried again
+            self._added[fragment, send.round] = own if earlier is None else earlier.add(own)
+        gradient = eager_gradient(own, mean, taken_back)
+        if gradient is not None:
+            state, anchor = self._states[fragment], self.anchors[fragment]
+            new, self._states[fragment] = self._method.outer.step(state, anchor, gradient)
+            self.anchors[fragment] = flush_denormals(new)
+        return self.anchors[fragment]
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors in nested dicts, from which `load_state_dict` continues exactly."""
         return {
             "anchors": {str(f): anchor for f, anchor in enumerate(self.anchors)},
             "states": {str(f): dict(state) for f, state in enumerate(self._states)},
-            "own": {f"{f}.{round_}": own for (f, round_), own in self._own.items()},
+            "added": {f"{f}.{round_}": added for (f, round_), added in self._added.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
         self.anchors = [state["anchors"][str(f)] for f in range(len(self.anchors))]
         self._states = [state["states"][str(f)] for f in range(len(self._states))]
-        self._own = {(int(f), int(r)): own for key, own in state["own"].items() for f, r in [key.split(".")]}
+        self._added = {(int(f), int(r)): added for key, added in state["added"].items() for f, r in [key.split(".")]}

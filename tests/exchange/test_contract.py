@@ -87,7 +87,10 @@ def test_frozen_tensors_become_learner_0s(results: Results) -> None:
 
 
 def test_a_resumed_run_continues_with_the_same_bits(results: "Able") -> None:
-    for resumed, whole in (("resumed", "streaming, overlap 4"), ("resumed, adam", "diloco, adam")):
+    pairs = {
+        "resumed": "streaming, overlap 4", "resumed, adam": "diloco, adam", "resumed, eager": "eager, int4, by layer",
+    }  # fmt: skip
+    for resumed, whole in pairs.items():
         for mine, theirs in zip(results[resumed], results[whole], strict=True):
             assert mine.error is None
             different = [key for key, value in mine.tensors.items() if not torch.equal(value, theirs.tensors[key])]

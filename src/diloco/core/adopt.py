@@ -126,25 +126,23 @@ class Eager(Adopt):
         return global_
 
 
-def eager_gradient(
-    newest: Tensor, newest_share: float, mean: Tensor | None, listed: Tensor | None, share: float
-) -> Tensor:
+def eager_gradient(own: Tensor | None, mean: Tensor | None, added: Tensor | None) -> Tensor | None:
     """Δ̃_m = Δ̄ + s'·Δ_m^(t) − s·Δ_m^(t−H), fp32 flat [n]; arXiv 2502.12996, algorithm 3.
 
-    Before the first mean has arrived it is s'·Δ_m^(t). Subtracted first, so that a lone learner's older work cancels to the bit.
+    A share is the learner's own choice when it adds a term (1 / live learners): the same term is taken away, whatever weight the mean
+    gives to it and even if the mean does not list it. So the terms cancel over the rounds, ΣΔ̃_m = ΣΔ̄ + s'·Δ_m^(t), and learners do
+    not part. Before the first mean has arrived Δ̃_m is s'·Δ_m^(t). Subtracted first, so that a lone learner's older work cancels to
+    the bit.
 
     Arguments:
-        newest: Δ_m^(t), this learner's newest outer gradient, as decoded from what goes on the wire.
-        newest_share: s', the part of the mean that it will have: 1 / M.
+        own: s'·Δ_m^(t), this learner's newest outer gradient, as decoded from what goes on the wire, times its share; None: none is sent.
         mean: Δ̄, the merged outer gradient that is due; None: none is.
-        listed: Δ_m^(t−H), this learner's outer gradient in that mean, as decoded; None: it is not in it.
-        share: s, the part of the mean that it had.
+        added: s·Δ_m^(t−H), what the learner added for the round of that mean; None: nothing.
     """
-    own = newest.mul(newest_share)
     if mean is None:
         return own
-    others = mean if listed is None else mean.sub(listed.mul(share))
-    return others.add(own)
+    others = mean if added is None else mean.sub(added)
+    return others if own is None else others.add(own)
 
 
 ADOPTIONS: tuple[type[Adopt], ...] = (Replace, Mix, KeepDisplacement, Eager)
