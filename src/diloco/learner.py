@@ -180,7 +180,8 @@ class Learner:
 
         Returns:
             True where the learner continues exactly as it was. False where the run has gone on without it: it keeps its step
-            count and adopts the run's newest model, like any learner that rejoins.
+            count and adopts the run's newest model, like any learner that rejoins. A run in one process goes back to a checkpoint
+            only before a learner has trained in it.
 
         Raises:
             CheckpointError: the state belongs to another model or method.

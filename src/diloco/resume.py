@@ -35,11 +35,10 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
         CheckpointError: the state belongs to another model or method.
     """
     _check(learner, state)
-    if _has_gone_on(opened, state):
+    exchange, core = state["exchange"], learner.core
+    if _has_gone_on(opened, state) or not learner.exchange.load_state_dict(exchange):
         learner.rejoin(opened, step=state["core"]["step"])
         return False
-    exchange, core = state["exchange"], learner.core
-    learner.exchange.load_state_dict(exchange)
     core.load_state_dict(state["core"])
     learner.values.load_learner_state(state)
     learner.values.measure_from(core.forget_flights(keep_work=bool(exchange)), here=not exchange)

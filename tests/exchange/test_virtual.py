@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +136,91 @@ def test_a_killed_learner_is_waited_for_until_its_deadline_and_comes_back_to_the
     assert second.metrics["incarnation"] == 2
     assert second.steps == first.steps == 60
     assert len(second.times_s) < 60
+
+
+LIVE = {
+    "scheduled": diloco.DiLoCo(sync_every=10, **FP32),
+    "called": diloco.DecoupledDiLoCo(
+        sync_every=10, overlap=2, fragments=diloco.Whole(), quorum=Called(at_least=2), **FP32
+    ),
+    "pushed": diloco.AsyncDiLoCo(sync_every=10, learners=2, dynamic_steps=False),
+}
+
+
+@dataclass
+class Taken:
+    """By all lives of all learners: steps that ended, and what loading a state changed."""
+
+    steps: int = 0
+    exact: list[bool] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+
+
+def resuming(method: Method, steps: int, taken: Taken, saved: dict[int, Any]) -> Callable[[int, Local], dict[str, Any]]:
+    """Saves its state after every step, and begins with the state saved last."""
+
+    def live(index: int, exchange: Local) -> dict[str, Any]:
+        model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
+            if index in saved:
+                model.load_state_dict(saved[index]["model"])
+                before = exchange.state_dict()
+                taken.exact.append(learner.load_state_dict(saved[index]["learner"]))
+                after = exchange.state_dict()
+                taken.moved += ["clock"] if after["clock"] != before["clock"] else []
+                for key in ("version", "theta"):
+                    old, new = (each["fragments"]["0"][key] for each in (before, after))
+                    taken.moved += [] if torch.equal(torch.as_tensor(old), torch.as_tensor(new)) else [key]
+            while learner.steps < steps:
+                model.weight.grad = torch.full_like(model.weight, 1.0 + index)
+                optimizer.step()
+                learner.step(tokens=10)
+                taken.steps += 1
+                weights = {name: value.clone() for name, value in model.state_dict().items()}
+                saved[index] = {"model": weights, "learner": learner.state_dict()}
+            return learner.metrics()
+
+    return live
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_state_loaded_into_a_run_that_went_on_counts_no_token_twice_and_moves_nothing(name: str) -> None:
+    """Killed between two rounds, a learner comes back before the next: the run holds the versions of its checkpoint, and is further."""
+    taken = Taken()
+    lives = run_virtual(resuming(LIVE[name], 35, taken, {}), world(faults=[Fault(1, 13.5, 15.25)]))
+    assert max(seen["run_tokens"] for seen in lives if not isinstance(seen, Lost)) == 10 * taken.steps
+    assert taken.moved == []
+    assert taken.exact == [False]
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_an_old_state_does_not_take_a_run_back_that_others_train(name: str) -> None:
+    saved: dict[int, Any] = {}
+    run_virtual(resuming(LIVE[name], 25, Taken(), saved), world())
+    taken = Taken()
+    late = Run(World(["learner-0", "learner-1"], lambda *_: 1.0, [0.0, 3.5]))
+    first, second = run_virtual(resuming(LIVE[name], 45, taken, {1: saved[1]}), late)
+    assert not isinstance(first, Lost)
+    assert not isinstance(second, Lost)
+    assert max(first["run_tokens"], second["run_tokens"]) == 10 * taken.steps
+    assert taken.moved == []
+    assert taken.exact == [False]
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_late_learner_brings_its_books_to_a_run_that_its_checkpoint_is_of(name: str) -> None:
+    """All were saved at one moment; the first one is restored and trains before the second one starts."""
+    saved: dict[int, Any] = {}
+    before, taken = Taken(), Taken()
+    run_virtual(resuming(LIVE[name], 14, before, saved), world())
+    late = Run(World(["learner-0", "learner-1"], lambda *_: 1.0, [0.0, 3.5]))
+    first, second = run_virtual(resuming(LIVE[name], 45, taken, saved), late)
+    assert taken.exact == [True, True]
+    assert not isinstance(first, Lost)
+    assert not isinstance(second, Lost)
+    assert max(first["run_tokens"], second["run_tokens"]) == 10 * (before.steps + taken.steps)
 
 
 def test_a_learner_that_does_not_come_back_ends_lost_and_the_others_go_on() -> None:

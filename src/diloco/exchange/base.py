@@ -198,12 +198,14 @@ class Exchange(ABC):
         """State that lives with this exchange and not elsewhere: tensors and plain values, possibly nested in dicts."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Continue from `state_dict`. Returns False, with nothing loaded, where the others train already and the run is not where the
+        state says."""
         if state:
             raise ConfigError(
                 "this checkpoint was written over another kind of exchange; resume it over the same kind."
             )
+        return True
 
     @abstractmethod
     def close(self) -> None:

@@ -263,6 +263,7 @@ class Local(Exchange):
 
     def stepped(self) -> None:
         self._run.time.step(self._index)
+        self._run.has_trained = True
 
     def boundary(self) -> bool:
         return self._run.time.linger(self._index)
@@ -303,20 +304,27 @@ class Local(Exchange):
         }
         return {"clock": run.core.clock, "step": member.step, "fragments": fragments}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Before any learner has trained, the run goes back to the state. Later its model and clock are the others' as well, and stay:
+        a learner that is new to the run brings its own books to it, if the run's model is the state's. One that comes back has its
+        books there already."""
         run, name = self._run, self._name
         assert run.core is not None
-        run.core.wind(state["clock"])
-        member = run.core.members[name]
+        member, ledgers = run.core.members[name], run.core.books.ledgers[name]
+        fragments = [state["fragments"][str(f)] for f in range(len(ledgers))]
+        comes_back = self.incarnation > 1 and ledgers[0].trained > 0
+        if comes_back or (run.has_trained and not run.stands_at(fragments)):
+            member.step = max(member.step, state["step"])  # steps taken before do not move the clock
+            return False
+        if not run.has_trained:
+            run.restore(state["clock"], fragments)
         member.step = state["step"]
-        for f, fragment in enumerate(run.core.fragments):
-            saved = state["fragments"][str(f)]
-            fragment.version = saved["version"]
-            run.thetas[f], run.outer_states[f], run.residuals[f] = saved["theta"], saved["outer"], saved["residual"]
-            run.core.books.ledgers[name][f] = Ledger(**saved["ledger"])
+        for f, saved in enumerate(fragments):
+            ledgers[f] = Ledger(**saved["ledger"])
             member.sent_step[f] = saved["sent_step"]
             if saved["sent_work"] is not None:
                 member.sent_work[f] = tuple(saved["sent_work"])
+        return True
 
     def close(self) -> None:
         run, incarnation = self._run, self.incarnation

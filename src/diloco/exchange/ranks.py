@@ -144,15 +144,16 @@ class Ranks(Exchange):
         [empty] = self._group.sum([int(self._first and not state)], "whether the exchange has state")
         return state if self._first or empty else {"rank": self._group.rank}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         def load() -> Said:
             if set(state) == {"rank"}:
                 raise CheckpointError(f"the checkpoint is of rank {state['rank']} of its learner; give rank 0 its own.")
-            self._exchange.load_state_dict(state)
-            return {"run_tokens": self._exchange.run_tokens}, []
+            loaded = self._exchange.load_state_dict(state)
+            return {"loaded": loaded, "run_tokens": self._exchange.run_tokens}, []
 
         said, _ = self._decide("the loading of a checkpoint", load)
         self._run_tokens = said["run_tokens"]
+        return bool(said["loaded"])
 
     def close(self) -> None:
         """Rank 0 takes leave of the others; the ranks part."""

@@ -6,8 +6,9 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from diloco.core.contributions import encoded_of
@@ -141,6 +142,8 @@ class Run:
         """Merged and not yet published, by fragment."""
         self.initial_step = self.initial_tokens = 0
         self.began_s = 0.0
+        self.has_trained = False
+        """Whether any learner has taken a step in the run."""
 
     def _has_news(self, index: int) -> bool:
         end = self.ends[index]
@@ -188,6 +191,22 @@ class Run:
             self.witness.joined(name, incarnation, self.core.step)
             self.carry_out(actions)
         return self.core.members[name].incarnation
+
+    def restore(self, clock: float, fragments: Sequence[Mapping[str, Any]]) -> None:
+        """Take the run back to a checkpoint: its clock, and for each fragment "version", "theta", "outer" and "residual"."""
+        assert self.core is not None
+        self.core.wind(clock)
+        for f, saved in enumerate(fragments):
+            self.core.fragments[f].version = saved["version"]
+            self.thetas[f], self.outer_states[f], self.residuals[f] = saved["theta"], saved["outer"], saved["residual"]
+
+    def stands_at(self, fragments: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the run's model is a checkpoint's, in version and bits."""
+        assert self.core is not None
+        return all(
+            state.version == saved["version"] and torch.equal(theta, saved["theta"])
+            for state, theta, saved in zip(self.core.fragments, self.thetas, fragments, strict=True)
+        )
 
     def _lose(self, fault: Fault) -> None:
         """A learner is killed, which breaks its connection; the syncer gives it up when its deadline is over, unless it is back by then."""

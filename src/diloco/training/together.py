@@ -38,9 +38,10 @@ class Continued(Collective):
         """As `Collective`, with the tokens that came before."""
         return super().state_dict() | {"tokens_before": self._tokens_before}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        loaded = super().load_state_dict(state)
         self._tokens_before = state["tokens_before"]
+        return loaded
 
 
 def attach_over(process_group: dist.ProcessGroup, method: Method, trains: Sequence[str] = ()) -> Attach:

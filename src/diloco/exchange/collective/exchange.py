@@ -170,13 +170,14 @@ class Collective(Exchange):
             "heard": [[tag - self._boundaries, tokens] for tag, tokens in self._heard],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Continue from `state_dict`; every rank loads its own, at the same time.
 
         Raises:
             CheckpointError: of another world size, rank or model, or the ranks' checkpoints are of different moments.
         """
         self._submit(lambda: self._load(state)).result()
+        return True
 
     def _load(self, state: Mapping[str, Any]) -> None:
         restore(self._group, self._fragments, state, self._num_bytes)

@@ -100,7 +100,7 @@ class TorchFT(Exchange):
         wait(self._offers)
         return {"run": to_tensor(self._copy.as_bytes()), "step": self._copy.step}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Continue from `state_dict`. Whoever has an older one, or none, is healed in the next round.
 
         Raises:
@@ -111,6 +111,7 @@ class TorchFT(Exchange):
                 "this checkpoint was written over another kind of exchange; resume it over the same kind."
             )
         self._worker.submit(self._load, state).result()
+        return True
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._copy.load(to_bytes(state["run"]))
