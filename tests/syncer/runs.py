@@ -89,15 +89,13 @@ class Raw:
         self.connection = Connection(address, token=token, ca=ca, insecure=False)
         self.incarnation = 0
 
-    def initialise(self, values: float = 1.0) -> None:
-        parts = [bytes_of(torch.full((fragment.numel,), values)) for fragment in self.layout.fragments]
+    def initialise(self, values: float = 1.0, wanted: Layout | None = None, **fields: Any) -> None:
+        model = wanted or self.layout
+        parts = [bytes_of(torch.full((fragment.numel,), values)) for fragment in model.fragments]
         parts.append(memoryview(save({})))
         header = pb.InitialiseHeader(
-            run=RUN,
-            learner=self.name,
-            layout=json.dumps(self.layout.to_dict()),
-            part_bytes=[len(part) for part in parts],
-        )
+            run=RUN, learner=self.name, layout=json.dumps(model.to_dict()), part_bytes=[len(part) for part in parts], **fields
+        )  # fmt: skip
         self.connection.upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
 
     def join(self, wanted: Layout | None = None, run: str = RUN) -> None:

@@ -9,9 +9,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from tests.syncer.runs import RUN, method, start, train
+from tests.syncer.runs import RUN, Net, Raw, layout, method, start, train
 
 import diloco
+from diloco.core.fragments import Layout, make_layout
+from diloco.errors import DilocoError
 
 
 class CutOnce:
@@ -124,3 +126,28 @@ def test_a_run_is_given_its_model_across_a_broken_connection(answer_lost: bool, 
             train(0, exchange, None, steps=8)
             assert relay.has_cut
         assert syncer.engine.versions() == [2, 2]
+
+
+THREE = make_layout(Net(), diloco.Named([["layers.0.weight"], ["layers.0.bias"], ["layers.1.*"]]))
+UNFIT = {
+    "no fragment": (method(), Layout((), ()), layout()),
+    "another number of offsets": (method(offsets=(1, 2, 3)), layout(), THREE),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_model_that_the_method_cannot_train_is_refused_before_anything_is_written(kind: str, tmp_path: Path) -> None:
+    given, unfit, fit = UNFIT[kind]
+    for is_restarted in (False, True):
+        with start(tmp_path, given) as syncer:
+            raw = Raw(syncer.address)
+            assert not syncer.engine.initialised, "a restarted syncer finds what was refused"
+            with pytest.raises(DilocoError, match=str(len(unfit.fragments))):
+                raw.initialise(wanted=unfit)
+            assert list((tmp_path / "state" / "tensors").iterdir()) == []
+            if is_restarted:
+                raw.initialise(wanted=fit)
+                raw.join(fit)
+            raw.connection.close()
+    with start(tmp_path, given) as syncer:
+        assert syncer.engine.versions() == [0] * len(fit.fragments)

@@ -143,6 +143,7 @@ class Engine:
 
         Raises:
             AlreadyInitialisedError: it has one, which stays as it is.
+            LayoutError: the method cannot train it; nothing is written.
             StoreError: it could not be made durable; the run stays without a model.
         """
         state = self._state
@@ -151,16 +152,17 @@ class Engine:
                 raise AlreadyInitialisedError(
                     f"run {state.run!r} has a model already and keeps it; join it without --initialise."
                 )
+            core = state.beginning(layout, step=step)  # what cannot be trained is refused before anything is written
             fragments = [
                 HeldFragment(0, theta, self.method.outer.init(theta.numel()), None, digest(theta)) for theta in thetas
             ]
             self._store.initialise(
                 state.run, self.method.to_dict(), layout.to_dict(), dict(enumerate(thetas)),
                 {f: held.outer_state for f, held in enumerate(fragments)}, static, source,
-                state={"step": step, "initial_tokens": tokens, "round_steps": [step] * len(thetas), "clock": float(step)},
+                state={"step": step, "initial_tokens": tokens, "round_steps": core.round_steps, "clock": core.clock},
             )  # fmt: skip
             with self._lock:
-                state.begin(HeldModel(self.method, layout, static, fragments), step=step, tokens=tokens)
+                state.begin(core, HeldModel(self.method, layout, static, fragments), tokens=tokens)
         self._journal.initialised(learner, source, layout, step, tokens, len(static))
 
     def join(self, learner: str, layout: Layout, *, process: int = 0, again: bool = False) -> int:

@@ -14,7 +14,7 @@ from diloco.core.members import Deadlines, Member
 from diloco.core.method import Method
 from diloco.core.quorum import Pace
 from diloco.core.syncer import SyncerCore
-from diloco.errors import AlreadyInitialisedError, NotInitialisedError, UnknownRunError
+from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
 from diloco.syncer.held import HeldFragment, HeldModel, MergedRounds
 from diloco.syncer.store import RosterRow, Saved, Store
 
@@ -63,11 +63,24 @@ class RunState:
             raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner with --initialise.")
         return self._model
 
-    def begin(self, model: HeldModel, *, step: int, tokens: int) -> None:
+    def beginning(self, layout: Layout, *, step: int) -> SyncerCore:
+        """The state machine of a run that begins with a model of this layout.
+
+        Raises:
+            LayoutError: the run's method cannot train it.
+        """
+        try:
+            versions = [0] * len(layout.fragments)
+            return SyncerCore(self.method, versions, deadlines=self.deadlines, step=step, clock=float(step))
+        except ConfigError as error:
+            raise LayoutError(
+                f"run {self.run!r} cannot begin with a model of {len(layout.fragments)} fragments, which its method cannot "
+                f"schedule ({error.args[0]}); initialise it with a model cut as the method says."
+            ) from error
+
+    def begin(self, core: SyncerCore, model: HeldModel, *, tokens: int) -> None:
         """The run has a model."""
-        self._model, self.initial_tokens = model, tokens
-        versions = [0] * len(model.fragments)
-        self._core = SyncerCore(self.method, versions, deadlines=self.deadlines, step=step, clock=float(step))
+        self._core, self._model, self.initial_tokens = core, model, tokens
 
     # --- durable state ----------------------------------------------------------------------------------------------------
 
