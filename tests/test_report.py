@@ -10,7 +10,7 @@ import pytest
 from diloco import events as ev
 from diloco.cli import main
 from diloco.errors import ConfigError, StoreError
-from diloco.report.page import numbers, read_run, write_page
+from diloco.report.page import numbers, read_run, summary, write_page
 
 METHOD = {"name": "DiLoCo", "outer": {"lr": 0.7, "momentum": 0.9}}
 
@@ -47,12 +47,20 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "folders"
 
 
+def test_events_that_could_not_be_written_are_counted(run: Path) -> None:
+    with ev.EventLog(run / "of-a" / "events.jsonl", who="a") as log:
+        log.append(ev.Gap(missing=7))
+    found = numbers(read_run([run]))
+    assert found["missing_events"] == 7
+    assert summary(found).endswith("; 7 events are missing from the files")
+
+
 def test_numbers(run: Path) -> None:
     found = numbers(read_run([run]))
     learners = found.pop("learners")
     assert found == {
         "run": "tiny", "method": "DiLoCo", "num_parameters": 12, "duration_s": 20.0, "tokens": 190, "loss": 2.0, "merges": 2,
-        "num_bytes": 115, "syncer_restarts": 1,
+        "num_bytes": 115, "syncer_restarts": 1, "missing_events": 0,
     }  # fmt: skip
     assert learners == {
         "a": {"present_s": 12.0, "joined": 1, "given_up": [], "step": 3, "merges": 2, "waited_s": 1.75, "num_bytes": 115},

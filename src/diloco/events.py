@@ -2,10 +2,13 @@
 
 Each process of a run appends to its own file: one JSON object per line, with `t` (Unix time in seconds), `kind` and `who` (a learner's
 name, or "syncer") first. `docs/events.md` describes every kind. A process that is killed leaves at most one torn line, the last one:
-readers skip it and the next writer cuts it off.
+readers skip it and the next writer cuts it off. A disk that refuses events costs events and nothing else: a `gap` says how many.
 """
 
+import errno
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from diloco.errors import StoreError
 
+log = logging.getLogger("diloco")
+
 
 class Event(BaseModel):
     """Fields that every event has; `t` and `who` are filled in by the log when they are left out."""
@@ -25,6 +30,13 @@ class Event(BaseModel):
     t: float = 0.0
     kind: str
     who: str = ""
+
+
+class Gap(Event):
+    """Events before this one are missing: they could not be written (a full disk)."""
+
+    kind: Literal["gap"] = "gap"
+    missing: int  # since the event before
 
 
 # --- a learner and the reference trainer
@@ -239,7 +251,8 @@ class Traffic(Event):
 
 
 AnyEvent = Annotated[
-    RunStarted
+    Gap
+    | RunStarted
     | Stepped
     | Evaluated
     | Sampled
@@ -265,16 +278,25 @@ E = TypeVar("E", bound=Event)
 
 
 class EventLog:
-    """Appends events to a file, one line each, handed to the operating system before `append` returns.
+    """Appends events to a file, one line each, handed to the operating system before `append` returns. Any thread may append.
 
-    Not thread-safe beyond single lines: a line is one `write`, so lines of several threads never mix.
-    Raises StoreError when the file cannot be written.
+    A log only watches: a disk that refuses an event never stops who tells it. What could not be written is counted, said once in the
+    process's log, and told by a `Gap` when the disk takes events again.
+
+    Raises StoreError when the file cannot be opened.
+
+    Attributes:
+        num_missing: events that could not be written since the file was opened.
     """
 
     def __init__(self, path: str | Path, who: str, clock: Callable[[], float] = time.time) -> None:
         self.path = Path(path)
         self.who = who
+        self.num_missing = 0
         self._clock = clock
+        self._lock = threading.Lock()
+        self._gap = 0  # events that are missing since the last one that was written
+        self._torn_at: int | None = None  # where a line begins that the disk took only a part of
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(self.path)
@@ -283,23 +305,55 @@ class EventLog:
             raise StoreError(f"cannot open the event log {self.path} ({error}); choose a writable directory") from error
 
     def append(self, event: E) -> E:
-        """Stamp `event` with time and author where they are missing, write it, and return what was written."""
+        """Stamp `event` with time and author where they are missing, write it, and return it as stamped."""
+        stamped = self._stamped(event)
+        with self._lock:
+            try:
+                self._write(stamped)
+            except OSError as error:
+                self._miss(error)
+        return stamped
+
+    def _stamped(self, event: E) -> E:
         stamp: dict[str, Any] = {}
         if not event.t:
             stamp["t"] = round(self._clock(), 6)
         if not event.who:
             stamp["who"] = self.who
-        stamped = event.model_copy(update=stamp)
-        try:
-            self._file.write(stamped.model_dump_json().encode() + b"\n")
-        except OSError as error:
-            raise StoreError(
-                f"cannot append to the event log {self.path} ({error}); free disk space and restart"
-            ) from error
-        return stamped
+        return event.model_copy(update=stamp)
+
+    def _write(self, event: Event) -> None:
+        """The event, after a gap if there is one; nothing of it where the disk does not take all."""
+        events = [self._stamped(Gap(missing=self._gap)), event] if self._gap else [event]
+        data = b"".join(each.model_dump_json().encode() + b"\n" for each in events)
+        self._cut()
+        written = self._file.write(data)
+        if written != len(data):
+            self._torn_at = os.fstat(self._file.fileno()).st_size - written
+            self._cut()
+            raise OSError(errno.ENOSPC, f"the disk took {written} of {len(data)} bytes")
+        if self._gap:
+            log.warning("%s is written again; %d events are missing from it", self.path, self._gap)
+            self._gap = 0
+
+    def _cut(self) -> None:
+        """Remove what there is of a torn line, so that the next one starts on its own."""
+        if self._torn_at is not None:
+            os.ftruncate(self._file.fileno(), self._torn_at)
+            self._torn_at = None
+
+    def _miss(self, error: OSError) -> None:
+        if not self._gap:
+            log.error(
+                "events cannot be written to %s (%s); the run goes on without them, free disk space", self.path, error
+            )
+        self._gap += 1
+        self.num_missing += 1
 
     def close(self) -> None:
         """Close the file; appending afterwards is a programming error."""
+        if self._gap:
+            log.error("the last %d events are missing from %s", self._gap, self.path)
         self._file.close()
 
     def __enter__(self) -> Self:

@@ -132,6 +132,68 @@ def test_a_syncer_that_was_suspended_gives_nobody_up_for_it(tmp_path: Path) -> N
     assert "evicted" not in (tmp_path / "syncer.log").read_text()
 
 
+def test_a_full_disk_under_the_event_log_stops_no_decision(tmp_path: Path) -> None:
+    """The log takes nothing any more while a learner falls silent: it is given up, and the round that waited for it is merged."""
+    deadlines = Deadlines(lost_floor_s=2.5, lost_cap_s=2.5, stalled_floor_s=60.0, stalled_cap_s=60.0)
+    path = tmp_path / "state" / "events.jsonl"
+    with start(tmp_path, method(), deadlines=deadlines) as syncer:
+        first, second = Raw(syncer.address, "first"), Raw(syncer.address, "second")
+        first.initialise()
+        for raw in (first, second):
+            raw.join()
+            beat(raw, 1)
+        assert first.push(ONES).accepted
+        with no_room_for(path):
+
+            def is_given_up() -> bool:
+                beat(first, 2)
+                return "second" not in fetch_status(syncer.address, run=RUN)["learners"]
+
+            until(is_given_up, "the silent learner is not given up", 20)
+            until(lambda: syncer.engine.versions() == [1, 0], "the round is not merged")
+            missing = fetch_status(syncer.address, run=RUN)["missing_events"]
+            assert isinstance(missing, int)
+            assert missing >= 3  # evicted, merged, published
+        first.join()
+        for raw in (first, second):
+            raw.connection.close()
+    told = events.read_events(path)
+    assert sum(event.missing for event in told if isinstance(event, events.Gap)) >= missing
+    assert isinstance(told[-1], events.Finished)
+
+
+@contextmanager
+def no_room_for(path: Path) -> Iterator[None]:
+    """This process's open file at `path` is one on a full disk."""
+    number = next(int(fd.name) for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path))
+    kept, full = os.dup(number), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, number)
+    try:
+        yield
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
+        os.close(full)
+
+
+def test_a_syncer_that_cannot_watch_deadlines_any_more_ends(tmp_path: Path) -> None:
+    class Broken(Deadlines):
+        def passed(self, now: float, member: Any) -> str | None:
+            raise ArithmeticError("a defect")
+
+    with start(tmp_path, method(), deadlines=Broken()) as syncer:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        raw.join()
+        stop = threading.Event()
+        limit = threading.Timer(20.0, stop.set)
+        limit.start()
+        with pytest.raises(ArithmeticError, match="a defect"):
+            syncer.wait(stop)
+        limit.cancel()
+        raw.connection.close()
+
+
 def test_measured_step_times_survive_a_restart(tmp_path: Path) -> None:
     """Deadlines are multiples of step times; after a restart they are known at once, before anybody is heard."""
     deadlines = Deadlines(lost_steps=20, lost_floor_s=2.0, lost_cap_s=500.0)

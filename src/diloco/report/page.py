@@ -50,6 +50,7 @@ def numbers(timeline: Timeline) -> dict[str, Any]:
         "merges": len(timeline.merges),
         "num_bytes": sum(timeline.traffic.values()),
         "syncer_restarts": len(timeline.syncer_starts) - 1,
+        "missing_events": timeline.missing,
         "learners": learners,
     }
 
@@ -112,7 +113,8 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
 def summary(found: dict[str, Any]) -> str:
     """The run in one sentence."""
     loss = "" if found["loss"] is None else f", held-out loss {found['loss']:.4f} nats per token"
+    missing = f"; {found['missing_events']:,} events are missing from the files" if found["missing_events"] else ""
     return (
         f"{found['method']}, {found['num_parameters']:,} parameters, {len(found['learners'])} learners: {found['tokens']:,} tokens in "
-        f"{found['duration_s']:,.1f} s, {found['merges']:,} merges, {found['num_bytes'] / 1e6:,.2f} MB on the wire{loss}"
+        f"{found['duration_s']:,.1f} s, {found['merges']:,} merges, {found['num_bytes'] / 1e6:,.2f} MB on the wire{loss}{missing}"
     )

@@ -30,6 +30,7 @@ class Timeline:
         steps, evaluated: by process (learners, baseline, isolated), in the order they were written.
         waits: when a learner's training thread stood still, by process.
         finished: of processes that ended in good order, the newest.
+        missing: events that could not be written, of all processes.
         kills: of processes that were started again; the demo itself records them.
     """
 
@@ -49,6 +50,7 @@ class Timeline:
     evaluated: dict[str, list[ev.Evaluated]] = field(default_factory=dict)
     waits: dict[str, list[ev.Waited]] = field(default_factory=dict)
     finished: dict[str, ev.Finished] = field(default_factory=dict)
+    missing: int = 0
     kills: list[Kill] = field(default_factory=list)
     _settled: dict[str, Counts] = field(default_factory=dict)
     _newest: dict[str, ev.Traffic] = field(default_factory=dict)
@@ -56,6 +58,8 @@ class Timeline:
     def take(self, process: str, event: ev.Event) -> None:
         """Sort one event in."""
         match event:
+            case ev.Gap():
+                self.missing += event.missing
             case ev.Stepped():
                 self.steps.setdefault(process, []).append(event)
             case ev.Evaluated():

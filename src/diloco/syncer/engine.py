@@ -309,6 +309,7 @@ class Engine:
             self._watches.close_all()
 
     def raise_failure(self) -> None:
-        """Raise what the worker failed with, if it did."""
-        if self._merger.failure is not None:
-            raise self._merger.failure
+        """Raise what the worker or the ticker failed with, if one did: without them no round is merged and no learner given up."""
+        failure = self._merger.failure or self._ticker.failure
+        if failure is not None:
+            raise failure

@@ -106,6 +106,7 @@ class Journal:
 
     def stands(self, core: SyncerCore) -> None:
         """How things are, for whoever scrapes."""
+        self._metrics.set_missing_events(self._events.num_missing)
         self._metrics.set_ledgers(core.books.ledgers)
         for index, fragment in enumerate(core.fragments):
             self._metrics.published(index, fragment.version)

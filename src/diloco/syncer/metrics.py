@@ -60,6 +60,11 @@ class SyncerMetrics:
         )
         self._joins = self._counter("joins", "Incarnations that joined.", "learner")
         self._evictions = self._counter("evictions", "Incarnations that were evicted.", "learner")
+        self._missing_events = Gauge(
+            "diloco_missing_events",
+            "Events that this syncer could not write to its event log.",
+            registry=self.registry,
+        )
         self._snapshots = _Snapshots()
         self.registry.register(self._snapshots)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
@@ -115,6 +120,10 @@ class SyncerMetrics:
         """Books of every learner, one per fragment. They are summed here and not kept."""
         num_fragments = max((len(books) for books in ledgers.values()), default=0)
         self._snapshots.ledgers = tuple(total(books[i] for books in ledgers.values()) for i in range(num_fragments))
+
+    def set_missing_events(self, number: int) -> None:
+        """Events that could not be written since this syncer started."""
+        self._missing_events.set(number)
 
     def set_bytes(self, totals: Mapping[tuple[str, str, Direction], int]) -> None:
         """Bytes on the sockets by (learner, kind, direction), as `SocketLedger.totals` gives them; they only grow."""

@@ -143,14 +143,15 @@ class Syncer:
         self.close()
 
     def _status_extra(self) -> dict[str, Any]:
-        """Bytes on the sockets by learner and kind, as the syncer's kernel counted them."""
+        """Events that could not be written; bytes on the sockets by learner and kind, as the syncer's kernel counted them."""
+        extra = {"uptime_s": time.time() - self._started_at, "missing_events": self._events.num_missing}
         if self._sockets is None:
-            return {"uptime_s": time.time() - self._started_at, "num_bytes": None}
+            return {**extra, "num_bytes": None}
         self._sockets.sample()
         num_bytes: dict[str, dict[str, dict[str, int]]] = {}
         for (learner, kind, direction), count in self._sockets.totals().items():
             num_bytes.setdefault(learner, {}).setdefault(kind, {})[direction] = count
-        return {"uptime_s": time.time() - self._started_at, "num_bytes": num_bytes}
+        return {**extra, "num_bytes": num_bytes}
 
     def _report_traffic(self) -> None:
         while not self._stopping.wait(TRAFFIC_EVERY_S):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable
+
+log = logging.getLogger("diloco.syncer")
 
 IDLE_S = 1.0
 """Between two ticks when nothing is asked for."""
@@ -28,6 +31,8 @@ class Ticker:
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="syncer-tick", daemon=True)
+        self.failure: BaseException | None = None
+        """What ended the ticks."""
 
     def start(self) -> None:
         """The first tick comes within a second."""
@@ -57,7 +62,12 @@ class Ticker:
                     return
                 late_s = time.monotonic() - self._planned
                 self._wake_at = math.inf
-            self._tick(late_s)
+            try:
+                self._tick(late_s)
+            except BaseException as error:
+                log.critical("the tick thread failed", exc_info=error)
+                self.failure = error
+                return
 
     def _plan(self, ticked_at: float) -> float:
         self._planned = min(ticked_at + IDLE_S, max(ticked_at + SHORTEST_S, self._wake_at))
