@@ -20,6 +20,7 @@ enter; everything else propagates.
     ├── AuthError              missing, wrong or insufficient token, or a certificate that cannot be read
     ├── ExchangeError          the other side is gone, or did not answer in time
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
+    │   └── NoRoomError        there is no room now; the same call is taken once there is
     └── CheckpointError        a checkpoint is missing, damaged or belongs to something else
 """
 
@@ -86,6 +87,10 @@ class ExchangeError(DilocoError):
 
 class StoreError(DilocoError):
     """State could not be made durable or read back."""
+
+
+class NoRoomError(StoreError):
+    """There is no room now; the same call is taken once there is."""
 
 
 class CheckpointError(DilocoError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
@@ -38,12 +39,15 @@ fragments = {{type = "Named", patterns = [["layers.0.*"], ["layers.1.*"]]}}
 quorum = {{type = "AllLive", at_least = {at_least}}}
 [syncer]
 lost_floor_s = {lost_floor_s}
+{more}
 """
 
 
 @contextmanager
-def syncer_process(directory: Path, *, at_least: int = 2, lost_floor_s: float = 60.0) -> Iterator[SyncerProcess]:
-    it = SyncerProcess(directory, RUN_FILE.format(at_least=at_least, lost_floor_s=lost_floor_s))
+def syncer_process(
+    directory: Path, *, at_least: int = 2, lost_floor_s: float = 60.0, more: str = ""
+) -> Iterator[SyncerProcess]:
+    it = SyncerProcess(directory, RUN_FILE.format(at_least=at_least, lost_floor_s=lost_floor_s, more=more))
     try:
         yield it
     finally:
@@ -94,6 +98,44 @@ def published(directory: Path) -> tuple[int, int]:
         if isinstance(event, events.Published):
             newest[event.fragment] = max(newest[event.fragment], event.version)
     return newest[0], newest[1]
+
+
+def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel lets the syncer's files grow no further for a while, as a full disk."""
+    given = diloco.Method.from_dict(method(at_least=2, codec="e3m0").to_dict())
+    undisturbed = diloco.run_local(lambda index, exchange: train(index, exchange, given, 24), learners=2)
+
+    def life(index: int) -> Any:
+        exchange = diloco.connect(syncer.address, run=RUN, learner=f"learner-{index}", initialise=index == 0)
+        return train(index, exchange, None, 24)
+
+    with syncer_process(tmp_path, more="spool_bytes = 1") as syncer, ThreadPoolExecutor(2) as pool:
+        lives = [pool.submit(life, 0)]
+        until(lambda: bool(fetch_status(syncer.address, run=RUN)["learners"]), "the first does not join")
+        resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        lives.append(pool.submit(life, 1))
+
+        def is_said() -> bool:
+            assert not any(life.done() for life in lives), [life.result() for life in lives if life.done()]
+            return "spool_bytes" in str(fetch_status(syncer.address, run=RUN).get("waits_for"))
+
+        until(is_said, "the syncer does not say that it has no room")
+        until(lambda: "the syncer has no room yet, trying again" in caplog.text, "no learner says it")
+        resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        results = [each.result(timeout=60) for each in lives]
+        status: dict[str, Any] = fetch_status(syncer.address, run=RUN)
+    assert [metrics["incarnation"] for _, metrics in results] == [1, 1]
+    assert caplog.text.count("the syncer has no room yet") <= 4, "said at every try"
+    assert status["waits_for"] is None
+    for fragment in status["fragments"]:
+        ledger = fragment["ledger"]
+        assert fragment["version"] == 6
+        assert ledger["discarded"].keys() == {"overlap"}
+        assert ledger["merged"] + ledger["lost"] + ledger["discarded"]["overlap"] == ledger["trained"] == 2 * 24 * 5
+    for (mine, _), (theirs, _) in zip(results, undisturbed, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("kill_at", [1, 2, 7])

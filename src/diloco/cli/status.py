@@ -87,6 +87,8 @@ def _print(status: dict[str, Any]) -> None:
         f"[bold]{status['run']}[/]: {status['method']['name']}, step {status['step']:,}, {status['tokens']:,} tokens; "
         f"this syncer started {timedelta(seconds=uptime_s)} ago"
     )
+    if reason := status.get("waits_for"):
+        console.print(f"[bold]contributions wait with their learners[/]: {reason}")
     if missing := status.get("missing_events"):
         console.print(f"[bold]{missing} events could not be written[/]: free disk space on the syncer's machine")
     if not status["initialised"]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from diloco.errors import AuthError, ConfigError, DilocoError, ExchangeError
+from diloco.errors import AuthError, ConfigError, DilocoError, ExchangeError, NoRoomError
 from diloco.exchange.patience import Patience, Watchdog
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import is_loopback, split_address
@@ -158,22 +158,23 @@ class Connection:
     def retrying(
         self, action: Callable[[], T], *, on_retry: Callable[[DilocoError], None], give_up_after_s: float | None = None
     ) -> T:
-        """Repeat `action` while the syncer cannot be reached, with growing pauses; other errors propagate.
+        """Repeat `action` while the syncer cannot be reached or has no room, with growing pauses; other errors propagate.
 
         Raises:
-            ExchangeError: not reached within `give_up_after_s`, or this connection is being closed.
+            ExchangeError, NoRoomError: still so after `give_up_after_s`, or this connection is being closed.
         """
         pause_s, waited_s, failed = FIRST_RETRY_S, 0.0, 0
         try:
             while True:
                 try:
                     return action()
-                except UnreachableError as error:
+                except (UnreachableError, NoRoomError) as error:
                     if self.closing.is_set() or (give_up_after_s is not None and waited_s >= give_up_after_s):
                         raise
                     on_retry(error)
+                    is_away = int(isinstance(error, UnreachableError))
                 with self._lock:
-                    self._num_retrying, failed = self._num_retrying + 1 - failed, 1
+                    self._num_retrying, failed = self._num_retrying + is_away - failed, is_away
                 self.closing.wait(pause_s)
                 waited_s += pause_s
                 pause_s = min(2 * pause_s, LAST_RETRY_S)

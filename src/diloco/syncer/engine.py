@@ -21,6 +21,7 @@ from diloco.core.update import Contribution
 from diloco.errors import (
     AlreadyInitialisedError,
     LayoutError,
+    NoRoomError,
     StaleIncarnationError,
     UnknownRunError,
 )
@@ -132,7 +133,7 @@ class Engine:
     def status(self) -> dict[str, Any]:
         """Plain values for `diloco status`."""
         with self._lock:
-            return self._status.as_dict(num_spooled_bytes=self._spool.held_bytes)
+            return self._status.as_dict(num_spooled_bytes=self._spool.held_bytes, waits_for=self._journal.waits_for)
 
     # --- membership -------------------------------------------------------------------------------------------------------
 
@@ -242,9 +243,16 @@ class Engine:
 
         Raises:
             LayoutError: no such fragment. CorruptPayloadError: not the size that its fragment and codec need.
+            NoRoomError: the disk is full; what is waiting stays, and the learner comes again with this one.
         """
         self.model.require_size(fragment, num_bytes)
-        return self._spool.allocate(num_bytes)
+        try:
+            slot = self._spool.allocate(num_bytes)
+        except NoRoomError as error:
+            self._journal.has_no_room(num_bytes, error)
+            raise
+        self._journal.has_room(num_bytes)
+        return slot
 
     def release(self, slot: Slot) -> None:
         """The contribution never became complete."""

@@ -10,7 +10,7 @@ from diloco.core.layout import Layout
 from diloco.core.rounds import Evict, Merge, Reject
 from diloco.core.syncer import SyncerCore
 from diloco.core.update import Contribution, Update
-from diloco.errors import StoreError
+from diloco.errors import NoRoomError, StoreError
 from diloco.syncer.metrics import LearnerSample, SyncerMetrics
 
 log = logging.getLogger("diloco.syncer")
@@ -25,6 +25,9 @@ class Journal:
     def __init__(self, events_log: events.EventLog, metrics: SyncerMetrics) -> None:
         self._events = events_log
         self._metrics = metrics
+        self.waits_for: str | None = None
+        """Why contributions are sent back and wait with their learners, in a sentence; None: they are taken."""
+        self._waiting_bytes = 0
 
     def initialised(
         self, learner: str, source: str, layout: Layout, step: int, tokens: int, num_static_bytes: int
@@ -70,6 +73,19 @@ class Journal:
             )
         )  # fmt: skip
         self._metrics.rejected(c.learner, action.reason)
+
+    def has_no_room(self, num_bytes: int, error: NoRoomError) -> None:
+        """A contribution of this size cannot be taken now."""
+        if self.waits_for is None:
+            log.error("contributions wait with their learners: %s", error)
+        self.waits_for, self._waiting_bytes = str(error), num_bytes
+        self._metrics.sent_back()
+
+    def has_room(self, num_bytes: int) -> None:
+        """One of this size could."""
+        if self.waits_for is not None and num_bytes >= self._waiting_bytes:
+            log.warning("there is room for contributions again")
+            self.waits_for = None
 
     def abandoned(self, action: Merge, error: Exception) -> None:
         log.error("round %d of fragment %d was abandoned: %s", action.round, action.fragment, error)

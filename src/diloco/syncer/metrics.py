@@ -58,6 +58,11 @@ class SyncerMetrics:
         self._rejected = self._counter(
             "rejected_contributions", "Contributions that will not be merged.", "learner", "reason"
         )
+        self._sent_back = Counter(
+            "diloco_sent_back_contributions",
+            "Contributions that came when there was no room for them; they come again.",
+            registry=self.registry,
+        )
         self._joins = self._counter("joins", "Incarnations that joined.", "learner")
         self._evictions = self._counter("evictions", "Incarnations that were evicted.", "learner")
         self._missing_events = Gauge(
@@ -95,6 +100,10 @@ class SyncerMetrics:
     def rejected(self, learner: str, reason: str) -> None:
         """A contribution was refused. `reason` is one of a few fixed words, not a sentence."""
         self._rejected.labels(learner, reason).inc()
+
+    def sent_back(self) -> None:
+        """There was no room for a contribution."""
+        self._sent_back.inc()
 
     def merged(self, fragment: int, *, contributors: int, live: int, seconds: float) -> None:
         """The tensor work of a round is done."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from diloco.errors import StoreError
+from diloco.errors import NoRoomError
 from diloco.exchange.wire.frames import room, tensor_of
 
 
@@ -64,7 +64,7 @@ class Spool:
         """Room for `num_bytes`.
 
         Raises:
-            StoreError: it has to go to disk, and the disk is full.
+            NoRoomError: it has to go to disk, and the disk is full.
         """
         with self._lock:
             fits = self._held_bytes + num_bytes <= self._budget_bytes or num_bytes == 0
@@ -95,6 +95,7 @@ class Spool:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
                 return memoryview(mmap.mmap(file.fileno(), num_bytes))
         except OSError as error:
-            raise StoreError(
-                f"a contribution of {num_bytes} bytes does not fit into {self._directory} ({error}); free disk space or raise spool_bytes."
+            raise NoRoomError(
+                f"the syncer has no room for a contribution of {num_bytes} bytes in {self._directory} ({error}); "
+                "free disk space or raise spool_bytes."
             ) from error

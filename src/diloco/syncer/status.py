@@ -40,8 +40,8 @@ class Status:
     def _of(self, learner: str, incarnation: int) -> Seen:
         return self._seen.setdefault((learner, incarnation), Seen())
 
-    def as_dict(self, *, num_spooled_bytes: int) -> dict[str, Any]:
-        """Plain values.
+    def as_dict(self, *, num_spooled_bytes: int, waits_for: str | None) -> dict[str, Any]:
+        """Plain values. `waits_for`: why contributions cannot be taken now, if they cannot.
 
         Of each learner: `live` (not given up and connected), `healthy` (live and training), `merged` (fragments whose newest merge
         has it), `versions_behind` (the newest versions, of the fragment where that is most; None: not heard yet), `staleness`
@@ -56,6 +56,7 @@ class Status:
             "tokens": 0,
             "initial_tokens": state.initial_tokens,
             "spooled_bytes": num_spooled_bytes,
+            "waits_for": waits_for,
         }
         if not state.is_initialised:
             return {**base, "learners": {}, "fragments": [], "newest_merge": None}

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, NoRoomError
 from diloco.exchange.base import Event, Opened, Rejoined
 from diloco.exchange.connection import Connection
 
@@ -125,14 +125,14 @@ class Session:
     def retry(
         self, action: Callable[[], T], *, waiting_for: str = "the syncer cannot be reached", give_up_after_s: float | None = None
     ) -> T:  # fmt: skip
-        """Until the syncer is back; says so once."""
-        said = False
+        """Until the syncer is back, and has room; says each once."""
+        said: set[type[DilocoError]] = set()
 
         def say(error: DilocoError) -> None:
-            nonlocal said
-            if not said and not self.is_closing:
-                log.warning("%s yet, trying again: %s", waiting_for, error)
-                said = True
+            if type(error) not in said and not self.is_closing:
+                why = "the syncer has no room" if isinstance(error, NoRoomError) else waiting_for
+                log.warning("%s yet, trying again: %s", why, error)
+                said.add(type(error))
 
         return self.connection.retrying(action, on_retry=say, give_up_after_s=give_up_after_s)
 
