@@ -236,16 +236,22 @@ def test_a_damaged_version_is_named_and_nothing_older_takes_its_place(store: Sto
         )  # still there for whoever repairs it
 
 
-def test_files_that_no_committed_version_names_are_removed_on_open(store: Store) -> None:
+def test_a_start_removes_what_a_write_left_and_sets_aside_what_no_version_names(store: Store) -> None:
     publish(store, 0, 1)
     before = files(store)
     store.close()
-    for leftover in (".tmp-f00000-v000000002", "f00000-v000000002-0123abcd.safetensors"):
-        (store.path / "tensors" / leftover).write_bytes(b"half a version")
+    unknown = "f00000-v000000002-0123abcd.safetensors"
+    for round_ in range(2):
+        for leftover in (".tmp-f00000-v000000002", unknown):
+            (store.path / "tensors" / leftover).write_text(f"half a version {round_}")
+        with Store(store.path) as again:
+            (aside,) = again.tidy(again.load())
+            assert aside.read_text() == f"half a version {round_}"
+            assert files(again) == before
+            check(again, {0: 1, 1: 0})
     with Store(store.path) as again:
-        assert files(again) == before
-        check(again, {0: 1, 1: 0})
         publish(again, 0, 2)
+        assert sorted(path.name for path in (store.path / "set-aside").iterdir()) == [unknown, f"{unknown}.1"]
 
 
 # faults that the disk reports
@@ -384,7 +390,9 @@ for number, point in enumerate(points):
             if point == "committed":
                 check(store, {0: 0, 1: 0})
             else:
-                assert store.load() is None and files(store) == []
+                assert store.load() is None
+                store.tidy(None)
+                assert files(store) == []
     with Store(path) as store:
         if store.load() is None:
             initialise(store)
@@ -393,6 +401,7 @@ for number, point in enumerate(points):
     with Store(path) as store:
         newest = 2 if point == "committed" else 1
         check(store, {0: newest, 1: 0})
+        store.tidy(store.load())
         assert len(files(store)) == 4, files(store)
         publish(store, 0, newest + 1)
         check(store, {0: newest + 1, 1: 0})

@@ -76,6 +76,7 @@ class Engine:
         )  # fmt: skip
         if (saved := store.load()) is not None:
             self._state.restore(saved, store)
+        self._journal.set_aside(store.tidy(saved))
         self._ticker.start()
 
     # --- what everybody may ask -------------------------------------------------------------------------------------------

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 from diloco.core.update import Closed
 from diloco.errors import StoreError
-from diloco.syncer.durable import file_sha256, read_tensors, write_bytes, write_tensors
-from diloco.syncer.records import SavedFragment
+from diloco.syncer.durable import (
+    TEMPORARY_PREFIX,
+    file_sha256,
+    read_tensors,
+    sync_directory,
+    write_bytes,
+    write_tensors,
+)
+from diloco.syncer.records import DATABASE, SavedFragment
 
 _OUTER = "outer."
+
+_PUBLISHED = re.compile(r"f\d+-v(?!0+-)\d+-")
+"""How the name of a later version than a run's first one begins."""
 
 
 class TensorFiles:
@@ -25,6 +36,7 @@ class TensorFiles:
         self._path = path
         self._at = at
         self.directory = path / "tensors"
+        self.set_aside_directory = path / "set-aside"
 
     def write(self, fragment: int, version: int, closed: Closed) -> tuple[str, str]:
         """A version's tensors; returns the file's name and its SHA-256."""
@@ -52,12 +64,46 @@ class TensorFiles:
         """What `write_static` has written; raises as `read`."""
         return self._checked(file, sha256, "the frozen parameters and buffers").read_bytes()
 
-    def remove_others(self, named: Collection[str], only: int | None = None) -> None:
-        """Remove what is not `named`: of one fragment, or of all and with them whatever a crash left behind."""
-        prefix = "" if only is None else _prefix(only)
-        for file in self.directory.iterdir():
-            if file.name.startswith(prefix) and file.name not in named:
-                file.unlink()
+    def names(self) -> list[str]:
+        """Of everything that is there, but for what a write that was broken off has left."""
+        return sorted(each.name for each in self.directory.iterdir() if not each.name.startswith(TEMPORARY_PREFIX))
+
+    def require_no_run(self, *, is_new: bool) -> None:
+        """The database holds no run, so there can be no version that was published. `is_new`: it is not even there.
+
+        The initial model of a run that was killed while it was initialised is nobody's yet; a database that is there comes before it.
+
+        Raises:
+            StoreError: there are tensors all the same.
+        """
+        orphans = [name for name in self.names() if is_new or _PUBLISHED.match(name)]
+        if orphans:
+            raise StoreError(
+                f"{self._path / DATABASE} {'is missing or empty' if is_new else 'holds no run'}, and {self.directory} has "
+                f"{len(orphans)} files of a run, such as {orphans[-1]}. Nothing was changed or removed; put the database back from "
+                f"a copy of {self._path}, or start a new run elsewhere."
+            )
+
+    def remove(self, name: str) -> None:
+        """One that is superseded, if it is still there."""
+        (self.directory / name).unlink(missing_ok=True)
+
+    def remove_temporary(self) -> None:
+        """What writes that were broken off have left."""
+        for file in self.directory.glob(f"{TEMPORARY_PREFIX}*"):
+            file.unlink()
+
+    def set_aside(self, name: str) -> Path:
+        """Move what is not known out of the way; returns where it is."""
+        self.set_aside_directory.mkdir(exist_ok=True)
+        target, number = self.set_aside_directory / name, 0
+        while target.exists():
+            number += 1
+            target = self.set_aside_directory / f"{name}.{number}"
+        (self.directory / name).rename(target)
+        sync_directory(self.set_aside_directory)
+        sync_directory(self.directory)
+        return target
 
     def _checked(self, file: str, sha256: str, holds: str) -> Path:
         path = self.directory / file

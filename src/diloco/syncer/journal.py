@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from diloco import events
 from diloco.core.layout import Layout
@@ -28,6 +29,14 @@ class Journal:
         self.waits_for: str | None = None
         """Why contributions are sent back and wait with their learners, in a sentence; None: they are taken."""
         self._waiting_bytes = 0
+
+    def set_aside(self, files: Sequence[Path]) -> None:
+        """They were in the state directory, and no version names them."""
+        if files:
+            names = ", ".join(file.name for file in files)
+            log.warning(
+                "no version names %s: set aside in %s; look at them, and remove them yourself", names, files[0].parent
+            )
 
     def initialised(
         self, learner: str, source: str, layout: Layout, step: int, tokens: int, num_static_bytes: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from diloco.errors import StoreError
 from diloco.syncer.durable import sync_directory
 
 FORMAT = 2
+
+DATABASE = "store.sqlite"
 
 SCHEMA = """
 CREATE TABLE run (
@@ -99,13 +102,39 @@ class Published:
     weights: tuple[float, ...]
 
 
+def look(path: Path) -> tuple[int, bool]:
+    """The format of the database of a store's directory, and whether it holds a run; 0 for one that is not there, or is empty.
+
+    Only reads: what is damaged stays as it is, and so does the log that SQLite would bring into it or remove.
+
+    Raises:
+        StoreError: it is damaged.
+    """
+    database = path / DATABASE
+    if not database.exists() or database.stat().st_size == 0:
+        return 0, False
+    try:
+        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            found = int(db.execute("PRAGMA user_version").fetchone()[0])
+            verdict = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
+            has_run = found > FORMAT or (found > 0 and db.execute("SELECT 1 FROM run").fetchone() is not None)
+    except sqlite3.DatabaseError as error:
+        verdict, found, has_run = str(error), 0, False
+    if verdict != "ok":
+        raise StoreError(
+            f"{database} could not be opened: it is damaged ({verdict}). Nothing was changed or removed; put it back from a copy "
+            f"of {path}, or start a new run elsewhere."
+        )
+    return found, has_run
+
+
 def connect(path: Path) -> sqlite3.Connection:
     """The database of a store's directory, made or brought to the newest format.
 
     Raises:
         StoreError: a newer version of the package has written it.
     """
-    db = sqlite3.connect(path / "store.sqlite", isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(path / DATABASE, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA foreign_keys = ON")
@@ -154,14 +183,24 @@ def put_roster(db: sqlite3.Connection, roster: Iterable[RosterRow]) -> None:
     db.executemany("INSERT INTO roster VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
 
-def named_files(db: sqlite3.Connection, kept_versions: int, only: int | None = None) -> set[str]:
-    """The files that a kept version names (of one fragment, or of all), and the one of what training leaves alone."""
+def kept_files(db: sqlite3.Connection, kept_versions: int) -> set[str]:
+    """The files that the newest versions name, and the one of what training leaves alone."""
     named = {row[0] for row in db.execute("SELECT static_file FROM run")}
-    fragments = db.execute("SELECT DISTINCT fragment FROM versions").fetchall() if only is None else [(only,)]
-    for key in fragments:
+    for key in db.execute("SELECT DISTINCT fragment FROM versions").fetchall():
         newest = "SELECT file FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
         named |= {row[0] for row in db.execute(newest, (*key, kept_versions))}
     return named
+
+
+def file_of(db: sqlite3.Connection, fragment: int, version: int) -> str | None:
+    """The file of a version; None: there is no such version."""
+    row = db.execute("SELECT file FROM versions WHERE fragment = ? AND version = ?", (fragment, version)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def is_named(db: sqlite3.Connection, file: str) -> bool:
+    """Whether any version that was ever published names this file."""
+    return db.execute("SELECT 1 FROM versions WHERE file = ?", (file,)).fetchone() is not None
 
 
 def read_ledgers(db: sqlite3.Connection) -> dict[str, list[Ledger]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -84,13 +85,15 @@ class Syncer:
         credentials = _credentials(options)
         self.run = run
         self._started_at = time.time()
-        self._store = Store(options.state_dir)
-        self._events = events.EventLog(options.state_dir / "events.jsonl", who="syncer")
         self._metrics = SyncerMetrics(run)
-        self.engine = Engine(
-            run, method, self._store, Spool(options.state_dir, options.spool_bytes), deadlines=options.deadlines,
-            events_log=self._events, metrics=self._metrics,
-        )  # fmt: skip
+        with ExitStack() as refused:  # a directory that cannot be served is let go
+            self._store = refused.enter_context(Store(options.state_dir))
+            self._events = refused.enter_context(events.EventLog(options.state_dir / "events.jsonl", who="syncer"))
+            self.engine = Engine(
+                run, method, self._store, Spool(options.state_dir, options.spool_bytes), deadlines=options.deadlines,
+                events_log=self._events, metrics=self._metrics,
+            )  # fmt: skip
+            refused.pop_all()
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="syncer-call"), options=SERVER_OPTIONS
         )

@@ -3,10 +3,15 @@
     store.sqlite                              run, versions, contributors, ledger, roster
     tensors/static-<sha>.safetensors          frozen parameters and buffers
     tensors/f00003-v000000012-<sha>.safetensors   theta, residual, outer.<name> of one version of one fragment
+    set-aside/                                what was found in tensors/ and no version names
     store.lock                                held while a syncer has the directory open
 
 Published means durable: `Store.publish` writes the file, then commits one SQLite transaction that names it; before the commit
-the version does not exist, after it the version survives a power cut. Files that no committed version names are removed on open.
+the version does not exist, after it the version survives a power cut.
+
+Nothing is removed that was not read, understood and superseded: versions older than the two newest of each fragment, once a newer one
+is published or was read, and what a broken-off write has left under a temporary name. A directory whose database is damaged, or is gone
+while tensors are there, is not opened; files that no version names are moved to `set-aside/`.
 """
 
 from __future__ import annotations
@@ -36,7 +41,10 @@ from diloco.syncer.records import (
     Saved,
     SavedFragment,
     connect,
-    named_files,
+    file_of,
+    is_named,
+    kept_files,
+    look,
     put_ledgers,
     put_roster,
     put_version,
@@ -57,7 +65,7 @@ class Store:
     the tensors being written. `at` is told each durable step by name, so that tests can cut the power there.
 
     Raises:
-        StoreError: the directory is in use, was written by a newer format, or cannot be used.
+        StoreError: the directory is in use, was written by a newer format, is damaged, or cannot be used.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, at: Callable[[str], None] = ignore_point) -> None:
@@ -71,8 +79,10 @@ class Store:
             self._lock = lock_directory(self.path)
         try:
             with self._mapped("opened"):
+                found, has_run = look(self.path)
+                if not has_run:
+                    self._files.require_no_run(is_new=found == 0)
                 self._db = connect(self.path)
-                self._remove_unnamed()
         except BaseException:
             self._lock.close()
             raise
@@ -174,9 +184,12 @@ class Store:
                         db.execute("UPDATE run SET state = ?", (json.dumps(dict(state)),))
                     self._at("inserted")
             self._at("committed")
-            # the version is durable, so nothing here may report failure; what cannot be removed now is removed at the next open
+            # the version is durable, so nothing here may report failure; what cannot be removed now is removed at the next start
             with contextlib.suppress(OSError, sqlite3.DatabaseError):
-                self._remove_unnamed(update.fragment)
+                with self._using:
+                    superseded = file_of(self._db, update.fragment, update.version - KEPT_VERSIONS)
+                if superseded is not None:
+                    self._files.remove(superseded)
 
     def save_roster(self, roster: Iterable[RosterRow], ledgers: Mapping[str, Sequence[Ledger]] | None = None) -> None:
         """Replace the roster, and the books of the learners given, between publications.
@@ -188,11 +201,21 @@ class Store:
             put_roster(db, roster)
             put_ledgers(db, ledgers or {})
 
-    def _remove_unnamed(self, only: int | None = None) -> None:
-        """Remove the files that no kept version names: of one fragment, or of all and with them whatever a crash left behind."""
-        with self._using:
-            named = named_files(self._db, KEPT_VERSIONS, only)
-        self._files.remove_others(named, only)
+    def tidy(self, saved: Saved | None) -> list[Path]:
+        """Remove what is superseded by `saved`, which `load` has read, and set aside what no version names; returns that.
+
+        Raises:
+            StoreError: the disk refused.
+        """
+        with self._writing, self._mapped("tidied up"):
+            self._files.remove_temporary()
+            with self._using:
+                kept = kept_files(self._db, KEPT_VERSIONS)
+                others = [name for name in self._files.names() if name not in kept]
+                superseded = {name for name in others if saved is not None and is_named(self._db, name)}
+            for name in superseded:
+                self._files.remove(name)
+            return [self._files.set_aside(name) for name in others if name not in superseded]
 
     # reading
 

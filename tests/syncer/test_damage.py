@@ -1,0 +1,163 @@
+"""A syncer starts on a damaged state directory: whatever it answers, no byte of a model is gone, and what is wrong is named."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from tests.syncer.runs import Raw, layout, method, start
+from tests.syncer.test_faults import RUN_FILE
+
+import diloco
+from diloco.errors import StoreError
+from diloco.syncer.store import Store
+
+ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state directory at version 3 of fragment 0, and beside it the database as it was at versions 1 and 2."""
+    root = tmp_path_factory.mktemp("healthy")
+    for version in range(3):
+        with start(root, method()) as syncer:
+            raw = Raw(syncer.address)
+            if version == 0:
+                raw.initialise()
+            raw.join()
+            assert raw.push(ONES, round=version, base=version, step=2 + 4 * version).accepted
+            raw.connection.close()
+            syncer.engine.drain()
+            assert syncer.engine.versions() == [version + 1, 0]
+        shutil.copy(root / "state" / "store.sqlite", root / f"at-{version + 1}.sqlite")
+    return root
+
+
+def truncate(path: Path, keep: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
+
+
+def empty_run(root: Path) -> None:
+    """A database of ours, without a run."""
+    Store(root / "other").close()
+    shutil.copy(root / "other" / "store.sqlite", root / "state" / "store.sqlite")
+
+
+def no_tables(root: Path) -> None:
+    (root / "state" / "store.sqlite").unlink()
+    with closing(sqlite3.connect(root / "state" / "store.sqlite")) as db:
+        db.execute("VACUUM")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+
+
+def newest(root: Path) -> Path:
+    return next((root / "state" / "tensors").glob("f00000-v000000003-*"))
+
+
+def restored(version: int) -> Callable[[Path], object]:
+    return lambda root: shutil.copy(root / f"at-{version}.sqlite", root / "state" / "store.sqlite")
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "database deleted": (lambda root: (root / "state" / "store.sqlite").unlink(), "store.sqlite is missing or empty"),
+    "database of no bytes": (lambda root: truncate(root / "state" / "store.sqlite", 0), "store.sqlite is missing or empty"),
+    "database cut in half": (lambda root: truncate(root / "state" / "store.sqlite", 0.5), "store.sqlite could not be opened"),
+    "database without tables": (no_tables, "store.sqlite is missing or empty"),
+    "database without a run": (empty_run, "store.sqlite holds no run"),
+    "tensors damaged": (lambda root: flip(newest(root)), r"f00000-v000000003-\w+.safetensors .* is damaged"),
+    "tensors missing": (lambda root: newest(root).unlink(), r"f00000-v000000003-\w+.safetensors .* is missing"),
+    "database of two versions ago": (restored(1), r"f00000-v000000001-\w+.safetensors .* is missing"),
+}  # fmt: skip
+
+SET_ASIDE: dict[str, tuple[Callable[[Path], object], list[int], str]] = {
+    "unknown files": (
+        lambda root: (root / "state" / "tensors" / "f00000-backup").write_text("mine"), [3, 0], "f00000-backup",
+    ),
+    "database of the version before": (restored(2), [2, 0], r"f00000-v000000003-\w+.safetensors"),
+}  # fmt: skip
+
+
+def contents(directory: Path) -> set[bytes]:
+    return {path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def damaged(healthy: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(healthy, tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_damaged_state_directory_is_refused_and_left_as_it_is(kind: str, damaged: Path) -> None:
+    damage, words = REFUSED[kind]
+    damage(damaged)
+    (damaged / "state" / "store.lock").unlink()
+    tensors, before = contents(damaged / "state" / "tensors"), contents(damaged / "state")
+    for _ in range(2):  # the second start finds what the first has left
+        with pytest.raises(StoreError, match=words) as caught:
+            start(damaged, method())
+        assert "\n" not in str(caught.value)
+        assert contents(damaged / "state" / "tensors") == tensors
+        assert contents(damaged / "state") >= before
+
+
+@pytest.mark.parametrize("kind", SET_ASIDE)
+def test_what_no_version_names_is_set_aside_and_named(
+    kind: str, damaged: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage, versions, words = SET_ASIDE[kind]
+    damage(damaged)
+    tensors = contents(damaged / "state" / "tensors")
+    with start(damaged, method()) as syncer:
+        assert syncer.engine.versions() == versions
+    assert contents(damaged / "state") >= tensors
+    assert re.search(f"no version names {words}: set aside in .*set-aside", caplog.text)
+    assert any(re.fullmatch(words, path.name) for path in (damaged / "state" / "set-aside").iterdir())
+
+
+def test_the_command_says_it_in_a_sentence(damaged: Path) -> None:
+    (damaged / "state" / "store.sqlite").unlink()
+    (damaged / "run.toml").write_text(RUN_FILE.format(at_least=1, lost_floor_s=60.0, more=""))
+    tensors = contents(damaged / "state" / "tensors")
+    command = [sys.executable, "-m", "diloco", "syncer", "run.toml", "--address", "127.0.0.1:0", "--state-dir", "state"]
+    process = subprocess.run(command, cwd=damaged, capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 1
+    assert "store.sqlite is missing or empty" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert contents(damaged / "state" / "tensors") == tensors
+
+
+def test_a_killed_syncers_log_of_transactions_is_read_and_kept(tmp_path: Path) -> None:
+    """What SQLite has not yet brought into the database itself is part of the run, also for a start that is refused."""
+    script = f"""
+import os, signal
+from pathlib import Path
+from tests.syncer.runs import Raw, method, start
+syncer = start(Path({str(tmp_path)!r}), method())
+raw = Raw(syncer.address)
+raw.initialise()
+raw.join()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=100, check=False)
+    state = tmp_path / "state"
+    assert (state / "store.sqlite-wal").stat().st_size > 0
+    shutil.copytree(state, tmp_path / "refused" / "state")
+    flip(next((tmp_path / "refused" / "state" / "tensors").glob("f00000-*")))
+    with pytest.raises(StoreError, match="fragment 0, version 0"):
+        start(tmp_path / "refused", method())
+    with start(tmp_path, method()) as syncer:
+        assert syncer.engine.versions() == [0, 0]
+        assert "raw" in syncer.engine.status()["learners"]
