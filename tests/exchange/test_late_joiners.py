@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from benchmarks.processes import until
 from tests.syncer.runs import RUN, start
@@ -63,7 +64,7 @@ def test_in_one_process() -> None:
     check(survivor, joiner)
 
 
-def test_over_a_syncer(tmp_path: Path) -> None:
+def test_over_a_syncer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with start(tmp_path, method()) as syncer, ThreadPoolExecutor(3) as pool:
 
         def join(name: str, until_step: int) -> Any:
@@ -78,5 +79,6 @@ def test_over_a_syncer(tmp_path: Path) -> None:
         until(lambda: syncer.engine.initialised, "the run has no model")
         join("leaver", LEAVES_AFTER).result(timeout=60)
         until(is_blocked, "the survivor does not come to the round that lacks a learner")
+        until(lambda: "has the contributions of 1 of at least 2 learners" in caplog.text, "no word is said of it")
         joiner = join("joiner", STEPS)
         check(survivor.result(timeout=60), joiner.result(timeout=60))

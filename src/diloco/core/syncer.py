@@ -239,6 +239,14 @@ class SyncerCore:
             return scheduled.decision(self, now, fragment)
         return opened.decision(self, now, fragment)
 
+    def lacks_learners(self, fragment: int) -> int | None:
+        """How many have contributed to the fragment's open round, where that is not enough and no other learner is waited for."""
+        state = self.fragments[fragment]
+        round_ = state.rounds.get(state.version)
+        if not self.method.quorum.scheduled or state.phase != "open" or round_ is None:
+            return None
+        return None if round_.members - round_.contributions.keys() else len(round_.contributions)
+
     def _look_again(self, now: float) -> list[Action]:
         before_decisions = scheduled.before_decisions if self.method.quorum.scheduled else opened.before_decisions
         actions = before_decisions(self, now)

@@ -29,6 +29,7 @@ class Journal:
         self.waits_for: str | None = None
         """Why contributions are sent back and wait with their learners, in a sentence; None: they are taken."""
         self._waiting_bytes = 0
+        self._lacking: dict[int, int] = {}  # by fragment, the newest round that was said to lack learners
 
     def set_aside(self, files: Sequence[Path]) -> None:
         """They were in the state directory, and no version names them."""
@@ -135,6 +136,12 @@ class Journal:
         self._metrics.set_ledgers(core.books.ledgers)
         for index, fragment in enumerate(core.fragments):
             self._metrics.published(index, fragment.version)
+            if (present := core.lacks_learners(index)) is not None and self._lacking.get(index) != fragment.version:
+                self._lacking[index] = fragment.version
+                log.warning(
+                    "round %d of fragment %d has the contributions of %d of at least %d learners and nobody else to wait for; "
+                    "it waits for another learner to join", fragment.version, index, present, core.method.quorum.at_least,
+                )  # fmt: skip
         self._metrics.set_learners(
             [LearnerSample(m.learner, m.step, m.step_s, m.healthy) for m in core.members.values()]
         )
