@@ -4,14 +4,15 @@ They are gloo's, whatever backend the given group has: what is exchanged starts 
 through the given group's store. `torch.distributed.new_group` cannot make them: it wants every rank of the world, or else names a
 group after the number of groups its process is in, which need not be the same for two ranks.
 
-Everything crosses as bytes, mostly by one primitive: an all-to-all with a size for every pair.
+Everything crosses as bytes, mostly by one primitive: an all-to-all with a size for every pair. It is made of gloo's sends and receives.
+gloo's own all-to-all posts a send before the receive from the same peer, and then the two directions of a link often take turns.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate
@@ -41,7 +42,8 @@ class Group:
 
     Raises:
         ConfigError: there is no process group, or this process is not in it.
-        ExchangeError: (every method) another rank is gone or did not answer in time; names what did not get through.
+        ExchangeError: (every method) another rank is gone or did not answer in time; names it where it is known, and what did not get
+            through.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None, *, timeout_s: float) -> None:
@@ -59,17 +61,15 @@ class Group:
             store = PrefixStore(f"diloco/{number}", store)
             # Any: torch's stubs leave its methods out.
             self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
+        self._exchanges = 0  # so far; the tag of the newest
 
     def all_to_all(self, send: Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], what: str) -> Tensor:
         """`send` (uint8) is cut into one part per rank; returns the parts from all ranks, in rank order."""
-        received = torch.empty(sum(receive_bytes), dtype=torch.uint8)
-        with self._named(what):
-            self._gloo.alltoall_base(received, send, list(receive_bytes), list(send_bytes)).wait()
-        return received
+        return self._exchange(send.split(list(send_bytes)), receive_bytes, what)
 
     def gather(self, part: Tensor, sizes_bytes: Sequence[int], what: str) -> Tensor:
         """Every rank's `part` (uint8, of the size that `sizes_bytes` says for the rank), joined in rank order."""
-        return self.all_to_all(part.repeat(self.size), [part.numel()] * self.size, sizes_bytes, what)
+        return self._exchange([part] * self.size, sizes_bytes, what)
 
     def gather_frames(self, values: dict[str, Any], what: str) -> list[dict[str, Any]]:
         """Every rank's small message (plain values whose JSON fits into FRAME_BYTES), in rank order."""
@@ -102,6 +102,41 @@ class Group:
         """Close the connections; ranks that still wait for this one get an error at once."""
         self._gloo = None
 
+    def _exchange(self, parts: Sequence[Tensor], receive_bytes: Sequence[int], what: str) -> Tensor:
+        """Part r to rank r; returns the parts from all ranks, in rank order."""
+        received = torch.empty(sum(receive_bytes), dtype=torch.uint8)
+        places = received.split(list(receive_bytes))
+        places[self.rank].copy_(parts[self.rank])
+        if lost := self._cross(parts, places):
+            reason = next(iter(lost.values()))
+            raise ExchangeError(self._lost(what, reason_of(reason), sorted(lost))) from reason
+        return received
+
+    def _cross(self, parts: Sequence[Tensor], places: Sequence[Tensor]) -> dict[int, RuntimeError]:
+        """Send parts, receive into places; returns the ranks that are lost, the first one first, and why.
+
+        Receives are posted first: a receive asks the peer for its part over the connection that carries the part for the peer, so
+        behind that part the question would wait until all of it is sent. What the other ranks bring and get is finished even if one
+        rank is lost, so that they lose no other than that one. The errors hold no frame: its works would keep the connections open.
+        """
+        self._exchanges += 1
+        later = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        lost: dict[int, RuntimeError] = {}
+        works: list[tuple[int, Any]] = []
+        for start, ranks, ends in ((self._gloo.recv, later[::-1], places), (self._gloo.send, later, parts)):
+            for rank in ranks:
+                if ends[rank].numel():
+                    try:
+                        works.append((rank, start([ends[rank]], rank, self._exchanges)))
+                    except RuntimeError as error:
+                        lost.setdefault(rank, error.with_traceback(None))
+        for rank, work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                lost.setdefault(rank, error.with_traceback(None))
+        return lost
+
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
         """torch reports a lost or silent peer as a bare RuntimeError."""
@@ -110,11 +145,12 @@ class Group:
         except RuntimeError as error:
             raise ExchangeError(self._lost(what, reason_of(error))) from error
 
-    def _lost(self, what: str, reason: str) -> str:
-        """What to say of a peer that is gone."""
+    def _lost(self, what: str, reason: str, ranks: Collection[int] = ()) -> str:
+        """What to say of peers that are gone; `ranks`: which, where that is known."""
+        who = gone([f"rank {rank}" for rank in ranks], "another rank", self._timeout_s)
         return (
-            f"{what} did not get through, because another rank is gone or silent for more than {self._timeout_s:g} s; a process "
-            f"group has fixed membership, so start all ranks again from a checkpoint ({reason})."
+            f"{what} did not get through, because {who}; a process group has fixed membership, so start all ranks again from a "
+            f"checkpoint ({reason})."
         )
 
 
@@ -124,6 +160,12 @@ def require_process_group() -> None:
         raise ConfigError(
             "there is no process group; call torch.distributed.init_process_group first, in processes started by torchrun."
         )
+
+
+def gone(names: Sequence[str], other: str, timeout_s: float) -> str:
+    """Who did not answer, as the beginning of a sentence; `other` where no name is known."""
+    verb = "are" if len(names) > 1 else "is"
+    return f"{' and '.join(names) or other} {verb} gone or silent for more than {timeout_s:g} s"
 
 
 def error_of(name: str, text: str) -> DilocoError:

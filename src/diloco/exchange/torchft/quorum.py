@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.group import Group, reason_of
+from diloco.exchange.group import Group, gone, reason_of
 
 HEARTBEAT_S = 0.5
 
@@ -64,10 +64,11 @@ class Quorum:
                 f"the lighthouse at {self._lighthouse} gave no quorum ({reason_of(error)}); is it running?"
             ) from error
         members = sorted(quorum.participants, key=lambda each: each.replica_id)
-        key = (quorum.quorum_id, *(each.replica_id for each in members))
+        replicas = [each.replica_id for each in members]
+        key = (quorum.quorum_id, *replicas)
         if key == self._key and self.group is not None:
             return self.group
-        rank = [each.replica_id for each in members].index(self._replica)
+        rank = replicas.index(self._replica)
         prefix = f"{members[0].store_address}/diloco/{quorum.quorum_id}"
         try:
             self._pg.configure(prefix, self._replica, rank, len(members), quorum.quorum_id)
@@ -76,7 +77,7 @@ class Quorum:
             raise ExchangeError(
                 f"the process group of {len(members)} learners could not be made ({reason_of(error)})."
             ) from error
-        self.group, self._key = QuorumGroup(self._pg, rank, len(members), self._timeout_s), key
+        self.group, self._key = QuorumGroup(self._pg, rank, replicas, self._timeout_s), key
         return self.group
 
     def forget(self) -> None:
@@ -101,25 +102,15 @@ class Quorum:
 
 
 class QuorumGroup(Group):
-    """`Group`'s operations over the process group that torchft has configured for one quorum."""
+    """`Group`'s exchanges over the process group that torchft has configured for one quorum; `replicas`: its members in rank order."""
 
-    def __init__(self, pg: Any, rank: int, size: int, timeout_s: float) -> None:
-        self.rank, self.size, self._timeout_s = rank, size, timeout_s
-        self._gloo = _Wrapped(pg)
+    def __init__(self, pg: Any, rank: int, replicas: Sequence[str], timeout_s: float) -> None:
+        self.rank, self.size, self._timeout_s = rank, len(replicas), timeout_s
+        self._replicas = replicas
+        self._gloo = pg
+        self._exchanges = 0
 
-    def _lost(self, what: str, reason: str) -> str:
+    def _lost(self, what: str, reason: str, ranks: Collection[int] = ()) -> str:
         """Membership is not fixed here: the next quorum is without whoever is gone."""
-        return (
-            f"{what} did not get through, because another learner is gone or silent for more than {self._timeout_s:g} s "
-            f"({reason})."
-        )
-
-
-class _Wrapped:
-    """torchft's process group with the one primitive that `Group` needs."""
-
-    def __init__(self, pg: Any) -> None:
-        self._pg = pg
-
-    def alltoall_base(self, received: Tensor, sent: Tensor, receive_bytes: list[int], send_bytes: list[int]) -> Any:
-        return self._pg.alltoall_base(received, sent, receive_bytes, send_bytes, dist.AllToAllOptions())
+        who = gone([self._replicas[rank] for rank in ranks], "another learner", self._timeout_s)
+        return f"{what} did not get through, because {who} ({reason})."

@@ -1,0 +1,110 @@
+"""One process of the world that test_group.py looks at.
+
+python -m tests.exchange.group_life DIRECTORY RANK WORLD_SIZE
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.exchange.scenarios import Result
+from tests.exchange.worlds import join_world, write
+from torch import Tensor
+
+from diloco.errors import ExchangeError
+from diloco.exchange.group import Group
+
+FOR_EVER_S = 3600.0
+"""A rank that waits so long for another is a hang, which the test's own deadline ends."""
+
+BULK_BYTES = 32_000_000
+"""Much more than sockets hold."""
+
+PART_BYTES = [[3, 0, 5_000_001], [0, 0, 0], [2_000_003, 1, 4]]
+"""What each rank (row) has for each (column): nothing, little, and more than sockets hold."""
+
+DEAD = 2
+
+
+def part_of(source: int, target: int, number: int) -> Tensor:
+    """What one rank has for another in one of several exchanges."""
+    generator = torch.Generator().manual_seed(100 * number + 10 * source + target)
+    return torch.randint(256, (PART_BYTES[source][target],), dtype=torch.uint8, generator=generator)
+
+
+def exchanges_unequal_and_empty_parts(rank: int, directory: Path) -> dict[str, Any]:
+    """Several exchanges in a row, of both kinds; which of them brought what they should."""
+    group = Group(None, timeout_s=FOR_EVER_S)
+    ranks = range(group.size)
+    right = []
+    for number in range(3):
+        send = torch.cat([part_of(rank, target, number) for target in ranks])
+        received = group.all_to_all(send, PART_BYTES[rank], [PART_BYTES[source][rank] for source in ranks], "parts")
+        right.append(torch.equal(received, torch.cat([part_of(source, rank, number) for source in ranks])))
+        own = part_of(rank, DEAD, number)
+        gathered = group.gather(own, [PART_BYTES[source][DEAD] for source in ranks], "parts")
+        right.append(torch.equal(gathered, torch.cat([part_of(source, DEAD, number) for source in ranks])))
+    group.disconnect()
+    return {"right": right}
+
+
+def loses_a_rank_in_a_bulk_exchange(rank: int, directory: Path) -> dict[str, Any]:
+    """The last one. Rank 2 takes what rank 0 brings and dies before it gives its own; rank 1 comes to the exchange after that."""
+    group = Group(None, timeout_s=FOR_EVER_S)
+    store = dist.distributed_c10d._get_default_store()
+    sizes = [BULK_BYTES] * group.size
+    alive = (directory / "alive").open("w")
+    if rank == DEAD:
+        fcntl.flock(alive, fcntl.LOCK_EX)  # until the process ends
+    dist.barrier()
+    if rank == DEAD:
+        taken = (bulk(), [0, 0, BULK_BYTES], sizes, "the bulk")
+        threading.Thread(target=group.all_to_all, args=taken, daemon=True).start()
+        store.wait(["rank 0 exchanges"])
+        os._exit(9)
+    if rank == 0:
+        store.set("rank 0 exchanges", "")
+    else:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+    errors = [error_of(lambda: group.gather(bulk(), sizes, "the bulk"))]
+    if rank == 0:
+        group.disconnect()
+        store.wait(["rank 1 has its errors"])  # the process lives on, and keeps the error as a Future does
+    else:
+        errors.append(error_of(lambda: group.gather_frames({}, "the next one")))
+        store.set("rank 1 has its errors", "")
+    alive.close()
+    return {"errors": [str(error) for error in errors]}
+
+
+def error_of(act: Callable[[], object]) -> ExchangeError | None:
+    try:
+        act()
+    except ExchangeError as error:
+        return error
+    return None
+
+
+def bulk() -> Tensor:
+    return torch.ones(BULK_BYTES, dtype=torch.uint8)
+
+
+LIVES = [exchanges_unequal_and_empty_parts, loses_a_rank_in_a_bulk_exchange]
+
+
+def main(directory: Path, rank: int, world_size: int) -> None:
+    join_world(directory, rank, world_size)
+    for life in LIVES:
+        write(directory, life.__name__, rank, Result({}, life(rank, directory)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

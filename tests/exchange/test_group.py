@@ -1,0 +1,42 @@
+"""Exchanges between the ranks of a group: parts of any size, and a rank that dies. Real processes over gloo."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.exchange import group_life
+from tests.exchange.worlds import read, start_processes
+
+pytestmark = pytest.mark.timeout(300)  # includes a world of processes
+
+WORLD_SIZE = 3
+Facts = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
+    """Three processes that go through every life of group_life.py, in which the last rank dies at last."""
+    directory: Path = tmp_path_factory.mktemp("group")
+    start_processes(group_life.__name__, directory, WORLD_SIZE, expect=(0, 0, 9))
+    first, last = (life.__name__ for life in group_life.LIVES)
+    return {
+        first: [read(directory, first, rank).facts for rank in range(WORLD_SIZE)],
+        last: [read(directory, last, rank).facts for rank in range(WORLD_SIZE - 1)],
+    }
+
+
+def test_parts_may_be_unequal_and_empty(world: dict[str, Facts]) -> None:
+    for facts in world["exchanges_unequal_and_empty_parts"]:
+        assert facts["right"] == [True] * 6
+
+
+def test_a_rank_that_dies_in_a_bulk_exchange_is_named_by_all_others(world: dict[str, Facts]) -> None:
+    """By name, and by no other name: the others finish their parts with each other."""
+    for facts in world["loses_a_rank_in_a_bulk_exchange"]:
+        assert facts["errors"][0].startswith("the bulk did not get through, because rank 2 is gone or silent for more")
+
+
+def test_a_rank_that_leaves_after_an_error_ends_the_waiting_of_the_others(world: dict[str, Facts]) -> None:
+    [first, second] = world["loses_a_rank_in_a_bulk_exchange"]
+    assert len(first["errors"]) == 1
+    assert second["errors"][1].startswith("the next one did not get through, because rank 0 and rank 2 are gone")
