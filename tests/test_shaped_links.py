@@ -62,14 +62,16 @@ def test_runs_are_long_enough() -> None:
 def test_options_choose() -> None:
     assert chosen(None, None) == EVERYTHING
     part = chosen(["20mbit"], ["int4", "torchft"])
-    assert (part.cases, part.rates, part.in_turns, part.torchft, part.span) == (
+    assert (part.cases, part.rates, part.in_turns, part.collective, part.torchft, part.span) == (
         (FOUR_BIT,),
         ("20mbit",),
+        (),
         (),
         ("20mbit",),
         LONG,
     )
     assert chosen(None, ["streaming"]).cases == (STREAMING, FOUR_BIT)
+    assert chosen(["20mbit"], ["collective"]).collective == ("20mbit",)
     assert chosen(None, None, quick=True).span == QUICK
     with pytest.raises(ValueError, match="no method is called data parallel; there are DiLoCo, fp32, "):
         chosen(None, ["data parallel"])
@@ -98,9 +100,13 @@ def test_errors_are_parts_of_what_was_measured() -> None:
 def test_a_part_is_shown_without_the_rest() -> None:
     told = {"DiLoCo, fp32": {"fragment_bytes": 16_000_000, "merge_s": 0.25, "latency_s": 0.0005}}
     peer = {"bit_per_s": 10e6, "utilization": 0.14, **report.beside(0.13, 0.14)}
-    text = report.markdown({"told": told, "rows": [], "in_turns": [], "torchft": [peer]})
+    narrow = {"bit_per_s": 5e6, "utilization": 0.07, **report.beside(0.06, 0.07)}
+    values = {"told": told, "rows": [], "in_turns": [], "collective": [narrow], "torchft": [peer]}
+    text = report.markdown(values)
     assert "| DiLoCo, fp32 | 16,000,000 | 0.250 | 0.50 |" in text
-    assert "| torchft 0.2.0, streaming, fp32 | 0.14 |" in text
+    assert "| A process group, streaming, fp32 | 0.07 |  |" in text
+    assert "| torchft 0.2.0, streaming, fp32 |  | 0.14 |" in text
+    assert "| the plan for both, among equals | 0.06 | 0.13 |" in text
     row = {
         "method": "Decoupled",
         "bit_per_s": 20e6,
@@ -109,7 +115,7 @@ def test_a_part_is_shown_without_the_rest() -> None:
         **report.beside(134.0, 130.0),
     }
     assert "| Decoupled | 20 | steps between merges | 134.0 | 130.0 | +3.1 % |" in report.cells_table([row])
-    assert "| Decoupled |  |" in report.peer_table([row], [peer])
+    assert "| Decoupled |  |" in report.equals_table({**values, "rows": [row]})
 
 
 def test_the_page_shows_the_results() -> None:

@@ -1,6 +1,6 @@
 """Prediction against measurement on shaped links.
 
-    python -m studies.shaped_links                              everything, about a quarter of an hour; writes results and docs/shaped-links.md
+    python -m studies.shaped_links                              everything, about twenty minutes; writes results and docs/shaped-links.md
     python -m studies.shaped_links --quick                      one rate, short runs; prints
     python -m studies.shaped_links --rate 20mbit --method int4  part of it; prints
     python -m studies.shaped_links --show                       tables, picture and page again, from the results
@@ -31,8 +31,8 @@ PEER_RATES = ("10mbit", "20mbit", "50mbit", "100mbit", "200mbit", "400mbit")
 """With those at which torchft was measured before."""
 
 QUICK_RATES = ("100mbit",)
-EVERYTHING = Wanted(CASES, RATES, IN_TURNS_RATES, PEER_RATES, LONG)
-TORCHFT = "torchft"
+EVERYTHING = Wanted(CASES, RATES, IN_TURNS_RATES, PEER_RATES, PEER_RATES, LONG)
+COLLECTIVE, TORCHFT = "collective", "torchft"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m studies.shaped_links", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ", ".join([*(case.name for case in CASES), TORCHFT])
+    names = ", ".join([*(case.name for case in CASES), COLLECTIVE, TORCHFT])
     parser.add_argument("--rate", action="append", help="of every link, as tc writes it; repeat for more")
     parser.add_argument("--method", action="append", help=f"part of a name: {names}; repeat for more")
     parser.add_argument("--quick", action="store_true", help="one rate and short runs, to see that it works")
@@ -76,12 +76,12 @@ def chosen(rates: Sequence[str] | None, methods: Sequence[str] | None, *, quick:
         bit_per_s(rate)
     wanted = [method.lower() for method in methods or [""]]
     cases = tuple(case for case in CASES if any(each in case.name.lower() for each in wanted))
-    torchft = rates if any(each in TORCHFT for each in wanted) else ()
-    if not cases and not torchft:
+    collective, torchft = (rates if any(each in name for each in wanted) else () for name in (COLLECTIVE, TORCHFT))
+    if not cases and not collective and not torchft:
         raise ValueError(
-            f"no method is called {', '.join(wanted)}; there are {', '.join(case.name for case in CASES)}, {TORCHFT}"
+            f"no method is called {', '.join(wanted)}; there are {', '.join(case.name for case in CASES)}, {COLLECTIVE}, {TORCHFT}"
         )
-    return Wanted(cases, rates, (), torchft, QUICK if quick else LONG)
+    return Wanted(cases, rates, (), collective, torchft, QUICK if quick else LONG)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The processes on the links: a learner of this project, one of torchft, torchft's lighthouse. Each says one line when it is ready.
+"""The processes on the links: a learner of a syncer, one of a process group, one of torchft, its lighthouse. Each says one line when ready.
 
     python -m studies.shaped_links.learner diloco '{"address": …, "name": …, "num_steps": …}'
 
@@ -12,17 +12,20 @@ import json
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from studies.shaped_links.cases import FRAGMENTS, LAYERS, RUN, STEP_S, SYNC_EVERY, WIDTH
+from studies.shaped_links.cases import FRAGMENTS, LAYERS, RUN, STEP_S, STREAMING, SYNC_EVERY, WIDTH
 from studies.shaped_links.links import DEVICE, LEARNERS, learner_ip
 
 TORCHFT_OVERLAP = 5
-TORCHFT_TIMEOUT_S = 60
+GROUP_TIMEOUT_S = 60
+GROUP_PORT = 29511
 
 
 class Steps:
@@ -88,6 +91,29 @@ def ours(task: dict[str, Any]) -> dict[str, Any]:
     return {**measured, "blocked_s": blocked_s, "adopted": adopted, "latency_s": latency_s}
 
 
+def collective(task: dict[str, Any]) -> dict[str, Any]:
+    """A learner of a process group, streaming in fp32, with the offsets of torchft; learner 0's store is where the ranks find each other."""
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    from datetime import timedelta
+
+    from torch import distributed as dist
+
+    import diloco
+    from diloco.core.presets import method_from_table
+
+    steps, rank, timeout = Steps(task["index"]), task["index"], timedelta(seconds=GROUP_TIMEOUT_S)
+    store = dist.TCPStore(learner_ip(0), GROUP_PORT, LEARNERS, is_master=rank == 0, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=LEARNERS, timeout=timeout)
+    method = method_from_table(tomllib.loads(STREAMING.run_file(""))["method"])
+    sent = tuple((p + 1) * SYNC_EVERY // FRAGMENTS - STREAMING.overlap for p in range(FRAGMENTS))  # as torchft sends
+    method = replace(method, offsets=sent)
+    exchange = diloco.Collective(timeout_s=GROUP_TIMEOUT_S)
+    with diloco.Learner(steps.model, steps.optimizer, method=method, exchange=exchange) as learner:
+        measured = timed(steps, task["num_steps"], lambda _: learner.step(tokens=1))
+    dist.destroy_process_group()
+    return measured
+
+
 def torchfts(task: dict[str, Any]) -> dict[str, Any]:
     """A learner of torchft's DiLoCo, streaming: fp32, as it comes."""
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
@@ -99,7 +125,7 @@ def torchfts(task: dict[str, Any]) -> dict[str, Any]:
 
     steps, ip = Steps(task["index"]), learner_ip(task["index"])
     store = TCPStore(ip, 0, is_master=True, wait_for_workers=False)
-    timeout = timedelta(seconds=TORCHFT_TIMEOUT_S)
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timeout), load_state_dict=None, state_dict=None, min_replica_size=LEARNERS,
         use_async_quorum=False, timeout=timeout, quorum_timeout=timeout, connect_timeout=timeout, rank=0, world_size=1,
@@ -130,5 +156,5 @@ def lighthouse(task: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    kind = {"diloco": ours, "torchft": torchfts, "lighthouse": lighthouse}[sys.argv[1]]
+    kind = {"diloco": ours, "collective": collective, "torchft": torchfts, "lighthouse": lighthouse}[sys.argv[1]]
     print(json.dumps(kind(json.loads(sys.argv[2]))), flush=True)

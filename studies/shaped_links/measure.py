@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,8 +32,8 @@ from studies.shaped_links.cases import (
     length_of,
     prediction,
 )
-from studies.shaped_links.links import bit_per_s, payload_bit_per_s, shaped
-from studies.shaped_links.runs import Measured, run_ours, run_torchft
+from studies.shaped_links.links import Sites, bit_per_s, payload_bit_per_s, shaped
+from studies.shaped_links.runs import Measured, run_collective, run_ours, run_torchft
 
 UNEVEN = 0.01
 CALIBRATION_STEPS = 3 * SYNC_EVERY
@@ -45,12 +46,13 @@ class Wanted:
     Attributes:
         rates: for every case.
         in_turns: rates for called rounds with K = 1.
-        torchft: rates for torchft.
+        collective, torchft: rates for a process group's learners and for torchft's.
     """
 
     cases: tuple[Case, ...]
     rates: tuple[str, ...]
     in_turns: tuple[str, ...]
+    collective: tuple[str, ...]
     torchft: tuple[str, ...]
     span: Span
 
@@ -69,11 +71,12 @@ def measure(wanted: Wanted) -> dict[str, Any]:
     told = {case: _told(case) for case in sorted(cases, key=lambda case: case.name)}
     rows = [_cell(case, rate, wanted.span, told[case]) for case in wanted.cases for rate in wanted.rates]
     in_turns = [_in_turns(rate, wanted.span, told[DECOUPLED]) for rate in wanted.in_turns]
-    peer = [_peer_cell(rate, wanted.span) for rate in wanted.torchft]
+    collective = [_equals_cell("a process group", run_collective, rate, wanted.span) for rate in wanted.collective]
+    peer = [_equals_cell("torchft", run_torchft, rate, wanted.span) for rate in wanted.torchft]
     return {
         "study": report.NAME, "step_s": STEP_S, "sync_every": SYNC_EVERY,
         "told": {case.name: {"fragment_bytes": exchange_for(case).up_bytes[0], **it._asdict()} for case, it in told.items()},
-        "rows": rows, "in_turns": in_turns, "torchft": peer, "summary": report.summary(rows) if rows else None,
+        "rows": rows, "in_turns": in_turns, "collective": collective, "torchft": peer, "summary": report.summary(rows) if rows else None,
         "machine": {**found, "load_after": round(os.getloadavg()[0], 1)}, "seconds": round(time.monotonic() - began_s),
         "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
@@ -113,18 +116,18 @@ def _in_turns(rate: str, span: Span, told: Told) -> dict[str, Any]:
     return {**row, "predicted_uneven": prediction(*known, narrower=UNEVEN).period_steps}
 
 
-def _peer_cell(rate: str, span: Span) -> dict[str, Any]:
-    """torchft's DiLoCo as it is, streaming in fp32, beside the plan for learners among equals."""
+def _equals_cell(name: str, run: Callable[[Sites, int, float], Measured], rate: str, span: Span) -> dict[str, Any]:
+    """Learners that reduce among themselves, streaming in fp32, beside the plan for learners among equals."""
     setting = setting_for(
         MODEL, "streaming", sync_every=SYNC_EVERY, overlap=STREAMING.overlap, num_fragments=STREAMING.num_fragments,
         up=STREAMING.codec,
     )  # fmt: skip
     found = utilization(MODEL, setting, payload_bit_per_s(rate))
     num_steps = SYNC_EVERY * max(1, round(span.seconds * found / (SYNC_EVERY * STEP_S)))
-    _say(f"torchft at {rate}: {num_steps} steps …")
+    _say(f"{name} at {rate}: {num_steps} steps …")
     load = os.getloadavg()[0]
     with shaped(rate) as sites:
-        measured = run_torchft(sites, num_steps, num_steps * STEP_S / found)
+        measured = run(sites, num_steps, num_steps * STEP_S / found)
     row = {"bit_per_s": bit_per_s(rate), **report.beside(found, fmean(measured.utilization))}
     _say(f"  planned {found:.3f}, measured {row['measured']:.3f}")
     return {**row, **_facts(measured, load)}

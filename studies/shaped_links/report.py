@@ -53,14 +53,23 @@ def in_turns_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def peer_table(rows: Sequence[Mapping[str, Any]], peer: Sequence[Mapping[str, Any]]) -> str:
-    """torchft's utilisation beside ours, by rate."""
-    lines = [f"| utilisation | {' | '.join(f'{_mbit(row)} Mbit/s' for row in peer)} |", "|---|" + "---:|" * len(peer)]
-    for name in dict.fromkeys(row["method"] for row in rows):
-        found = {row["bit_per_s"]: f"{row['utilization']:.2f}" for row in rows if row["method"] == name}
-        lines.append(f"| {name} | {' | '.join(found.get(row['bit_per_s'], '') for row in peer)} |")
-    for title, kind in (("torchft 0.2.0, streaming, fp32", "measured"), ("the plan for it, among equals", "predicted")):
-        lines.append(f"| {title} | {' | '.join(f'{row[kind]:.2f}' for row in peer)} |")
+def equals_table(values: Mapping[str, Any]) -> str:
+    """Utilisation of learners that reduce among themselves, and of a syncer's learners, by rate."""
+    equals = [*values["collective"], *values["torchft"]]
+    found = {
+        **{name: [row for row in values["rows"] if row["method"] == name] for name in _methods(values["rows"])},
+        "A process group, streaming, fp32": values["collective"],
+        "torchft 0.2.0, streaming, fp32": values["torchft"],
+        "the plan for both, among equals": [{**row, "utilization": row["predicted"]} for row in equals],
+    }
+    rates = sorted({row["bit_per_s"] for row in equals})
+    lines = [
+        f"| utilisation | {' | '.join(f'{rate / 1e6:g} Mbit/s' for rate in rates)} |",
+        "|---|" + "---:|" * len(rates),
+    ]
+    for name, rows in found.items():
+        by_rate = {row["bit_per_s"]: f"{row['utilization']:.2f}" for row in rows}
+        lines.append(f"| {name} | {' | '.join(by_rate.get(rate, '') for rate in rates)} |")
     return "\n".join(lines)
 
 
@@ -91,8 +100,8 @@ def tables(values: Mapping[str, Any]) -> dict[str, str]:
         found = {"outcome": sentence(values), "cells": cells_table(values["rows"]), **found}
     if values["in_turns"]:
         found["in-turns"] = in_turns_table(values["in_turns"])
-    if values["torchft"]:
-        found["torchft"] = peer_table(values["rows"], values["torchft"])
+    if values["collective"] or values["torchft"]:
+        found["equals"] = equals_table(values)
     return found
 
 
@@ -125,22 +134,26 @@ def _draw(values: Mapping[str, Any]) -> None:
     from diloco.planning.pictures import COLOURS, GREY, Axis, Line, lines
 
     curves = []
-    names = list(dict.fromkeys(row["method"] for row in values["rows"]))
-    for name, colour in zip(names, COLOURS, strict=False):
+    for name, colour in zip(_methods(values["rows"]), COLOURS, strict=False):
         rows = [row for row in values["rows"] if row["method"] == name]
         x = [row["bit_per_s"] / 1e6 for row in rows]
         label = f"{name}: pace" if rows[0]["judged"] == "period_steps" else name
         curves.append(Line(label, x, [_drawn(row, "predicted") for row in rows], colour=colour))
         curves.append(Line("", x, [_drawn(row, "measured") for row in rows], style="o", colour=colour))
-    x = [row["bit_per_s"] / 1e6 for row in values["torchft"]]
-    curves.append(Line("torchft 0.2.0", x, [row["predicted"] for row in values["torchft"]], style=":", colour=GREY))
-    curves.append(Line("", x, [row["measured"] for row in values["torchft"]], style="o", colour=GREY))
+    equals = sorted([*values["collective"], *values["torchft"]], key=lambda row: row["bit_per_s"])
+    x = [row["bit_per_s"] / 1e6 for row in equals]
+    curves.append(Line("among equals", x, [row["predicted"] for row in equals], style=":", colour=GREY))
+    curves.append(Line("", x, [row["measured"] for row in equals], style="o", colour=GREY))
     ticks = tuple(sorted({each for curve in curves for each in curve.x}))
     figure = lines(curves, Axis("link, Mbit/s", log=True, ticks=ticks), Axis("utilisation", low=0.0, high=1.05))
     figure.suptitle(
         "Predicted (lines) and measured (points)", x=0.01, ha="left", fontsize=12, fontweight="bold", color="#1f2937"
     )
     figure.savefig(RESULTS / f"{NAME}.png", dpi=110)
+
+
+def _methods(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["method"] for row in rows))
 
 
 def _drawn(row: Mapping[str, Any], kind: str) -> float:

@@ -80,6 +80,14 @@ def run_ours(sites: Sites, case: Case, num_steps: int, expected_s: float, *, pin
     )  # fmt: skip
 
 
+def run_collective(sites: Sites, num_steps: int, expected_s: float) -> Measured:
+    """Two learners of a process group."""
+    with tempfile.TemporaryDirectory() as directory:
+        tasks = [{"name": f"learner_{i}", "index": i, "num_steps": num_steps} for i in range(LEARNERS)]
+        said = _together(Path(directory), sites, "collective", tasks, expected_s)
+    return Measured(num_steps, *_shares(said, num_steps))
+
+
 def run_torchft(sites: Sites, num_steps: int, expected_s: float) -> Measured:
     """torchft's DiLoCo: a lighthouse where the syncer would be, and two learners."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
