@@ -139,7 +139,7 @@ class Journal:
             if (present := core.lacks_learners(index)) is not None and self._lacking.get(index) != fragment.version:
                 self._lacking[index] = fragment.version
                 log.warning(
-                    "round %d of fragment %d has the contributions of %d of at least %d learners and nobody else to wait for; "
+                    "round %d of fragment %d has the contributions of %d of at least %d learners and no other learner to wait for; "
                     "it waits for another learner to join", fragment.version, index, present, core.method.quorum.at_least,
                 )  # fmt: skip
         self._metrics.set_learners(
