@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import diloco
 from diloco import Learner, Method
+from diloco.core.adopt import Adopt
 from diloco.core.quorum import AllLive
 from diloco.errors import CheckpointError, ConfigError, ExchangeError, LayoutError, NonFiniteError
 from diloco.exchange.base import Exchange
@@ -266,6 +268,53 @@ def test_displacement_in_bf16_is_from_the_anchor_rounded_to_bf16() -> None:
             assert torch.equal(learner.state_dict()["anchors"]["0"], anchor)
             rounded = {name: value.bfloat16() for name, value in learner.global_state_dict().items()}
             assert_same(parameters_of(model), rounded)
+
+    diloco.run_local(life, learners=2)
+
+
+class Shapes(nn.Module):
+    """Long tensors, also some that do not lie in row-major order or are in bf16, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        images = torch.randn(64, 70, 9, 9).to(memory_format=torch.channels_last)
+        values = (
+            torch.randn(300_001), torch.randn(700, 515).t(), images, torch.randn(3, 150_001)[:, 1:], torch.randn(()),
+            torch.randn(3, 90_001, dtype=torch.bfloat16), torch.randn(700, 515, dtype=torch.bfloat16).t(),
+        )  # fmt: skip
+        self.tensors = nn.ParameterList(nn.Parameter(value) for value in values)
+
+
+@pytest.mark.parametrize("adopt", [diloco.Mix(0.3), diloco.KeepDisplacement(), diloco.Replace()], ids=str)
+def test_adopting_rounds_each_operation_once_whatever_the_shape(adopt: Adopt) -> None:
+    method = replace(diloco.DiLoCo(sync_every=3, overlap=1), adopt=adopt)
+
+    def life(index: int, exchange: Exchange) -> None:
+        torch.manual_seed(index)
+        model = Shapes()
+        seen = []
+        with Learner(model, SGD(model.parameters(), lr=0.1), method=method, exchange=exchange) as learner:
+            for _ in range(4):  # sent after the third, adopted after the fourth
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(torch.randn(parameter.shape))
+                seen.append(parameters_of(model))
+                learner.step(tokens=1)
+            assert learner.versions == (1,)
+            anchor = learner.state_dict()["anchors"]["0"]
+        for name, own in model.named_parameters():
+            value, anchor = anchor[: own.numel()].view(own.shape), anchor[own.numel() :]
+            local, sent = seen[3][name].float(), seen[2][name].float()
+            match adopt:
+                case diloco.Mix(alpha):
+                    kept, taken = alpha * local, (1 - alpha) * value
+                    expected = kept + taken
+                case diloco.KeepDisplacement():
+                    displacement = local - sent
+                    expected = displacement + value
+                case _:
+                    expected = value
+            assert torch.equal(own.detach(), expected.to(own.dtype)), name
 
     diloco.run_local(life, learners=2)
 

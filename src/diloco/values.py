@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.core.adopt import Adopt
+from diloco.core.elementwise import blocks
 from diloco.core.fragments import Layout, gather, scatter
 from diloco.core.method import Method
 from diloco.exchange.base import Model
@@ -77,10 +78,7 @@ class Values:
         how: Adopt | None = None,
         origin: Tensor | None = None,
     ) -> None:
-        """A fragment's tensors (the parameters, unless given) become `flat`, or `how` of themselves and `flat`.
-
-        Tensor by tensor, so that what is made on the way stays in a processor's cache.
-        """
+        """A fragment's tensors (the parameters, unless given) become `flat`, or `how` of themselves and `flat`."""
         tensors = self.parameters if tensors is None else tensors
         layout = self._layout.fragments[fragment]
         device = tensors[layout.names[0]].device
@@ -90,8 +88,7 @@ class Values:
             if how is None:
                 own.copy_(value)
             else:
-                local = own.float()
-                own.copy_(how.adopt(local, value.to(own.device), origins.get(name, local)))
+                _adopt_into(own, how, value.to(own.device), origins.get(name))
 
     def adopted(self, fragment: int, theta: Tensor) -> None:
         """The learner holds this version now."""
@@ -133,6 +130,16 @@ class Values:
         """Continue from `learner_state`."""
         self.anchors = [state["anchors"][str(f)] for f in range(len(self.anchors))]
         self.origins = {int(f): origin for f, origin in state["origins"].items()}
+
+
+def _adopt_into(own: Tensor, how: Adopt, value: Tensor, origin: Tensor | None) -> None:
+    """A parameter becomes `how` of itself and the global `value`; nothing was trained since an `origin` of None."""
+    origin = own if origin is None else origin
+    if own.is_contiguous():  # of any other, the blocks are whole rows
+        own, value, origin = own.view(-1), value.view(-1), origin.view(-1)
+    for part in blocks(own):
+        mine = own[part]
+        mine.copy_(how.adopt(mine.float(), value[part], origin[part].float()))
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
