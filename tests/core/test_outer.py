@@ -118,6 +118,34 @@ def test_shards_get_the_bits_of_the_whole(outer: Outer) -> None:
 
 
 @pytest.mark.parametrize("outer", OUTERS, ids=str)
+@pytest.mark.parametrize("num_elements", [65_535, 65_536, 65_537, 150_001])
+def test_long_vectors_get_the_bits_of_short_ones(outer: Outer, num_elements: int) -> None:
+    start, deltas = torch.randn(num_elements), [torch.randn(num_elements) for _ in range(3)]
+    whole, whole_state = run(outer, start, deltas)
+    cuts = [slice(first, first + 10_007) for first in range(0, num_elements, 10_007)]
+    parts = [run(outer, start[cut], [delta[cut] for delta in deltas]) for cut in cuts]
+    assert torch.equal(torch.cat([params for params, _ in parts]), whole)
+    for name, tensor in whole_state.items():
+        pieces = [state[name] for _, state in parts]
+        assert torch.equal(torch.cat(pieces) if tensor.dim() else pieces[0], tensor)
+
+
+@pytest.mark.parametrize("outer", OUTERS, ids=str)
+def test_new_parameters_may_be_written_over_the_outer_gradient(outer: Outer) -> None:
+    start, delta = torch.randn(100_003), torch.randn(100_003)
+    _, state = run(outer, start, [torch.randn(100_003)] * 2)
+    kept, kept_state = start.clone(), {name: tensor.clone() for name, tensor in state.items()}
+    params, new_state = outer.step(state, start, delta)
+    over, over_state = outer.step(state, start, delta, out=delta)
+    assert over.data_ptr() == delta.data_ptr()
+    assert torch.equal(over, params)
+    assert torch.equal(start, kept)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, kept_state[name])
+        assert torch.equal(over_state[name], new_state[name])
+
+
+@pytest.mark.parametrize("outer", OUTERS, ids=str)
 def test_a_step_writes_to_nothing_and_can_be_repeated(outer: Outer) -> None:
     start, delta = torch.randn(50), torch.randn(50)
     _, state = run(outer, start, [torch.randn(50)] * 2)

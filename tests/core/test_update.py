@@ -19,11 +19,12 @@ from diloco.core.method import Method, Partial
 from diloco.core.outer import SGD, Adam, Nesterov, Outer
 from diloco.core.presets import DataParallel, DecoupledDiLoCo, DiLoCo, LocalSGD
 from diloco.core.robust import NormOutliers
-from diloco.core.update import SMALLEST_NORMAL, Closed, Update, advance, close_round, flush_denormals, update_of
+from diloco.core.update import Closed, Update, advance, close_round, flush_denormals, update_of
 from diloco.errors import CorruptPayloadError, NonFiniteError
 
 N = 2 * SEGMENT_ELEMENTS + 1001
 LEARNERS = 3
+SMALLEST_NORMAL = 2.0**-126
 OUTERS = (SGD(lr=1.0), Nesterov(lr=0.7, momentum=0.9), Adam(lr=0.1))
 
 
@@ -128,6 +129,19 @@ def test_denormals_become_plus_zero() -> None:
     flushed = flush_denormals(tiny.clone())
     assert flushed.tolist() == [0.0, 0.0, 0.0, SMALLEST_NORMAL, -SMALLEST_NORMAL, 1.0]
     assert not torch.signbit(flushed[:3]).any()
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, 65_535, 65_536, 65_537, 150_001])
+def test_only_denormals_and_minus_zero_are_flushed_whatever_the_length(num_elements: int) -> None:
+    """Values of every exponent and sign, with zeros, infinities and NaN; by their bits, since a NaN is not equal to itself."""
+    bits = torch.randint(-(2**31), 2**31, (num_elements,), dtype=torch.int64).to(torch.int32)
+    magnitudes = [0, 1, 0x7FFFFF, 0x800000, 0x800001, 0x7F800000, 0x7FC00001, 0x3F800000]
+    edges = torch.tensor([sign + edge for edge in magnitudes for sign in (0, -(2**31))], dtype=torch.int32)
+    for end in (bits[: len(edges)], bits[-len(edges) :]):
+        end.copy_(edges[: len(end)])
+    x = bits.view(torch.float32)
+    expected = torch.where(x.abs() < SMALLEST_NORMAL, 0.0, x).view(torch.int32)
+    assert torch.equal(flush_denormals(x.clone()).view(torch.int32), expected)
 
 
 @pytest.mark.parametrize("down", ["fp32", "int8"])

@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from diloco.core.elementwise import blocks
 from diloco.core.values import Choice, choice_from_dict, fraction, positive, whole_number
 from diloco.errors import ConfigError, LayoutError
 
@@ -39,13 +40,29 @@ class Outer(Choice):
         """The state before the first step: flat fp32 vectors of shape (num_elements,), and 0-dimensional counters."""
 
     @abstractmethod
-    def step(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
-        """One outer step.
+    def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
+        """`step` on one block of elements, as the formula says; nothing is checked and no argument written to."""
+
+    def step(
+        self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor, *, out: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """One outer step, block by block.
 
         `params` (Θ) and `delta` (the merged outer gradient Δ) are flat fp32 vectors of one length, `state` comes from
         `init` or the step before. Returns the new parameters and the new state; the arguments are left as they are.
+        The new parameters are written into `out` when it is given; it may be `delta` where that is not needed any more.
         Raises LayoutError when lengths or dtypes do not fit.
         """
+        _check_fit(self, state, params, delta)
+        new = torch.empty_like(params) if out is None else out
+        new_state = {name: torch.empty_like(each) for name, each in state.items()}
+        for part in blocks(params):
+            held = {name: each[part] if each.dim() else each for name, each in state.items()}
+            values, made = self.step_block(held, params[part], delta[part])
+            new[part] = values
+            for name, each in made.items():
+                new_state[name][part if each.dim() else ...] = each
+        return new, new_state
 
     def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
         """The decaying sum or mean of outer gradients in a state, fp32 [num_elements]; None if this optimizer keeps none."""
@@ -69,8 +86,7 @@ class SGD(Outer):
     def init(self, num_elements: int) -> State:
         return {}
 
-    def step(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
-        _check_fit(self, (), state, params, delta)
+    def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
         return _descend(params, delta.mul(self.lr)), {}
 
 
@@ -98,8 +114,7 @@ class Nesterov(Outer):
     def init(self, num_elements: int) -> State:
         return {"momentum": torch.zeros(num_elements)}
 
-    def step(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
-        _check_fit(self, ("momentum",), state, params, delta)
+    def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
         momentum = state["momentum"].mul(self.momentum).add_(delta)
         direction = momentum.mul(self.momentum).add_(delta)
         return _descend(params, direction.mul_(self.lr)), {"momentum": momentum}
@@ -146,8 +161,7 @@ class DelayedNesterov(Outer):
             "step": torch.zeros((), dtype=torch.int64),
         }
 
-    def step(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
-        _check_fit(self, ("momentum", "buffer", "step"), state, params, delta)
+    def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
         num = torch.tensor(float(self.buffer), device=params.device)
         step = int(state["step"]) + 1
         momentum, gathered, share = state["momentum"], state["buffer"].add(delta), self.c
@@ -192,8 +206,7 @@ class Adam(Outer):
             "step": torch.zeros((), dtype=torch.int64),
         }
 
-    def step(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
-        _check_fit(self, ("first_moment", "second_moment", "step"), state, params, delta)
+    def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
         beta1, beta2 = self.betas
         step = int(state["step"]) + 1
         first = state["first_moment"].mul(beta1).add_(delta.mul(1 - beta1))
@@ -228,11 +241,10 @@ def _descend(params: Tensor, update: Tensor) -> Tensor:
     return torch.sub(params, update, out=update)
 
 
-def _check_fit(
-    outer: Outer, names: tuple[str, ...], state: Mapping[str, Tensor], params: Tensor, delta: Tensor
-) -> None:
+def _check_fit(outer: Outer, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> None:
     """Refuse what would broadcast, be promoted to another dtype, or belongs to another optimizer."""
-    if set(state) != set(names):
+    names = outer.init(0).keys()
+    if state.keys() != names:
         raise LayoutError(f"the state of {outer} holds {sorted(names)}, not {sorted(state)}.")
     vectors = {"params": params, "delta": delta} | {name: each for name, each in state.items() if name != "step"}
     for name, vector in vectors.items():

@@ -27,10 +27,12 @@ from torch import Tensor
 
 from diloco.core.contributions import Encoded
 from diloco.core.distances import norms_of
+from diloco.core.elementwise import blocks
 from diloco.core.layout import Placement
 from diloco.core.method import Method
 
-SMALLEST_NORMAL = 2.0**-126  # below it devices disagree on denormals
+_EXPONENT = 0x7F800000
+"""The bits of an fp32 number that are 0 in zeros and denormals only. Devices disagree on denormals."""
 
 # Why a contribution is sent back: the work stays with the learner, pending, and goes with its next contribution.
 OUT_OF_STEP = "out of step"
@@ -177,12 +179,12 @@ def close_round(
     if method.exchanged == "gradients":  # the answer is the mean itself, a change from nothing
         theta, target = torch.zeros_like(theta), merged
     else:
-        target, outer_state = method.outer.step(outer_state, theta, merged)
+        target, outer_state = method.outer.step(outer_state, theta, merged, out=merged)
     if method.down.lossless:
         new = flush_denormals(target)
         return Closed(new, outer_state, None, method.down.encode(new), refused)
-    payload, residual, sent = _encoded(method, target.sub(theta), residual)
-    return Closed(flush_denormals(theta.add(sent)), outer_state, residual, payload, refused)
+    payload, residual, sent = _encoded(method, target.sub_(theta), residual)
+    return Closed(flush_denormals(sent.add_(theta)), outer_state, residual, payload, refused)
 
 
 def _scale_without(method: Method, contributions: Sequence[Encoded], refused: Sequence[str], scale: float) -> float:
@@ -226,7 +228,7 @@ def advance(method: Method, anchor: Tensor, outer_state: Mapping[str, Tensor], p
         return Advanced(decoded, outer_state)
     if method.exchanged == "gradients":
         return Advanced(flush_denormals(decoded), outer_state)
-    return Advanced(flush_denormals(anchor.add(decoded)), outer_state)
+    return Advanced(flush_denormals(decoded.add_(anchor)), outer_state)
 
 
 def _outer_step(method: Method, theta: Tensor, outer_state: Mapping[str, Tensor], mean: Tensor) -> Advanced:
@@ -260,4 +262,7 @@ def update_of(
 
 def flush_denormals(x: Tensor) -> Tensor:
     """Magnitudes below 2⁻¹²⁶ become +0, in place, so that devices with and without denormals hold the same bits."""
-    return x.masked_fill_(x.abs() < SMALLEST_NORMAL, 0.0)
+    for part in blocks(x):
+        bits = x[part].view(torch.int32)
+        bits.mul_(bits.bitwise_and(_EXPONENT).ne_(0))
+    return x
