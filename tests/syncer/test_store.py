@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import sqlite3
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -234,6 +237,63 @@ def test_a_damaged_version_is_named_and_nothing_older_takes_its_place(store: Sto
         assert (
             len(list((store.path / "tensors").glob("f00001-v000000000-*"))) == 1
         )  # still there for whoever repairs it
+
+
+@pytest.mark.parametrize("place", ["length", "header", "outer.steps", "outer.momentum", "residual", "theta"])
+def test_a_flipped_bit_anywhere_in_a_version_is_found(store: Store, place: str) -> None:
+    publish(store, 1, 1)
+    path = newest_file(store, 1)
+    data = bytearray(path.read_bytes())
+    end_of_header = 8 + int.from_bytes(data[:8], "little")
+    tensors = {name: entry["data_offsets"][0] for name, entry in json.loads(data[8:end_of_header]).items()}
+    positions = {"length": 0, "header": 12} | {name: end_of_header + first + 1 for name, first in tensors.items()}
+    data[positions[place]] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match=rf"{path.name} \(fragment 1, version 1\) is damaged"):
+        store.load()
+
+
+def test_a_versions_file_is_bound_to_the_digest_it_is_published_with(store: Store) -> None:
+    other = replace(update_of(0, 1), digest=digest(theta_of(0, 2)))
+    store.publish(other, closed_of(0, 1), tokens=96)
+    with pytest.raises(StoreError, match=r"\(fragment 0, version 1\) is damaged"):
+        store.load()
+
+
+def test_a_versions_file_is_plain_safetensors(store: Store) -> None:
+    publish(store, 0, 1)
+    tensors = safetensors.torch.load_file(newest_file(store, 0))
+    assert sorted(tensors) == ["outer.momentum", "outer.steps", "residual", "theta"]
+    assert torch.equal(tensors["theta"], theta_of(0, 1))
+
+
+def in_format_2(path: Path) -> None:
+    """Name and commit every version's file by the SHA-256 of its bytes, as format 2 does."""
+    with sqlite3.connect(path / "store.sqlite") as db:
+        for fragment, version, file in db.execute("SELECT fragment, version, file FROM versions").fetchall():
+            sha256 = hashlib.sha256((path / "tensors" / file).read_bytes()).hexdigest()
+            name = f"f{fragment:05d}-v{version:09d}-{sha256[:8]}.safetensors"
+            (path / "tensors" / file).rename(path / "tensors" / name)
+            row = (name, sha256, fragment, version)
+            db.execute("UPDATE versions SET file = ?, sha256 = ? WHERE fragment = ? AND version = ?", row)
+        db.execute("PRAGMA user_version = 2")
+    db.close()
+
+
+def test_a_directory_of_format_2_is_continued_and_its_damage_found(store: Store) -> None:
+    publish(store, 0, 1)
+    store.close()
+    in_format_2(store.path)
+    with Store(store.path) as again:
+        check(again, {0: 1, 1: 0})
+        publish(again, 0, 2)
+        check(again, {0: 2, 1: 0})
+        path = newest_file(again, 1)
+        data = bytearray(path.read_bytes())
+        data[-7] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(StoreError, match=rf"{path.name} \(fragment 1, version 0\) is damaged"):
+            again.load()
 
 
 def test_a_start_removes_what_a_write_left_and_sets_aside_what_no_version_names(store: Store) -> None:

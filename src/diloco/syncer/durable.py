@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from diloco.errors import StoreError
+from diloco.exchange.wire.frames import bytes_of
 
 TEMPORARY_PREFIX = ".tmp-"
 
@@ -24,42 +26,61 @@ def ignore_point(point: str) -> None:
 
 
 def write_tensors(
-    directory: Path, stem: str, tensors: Mapping[str, Tensor], at: Callable[[str], None]
+    directory: Path, stem: str, tensors: Mapping[str, Tensor], at: Callable[[str], None], digests: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Write a safetensors file durably; return its name, `<stem>-<start of its SHA-256>.safetensors`, and its SHA-256.
+    """Write a safetensors file durably; return its name, `<stem>-<start of its hash>.safetensors`, and its hash (`_hash_of`).
 
     The name depends on the content, so writing a version again after a failure can never damage a file that a half-failed commit
-    may still name. Tensors are written from where they lie, without a copy.
+    may still name. Tensors are written from where they lie, without a copy, and hashed there: the hash is that of what was to be
+    written, not of what is read back.
+
+    Arguments:
+        digests: of those tensors whose SHA-256 is known already; they are not hashed again.
 
     Raises:
         OSError: whatever the disk says; nothing is left under a temporary name.
     """
 
-    def write(path: Path) -> None:
+    def write(path: Path) -> str:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         try:
-            safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+            safetensors.torch.save_file(contiguous, path)
         except SafetensorError as error:  # the library's name for a failed write
             raise OSError(str(error)) from error
+        return _hash_of(path, contiguous, digests)
 
     return _write(directory, stem, write, at)
 
 
 def write_bytes(directory: Path, stem: str, data: bytes, at: Callable[[str], None]) -> tuple[str, str]:
-    """`write_tensors` for bytes that are a safetensors file already."""
-    return _write(directory, stem, lambda path: _dump(path, data), at)
+    """`write_tensors` for bytes that are a safetensors file already. Their hash is SHA-256."""
+
+    def write(path: Path) -> str:
+        path.write_bytes(data)
+        return hashlib.sha256(data).hexdigest()
+
+    return _write(directory, stem, write, at)
 
 
-def _dump(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
+def _hash_of(path: Path, tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> str:
+    """The hash of a safetensors file that holds these tensors: SHA-256 of its header and of each tensor's own SHA-256, in the
+    header's order. Every byte of the file counts, and the digest that a version is published with counts for theta."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        header = file.read(int.from_bytes(length, "little"))
+    hasher = hashlib.sha256(length + header)
+    for name in (name for name in json.loads(header) if name != "__metadata__"):
+        known = digests.get(name) or hashlib.sha256(bytes_of(tensors[name])).hexdigest()
+        hasher.update(bytes.fromhex(known))
+    return hasher.hexdigest()
 
 
-def _write(directory: Path, stem: str, write: Callable[[Path], None], at: Callable[[str], None]) -> tuple[str, str]:
+def _write(directory: Path, stem: str, write: Callable[[Path], str], at: Callable[[str], None]) -> tuple[str, str]:
     temporary = directory / f"{TEMPORARY_PREFIX}{stem}"
     try:
-        write(temporary)
+        sha256 = write(temporary)
         at("written")
         with temporary.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         at("synced")
         name = f"{stem}-{sha256[:8]}.safetensors"
@@ -88,17 +109,20 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, in memory of their own.
+def read_tensors(path: Path, sha256: str) -> dict[str, Tensor] | None:
+    """All tensors of a safetensors file, in memory of their own; None where `sha256` is not the file's.
+
+    It is the hash that `write_tensors` has returned; of a file that format 2 or an earlier one has written, the SHA-256 of its bytes.
 
     Raises:
-        OSError: unreadable, or not a safetensors file.
+        OSError: unreadable.
     """
     try:
         # clones: mapped tensors would lean on a file that is deleted two versions later
-        return {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+        tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
+    except SafetensorError:
+        return None
+    return tensors if _hash_of(path, tensors, {}) == sha256 or file_sha256(path) == sha256 else None
 
 
 def lock_directory(path: Path) -> IO[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from diloco import events
-from diloco.core.fragments import Layout, digest
+from diloco.core.fragments import Layout
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.rounds import Accept, Action, Reject
@@ -155,14 +155,12 @@ class Engine:
                     f"run {state.run!r} has a model already and keeps it; join it without --initialise."
                 )
             core = state.beginning(layout, step=step)  # what cannot be trained is refused before anything is written
-            fragments = [
-                HeldFragment(0, theta, self.method.outer.init(theta.numel()), None, digest(theta)) for theta in thetas
-            ]
-            self._store.initialise(
-                state.run, self.method.to_dict(), layout.to_dict(), dict(enumerate(thetas)),
-                {f: held.outer_state for f, held in enumerate(fragments)}, static, source,
+            outer_states = {f: self.method.outer.init(theta.numel()) for f, theta in enumerate(thetas)}
+            digests = self._store.initialise(
+                state.run, self.method.to_dict(), layout.to_dict(), dict(enumerate(thetas)), outer_states, static, source,
                 state={"step": step, "initial_tokens": tokens, "round_steps": core.round_steps, "clock": core.clock},
             )  # fmt: skip
+            fragments = [HeldFragment(0, theta, outer_states[f], None, digests[f]) for f, theta in enumerate(thetas)]
             with self._lock:
                 state.begin(core, HeldModel(self.method, layout, static, fragments), tokens=tokens)
         self._journal.initialised(learner, source, layout, step, tokens, len(static))

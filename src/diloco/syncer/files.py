@@ -38,12 +38,13 @@ class TensorFiles:
         self.directory = path / "tensors"
         self.set_aside_directory = path / "set-aside"
 
-    def write(self, fragment: int, version: int, closed: Closed) -> tuple[str, str]:
-        """A version's tensors; returns the file's name and its SHA-256."""
+    def write(self, fragment: int, version: int, closed: Closed, digest: str) -> tuple[str, str]:
+        """A version's tensors; returns the file's name and its hash. `digest`: of theta, which is not hashed again."""
         tensors = {"theta": closed.theta, **{_OUTER + name: value for name, value in closed.outer_state.items()}}
         if closed.residual is not None:
             tensors["residual"] = closed.residual
-        return write_tensors(self.directory, f"{_prefix(fragment)}v{version:09d}", tensors, self._at)
+        stem = f"{_prefix(fragment)}v{version:09d}"
+        return write_tensors(self.directory, stem, tensors, self._at, {"theta": digest})
 
     def write_static(self, data: bytes) -> tuple[str, str]:
         """Frozen parameters and buffers, a safetensors file already; returns as `write`."""
@@ -55,14 +56,22 @@ class TensorFiles:
         Raises:
             StoreError: the file is missing, or another SHA-256 was committed.
         """
-        tensors = read_tensors(self._checked(file, sha256, f"fragment {fragment}, version {version}"))
+        path, holds = self.directory / file, f"fragment {fragment}, version {version}"
+        self._require_file(path, holds)
+        tensors = read_tensors(path, sha256)
+        if tensors is None:
+            raise self._damaged(path, holds)
         theta, residual = tensors.pop("theta"), tensors.pop("residual", None)
         outer_state = {name.removeprefix(_OUTER): tensor for name, tensor in tensors.items()}
         return SavedFragment(version, theta, outer_state, residual, digest)
 
     def read_static(self, file: str, sha256: str) -> bytes:
         """What `write_static` has written; raises as `read`."""
-        return self._checked(file, sha256, "the frozen parameters and buffers").read_bytes()
+        path, holds = self.directory / file, "the frozen parameters and buffers"
+        self._require_file(path, holds)
+        if file_sha256(path) != sha256:
+            raise self._damaged(path, holds)
+        return path.read_bytes()
 
     def names(self) -> list[str]:
         """Of everything that is there, but for what a write that was broken off has left."""
@@ -105,18 +114,17 @@ class TensorFiles:
         sync_directory(self.directory)
         return target
 
-    def _checked(self, file: str, sha256: str, holds: str) -> Path:
-        path = self.directory / file
+    def _require_file(self, path: Path, holds: str) -> None:
         if not path.exists():
             raise StoreError(
                 f"{path} ({holds}) is missing; put it back from a copy of {self._path}, or start a new run elsewhere."
             )
-        if file_sha256(path) != sha256:
-            raise StoreError(
-                f"{path} ({holds}) is damaged: its SHA-256 is not the one committed; put it back from a copy of "
-                f"{self._path}, or start a new run elsewhere."
-            )
-        return path
+
+    def _damaged(self, path: Path, holds: str) -> StoreError:
+        return StoreError(
+            f"{path} ({holds}) is damaged: its SHA-256 is not the one committed; put it back from a copy of "
+            f"{self._path}, or start a new run elsewhere."
+        )
 
 
 def _prefix(fragment: int) -> str:

@@ -112,8 +112,8 @@ class Store:
         source: str,
         *,
         state: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Give the run its model, once: every fragment at version 0.
+    ) -> dict[int, str]:
+        """Give the run its model, once: every fragment at version 0. Returns the digest of each.
 
         Arguments:
             fragments: fragment index to flat fp32 [n].
@@ -132,10 +132,12 @@ class Store:
                     f"run {held!r} in {self.path} has a model already; join it as it is, or use another directory for a new run."
                 )
             static_file, static_sha256 = self._files.write_static(static)
+            digests = {index: digest(theta) for index, theta in fragments.items()}
             rows = []
             for index, theta in fragments.items():
-                file, sha256 = self._files.write(index, 0, Closed(theta, outer_states[index], None, theta))
-                rows.append((Update(index, 0, 0, (), (), 1.0, digest(theta), lossless=True), file, sha256))
+                closed = Closed(theta, outer_states[index], None, theta)
+                file, sha256 = self._files.write(index, 0, closed, digests[index])
+                rows.append((Update(index, 0, 0, (), (), 1.0, digests[index], lossless=True), file, sha256))
             with self._transaction() as db:
                 db.execute(
                     "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -145,6 +147,7 @@ class Store:
                 for row in rows:
                     put_version(db, *row, tokens=0, published_at=time.time())
         self._at("committed")
+        return digests
 
     def publish(
         self,
@@ -159,7 +162,7 @@ class Store:
         """Make a version durable. Only after this returns may anyone see it.
 
         Arguments:
-            update: what is published; its version follows the newest one held.
+            update: what is published; its version follows the newest one held, its digest is of the new fragment.
             closed: the new fragment, its outer state and its residual (the payload is not kept).
             tokens: trained tokens in the merge, over all contributors.
             ledgers: learner to its books, one per fragment; those of learners not given stay. They are read when the tensors are
@@ -174,7 +177,7 @@ class Store:
         with self._writing:
             with self._mapped(f"stored as version {update.version} of fragment {update.fragment}"):
                 self._check_next(update)
-                file, sha256 = self._files.write(update.fragment, update.version, closed)
+                file, sha256 = self._files.write(update.fragment, update.version, closed, update.digest)
                 with self._transaction() as db:
                     put_version(db, update, file, sha256, tokens, time.time())
                     put_ledgers(db, ledgers or {})
