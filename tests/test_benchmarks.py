@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import __main__ as bench
-from benchmarks import plan, rounds, transfer
+from benchmarks import fragments, plan, rounds, transfer
 from rich.console import Console
 
 
@@ -40,6 +40,15 @@ def test_the_table_shows_every_row_with_its_verdict(transfer_rows: list[dict[str
     line = {row["name"]: next(line for line in text.splitlines() if row["name"] in line) for row in (step, codec)}
     assert line["a step"].split()[-6:] == ["1.200", "[1.100,", "1.300]", "≤", "1.10", "missed"]
     assert line["e3m0 decode"].split()[-5:] == ["GB/s", "0.500", "≥", "0.40", "met"]
+
+
+def test_what_a_fragment_costs_has_a_row_each() -> None:
+    rows = fragments.measure(1 << 18, repeats=1)
+    assert len({row["name"] for row in rows}) == len(rows)
+    assert all(0 < row["ratio"] < math.inf and 0 < row["value"] < math.inf for row in rows)
+    console = Console(record=True, width=140)
+    bench.show({"fragments": rows}, console)
+    assert all(row["name"] in console.export_text(clear=False) for row in rows)
 
 
 def test_a_round_over_torchft_is_timed_beside_one_over_a_fixed_group() -> None:
