@@ -580,6 +580,18 @@ def test_no_token_vanishes(name: str, steps: int) -> None:
 
 T = 5  # with an overlap of 2 and more, answers are on their way
 PUSHED = diloco.AsyncDiLoCo(sync_every=3, dynamic_steps=False, outer=diloco.Nesterov(lr=0.7), partial="scale")
+OTHERS = {
+    "pushed, scaled": PUSHED,
+    "called": diloco.DecoupledDiLoCo(sync_every=4, fragments=LAYERS, error_feedback=True, codec="int4"),
+    "called, displacement kept": diloco.DecoupledDiLoCo(
+        sync_every=4, fragments=LAYERS, adopt=diloco.KeepDisplacement()
+    ),
+    "displacement kept": replace(
+        diloco.StreamingDiLoCo(sync_every=4, overlap=2, fragments=LAYERS), adopt=diloco.KeepDisplacement()
+    ),
+    "eager": diloco.EagerDiLoCo(sync_every=3, fragments=LAYERS, weight="tokens"),
+    "dropping": diloco.DiLoCo(sync_every=2, quorum=AllLive(drop=0.5)),
+}
 Encode = Callable[[dict[str, Any], Path], dict[str, Any]]
 
 
@@ -600,15 +612,19 @@ def final_state(learner: Learner) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", [*SYNCHRONOUS, "pushed, scaled"])
+@pytest.mark.parametrize("name", [*SYNCHRONOUS, *OTHERS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resumed_run_has_the_bits_of_one_that_went_through(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    method = (SYNCHRONOUS | {"pushed, scaled": PUSHED})[name]
+    """Whether the model is restored before the learner is attached, after, or by the learner alone."""
+    method = (SYNCHRONOUS | OTHERS)[name]
     stateless = method.exchanged == "parameters"
 
-    def make(index: int, exchange: Exchange) -> Learner:
+    def make(index: int, exchange: Exchange, saved: dict[str, Any] | None = None) -> Learner:
         model = make_model(index).to(dtype)
         inner = SGD(model.parameters(), lr=0.1) if stateless else torch.optim.AdamW(model.parameters(), lr=0.01)
+        if saved is not None:  # as training frameworks do, before anything is attached
+            model.load_state_dict(saved["model"])
+            inner.load_state_dict(saved["inner"])
         return Learner(model, inner, method=method, exchange=exchange)
 
     def straight(index: int, exchange: Exchange) -> dict[str, Any]:
@@ -627,17 +643,50 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(name: str, dtype: t
             return through_a_checkpoint(state, tmp_path / str(index))
 
     def second_half(index: int, exchange: Exchange) -> dict[str, Any]:
-        with make(index, exchange) as learner:
-            saved = halves[index]
-            learner.model.load_state_dict(saved["model"])
-            learner.inner_optimizer.load_state_dict(saved["inner"])
+        saved = halves[index]
+        with make(index, exchange, saved if index == 0 else None) as learner:
+            if index == 1:
+                learner.model.load_state_dict(saved["model"])
+                learner.inner_optimizer.load_state_dict(saved["inner"])
             assert learner.load_state_dict(saved["learner"])
+            if index == 2:  # the model was not restored at all
+                learner.inner_optimizer.load_state_dict(saved["inner"])
             run(learner, index, range(T + 1, 2 * T + 1))
             return final_state(learner)
 
     whole = diloco.run_local(straight, learners=3)
     halves = diloco.run_local(first_half, learners=3)
     assert_same(diloco.run_local(second_half, learners=3), whole)
+
+
+def test_what_training_counts_in_a_buffer_goes_on_counting() -> None:
+    """Frozen parameters and buffers are the run's and stay as they are; a whole number may change, and is each learner's own."""
+
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("num_batches", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_batches += 1
+            return super().forward(x)
+
+    saved: list[dict[str, Any]] = []
+
+    def life(index: int, exchange: Exchange) -> int:
+        model = Counting()
+        with Learner(
+            model, SGD(model.parameters(), lr=0.1), method=diloco.DiLoCo(sync_every=3), exchange=exchange
+        ) as learner:
+            if saved:
+                assert learner.load_state_dict(saved[0])
+            run(learner, index, range(1, 5))
+            saved.append(learner.state_dict())
+            return int(model.num_batches)
+
+    assert diloco.run_local(life, learners=1) == [4]
+    assert diloco.run_local(life, learners=1) == [8]
+    assert saved[0]["counters"]["num_batches"] == 4  # a state does not change when its learner goes on
 
 
 def test_the_cases_have_answers_on_their_way_and_error_feedback() -> None:
@@ -674,6 +723,8 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
             learner.load_state_dict(saved(method, nn.Linear(4, 3)))
         with pytest.raises(CheckpointError, match="sync_every is 2 here and 3 there"):
             learner.load_state_dict(saved(diloco.DiLoCo(sync_every=3), make_model()))
+        with pytest.raises(CheckpointError, match="the checkpoint has no 'parameters'"):
+            learner.load_state_dict({key: value for key, value in fits.items() if key != "parameters"})
         with pytest.raises(ConfigError, match="another kind of exchange"):
             Exchange.load_state_dict(exchange, fits["exchange"])
         assert learner.load_state_dict(fits)

@@ -167,16 +167,18 @@ class Learner:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchors, versions, counters, answers on their way and error feedback; tensors and plain values in nested dicts.
+        """The trained parameters, anchors, versions, counters, answers on their way and error feedback; tensors on the host and plain
+        values in nested dicts.
 
         Waits for the answers that a schedule has on their way, so that a resumed run continues with the same bits. Where nobody
-        waits for a round, work on its way becomes pending again or, over a syncer, stays with it. Take the model's and the inner
-        optimizer's state at the same boundary.
+        waits for a round, work on its way becomes pending again or, over a syncer, stays with it. Take the inner optimizer's state
+        at the same boundary; the model's own is not needed.
         """
         return state_of(self._boundary)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from `state_dict`; load the model and the inner optimizer first.
+        """Continue from `state_dict`: the model's parameters become those of the checkpoint, whatever they are now. The inner
+        optimizer's state is the caller's to load, before or after.
 
         Returns:
             True where the learner continues exactly as it was. False where the run has gone on without it: it keeps its step

@@ -11,9 +11,17 @@ from diloco.core.update import Update
 from diloco.errors import CheckpointError
 from diloco.exchange.base import Arrived, Opened
 
+KEYS = (
+    "layout", "method", "core", "anchors", "origins", "parameters", "counters", "received", "eager", "residuals", "exchange",
+)  # fmt: skip
+
 
 def state_of(learner: Boundary) -> dict[str, Any]:
-    """Anchors, versions, counters, answers on their way and error feedback, when all answers that a schedule has on their way are here."""
+    """All that makes a learner go on as it would have, when all answers that a schedule has on their way are here.
+
+    The trained parameters are in it: attaching a learner writes the run's model into them, so what the caller has loaded into the
+    model before that is gone.
+    """
     learner.take_in()
     learner.wait_while(lambda: not _all_answered(learner))
     return {
@@ -54,6 +62,10 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
 
 
 def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
+    if missing := [key for key in KEYS if key not in state]:
+        raise CheckpointError(
+            f"the checkpoint has no {missing[0]!r}; load what Learner.state_dict of this version gave."
+        )
     if state["layout"] != learner.layout.digest():
         raise CheckpointError(
             "the checkpoint is of another model or another cut of it; use the run file it was saved with."

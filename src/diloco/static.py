@@ -25,6 +25,16 @@ class StaticTensors:
         """Host copies of all of them as they are now."""
         return {name: self._current(name).detach().to("cpu", copy=True) for name in self._places}
 
+    def counters(self) -> dict[str, Tensor]:
+        """Host copies of those that training may change: buffers that are no floating-point numbers, such as a number of batches."""
+        current = {name: self._current(name) for name in self._places if name not in self._copies}
+        return {name: each.to("cpu", copy=True) for name, each in current.items() if not isinstance(each, nn.Parameter)}
+
+    def load_counters(self, values: Mapping[str, Tensor]) -> None:
+        """They become what `counters` gave."""
+        for name, value in values.items():
+            self._current(name).copy_(value)
+
     @torch.no_grad()
     def adopt(self, values: Mapping[str, Tensor]) -> None:
         """They become the run's."""

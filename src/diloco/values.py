@@ -124,12 +124,18 @@ class Values:
         return {
             "anchors": {str(f): anchor for f, anchor in enumerate(self.anchors)},
             "origins": {str(f): origin for f, origin in self.origins.items()},
+            "parameters": {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()},
+            "counters": self.static.counters(),
         }
 
+    @torch.no_grad()
     def load_learner_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `learner_state`."""
         self.anchors = [state["anchors"][str(f)] for f in range(len(self.anchors))]
         self.origins = {int(f): origin for f, origin in state["origins"].items()}
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state["parameters"][name])
+        self.static.load_counters(state["counters"])
 
 
 def _adopt_into(own: Tensor, how: Adopt, value: Tensor, origin: Tensor | None) -> None:

@@ -107,7 +107,8 @@ def resumes(groups: Groups, method: Method, rank_0s_checkpoint: bool) -> Result:
         dist.broadcast_object_list(saved, src=0, group=groups.job)
     trainer.learner.close()
     other = Trainer(groups, method)
-    other.module.load_state_dict(saved[0]["model"])
+    if not rank_0s_checkpoint:  # else every rank has its parameters from rank 0's learner
+        other.module.load_state_dict(saved[0]["model"])
     other.optimizer.load_state_dict(saved[0]["optimizer"])
     other.learner.load_state_dict(saved[0]["learner"])
     other.step = 5

@@ -108,10 +108,13 @@ def live(scenario: Scenario, part: int, index: int, exchange: Exchange, carried:
     first, last = 1, scenario.steps
     if scenario.resume_at:
         first, last = (1, scenario.resume_at) if part == 0 else (scenario.resume_at + 1, scenario.steps)
+    if part == 1 and index == 0:  # as training frameworks do, before anything is attached
+        model.load_state_dict(carried["model"])
     trains = {int(key): patterns for key, patterns in scenario.trains.items()}.get(index)
     with Learner(model, optimizer, method=method, exchange=exchange, trains=trains) as learner:
         if part == 1:
-            model.load_state_dict(carried["model"])
+            if index == 1:
+                model.load_state_dict(carried["model"])
             optimizer.load_state_dict(carried["optimizer"])
             carried["exact"] = learner.load_state_dict(carried["learner"])
         for step in range(first, last + 1):

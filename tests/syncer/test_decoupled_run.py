@@ -7,14 +7,19 @@ benchmarks.decoupled` shows the same run.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
+import torch
 from benchmarks import decoupled
 from benchmarks.decoupled import IN_THE_END, SPEED, H
 from rich.console import Console
+from tests.syncer.runs import RUN, Net, start
+from torch import Tensor
 
+import diloco
 from diloco import events
+from diloco.syncer.server import Syncer
 
 pytestmark = pytest.mark.timeout(300)  # seven processes that import torch, on whatever cores there are
 
@@ -39,6 +44,63 @@ def test_a_decoupled_run_never_blocks_and_loses_nothing(tmp_path: Path) -> None:
     console = Console(record=True, width=100)
     decoupled.show(result, console)
     assert "blocked 0 s" in console.export_text()
+
+
+@pytest.mark.parametrize("restored", ["before it is attached", "after it is attached", "never"])
+def test_a_resumed_learner_has_the_work_that_it_had_not_sent(restored: str, tmp_path: Path) -> None:
+    """The syncer has called nobody, so the run is where it was, and what the learner has trained is in its own parameters alone."""
+    method = diloco.DecoupledDiLoCo(sync_every=1000, fragments=diloco.Whole())
+    with start(tmp_path, method) as syncer, Life(syncer) as whole:
+        whole.train(7)
+        straight = whole.parameters()
+    with start(tmp_path / "again", method) as syncer:
+        with Life(syncer) as first:
+            first.train(4)
+            saved = first.state()
+        with Life(syncer, saved["model"] if restored == "before it is attached" else None) as second:
+            if restored == "after it is attached":
+                second.model.load_state_dict(saved["model"])
+            second.optimizer.load_state_dict(saved["optimizer"])
+            assert second.learner.load_state_dict(saved["learner"])
+            assert second.learner.steps == 4
+            second.train(3)
+            assert torch.equal(second.parameters(), straight)
+
+
+class Life:
+    """A learner over a syncer, alone; `model`: what its model is before it is attached."""
+
+    def __init__(self, syncer: Syncer, model: dict[str, Tensor] | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        if model is not None:
+            self.model.load_state_dict(model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        initialise = not syncer.engine.status()["initialised"]
+        exchange = diloco.connect(syncer.address, run=RUN, learner="a", initialise=initialise)
+        self.learner = diloco.Learner(self.model, self.optimizer, exchange=exchange)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.learner.close()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(self.learner.steps)
+            x, y = torch.randn(5, 4, generator=generator), torch.randn(5, 3, generator=generator)
+            (self.model(x) - y).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.learner.step(tokens=5)
+
+    def parameters(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+    def state(self) -> dict[str, Any]:
+        model = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return {"model": model, "optimizer": self.optimizer.state_dict(), "learner": self.learner.state_dict()}
 
 
 def check_books(status: dict[str, Any], results: dict[str, Any]) -> None:

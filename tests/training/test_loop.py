@@ -16,7 +16,8 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.events import Adopted, Evaluated, Finished, RunStarted, Stepped, read_events
 from diloco.exchange.base import Exchange
 from diloco.training.alone import LearnerLike
-from diloco.training.checkpoint import list_checkpoints
+from diloco.training.checkpoint import list_checkpoints, load_checkpoint
+from diloco.training.export import checkpoint_state
 from diloco.training.loop import Part, Summary, Trainer
 
 Tiny = Callable[..., RunConfig]
@@ -249,6 +250,20 @@ def test_a_pair_stopped_and_resumed_is_the_same_to_the_bit(
     (summary, resumed), _ = run_pair(tiny(*method, f"run.dir={tmp_path / 'again'}"), resume_from=at)
     assert summary.steps == 20
     assert_same(whole, resumed)
+
+
+@pytest.mark.parametrize("preset", ["DiLoCo", "DataParallel"])
+def test_a_checkpoint_holds_what_is_trained_once_and_the_global_model(tiny: Tiny, preset: str) -> None:
+    config = tiny(f"method={{preset='{preset}'}}", "run.tokens=1_280", "checkpoint.every_steps=5")
+    (_, model), _ = run_pair(config)
+    [checkpoint] = list_checkpoints(config.dir / "pair-0" / "checkpoints")
+    saved = load_checkpoint(checkpoint)
+    assert saved["learner"]["parameters"]
+    assert not saved["learner"]["parameters"].keys() & saved["model"].keys()
+    exported = checkpoint_state(checkpoint)
+    assert exported.keys() <= model.keys()  # a tied head has a name of its own in a state dict
+    for name, value in exported.items():
+        assert torch.equal(value, model[name]), name
 
 
 def test_a_warm_start_that_the_exchange_cannot_take_over_is_refused(tiny: Tiny) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError, StoreError
 
-FORMAT = 2
+FORMAT = 3
 _MANIFEST = "manifest.json"
 _TENSORS = "tensors.safetensors"
 

@@ -78,15 +78,14 @@ def checkpoint_state(path: Path) -> dict[str, Tensor]:
 def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """Of a learner's saved state: what it last adopted; its own model where nothing is exchanged, or gradients."""
     state: dict[str, Tensor] = saved["model"]
-    learner = saved["learner"]
-    if saved["layout"] is None or learner["method"]["exchanged"] == "gradients":
+    if saved["layout"] is None:
         return state
+    learner = saved["learner"]
+    if learner["method"]["exchanged"] == "gradients":
+        return {**state, **learner["parameters"]}
     layout = Layout.from_dict(saved["layout"])
-    return merge_fragments(
-        layout,
-        [learner["anchors"][str(fragment.index)] for fragment in layout.fragments],
-        {spec.name: state[spec.name] for spec in layout.static},
-    )
+    thetas = [learner["anchors"][str(fragment.index)] for fragment in layout.fragments]
+    return merge_fragments(layout, thetas, state)
 
 
 def merge_fragments(layout: Layout, thetas: Sequence[Tensor], static: Mapping[str, Tensor]) -> dict[str, Tensor]:

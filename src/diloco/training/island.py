@@ -128,7 +128,9 @@ class Island:
     def state(self, *, warming_up: bool) -> dict[str, Any]:
         """Everything that `load` and `take_over` need; every rank calls it, and the first one's is everybody's."""
         learner = self.learner.state_dict()  # before the model: it may wait for answers
-        layout = self.learner.layout
+        layout, model = self.learner.layout, self.model.state_dict()
+        if layout is not None:  # what is trained is in the learner's state
+            model = {spec.name: model[spec.name] for spec in layout.static}
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -136,7 +138,7 @@ class Island:
             "budget": self._budget.state_dict(),
             "layout": None if layout is None else layout.to_dict(),
             "learner": learner,
-            "model": self.model.state_dict(),
+            "model": model,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self._config.schedule.model_dump(),
             "cursor": self.stream.state_dict(),
@@ -168,8 +170,9 @@ class Island:
 
     def load(self, saved: dict[str, Any]) -> bool:
         """Continue exactly (True), or with the run's newest model where the run has gone on (False); after `take_over`."""
-        self.model.load_state_dict(saved["model"])
         exact = self.learner.load_state_dict(saved["learner"])
+        if self.learner.layout is None:  # else the learner has restored what it trains, and the rest is the run's
+            self.model.load_state_dict(saved["model"])
         self.stream.load_state_dict(saved["cursor"])
         if self._job.rank < len(saved["random"]):
             restore_random_state(from_bytes(saved["random"][self._job.rank]))
