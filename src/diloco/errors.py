@@ -7,7 +7,7 @@ enter; everything else propagates.
     DilocoError
     ├── ConfigError            wrong use: an option, a value or a combination that cannot work, or that would be unsafe (exit code 2)
     ├── LayoutError            two parties do not hold the same model
-    ├── PayloadError           bytes that cannot be what they claim to be
+    ├── PayloadError           bytes or numbers that cannot be what they claim to be
     │   ├── NonFiniteError     inf or NaN where only finite numbers can be used
     │   └── CorruptPayloadError  truncated, oversized or damaged bytes
     ├── VersionError           a contribution or update that does not fit the version held
@@ -38,7 +38,7 @@ class LayoutError(DilocoError):
 
 
 class PayloadError(DilocoError):
-    """Bytes that cannot be what they claim to be."""
+    """Bytes or numbers that cannot be what they claim to be."""
 
 
 class NonFiniteError(PayloadError):

@@ -98,13 +98,26 @@ class Raw:
         )  # fmt: skip
         self.connection.upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
 
-    def join(self, wanted: Layout | None = None, run: str = RUN) -> None:
-        request = pb.JoinRequest(run=run, learner=self.name, layout=json.dumps((wanted or self.layout).to_dict()))
+    def join(self, wanted: Layout | None = None, run: str = RUN, text: str | None = None) -> None:
+        request = pb.JoinRequest(
+            run=run, learner=self.name, layout=text or json.dumps((wanted or self.layout).to_dict())
+        )
         self.incarnation = self.connection.call("joins", "Join", request, pb.JoinReply).incarnation
+
+    def beat(self, step: int = 1, tokens: int = 5, **fields: Any) -> pb.HeartbeatReply:
+        request = pb.HeartbeatRequest(
+            run=RUN, learner=self.name, incarnation=self.incarnation, step=step, tokens=tokens, **fields
+        )
+        return self.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
+
+    def leave(self, tokens: int = 0) -> None:
+        request = pb.LeaveRequest(run=RUN, learner=self.name, incarnation=self.incarnation, tokens=tokens)
+        self.connection.call("control", "Leave", request, pb.LeaveReply)
 
     def header(self, num_bytes: int, **fields: Any) -> pb.PushHeader:
         values = {"fragment": 0, "round": 0, "base": 0, "tokens": 5, "steps": 1, "trained": 5, "step": 2, **fields}
-        return pb.PushHeader(run=RUN, learner=self.name, incarnation=self.incarnation, num_bytes=num_bytes, **values)
+        values = {"incarnation": self.incarnation, "num_bytes": num_bytes, **values}
+        return pb.PushHeader(run=RUN, learner=self.name, **values)
 
     def push(self, payload: torch.Tensor, **fields: Any) -> pb.PushReply:
         return self.push_frames(frames(self.header(payload.numel(), **fields), bytes_of(payload)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from diloco.core.fragments import make_layout
 from diloco.core.members import Deadlines
 from diloco.core.update import Contribution
 from diloco.exchange.remote import fetch_model, fetch_status
+from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.syncer.certificates import make_certificates
 from diloco.syncer.engine import Engine
@@ -72,6 +74,18 @@ def other_layout(raw: Raw) -> None:
     raw.join(make_layout(Net(width=9), method().fragments))
 
 
+def next_key(fields: dict[str, Any]) -> str:
+    return next(iter(fields))
+
+
+def nameless(raw: Raw, name: str) -> None:
+    other = Raw(raw.connection.address, name)
+    try:
+        other.join()
+    finally:
+        other.connection.close()
+
+
 BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
     "NaN": (lambda raw: raw.push(poisoned(float("nan"))), errors.PayloadError, "NaN|inf|finite"),
     "inf": (lambda raw: raw.push(poisoned(float("inf"))), errors.PayloadError, "NaN|inf|finite"),
@@ -89,7 +103,35 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
     "unknown run": (lambda raw: raw.join(run="other"), errors.UnknownRunError, "'tiny', not 'other'"),
     "other layout": (other_layout, errors.LayoutError, r"'layers.0.weight'.*\(9, 4\).*\(8, 4\)"),
     "second model": (lambda raw: raw.initialise(2.0), errors.AlreadyInitialisedError, "has a model already"),
-}
+    "no name": (lambda raw: nameless(raw, ""), errors.PayloadError, "cannot be called ''"),
+    "long name": (lambda raw: nameless(raw, "x" * 100_000), errors.PayloadError, "1 to 200 printable"),
+    "layout of nothing": (lambda raw: raw.join(text="[1]"), errors.LayoutError, "JSON of a list"),
+    "heartbeat at step 2^63": (lambda raw: raw.beat(step=2**63), errors.PayloadError, "9223372036854775808 inner steps"),
+    "heartbeat at step 1e12": (lambda raw: raw.beat(step=10**12), errors.PayloadError, "at most"),
+    "heartbeat of 2^63 tokens": (lambda raw: raw.beat(tokens=2**63), errors.PayloadError, "9223372036854775808 trained"),
+    "heartbeat of 1e17 tokens": (lambda raw: raw.beat(tokens=10**17), errors.PayloadError, "at most"),
+    "heartbeat of NaN seconds": (lambda raw: raw.beat(step_s=math.nan), errors.PayloadError, "nan s"),
+    "heartbeat of -1 seconds": (lambda raw: raw.beat(step_s=-1.0), errors.PayloadError, "-1.0 s"),
+    "heartbeat of 1e300 seconds": (lambda raw: raw.beat(step_s=1e300), errors.PayloadError, "no duration"),
+    "too many versions": (lambda raw: raw.beat(versions=[0, 0, 0]), errors.PayloadError, "3 fragments"),
+    "push after step 2^63": (lambda raw: raw.push(good(), step=2**63), errors.PayloadError, "inner step"),
+    "push of more steps than taken": (lambda raw: raw.push(good(), steps=3), errors.PayloadError, "3 steps of work"),
+    "push of 2^63 tokens": (
+        lambda raw: raw.push(good(), tokens=2**63, trained=2**63), errors.PayloadError, "trained tokens",
+    ),
+    "push of 1e17 tokens": (
+        lambda raw: raw.push(good(), tokens=10**17, trained=10**17), errors.PayloadError, "trained tokens",
+    ),
+    "push of more tokens than trained": (lambda raw: raw.push(good(), tokens=6), errors.PayloadError, "says 6 tokens"),
+    "push that discards more than trained": (
+        lambda raw: raw.push(good(), discarded=[pb.Discard(reason="overlap", tokens=1)]), errors.PayloadError, "says 6 tok",
+    ),
+    "unknown reason to discard": (
+        lambda raw: raw.push(good(), tokens=4, discarded=[pb.Discard(reason="bored", tokens=1)]), errors.PayloadError, "bored",
+    ),
+    "tensors twice": (lambda raw: raw.push(good(), part=True, tensors=[0, 0]), errors.PayloadError, "each once"),
+    "goodbye with 2^63 tokens": (lambda raw: raw.leave(tokens=2**63), errors.PayloadError, "trained tokens"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -104,6 +146,42 @@ def test_bad_input_is_refused_and_changes_nothing(kind: str, syncer: Syncer, raw
     assert all(torch.equal(after[2][name], value) for name, value in before[2].items())
     assert syncer.engine.status()["spooled_bytes"] == 0
     assert raw.push(good()).accepted
+    syncer.engine.drain()
+    syncer.engine.raise_failure()
+    assert syncer.engine.versions() == [1, 0]
+
+
+@pytest.mark.parametrize("fields", [{"step": 2**63}, {"tokens": 10**17}, {"source": "x" * 100_000}], ids=next_key)
+def test_an_initial_model_with_absurd_numbers_is_refused(fields: dict[str, Any], syncer: Syncer) -> None:
+    raw = Raw(syncer.address)
+    with pytest.raises(errors.PayloadError):
+        raw.initialise(**fields)
+    assert not syncer.engine.initialised
+    raw.initialise(step=100, tokens=10**14)
+    assert syncer.engine.position() == (100, 10**14)
+    raw.connection.close()
+
+
+def test_a_learner_that_comes_back_again_and_again_cannot_overflow_its_books(syncer: Syncer, raw: Raw) -> None:
+    for _ in range(9):
+        raw.beat(tokens=10**15)
+        raw.join()
+    with pytest.raises(errors.PayloadError, match="can be counted"):
+        raw.beat(tokens=10**15)
+    raw.beat(tokens=5)
+    assert raw.push(good()).accepted
+    syncer.engine.drain()
+    syncer.engine.raise_failure()
+
+
+def test_tokens_are_merged_once_however_often_they_are_pushed(syncer: Syncer, raw: Raw) -> None:
+    assert raw.push(good()).accepted
+    syncer.engine.drain()
+    assert not raw.push(good(), round=1, base=1, step=6).accepted  # the same five tokens, in the next round
+    assert raw.push(good(), round=1, base=1, step=6, trained=10).accepted
+    syncer.engine.drain()
+    ledger = syncer.engine.status()["fragments"][0]["ledger"]
+    assert (ledger["trained"], ledger["merged"]) == (10, 10)
 
 
 def test_a_stale_incarnation_is_refused(syncer: Syncer, raw: Raw) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,20 @@ def test_whom_a_round_waits_for_and_who_is_lost(syncer: Syncer) -> None:
     assert "gone" in text
     assert "1 live, 1 healthy" in text
     first.connection.close()
+
+
+def test_a_reason_to_discard_that_is_not_known_is_shown_as_it_is(tmp_path: Path) -> None:
+    """A state directory whose books hold one, as a learner could once write it."""
+    with start(tmp_path, method()) as syncer:
+        raw = joined(syncer, "first")
+        raw.leave(tokens=5)
+        raw.connection.close()
+        syncer.engine.drain()
+    with sqlite3.connect(tmp_path / "state" / "store.sqlite") as db:
+        db.execute("UPDATE ledger SET lost = 0, discarded = ?", (json.dumps({"bored": 5}),))
+    db.close()
+    with start(tmp_path, method()) as syncer:
+        assert "10 bored." in shown(syncer)
 
 
 def test_a_run_that_needs_more_says_how_many(tmp_path: Path) -> None:

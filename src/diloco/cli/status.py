@@ -197,9 +197,14 @@ def _legend(status: dict[str, Any]) -> str:
     reasons: Counter[str] = Counter()
     for fragment in status["fragments"]:
         reasons.update(fragment["ledger"]["discarded"])
-    said = [f"{_short(tokens)} {reason} ({DISCARDED[reason]})" for reason, tokens in reasons.most_common()]
+    said = [f"{_short(tokens)} {reason}{_explained(reason)}" for reason, tokens in reasons.most_common()]
     discarded = f" Discarded, all fragments together: {'; '.join(said)}." if said else ""
     return f"{LEGEND}{discarded}"
+
+
+def _explained(reason: str) -> str:
+    """Nothing, of a reason that this version does not know."""
+    return f" ({DISCARDED[reason]})" if reason in DISCARDED else ""
 
 
 def _or_unknown(value: Any, show: Callable[[Any], str]) -> str:

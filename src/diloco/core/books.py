@@ -13,6 +13,10 @@ from copy import deepcopy
 from diloco.core.ledger import Ledger
 from diloco.core.rounds import FragmentState, Reject, Round
 from diloco.core.update import KEPT, OUTLIER, Contribution
+from diloco.errors import PayloadError
+
+MAX_TOKENS = 2**53
+"""Of one learner: JSON, SQLite and a weight hold the number exactly, and the sum over learners too."""
 
 
 class Books:
@@ -57,7 +61,15 @@ class Books:
         self._settled[learner] = self.ledgers[learner][0].trained if self._fragments else 0
 
     def trained(self, learner: str, tokens: int) -> None:
-        """This incarnation has trained `tokens` in all; they only ever grow."""
+        """This incarnation has trained `tokens` in all; they only ever grow.
+
+        Raises:
+            PayloadError: all its learner's incarnations together would have trained more than can be counted.
+        """
+        if self._settled[learner] + tokens > MAX_TOKENS:
+            raise PayloadError(
+                f"{learner!r} would have trained {self._settled[learner] + tokens} tokens, and {MAX_TOKENS} can be counted."
+            )
         for ledger in self.ledgers[learner]:
             ledger.trained = max(ledger.trained, self._settled[learner] + tokens)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from diloco.core.ledger import Ledger
+from diloco.core.update import OVERLAP
 
 
 @dataclass
@@ -78,7 +79,7 @@ class FragmentBook:
         """All pending work goes out."""
         flight = Flight(round_, self.held, self.pending_tokens, self.pending_steps, apply_at)
         self.flights.append(flight)
-        discarded = (("overlap", self.overwritten),) if self.overwritten else ()
+        discarded = ((OVERLAP, self.overwritten),) if self.overwritten else ()
         self.pending_tokens = self.pending_steps = self.overwritten = 0
         return Send(fragment, round_, self.held, flight.tokens, flight.steps, discarded)
 
@@ -101,7 +102,7 @@ class FragmentBook:
 
     def overwrite(self) -> None:
         """A version replaces the parameters, and with them what was pending."""
-        self.ledger.discard(self.pending_tokens, "overlap")
+        self.ledger.discard(self.pending_tokens, OVERLAP)
         self.overwritten += self.pending_tokens
         self.pending_tokens = self.pending_steps = 0
 

@@ -49,6 +49,8 @@ def answer(core: SyncerCore, now: float, c: Contribution) -> Accept | Reject:
         return core.books.reject(c, OUT_OF_STEP)
     if earlier is not None:
         return core.books.reject(c, TWICE)
+    if core.books.is_counted(c):  # its tokens are in an earlier one: they would be merged twice
+        return core.books.reject(c, VERSION)
     if round_ is None:
         round_ = state.rounds[c.round] = Round(c.round, now, c.step, set(core.members))
     round_.contributions[c.learner] = c

@@ -295,9 +295,9 @@ class SyncerCore:
         self.books.end(learner)
 
     def _alive(self, now: float, member: Member, step: int, tokens: int) -> None:
+        self.books.trained(member.learner, tokens)  # may refuse, before anything is changed
         steps = member.heard(now, step, tokens)
         self.step = max(self.step, member.step)
-        self.books.trained(member.learner, tokens)
         if steps and not self.method.quorum.scheduled:
             opened.reported(self, steps)
 

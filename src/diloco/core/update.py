@@ -42,6 +42,10 @@ DROPPED = "dropped"
 
 KEPT = (OUT_OF_STEP, DROPPED)
 
+# Why a learner discards tokens by itself.
+OVERLAP = "overlap"
+"""Trained between a send and the adoption that overwrote it."""
+
 # Why a contribution is discarded.
 MISSED = "missed"
 """The round is closed. Its answer comes all the same."""

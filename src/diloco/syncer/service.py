@@ -15,10 +15,11 @@ from safetensors.torch import load, save
 
 from diloco.core.fragments import Layout
 from diloco.core.update import Contribution
-from diloco.errors import CorruptPayloadError, DilocoError, LayoutError
+from diloco.errors import CorruptPayloadError, DilocoError, LayoutError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, filling, frames, read_header, room, tensor_of
 from diloco.exchange.wire.rpc import SERVICE, abort
+from diloco.syncer import sense
 from diloco.syncer.auth import Authenticator, Role
 from diloco.syncer.engine import Engine
 from diloco.syncer.probe import Prober
@@ -94,6 +95,7 @@ class Service:
 
     def join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         self._admit(context, request.run, "learner", request.learner, "joins")
+        sense.check_name(request.learner)
         incarnation = self._engine.join(
             request.learner, _layout(request.layout), process=request.process, again=request.again
         )
@@ -102,6 +104,8 @@ class Service:
 
     def heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
         self._admit(context, request.run, "learner", request.learner, "control")
+        self._engine.check(request.learner, request.incarnation)
+        sense.check_heartbeat(request, len(self._engine.versions()), self._engine.position()[0])
         start_step = self._engine.heartbeat(
             request.learner, request.incarnation, step=request.step, tokens=request.tokens, step_s=request.step_s or None,
             waiting=request.waiting, finished=request.finished, versions=tuple(request.versions),
@@ -114,6 +118,7 @@ class Service:
 
     def leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, request.run, "learner", request.learner, "control")
+        sense.check_leave(request)
         self._engine.leave(request.learner, request.incarnation, request.tokens)
         return pb.LeaveReply()
 
@@ -141,16 +146,12 @@ class Service:
         header = read_header(stream, pb.InitialiseHeader)
         self._admit(context, header.run, "learner", header.learner, "joins")
         layout = _layout(header.layout)
-        expected = [4 * fragment.numel for fragment in layout.fragments]
-        if list(header.part_bytes[:-1]) != expected:
-            raise CorruptPayloadError(
-                f"the model has parts of {list(header.part_bytes[:-1])} bytes and its layout needs {expected}."
-            )
-        buffer = room(sum(header.part_bytes))
+        sense.check_initial(header, layout)
+        buffer = _room_for_model(sum(header.part_bytes))
         for received in _receiving(stream, buffer):
             yield pb.InitialiseReply(received=received)
         thetas, start = [], 0
-        for num_bytes in expected:
+        for num_bytes in header.part_bytes[:-1]:
             thetas.append(tensor_of(buffer[start : start + num_bytes], torch.float32))
             start += num_bytes
         for fragment, theta in zip(layout.fragments, thetas, strict=True):
@@ -169,6 +170,7 @@ class Service:
         header = read_header(stream, pb.PushHeader)
         self._admit(context, header.run, "learner", header.learner, "contributions")
         self._engine.check(header.learner, header.incarnation)
+        sense.check_push(header, self._engine.position()[0])
         slot = self._engine.allocate(header.fragment, header.num_bytes)
         contribution = Contribution(
             header.learner, header.incarnation, header.fragment, header.round, header.base, header.tokens, header.steps, header.trained,
@@ -235,9 +237,19 @@ def _receiving(stream: Iterator[bytes], buffer: memoryview) -> Iterator[pb.Recei
 
 def _layout(text: str) -> Layout:
     try:
-        return Layout.from_dict(json.loads(text))
-    except json.JSONDecodeError as error:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise LayoutError(f"the layout is not JSON ({error}); send Layout.to_dict().") from error
+    if not isinstance(values, dict):
+        raise LayoutError(f"the layout is JSON of a {type(values).__name__}; send Layout.to_dict().")
+    return Layout.from_dict(values)
+
+
+def _room_for_model(num_bytes: int) -> memoryview:
+    try:
+        return room(num_bytes)
+    except (MemoryError, OSError, OverflowError) as error:
+        raise StoreError(f"a model of {num_bytes} bytes does not fit into the syncer's memory ({error}).") from error
 
 
 def _check_static(layout: Layout, static: bytes) -> None:
