@@ -34,7 +34,7 @@ def ticker(ticks: Ticks) -> Iterator[Ticker]:
 
 def test_idle_it_ticks_once_a_second(ticker: Ticker, ticks: Ticks) -> None:
     first, second = ticks.get(timeout=10)[0], ticks.get(timeout=10)[0]
-    assert second - first >= IDLE_S
+    assert second - first > IDLE_S / 2  # each is noted a little after it began, by as much as the machine likes
     assert ticks.empty()
 
 

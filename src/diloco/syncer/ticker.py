@@ -53,15 +53,17 @@ class Ticker:
         self._thread.join()
 
     def _run(self) -> None:
+        began_at = time.monotonic()
         while True:
-            ticked_at = time.monotonic()
+            ended_at = time.monotonic()
             with self._changed:
-                while not self._stopping and (left_s := self._plan(ticked_at) - time.monotonic()) > 0:
+                while not self._stopping and (left_s := self._plan(began_at, ended_at) - time.monotonic()) > 0:
                     self._changed.wait(left_s)
                 if self._stopping:
                     return
                 late_s = time.monotonic() - self._planned
                 self._wake_at = math.inf
+            began_at = time.monotonic()
             try:
                 self._tick(late_s)
             except BaseException as error:
@@ -69,6 +71,7 @@ class Ticker:
                 self.failure = error
                 return
 
-    def _plan(self, ticked_at: float) -> float:
-        self._planned = min(ticked_at + IDLE_S, max(ticked_at + SHORTEST_S, self._wake_at))
+    def _plan(self, began_at: float, ended_at: float) -> float:
+        """When the next tick is, after one that took this time: standing still in the midst of a tick makes the next one late too."""
+        self._planned = min(began_at + IDLE_S, max(ended_at + SHORTEST_S, self._wake_at))
         return self._planned
