@@ -3,6 +3,7 @@
 import html
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from diloco import events as ev
 from diloco.demo.accounting import baseline_bytes, participation, ring_all_reduce_bytes
-from diloco.demo.plan import QUICK, Plan, prepare
+from diloco.demo.plan import QUICK, Plan, free_port, prepare
 from diloco.demo.processes import Family
 from diloco.demo.report import write_report
 from diloco.demo.story import Scene, tell
@@ -141,6 +142,14 @@ def test_a_killed_process_comes_back_and_a_failed_one_is_shown(tmp_path: Path) -
         family.children["failing"].process.wait(timeout=30)
         with pytest.raises(RunError, match=r"(?s)failing failed with exit code 2.*none\.toml"):
             family.watch()
+
+
+def test_processes_with_the_same_seed_draw_different_ports() -> None:
+    drawn = set()
+    for _ in range(4):
+        random.seed(0)
+        drawn.add(free_port())
+    assert len(drawn) > 1
 
 
 def test_leaving_ends_every_process(tmp_path: Path) -> None:

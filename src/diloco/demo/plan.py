@@ -147,8 +147,11 @@ def _may_go(directory: Path, run_file: Path) -> bool:
 
 
 def free_port() -> int:
-    """Of those below what systems give to outgoing connections: one of these could take the port while the syncer is started again."""
-    for port in random.sample(PORTS, len(PORTS)):
+    """Of those below what systems give to outgoing connections: one of these could take the port while the syncer is started again.
+
+    Drawn by the system: processes that have seeded `random` alike must not draw alike.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
