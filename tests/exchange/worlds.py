@@ -9,19 +9,20 @@ fail is its own business (they are given up, the others go on) and is tested els
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from tests.exchange.scenarios import FAILURES, LEARNERS, Result, Scenario, failed, live
+from tests.processes import start_module
 
 import diloco
 from diloco import Method
@@ -33,7 +34,6 @@ from diloco.planning.network import Network
 from diloco.planning.network import Path as Way
 from diloco.syncer.server import Options, Syncer
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240.0
 """For a whole world; it takes some 10 s on two idle cores, most of them to import torch."""
 
@@ -136,27 +136,25 @@ def start_processes(module: str, directory: Path, world_size: int, expect: Seque
 
     `expect`: the exit status of each rank; by default all 0.
     """
-    command = [sys.executable, "-W", "error", "-m", module, str(directory)]
     logs = [directory / f"rank{rank}.log" for rank in range(world_size)]
     with ExitStack() as stack:
         processes = []
         for rank, log in enumerate(logs):
             output = stack.enter_context(log.open("w"))
-            process = subprocess.Popen([*command, str(rank), str(world_size)], stdout=output, stderr=output, cwd=ROOT)
+            process = start_module(module, [str(directory), str(rank), str(world_size)], out=output.fileno())
             stack.callback(_stop, process)
             processes.append(process)
         deadline = time.monotonic() + TIMEOUT_S
         for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        statuses = [process.poll() for process in processes]
+            process.join(max(0.0, deadline - time.monotonic()))
+        statuses = [process.exitcode for process in processes]
     expected = list(expect) or [0] * world_size
     assert statuses == expected, "\n".join(f"{log.name}:\n{log.read_text()}" for log in logs)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: BaseProcess) -> None:
     process.kill()
-    process.wait()
+    process.join()
 
 
 def join_world(directory: Path, rank: int, world_size: int) -> None:
