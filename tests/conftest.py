@@ -1,6 +1,8 @@
-"""What holds for every test: one torch thread, seeded random numbers, repeatable properties."""
+"""What holds for every test: one torch thread, seeded random numbers, repeatable properties, the longest first."""
 
 import random
+from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,3 +22,12 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests may take longest come first, so that of two processes neither is left with one of them in the end."""
+    longest_s: defaultdict[Path, float] = defaultdict(float)
+    for item in items:
+        if (marker := item.get_closest_marker("timeout")) is not None:
+            longest_s[item.path] = max(longest_s[item.path], marker.args[0])
+    items.sort(key=lambda item: -longest_s[item.path])

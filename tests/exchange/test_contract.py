@@ -18,9 +18,11 @@ def reference() -> Results:
     return {name: in_process([scenario], None)[name] for name, scenario in SCENARIOS.items()}
 
 
-@pytest.fixture(scope="module", params=WORLDS)
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Every scenario over one exchange."""
+@pytest.fixture(scope="module", params=["local", *WORLDS])
+def results(request: pytest.FixtureRequest, reference: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Every scenario over one exchange. "local" is the reference itself: it must end without errors and with balanced books."""
+    if request.param == "local":
+        return Able(reference)
     results = Able(WORLDS[request.param](list(SCENARIOS.values()), tmp_path_factory.mktemp(request.param)))
     results.books_survive = request.param != "remote"
     return results
