@@ -1,7 +1,8 @@
 # Everything a visitor or a CI machine does. Needs GNU make and Python 3.11 or newer with pip; the rest is installed into .venv.
 #
 #   make demo     train a language model with a syncer and three learners on this machine, losing one of them on the way
-#   make test     the default test suite, with coverage
+#   make test     the default test suite, in two processes
+#   make coverage the same, and which lines and branches it runs
 #   make lint     ruff, mypy, import directions
 #   make bench    what exchanging costs, as ratios measured in the same run
 #   make proto    the messages of the wire, from their .proto file
@@ -11,7 +12,8 @@
 #   PYTHON=python3.12     the interpreter that .venv is made from (default: the first suitable one)
 #   PIP_ARGS=...          further arguments for pip install. On Linux the default torch comes with its CUDA libraries (several
 #                         GB); without an NVIDIA GPU, choose an index that serves CPU builds here: PIP_ARGS="--index-url URL"
-#   ARGS=...              further arguments for the command itself: make demo ARGS=--quick, make test ARGS="-k codecs"
+#   ARGS=...              further arguments for the command itself: make demo ARGS=--quick, make test ARGS="-k codecs", and for one
+#                         process that a debugger can stop, make test ARGS="-n 0"
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +24,10 @@ SUITABLE := import sys, venv, importlib.util as u; sys.exit(sys.version_info < (
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
 	"$$python" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
-.PHONY: all demo test lint bench proto venv clean
+# A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: all demo test coverage lint bench proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -31,7 +36,10 @@ demo: $(STAMP)
 	$(BIN)/diloco demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+	$(PYTEST) $(ARGS)
+
+coverage: $(STAMP)
+	$(PYTEST) --cov --cov-report=term $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

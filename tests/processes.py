@@ -20,18 +20,14 @@ ROOT = Path(__file__).parents[1]
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["torch", "torch.distributed", "safetensors.torch", "diloco", "diloco.exchange.collective", "diloco.exchange.remote", "diloco.learner"]
+    ["torch", "safetensors.torch", "diloco.learner", "diloco.exchange.collective", "diloco.exchange.remote", "diloco.exchange.torchft"]
 )  # fmt: skip
 
 
-def start_module(module: str, arguments: Sequence[str], *, out: int, stdin: int | None = None) -> ForkServerProcess:
-    """A process that does what `python -W error -m module ARGUMENTS` does.
-
-    Arguments:
-        out: the descriptor of what it writes on standard output and standard error.
-        stdin: of what it reads; by default there is nothing to read.
-    """
-    process = _SERVER.Process(target=_run, args=(module, list(arguments), _Descriptor(out), _Descriptor(stdin)), daemon=True)
+def start_module(module: str, *arguments: str, stdin: int | None = None, out: int = 1, err: int = 2) -> ForkServerProcess:
+    """A process that does what `python -W error -m module ARGUMENTS` does, with these descriptors; without `stdin` it reads nothing."""
+    streams = {number: _Descriptor(given) for number, given in enumerate((stdin, out, err)) if given is not None}
+    process = _SERVER.Process(target=_run, args=(module, arguments, streams), daemon=True)
     process.start()
     return process
 
@@ -39,25 +35,23 @@ def start_module(module: str, arguments: Sequence[str], *, out: int, stdin: int 
 class _Descriptor:
     """A file descriptor on its way to the new process."""
 
-    def __init__(self, number: int | None) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _received, (None if self.number is None else DupFd(self.number),)
+        return _received, (DupFd(self.number),)
 
 
-def _received(duplicate: object) -> _Descriptor:
-    return _Descriptor(None if duplicate is None else duplicate.detach())  # type: ignore[attr-defined]
+def _received(duplicate: DupFd) -> _Descriptor:
+    return _Descriptor(duplicate.detach())
 
 
-def _run(module: str, arguments: list[str], out: _Descriptor, stdin: _Descriptor) -> None:
+def _run(module: str, arguments: Sequence[str], streams: dict[int, _Descriptor]) -> None:
     os.chdir(ROOT)
-    for source, target in ((stdin.number, 0), (out.number, 1), (out.number, 2)):
-        if source is not None:
-            os.dup2(source, target)
-    for source in {out.number, stdin.number} - {None}:
-        os.close(source)
-    if stdin.number is not None:
+    for target, source in streams.items():
+        os.dup2(source.number, target)
+        os.close(source.number)
+    if 0 in streams:
         sys.stdin = open(0, closefd=False)
     warnings.simplefilter("error")
     sys.argv = [module, *arguments]

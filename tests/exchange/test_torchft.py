@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +14,10 @@ import pytest
 import torch
 from tests.exchange.scenarios import SCENARIOS
 from tests.exchange.worlds import in_process
+from tests.processes import start_module
 
 pytest.importorskip("torchft")
 
-LIFE = Path(__file__).with_name("torchft_life.py")
 SAME_BITS = ["screened", "resumed, eager"]
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,16 +27,17 @@ class Life:
     """A process whose lines are read as they come, so that it never waits for a reader."""
 
     def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(LIFE), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        (theirs_in, mine_in), (mine_out, theirs_out) = os.pipe(), os.pipe()
+        self.process = start_module("tests.exchange.torchft_life", *arguments, stdin=theirs_in, out=theirs_out)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._stdin, self._stdout = open(mine_in, "w"), open(mine_out)
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._stdout:
             self.lines.put(line)
         self.lines.put(None)
 
@@ -55,22 +54,20 @@ class Life:
                 return
 
     def type(self, text: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(text)
-        self.process.stdin.flush()
+        self._stdin.write(text)
+        self._stdin.flush()
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.end()
 
     def end(self) -> dict[str, Any]:
         """Its last line, once it has ended."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=100)
+        self._stdin.close()
+        self.process.join(timeout=100)
+        assert self.process.exitcode is not None, "the process does not end"
         self._reader.join()
-        self.process.stdout.close()
+        self._stdout.close()
         last = "{}"
         while (line := self.lines.get()) is not None:
             last = line
@@ -99,7 +96,7 @@ def test_a_fixed_membership_has_the_bits_of_every_other_exchange(name: str, ligh
     lives = [Life("scenario", name, str(index), address, str(tmp_path / f"{index}.pt")) for index in range(3)]
     for life in lives:
         life.end()
-        assert life.process.returncode == 0
+        assert life.process.exitcode == 0
     for index, theirs in enumerate(in_process([SCENARIOS[name]], None)[name]):
         end = torch.load(tmp_path / f"{index}.pt", weights_only=True)
         mine = end["tensors"]

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 def lighthouse(min_replicas: str, silence_ms: str) -> None:

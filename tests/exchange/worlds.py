@@ -151,7 +151,8 @@ def start_processes(module: str, directory: Path, world_size: int, expect: Seque
         processes = []
         for rank, log in enumerate(logs):
             output = stack.enter_context(log.open("w"))
-            process = start_module(module, [str(directory), str(rank), str(world_size)], out=output.fileno())
+            to = output.fileno()
+            process = start_module(module, str(directory), str(rank), str(world_size), out=to, err=to)
             stack.callback(_stop, process)
             processes.append(process)
         deadline = time.monotonic() + TIMEOUT_S

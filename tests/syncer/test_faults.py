@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import SyncerProcess, until
+from tests.processes import start_module
 from tests.syncer.runs import RUN, Raw, method, start, train
 
 import diloco
@@ -150,8 +150,9 @@ def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Pat
         first = pool.submit(
             _until_stopped, diloco.connect(syncer.address, run=RUN, learner="survivor", initialise=True), keep_going
         )
-        victim = subprocess.Popen([sys.executable, "-m", "tests.syncer.runs", syncer.address, str(kill_at)])
-        assert victim.wait(timeout=60) == -signal.SIGKILL
+        victim = start_module("tests.syncer.runs", syncer.address, str(kill_at))
+        victim.join(timeout=60)
+        assert victim.exitcode == -signal.SIGKILL
         versions = syncer.engine.versions()
         until(lambda: "victim" not in syncer.engine.status()["learners"], "the victim is not given up")
         seen = events.read_events(tmp_path / "state" / "events.jsonl")
@@ -185,7 +186,8 @@ def test_a_learner_given_up_while_it_waits_for_the_others_joins_again(tmp_path: 
     with start(tmp_path, method(at_least=2), deadlines=QUICK) as syncer:
         raw = Raw(syncer.address)
         raw.initialise()
-        waiting = subprocess.Popen([sys.executable, "-m", "tests.syncer.runs", syncer.address, "1000000"])
+        waiting = start_module("tests.syncer.runs", syncer.address, "1000000")
+        assert waiting.pid is not None
 
         def incarnation() -> int:
             return int(syncer.engine.status()["learners"].get("victim", {}).get("incarnation", 0))
@@ -193,16 +195,16 @@ def test_a_learner_given_up_while_it_waits_for_the_others_joins_again(tmp_path: 
         try:
             until(lambda: incarnation() == 1, "it does not join")
             until(lambda: syncer.engine.num_live() == 1, "it does not listen")
-            waiting.send_signal(signal.SIGSTOP)
+            os.kill(waiting.pid, signal.SIGSTOP)
             until(lambda: incarnation() == 0, "it is not given up")
-            waiting.send_signal(signal.SIGCONT)
-            until(lambda: incarnation() >= 2 or waiting.poll() is not None, "it does not join again")
-            assert waiting.poll() is None
+            os.kill(waiting.pid, signal.SIGCONT)
+            until(lambda: incarnation() >= 2 or not waiting.is_alive(), "it does not join again")
+            assert waiting.is_alive()
             _, metrics = train(2, diloco.connect(syncer.address, run=RUN, learner="other"), None, 12)
             assert metrics["merges"] == 6
         finally:
             waiting.kill()
-            waiting.wait()
+            waiting.join()
             raw.connection.close()
 
 
@@ -224,13 +226,13 @@ def test_an_evicted_learner_that_lives_rejoins_by_itself(tmp_path: Path) -> None
     with start(tmp_path, method(), deadlines=QUICK) as syncer:
         raw = Raw(syncer.address)
         raw.initialise()
-        command = [sys.executable, "-m", "tests.syncer.runs", syncer.address, "1000000"]
-        process = subprocess.Popen(command)
+        process = start_module("tests.syncer.runs", syncer.address, "1000000")
+        assert process.pid is not None
         try:
             until(lambda: min(syncer.engine.versions()) > 1, "it does not train")
-            process.send_signal(signal.SIGSTOP)
+            os.kill(process.pid, signal.SIGSTOP)
             until(lambda: not syncer.engine.status()["learners"], "it is not given up")
-            process.send_signal(signal.SIGCONT)
+            os.kill(process.pid, signal.SIGCONT)
             until(
                 lambda: syncer.engine.status()["learners"].get("victim", {}).get("incarnation", 0) >= 2,
                 "it does not rejoin",
@@ -239,5 +241,5 @@ def test_an_evicted_learner_that_lives_rejoins_by_itself(tmp_path: Path) -> None
             until(lambda: min(syncer.engine.versions()) > max(versions) + 1, "it does not train on")
         finally:
             process.kill()
-            process.wait()
+            process.join()
             raw.connection.close()
