@@ -8,13 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import diloco
 from diloco import errors
-from diloco.cli import COMMANDS
+from diloco.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "diloco"
@@ -161,19 +162,35 @@ def test_every_command_file_is_a_command() -> None:
     assert files | packages == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_command_has_help_and_the_listed_summary(name: str) -> None:
-    done = run_cli(name, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"diloco {name}" in done.stdout
-    assert COMMANDS[name] in done.stdout
+Call = Callable[..., tuple[object, str, str]]
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """The command line in this process: its exit code and what it writes on standard output and standard error."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return ended.value.code or 0, *capfd.readouterr()
+
+    return call
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_unknown_option_is_wrong_use(name: str) -> None:
-    done = run_cli(name, "--no-such-option")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--no-such-option" in done.stderr
+def test_command_has_help_and_the_listed_summary(name: str, call: Call) -> None:
+    code, out, err = call(name, "--help")
+    assert (code, err) == (0, "")
+    assert f"diloco {name}" in out
+    assert COMMANDS[name] in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_unknown_option_is_wrong_use(name: str, call: Call) -> None:
+    code, out, err = call(name, "--no-such-option")
+    assert (code, out) == (2, "")
+    assert "--no-such-option" in err
 
 
 def test_unknown_command_is_wrong_use_and_names_the_nearest() -> None:
@@ -223,7 +240,7 @@ diloco.cli.main(["methods"])
     assert done.stderr.endswith("ZeroDivisionError: seven\n")
 
 
-def test_methods_prints_resolved_presets_with_their_papers() -> None:
+def test_methods_prints_resolved_presets_with_their_papers(call: Call) -> None:
     from diloco.core.method import Method
     from diloco.core.presets import PRESETS
 
@@ -232,11 +249,11 @@ def test_methods_prints_resolved_presets_with_their_papers() -> None:
     printed = json.loads(done.stdout)
     assert [Method.from_dict(values) for values in printed] == [preset() for preset in PRESETS.values()]
     assert all(values["paper"] for values in printed)
-    table = run_cli("methods")
-    assert (table.returncode, table.stderr) == (0, "")
-    assert all(name in table.stdout for name in PRESETS)
-    assert "2501.18512" in table.stdout
-    rows = {cells[0]: set(cells[1:]) for line in table.stdout.splitlines() if len(cells := line.split()) == 6}
+    code, table, err = call("methods")
+    assert (code, err) == (0, "")
+    assert all(name in table for name in PRESETS)
+    assert "2501.18512" in table
+    rows = {cells[0]: set(cells[1:]) for line in table.splitlines() if len(cells := line.split()) == 6}
     assert (rows["screen"], rows["offsets"]) == ({"none"}, {"(p+1)·H/P"})  # what None stands for
     assert rows["up"] == {"topk-128-2bit", "fp32", "bf16"}
 
@@ -256,8 +273,9 @@ def test_no_local_path_is_in_the_repository() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in tracked_files()
-        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
-        if path != Path(__file__).resolve() and local.search(line)
+        if path != Path(__file__).resolve() and local.search(text := path.read_text(errors="replace"))
+        for number, line in enumerate(text.splitlines(), start=1)
+        if local.search(line)
     ]
     assert found == []
 
