@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -102,6 +102,7 @@ def test_the_sum_is_taken_in_the_order_given() -> None:
 
 @EVERY_CODEC
 @given(data=st.data())
+@settings(max_examples=25)  # for each codec
 def test_shards_get_the_bits_of_the_whole(codec: Codec, data: st.DataObject) -> None:
     num_segments = data.draw(st.integers(1, RUN_SEGMENTS + 3), "segments")
     num_elements = (num_segments - 1) * SEGMENT_ELEMENTS + data.draw(
@@ -181,6 +182,7 @@ def test_unusable_weights_are_refused(num_payloads: int, weights: list[float], m
 
 @EVERY_CODEC
 @given(data=st.data())
+@settings(max_examples=25)
 def test_each_tensor_is_the_mean_of_those_who_train_it(codec: Codec, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.sampled_from([0, 1, 77, 5000, SEGMENT_ELEMENTS]), min_size=1, max_size=5), "sizes")
     places, num_elements = tensors(*sizes), sum(sizes)
