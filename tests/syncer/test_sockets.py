@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -116,7 +117,8 @@ def test_a_transfer_is_counted_with_its_framing(certificates: Certificates | Non
             # TLS records (22 bytes in 16 KiB) and HTTP/2 frames (9 bytes in 16 KiB) add 0.2 %; window updates come back
             assert PUSH_BYTES < count_of(ledger, "site-a", "contributions", "received") < 1.01 * PUSH_BYTES
             assert 0 < count_of(ledger, "site-a", "contributions", "sent") < 0.02 * PUSH_BYTES
-            assert PUSH_BYTES < count_of(ledger, "site-b", "updates", "sent") < 1.01 * PUSH_BYTES
+            sent = count_of(ledger, "site-b", "updates", "sent")
+            assert PUSH_BYTES < sent < 1.01 * PUSH_BYTES + sent_again_bytes(ledger)
             assert 0 < count_of(ledger, "site-b", "updates", "received") < 0.02 * PUSH_BYTES
         before = ledger.totals()
         wait_for(lambda: not held(ledger), "the duplicates to be let go")
@@ -124,6 +126,12 @@ def test_a_transfer_is_counted_with_its_framing(certificates: Certificates | Non
         assert all(after[key] >= value for key, value in before.items())
         assert {learner for learner, _, _ in after} == {"site-a", "site-b"}
     assert ledger.totals() == after
+
+
+def sent_again_bytes(ledger: SocketLedger) -> int:
+    """What the kernel has sent more than once, as it does where a busy machine is late with its acknowledgements."""
+    infos = [each.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for each in ledger._connections.values()]
+    return sum(struct.unpack_from("=Q", info, 208)[0] for info in infos)  # tcpi_bytes_retrans, since Linux 4.19
 
 
 def held(ledger: SocketLedger) -> int:
