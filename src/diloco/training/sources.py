@@ -1,8 +1,9 @@
 """Where tokens come from: one corpus of training tokens and one of held-out tokens, either in memory or memory-mapped."""
 
 import hashlib
+import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -106,13 +107,21 @@ def _stdlib() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     train: list[bytes] = []
     held_out: list[bytes] = []
-    for relative in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
-        if _STDLIB_SKIPPED.isdisjoint(relative.split("/")) and not relative.startswith("config-"):
-            text = (root / relative).read_bytes() + _SEPARATOR
-            # A hash of the path, not of the place in the list: a file more or less elsewhere moves nothing.
-            bucket = int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4], "big") % 20
-            (train if bucket else held_out).append(text)
+    for relative in sorted(_stdlib_files(root)):
+        text = (root / relative).read_bytes() + _SEPARATOR
+        # A hash of the path, not of the place in the list: a file more or less elsewhere moves nothing.
+        bucket = int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4], "big") % 20
+        (train if bucket else held_out).append(text)
     return Corpus(_as_bytes(train), _as_bytes(held_out), BYTE_VOCABULARY, is_bytes=True)
+
+
+def _stdlib_files(root: Path) -> Iterator[str]:
+    """Paths from `root`. What is skipped is not walked through: packages may be installed there, of ten times as many files."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]
+        relative = Path(folder).relative_to(root).as_posix()
+        if not relative.startswith("config-"):
+            yield from (name if relative == "." else f"{relative}/{name}" for name in names if name.endswith(".py"))
 
 
 def _as_bytes(texts: Sequence[bytes]) -> Tokens:
