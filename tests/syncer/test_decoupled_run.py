@@ -25,13 +25,13 @@ pytestmark = pytest.mark.timeout(300)  # seven processes that import torch, on w
 
 
 def test_a_decoupled_run_never_blocks_and_loses_nothing(tmp_path: Path) -> None:
-    result = decoupled.run(tmp_path, step_s=0.02)
+    result = decoupled.run(tmp_path, step_s=0.05)
     assert set(result.learners) == set(IN_THE_END)
     for name, metrics in result.learners.items():
         assert metrics["num_blocked"] == 0, name
         assert metrics["blocked_s"] == 0.0, name
         histogram = metrics["blocked_histogram"]
-        assert histogram["0"] == sum(histogram.values()) == sum(metrics["step_histogram"].values()) > 50, name
+        assert histogram["0"] == sum(histogram.values()) == sum(metrics["step_histogram"].values()) > 3 * H, name
         assert metrics["longest_step_s"] < result.away_s / 2, (
             name
         )  # whatever it does, it does not sit the syncer's absence out
