@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,7 +43,7 @@ class _Descriptor:
         return _received, (DupFd(self.number),)
 
 
-def _received(duplicate: DupFd) -> _Descriptor:
+def _received(duplicate: Any) -> _Descriptor:
     return _Descriptor(duplicate.detach())
 
 
@@ -52,7 +53,7 @@ def _run(module: str, arguments: Sequence[str], streams: dict[int, _Descriptor])
         os.dup2(source.number, target)
         os.close(source.number)
     if 0 in streams:
-        sys.stdin = open(0, closefd=False)
+        sys.stdin = os.fdopen(0, closefd=False)
     warnings.simplefilter("error")
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

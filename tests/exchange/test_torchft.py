@@ -31,7 +31,7 @@ class Life:
         self.process = start_module("tests.exchange.torchft_life", *arguments, stdin=theirs_in, out=theirs_out)
         os.close(theirs_in)
         os.close(theirs_out)
-        self._stdin, self._stdout = open(mine_in, "w"), open(mine_out)
+        self._stdin, self._stdout = os.fdopen(mine_in, "w"), os.fdopen(mine_out)
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
