@@ -20,12 +20,16 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    ["torch", "safetensors.torch", "diloco.learner", "diloco.exchange.collective", "diloco.exchange.remote", "diloco.exchange.torchft"]
-)  # fmt: skip
+_SERVER.set_forkserver_preload([
+    "torch", "torch._dynamo", "safetensors.torch", "diloco.learner", "diloco.exchange.collective", "diloco.exchange.remote",
+    "diloco.exchange.torchft",
+])  # fmt: skip
+"""What is absent is left out. The first optimizer of a process imports `torch._dynamo`, which takes as long as torch itself."""
 
 
-def start_module(module: str, *arguments: str, stdin: int | None = None, out: int = 1, err: int = 2) -> ForkServerProcess:
+def start_module(
+    module: str, *arguments: str, stdin: int | None = None, out: int = 1, err: int = 2
+) -> ForkServerProcess:
     """A process that does what `python -W error -m module ARGUMENTS` does, with these descriptors; without `stdin` it reads nothing."""
     streams = {number: _Descriptor(given) for number, given in enumerate((stdin, out, err)) if given is not None}
     process = _SERVER.Process(target=_run, args=(module, arguments, streams), daemon=True)
