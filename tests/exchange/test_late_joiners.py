@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import until
-from tests.syncer.runs import RUN, start
+from tests.syncer.relay import Link, Relay
+from tests.syncer.runs import RUN, start, train
+from tests.syncer.runs import method as tiny_method
 
 import diloco
 from diloco.exchange.base import Exchange
@@ -82,3 +85,29 @@ def test_over_a_syncer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
         until(lambda: "has the contributions of 1 of at least 2 learners" in caplog.text, "no word is said of it")
         joiner = join("joiner", STEPS)
         check(survivor.result(timeout=60), joiner.result(timeout=60))
+
+
+def test_one_that_hears_late_of_the_quorum_begins_with_the_others(tmp_path: Path) -> None:
+    """The other learner has trained by the time that this one hears that both are there: it does not skip the steps in between."""
+    begun = threading.Event()
+
+    def hold_up(_: Link) -> None:
+        if syncer.engine.num_live() == 2:
+            until(lambda: syncer.engine.position()[0] > 0, "the other one does not begin")
+
+    with (
+        start(tmp_path, tiny_method(at_least=2)) as syncer,
+        Relay(syncer.port, hold_up) as relay,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        first = diloco.connect(syncer.address, run=RUN, learner="a", initialise=True)
+        lives = [pool.submit(train, 0, first, None, 12, lambda step: step > 1 or begun.wait(60))]
+        lives.append(
+            pool.submit(train, 1, diloco.connect(relay.address, run=RUN, learner="b"), None, 12, lambda _: begun.set())
+        )
+        ends = [life.result(timeout=60) for life in lives]
+    given = diloco.Method.from_dict(tiny_method().to_dict())
+    together = diloco.run_local(lambda index, exchange: train(index, exchange, given, 12), learners=2)
+    for (mine, metrics), (theirs, _) in zip(ends, together, strict=True):
+        assert metrics["steps"] == 12
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

@@ -95,17 +95,21 @@ class SyncerCore:
         self.incarnations[learner] = incarnation
         sent_step = dict.fromkeys(range(len(self.fragments)), self.step)
         self.members[learner] = Member(learner, incarnation, self.step, now, now, ready=ready, sent_step=sent_step)
-        self.start_step(learner)
+        self.begins(learner)
         self.books.begin(learner)
         return incarnation, actions + self._look_again(now)
 
     def start_step(self, learner: str) -> int:
         """The inner step that a learner starts from which has not trained yet: the run's, or less where a round lacks learners."""
-        member = self.members[learner]
-        if not member.ready and self.method.quorum.scheduled:
-            member.step = scheduled.start_step(self)
-            return member.step
-        return self.step
+        starts_over = self.method.quorum.scheduled and not self.members[learner].ready
+        return scheduled.start_step(self) if starts_over else self.step
+
+    def begins(self, learner: str) -> int:
+        """As `start_step`, and the learner begins there now."""
+        member, step = self.members[learner], self.start_step(learner)
+        if not member.ready:
+            member.step = step
+        return step
 
     def check(self, learner: str, incarnation: int) -> None:
         """Whether this incarnation may speak.

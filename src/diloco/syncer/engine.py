@@ -222,7 +222,8 @@ class Engine:
             core = self._state.core
             core.check(learner, incarnation)
             notices = self._watches.open(learner, incarnation)
-            notices.put(pb.Notice(welcome=pb.Welcome(boot=self._state.boot)))
+            step = core.begins(learner)
+            notices.put(pb.Notice(welcome=pb.Welcome(step=step, awaited=step < core.step, boot=self._state.boot)))
             for index, fragment in enumerate(core.fragments):  # a call may have been missed
                 round_ = fragment.rounds.get(fragment.version)
                 if round_ is not None and round_.called and fragment.phase == "open" and learner not in round_.fresh:

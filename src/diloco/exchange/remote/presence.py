@@ -39,7 +39,7 @@ class Presence:
         run_tokens: tokens trained by the run, as last heard.
         num_live: learners that take part, as last heard.
         sync_every: inner steps between two of this learner's pushes, as last heard; 0: the method's.
-        is_welcome: the syncer listens, and counts on this learner.
+        welcome: the newest of the syncer's, once it counts on this learner, and the incarnation that it is for.
     """
 
     def __init__(self, session: Session, sending: Sending, receiving: Receiving) -> None:
@@ -57,7 +57,7 @@ class Presence:
         self.run_tokens = 0
         self.num_live = 1
         self.sync_every = 0
-        self.is_welcome = False
+        self.welcome: tuple[int, pb.Welcome] | None = None
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -170,7 +170,7 @@ class Presence:
         match notice.WhichOneof("what"):
             case "welcome":
                 session.boot = notice.welcome.boot
-                self.is_welcome, self._is_away = True, False
+                self.welcome, self._is_away = (incarnation, notice.welcome), False
                 session.inbox.wake()
                 self._sending.offer_again()
             case "published":

@@ -30,6 +30,7 @@ from diloco.exchange.remote.presence import Presence
 from diloco.exchange.remote.receiving import Receiving
 from diloco.exchange.remote.sending import Sending
 from diloco.exchange.remote.session import Session
+from diloco.exchange.wire import syncer_pb2 as pb
 
 log = logging.getLogger("diloco")
 
@@ -115,11 +116,12 @@ class Remote(Exchange):
     def _wait_for_start(self, opened: Opened, at_least: int) -> Opened:
         """Until the syncer counts on this learner and the quorum is there; returns what to start from.
 
-        A learner that is given up while it waits joins again, like any other, and starts as the new incarnation.
+        A learner that is given up while it waits joins again, like any other, and starts as the new incarnation. It starts from where
+        it was welcome: by the time that it hears of the others, they may have begun.
         """
         session, inbox, said = self._session, self._session.inbox, False
-        inbox.wait_until(lambda: self._presence.is_welcome)
         while True:
+            inbox.wait_until(lambda: self._presence.welcome is not None)
             incarnation = session.incarnation
             try:
                 beaten = self._presence.beat()
@@ -129,8 +131,9 @@ class Remote(Exchange):
                 if (again := inbox.take_rejoined()) is not None:
                     opened = again
                     self._presence.resume()
-                if beaten.live >= at_least and opened.incarnation == incarnation == session.incarnation:
-                    return replace(opened, step=beaten.start_step, awaited=beaten.start_step < beaten.step)
+                welcome_for, welcome = self._presence.welcome or (0, pb.Welcome())
+                if beaten.live >= at_least and opened.incarnation == welcome_for == incarnation == session.incarnation:
+                    return replace(opened, step=welcome.step, awaited=welcome.awaited)
                 if not said and beaten.live < at_least:
                     log.warning("%d of at least %d learners are here; waiting for the others", beaten.live, at_least)
                     said = True

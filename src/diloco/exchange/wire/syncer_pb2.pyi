@@ -187,10 +187,14 @@ class WatchRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("boot",)
+    __slots__ = ("step", "awaited", "boot")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     BOOT_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    awaited: bool
     boot: int
-    def __init__(self, boot: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., awaited: _Optional[bool] = ..., boot: _Optional[int] = ...) -> None: ...
 
 class Published(_message.Message):
     __slots__ = ("fragment", "version")
