@@ -397,6 +397,21 @@ def test_delayed_nesterov_takes_pushes_one_at_a_time() -> None:
     assert run.core.fragments[0].version == 3
 
 
+def test_pushes_behind_one_that_cannot_be_merged_are_merged_in_its_place() -> None:
+    delayed = method(Pushed(at_least=1), outer=DelayedNesterov(buffer=3), partial="full")
+    run = Run(delayed, "abc")
+    run.step("abc", 4)
+    for learner in "cab":
+        run.send(learner)
+    reject, *others = run.core.abandoned(run.now, 0, "not finite")
+    assert isinstance(reject, Reject)
+    assert reject.contribution.learner == "c"
+    [merge] = [action for action in others if isinstance(action, Merge)]
+    assert (merge.round, [c.learner for c in merge.contributions]) == (0, ["a"])
+    [merge] = [action for action in run.close() if isinstance(action, Merge)]
+    assert (merge.round, [c.learner for c in merge.contributions]) == (1, ["b"])
+
+
 def test_two_pushes_make_a_quorum_of_two() -> None:
     run = Run(method(Pushed(at_least=2)), "abc")
     run.step("abc", 4)

@@ -202,8 +202,25 @@ def test_a_joiner_starts_before_the_round_that_lacks_learners() -> None:
     run.send(2.0, "a", 1)
     run.core.left(3.0, "b", 1, tokens=100)
     assert starts_at(run) == 10
-    assert run.core.members["joiner"].step == 10  # its next steps are progress
     assert starts_at(Run("a", at_least=1)) == 0
+
+
+def test_the_first_steps_of_a_joiner_are_progress_wherever_the_run_is() -> None:
+    """It started at the run's step and took long to compile; meanwhile the run went on, and its connection was renewed."""
+    run = Run("a")
+    run.beat(0.0, "a", step=100)
+    assert starts_at(run, "b") == 100
+    for now, step in ((60.0, 200), (120.0, 300)):
+        run.beat(now, "a", step=step)
+        run.beat(now, "b", step=0, tokens=0, step_s=None)
+        assert run.core.start_step("b") == step
+    for number in range(1, 4):
+        now = 200.0 + 50 * number
+        run.beat(now, "a", step=300 + number, step_s=0.1)
+        run.beat(now, "b", step=100 + number, tokens=10 * number, step_s=0.1)
+        assert "Evict" not in kinds(run.core.tick(now))
+    assert run.core.members["b"].step == 103
+    assert run.core.members["b"].ready_step == 101
 
 
 def test_one_whose_connection_broke_is_not_counted_on() -> None:

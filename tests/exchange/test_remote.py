@@ -182,9 +182,9 @@ def test_half_open_connections_are_dialled_anew_in_time(tmp_path: Path) -> None:
     with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
         with living(impatient(relay.address)) as life:
             until(lambda: life.step > 5, "it does not train")
+            num_links = len(relay.links)
             relay.stall()
-            until(lambda: syncer.engine.status()["learners"]["a"]["silent_s"] > 1, "it is still heard")
-            until(lambda: syncer.engine.status()["learners"]["a"]["silent_s"] < 1, "it is not heard again")
+            until(lambda: len(relay.links) > num_links, "it does not dial anew")
             step = life.step
             until(lambda: life.step > step + 20, "it does not train on")
             assert syncer.engine.status()["learners"]["a"]["incarnation"] == 1
@@ -239,6 +239,23 @@ def test_nobody_waits_for_a_learner_that_has_finished(tmp_path: Path) -> None:
             assert metrics["merges"] == 2 * 60 // 4
             assert learner.global_state_dict().keys() == model.state_dict().keys()
     assert not evictions(tmp_path)
+
+
+def test_a_finished_learner_that_was_given_up_comes_back_as_finished(tmp_path: Path) -> None:
+    with start(tmp_path, method(), deadlines=QUICK) as syncer, Relay(syncer.port) as relay:
+        model = Net()
+        exchange = diloco.connect(relay.address, run=RUN, learner="a", initialise=True)
+        with diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange) as learner:
+            learner.step(tokens=5)
+            learner.finish()
+            until(lambda: syncer.engine.num_live() == 0, "it does not say that it has finished")
+            relay.refuse()
+            relay.stall()
+            until(lambda: not syncer.engine.status()["learners"], "it is not given up")
+            relay.accept()
+            relay.resume()
+            until(lambda: "a" in syncer.engine.status()["learners"], "it does not join again")
+            until(lambda: syncer.engine.num_live() == 0, "it comes back as one that trains")
 
 
 def evictions(directory: Path) -> list[events.Evicted]:

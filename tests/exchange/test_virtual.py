@@ -15,7 +15,7 @@ from diloco.core.quorum import Called
 from diloco.errors import ConfigError
 from diloco.exchange.delivery import Fault
 from diloco.exchange.local import Local, Lost, run_virtual
-from diloco.exchange.world import Run, World
+from diloco.exchange.world import Nobody, Run, World
 from diloco.planning.network import Network, Path
 
 NUM_PARAMETERS = 1000
@@ -221,6 +221,24 @@ def test_a_late_learner_brings_its_books_to_a_run_that_its_checkpoint_is_of(name
     assert not isinstance(first, Lost)
     assert not isinstance(second, Lost)
     assert max(first["run_tokens"], second["run_tokens"]) == 10 * (before.steps + taken.steps)
+
+
+class BrokenWitness(Nobody):
+    """Fails at whatever it is told."""
+
+    def joined(self, learner: str, incarnation: int, step: int) -> None:
+        raise ArithmeticError(learner)
+
+    def published(self, *_: object, **__: object) -> None:
+        raise ArithmeticError("published")
+
+
+def test_a_witness_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    names = ["learner-0", "learner-1"]
+    seen = run_virtual(life(method, 20), Run(World(names, lambda *_: 1.0, [0.0, 0.0], witness=BrokenWitness())))
+    assert [each.metrics["versions"] for each in seen if isinstance(each, Seen)] == [[5], [5]]
+    assert caplog.text.count("BrokenWitness.published failed") == 1
 
 
 def test_a_learner_that_does_not_come_back_ends_lost_and_the_others_go_on() -> None:

@@ -98,6 +98,13 @@ def test_step_times_scatter_around_their_mean_and_depend_on_nothing_but_who_when
     assert home.step_seconds(3) == 2.0
 
 
+def test_steps_may_vary_by_more_than_their_mean() -> None:
+    """As `diloco plan measure` finds them on a machine that does other things: one step of a hundred takes as long as all others."""
+    berlin = parse_site(TWO.replace("jitter_percent = 5", "jitter_percent = 300")).learners()[0]
+    assert berlin.jitter == 3.0
+    assert statistics.fmean(berlin.step_seconds(step) for step in range(20_000)) == pytest.approx(0.31, rel=0.2)
+
+
 def test_the_model_comes_by_preset_by_numbers_or_by_config(tmp_path: Path) -> None:
     config = tmp_path / "tiny" / "config.json"
     config.parent.mkdir()

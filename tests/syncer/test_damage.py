@@ -71,12 +71,26 @@ def restored(version: int) -> Callable[[Path], object]:
     return lambda root: shutil.copy(root / f"at-{version}.sqlite", root / "state" / "store.sqlite")
 
 
+def change(statement: str) -> Callable[[Path], object]:
+    """The pages of the database are whole, and what is in them is not."""
+
+    def damage(root: Path) -> None:
+        with closing(sqlite3.connect(root / "state" / "store.sqlite")) as db:
+            db.execute(statement)
+            db.commit()
+
+    return damage
+
+
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "database deleted": (lambda root: (root / "state" / "store.sqlite").unlink(), "store.sqlite is missing or empty"),
     "database of no bytes": (lambda root: truncate(root / "state" / "store.sqlite", 0), "store.sqlite is missing or empty"),
     "database cut in half": (lambda root: truncate(root / "state" / "store.sqlite", 0.5), "store.sqlite could not be opened"),
     "database without tables": (no_tables, "store.sqlite is missing or empty"),
     "database without a run": (empty_run, "store.sqlite holds no run"),
+    "no version of a fragment": (change("DELETE FROM versions WHERE fragment = 1"), r"store.sqlite is damaged: .*KeyError\(1\)"),
+    "state that is no JSON": (change("UPDATE run SET state = substr(state, 9)"), "store.sqlite is damaged: .*JSONDecodeError"),
+    "method that is none": (change("UPDATE run SET method = '[]'"), "store.sqlite is damaged: the run in it cannot be read"),
     "tensors damaged": (lambda root: flip(newest(root)), r"f00000-v000000003-\w+.safetensors .* is damaged"),
     "tensors missing": (lambda root: newest(root).unlink(), r"f00000-v000000003-\w+.safetensors .* is missing"),
     "database of two versions ago": (restored(1), r"f00000-v000000001-\w+.safetensors .* is missing"),

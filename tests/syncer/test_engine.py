@@ -194,6 +194,44 @@ def test_a_syncer_that_cannot_watch_deadlines_any_more_ends(tmp_path: Path) -> N
         raw.connection.close()
 
 
+class BrokenMetrics(SyncerMetrics):
+    """Every number of a learner or a round is a defect."""
+
+    def evicted(self, learner: str) -> None:
+        raise ArithmeticError(learner)
+
+    def merged(self, fragment: int, **_: Any) -> None:
+        raise ArithmeticError(fragment)
+
+    def set_learners(self, _: Any) -> None:
+        raise ArithmeticError("learners")
+
+
+def test_a_defect_in_what_watches_stops_no_decision(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Store(tmp_path) as store, events.EventLog(tmp_path / "events.jsonl", who="syncer") as log:
+        engine = Engine(
+            RUN, method(), store, Spool(tmp_path, 1 << 20), deadlines=Deadlines(lost_floor_s=1.0), events_log=log,
+            metrics=BrokenMetrics(RUN),
+        )  # fmt: skip
+        engine.initialise(
+            layout(),
+            [torch.ones(it.numel) for it in layout().fragments],
+            b"",
+            learner="a",
+            source="t",
+            step=0,
+            tokens=0,
+        )
+        engine.join("a", layout())
+        engine.join("silent", layout())
+        contribute(engine, "a")
+        until(lambda: engine.versions() == [1, 0], "nothing is merged")
+        until(lambda: "silent" not in engine.status()["learners"], "it is not given up")
+        engine.raise_failure()
+        engine.stop()
+    assert caplog.text.count("Journal.evicted failed; the run goes on without it") == 1
+
+
 def test_measured_step_times_survive_a_restart(tmp_path: Path) -> None:
     """Deadlines are multiples of step times; after a restart they are known at once, before anybody is heard."""
     deadlines = Deadlines(lost_steps=20, lost_floor_s=2.0, lost_cap_s=500.0)

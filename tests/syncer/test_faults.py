@@ -125,10 +125,10 @@ def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
         until(lambda: "the syncer has no room yet, trying again" in caplog.text, "no learner says it")
         resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         results = [each.result(timeout=60) for each in lives]
+        until(lambda: fetch_status(syncer.address, run=RUN)["waits_for"] is None, "it still says that it has no room")
         status: dict[str, Any] = fetch_status(syncer.address, run=RUN)
     assert [metrics["incarnation"] for _, metrics in results] == [1, 1]
     assert caplog.text.count("the syncer has no room yet") <= 4, "said at every try"
-    assert status["waits_for"] is None
     for fragment in status["fragments"]:
         ledger = fragment["ledger"]
         assert fragment["version"] == 6

@@ -15,7 +15,7 @@ from diloco.core.rounds import FragmentState, Reject, Round
 from diloco.core.update import KEPT, OUTLIER, Contribution
 from diloco.errors import PayloadError
 
-MAX_TOKENS = 2**53
+MAX_COUNTED_TOKENS = 2**53
 """Of one learner: JSON, SQLite and a weight hold the number exactly, and the sum over learners too."""
 
 
@@ -66,9 +66,9 @@ class Books:
         Raises:
             PayloadError: all its learner's incarnations together would have trained more than can be counted.
         """
-        if self._settled[learner] + tokens > MAX_TOKENS:
+        if self._settled[learner] + tokens > MAX_COUNTED_TOKENS:
             raise PayloadError(
-                f"{learner!r} would have trained {self._settled[learner] + tokens} tokens, and {MAX_TOKENS} can be counted."
+                f"{learner!r} would have trained {self._settled[learner] + tokens} tokens, and {MAX_COUNTED_TOKENS} can be counted."
             )
         for ledger in self.ledgers[learner]:
             ledger.trained = max(ledger.trained, self._settled[learner] + tokens)

@@ -86,8 +86,8 @@ def _all_live(core: SyncerCore) -> AllLive:
 def start_step(core: SyncerCore) -> int:
     """The inner step that a joiner starts from: the run's, or the send before the earliest round that would not have its `at_least`.
 
-    Its first send is then that round's: after a later one it would stay a round ahead, and in the end leave a round that nobody else
-    comes to. Learners whose connection has broken are not counted on.
+    Its first send is then that round's: after a later one it would stay a round ahead, and in the end leave the others in a round to
+    which no learner comes any more. Learners whose connection has broken are not counted on.
     """
     quorum = core.method.quorum
     if quorum.at_least == 1:

@@ -95,21 +95,13 @@ class SyncerCore:
         self.incarnations[learner] = incarnation
         sent_step = dict.fromkeys(range(len(self.fragments)), self.step)
         self.members[learner] = Member(learner, incarnation, self.step, now, now, ready=ready, sent_step=sent_step)
-        self.begins(learner)
         self.books.begin(learner)
         return incarnation, actions + self._look_again(now)
 
     def start_step(self, learner: str) -> int:
         """The inner step that a learner starts from which has not trained yet: the run's, or less where a round lacks learners."""
-        starts_over = self.method.quorum.scheduled and not self.members[learner].ready
-        return scheduled.start_step(self) if starts_over else self.step
-
-    def begins(self, learner: str) -> int:
-        """As `start_step`, and the learner begins there now."""
-        member, step = self.members[learner], self.start_step(learner)
-        if not member.ready:
-            member.step = step
-        return step
+        may_be_less = self.method.quorum.scheduled and not self.members[learner].ready
+        return scheduled.start_step(self) if may_be_less else self.step
 
     def check(self, learner: str, incarnation: int) -> None:
         """Whether this incarnation may speak.
@@ -204,10 +196,17 @@ class SyncerCore:
         return [Store(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The round cannot be merged (its result is not finite): stay at the version, and reject what is in it or counts on it."""
+        """The round cannot be merged (its result is not finite): stay at the version, and reject what is in it or counts on it.
+
+        Learners count on rounds that the schedule calls. Where they do not, later rounds are merged in its place.
+        """
         state = self.fragments[fragment]
-        contributions = [c for round_ in state.rounds.values() for c in (*round_.everything, *round_.missed)]
-        state.rounds, state.phase = {}, "open"
+        failed = list(state.rounds.values()) if self.method.quorum.scheduled else [state.rounds[state.version]]
+        later = [round_ for round_ in state.rounds.values() if round_ not in failed]
+        for round_ in later:
+            round_.number -= 1
+        contributions = [c for round_ in failed for c in (*round_.everything, *round_.missed)]
+        state.rounds, state.phase = {round_.number: round_ for round_ in later}, "open"
         for c in contributions:
             self.books.discard(c, reason)
         return [*(Reject(c, reason) for c in contributions), *self._look_again(now)]
@@ -299,7 +298,7 @@ class SyncerCore:
         self.books.end(learner)
 
     def _alive(self, now: float, member: Member, step: int, tokens: int) -> None:
-        self.books.trained(member.learner, tokens)  # may refuse, before anything is changed
+        self.books.trained(member.learner, tokens)  # may refuse, before a number is counted
         steps = member.heard(now, step, tokens)
         self.step = max(self.step, member.step)
         if steps and not self.method.quorum.scheduled:

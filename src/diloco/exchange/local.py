@@ -180,7 +180,7 @@ class Local(Exchange):
         states = tuple(run.outer_states) if run.brings_outer_states else ()
         # Who was there when the run began begins with it, however long its model took to come: a scheduled round waits for it.
         is_late = self._is_again or run.starts_s[self._index] > run.began_s or not run.method.quorum.scheduled
-        step = run.core.begins(name) if is_late else run.initial_step
+        step = run.core.start_step(name) if is_late else run.initial_step
         opened = Opened(
             name, self.incarnation, step, versions, Model(tuple(run.thetas), run.static), self.run_tokens or 0, outer_states=states,
             awaited=is_late and step < run.core.step,

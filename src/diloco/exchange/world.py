@@ -21,6 +21,7 @@ from diloco.core.update import Closed, Contribution, Update, close_round, update
 from diloco.exchange.base import Arrived, Called, Event, Model, Rejected
 from diloco.exchange.delivery import Alarm, Delivery, Fault, Faults, Links
 from diloco.exchange.virtual import StepSeconds, VirtualTime, Watch
+from diloco.watching import only_watching
 
 _NEVER = Deadlines(lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf)
 """A learner's silence means nothing between two boundaries; who is killed is given up by `Run`."""
@@ -116,7 +117,8 @@ class Run:
     """
 
     def __init__(self, world: World) -> None:
-        self.names, self.starts_s, self.witness = tuple(world.names), world.starts_s, world.witness
+        self.names, self.starts_s = tuple(world.names), world.starts_s
+        self.witness = only_watching(world.witness)
         self.indices = {name: index for index, name in enumerate(self.names)}
         self.mail: list[deque[Event]] = [deque() for _ in self.names]
         self.delivery = Delivery(world.links, lambda: self.time.now, world.watch)

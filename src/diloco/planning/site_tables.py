@@ -84,7 +84,7 @@ class SiteTable(Table):
     utilization: float | None = Field(
         default=None, gt=0, le=1
     )  # of the peak, by the model's 6 FLOP per parameter and token
-    jitter_percent: float = Field(default=0.0, ge=0, lt=100)  # standard deviation of the step time
+    jitter_percent: float = Field(default=0.0, ge=0, lt=1000)  # standard deviation of the step time, of its mean
     up: Rate  # from the learner to the internet
     down: Rate
     latency: Delay = 0.0  # one way, to the syncer

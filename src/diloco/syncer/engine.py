@@ -37,6 +37,7 @@ from diloco.syncer.state import RunState
 from diloco.syncer.status import Status
 from diloco.syncer.store import Store
 from diloco.syncer.ticker import Ticker
+from diloco.watching import only_watching
 
 STOOD_STILL_S = 1.0
 """A tick that comes later than this says that the whole process stood still."""
@@ -64,7 +65,7 @@ class Engine:
         self._lock = self._state.lock
         self._store = store
         self._spool = spool
-        self._journal = Journal(events_log, metrics)
+        self._journal = only_watching(Journal(events_log, metrics))
         self._watches = Watches()
         self._status = Status(self._state)
         self._processes: dict[str, int] = {}  # the newest of each learner, since this syncer started
@@ -222,7 +223,7 @@ class Engine:
             core = self._state.core
             core.check(learner, incarnation)
             notices = self._watches.open(learner, incarnation)
-            step = core.begins(learner)
+            step = core.start_step(learner)
             notices.put(pb.Notice(welcome=pb.Welcome(step=step, awaited=step < core.step, boot=self._state.boot)))
             for index, fragment in enumerate(core.fragments):  # a call may have been missed
                 round_ = fragment.rounds.get(fragment.version)
@@ -247,12 +248,10 @@ class Engine:
         """
         self.model.require_size(fragment, num_bytes)
         try:
-            slot = self._spool.allocate(num_bytes)
+            return self._spool.allocate(num_bytes)
         except NoRoomError as error:
-            self._journal.has_no_room(num_bytes, error)
+            self._journal.has_no_room(error)
             raise
-        self._journal.has_room(num_bytes)
-        return slot
 
     def release(self, slot: Slot) -> None:
         """The contribution never became complete."""

@@ -54,7 +54,7 @@ class TensorFiles:
         """What `write` has written.
 
         Raises:
-            StoreError: the file is missing, or another SHA-256 was committed.
+            StoreError: the file is missing, or another hash was committed.
         """
         path, holds = self.directory / file, f"fragment {fragment}, version {version}"
         self._require_file(path, holds)
@@ -80,7 +80,7 @@ class TensorFiles:
     def require_no_run(self, *, is_new: bool) -> None:
         """The database holds no run, so there can be no version that was published. `is_new`: it is not even there.
 
-        The initial model of a run that was killed while it was initialised is nobody's yet; a database that is there comes before it.
+        The initial model of a run that was killed while it was initialised belongs to no run yet; a database that is there comes before it.
 
         Raises:
             StoreError: there are tensors all the same.
@@ -122,7 +122,7 @@ class TensorFiles:
 
     def _damaged(self, path: Path, holds: str) -> StoreError:
         return StoreError(
-            f"{path} ({holds}) is damaged: its SHA-256 is not the one committed; put it back from a copy of "
+            f"{path} ({holds}) is damaged: its hash is not the one committed; put it back from a copy of "
             f"{self._path}, or start a new run elsewhere."
         )
 

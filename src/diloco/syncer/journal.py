@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from diloco.syncer.metrics import LearnerSample, SyncerMetrics
 
 log = logging.getLogger("diloco.syncer")
 
+COMES_AGAIN_S = 5.0
+"""A contribution that was sent back comes again at least once a second; one that has not for this long waits no more."""
+
 
 class Journal:
     """Arguments:
@@ -26,9 +31,8 @@ class Journal:
     def __init__(self, events_log: events.EventLog, metrics: SyncerMetrics) -> None:
         self._events = events_log
         self._metrics = metrics
-        self.waits_for: str | None = None
-        """Why contributions are sent back and wait with their learners, in a sentence; None: they are taken."""
-        self._waiting_bytes = 0
+        self._no_room = ""
+        self._no_room_at = -math.inf
         self._lacking: dict[int, int] = {}  # by fragment, the newest round that was said to lack learners
 
     def set_aside(self, files: Sequence[Path]) -> None:
@@ -84,18 +88,17 @@ class Journal:
         )  # fmt: skip
         self._metrics.rejected(c.learner, action.reason)
 
-    def has_no_room(self, num_bytes: int, error: NoRoomError) -> None:
-        """A contribution of this size cannot be taken now."""
+    @property
+    def waits_for(self) -> str | None:
+        """Why contributions are sent back and wait with their learners, in a sentence; None: none was of late."""
+        return self._no_room if time.monotonic() - self._no_room_at < COMES_AGAIN_S else None
+
+    def has_no_room(self, error: NoRoomError) -> None:
+        """A contribution cannot be taken now."""
         if self.waits_for is None:
             log.error("contributions wait with their learners: %s", error)
-        self.waits_for, self._waiting_bytes = str(error), num_bytes
+        self._no_room, self._no_room_at = str(error), time.monotonic()
         self._metrics.sent_back()
-
-    def has_room(self, num_bytes: int) -> None:
-        """One of this size could."""
-        if self.waits_for is not None and num_bytes >= self._waiting_bytes:
-            log.warning("there is room for contributions again")
-            self.waits_for = None
 
     def abandoned(self, action: Merge, error: Exception) -> None:
         log.error("round %d of fragment %d was abandoned: %s", action.round, action.fragment, error)

@@ -16,7 +16,7 @@ from diloco.core.quorum import Pace
 from diloco.core.syncer import SyncerCore
 from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
 from diloco.syncer.held import HeldFragment, HeldModel, MergedRounds
-from diloco.syncer.store import RosterRow, Saved, Store
+from diloco.syncer.store import RosterRow, Saved, Store, understood
 
 
 class RunState:
@@ -89,7 +89,12 @@ class RunState:
 
         Raises:
             UnknownRunError: the directory holds another run. AlreadyInitialisedError: the run has another method.
+            StoreError: what is stored does not make a run.
         """
+        with understood(store.path):
+            self._restore(saved, store)
+
+    def _restore(self, saved: Saved, store: Store) -> None:
         if saved.run != self.run:
             raise UnknownRunError(
                 f"{store.path} holds run {saved.run!r}, not {self.run!r}; use another state directory."

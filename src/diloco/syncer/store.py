@@ -32,10 +32,11 @@ from torch import Tensor
 from diloco.core.fragments import digest
 from diloco.core.ledger import Ledger
 from diloco.core.update import Closed, Update
-from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
+from diloco.errors import AlreadyInitialisedError, DilocoError, NotInitialisedError, StoreError, VersionError
 from diloco.syncer.durable import ignore_point, lock_directory
 from diloco.syncer.files import TensorFiles
 from diloco.syncer.records import (
+    DATABASE,
     Published,
     RosterRow,
     Saved,
@@ -223,12 +224,13 @@ class Store:
     # reading
 
     def load(self) -> Saved | None:
-        """The run as last published, every file checked against the SHA-256 committed with it; None before `initialise`.
+        """The run as last published, every file checked against the hash committed with it; None before `initialise`.
 
         Raises:
-            StoreError: a file is missing or damaged, named with its fragment and version. Nothing older is used in its place.
+            StoreError: a file is missing or damaged, named with its fragment and version, or the database is. Nothing older is used in
+                its place.
         """
-        with self._mapped("read"):
+        with self._mapped("read"), understood(self.path):
             with self._using:
                 runs = self._db.execute(
                     "SELECT run, method, layout, source, static_file, static_sha256, state FROM run"
@@ -303,6 +305,20 @@ class Store:
                 f"the state in {self.path} could not be {what} ({error}); {_free(self.path)}free space or "
                 "repair the disk and try again, what was published before is unharmed."
             ) from error
+
+
+@contextlib.contextmanager
+def understood(path: Path) -> Iterator[None]:
+    """What is read from the database in this directory makes sense, or is a StoreError: SQLite only sees to it that pages are whole."""
+    try:
+        yield
+    except DilocoError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{path / DATABASE} is damaged: the run in it cannot be read ({error!r}). Nothing was changed or removed; put it back "
+            f"from a copy of {path}, or start a new run elsewhere."
+        ) from error
 
 
 def _free(path: Path) -> str:

@@ -44,7 +44,7 @@ class LearnerLike(Protocol):
         """Counters for people."""
 
     def finish(self) -> None:
-        """No more steps will be taken: nobody is to wait for this learner."""
+        """No more steps will be taken: no round is to wait for this learner."""
 
     def close(self) -> None:
         """Say goodbye."""
@@ -92,7 +92,7 @@ class AloneLearner:
         return {}
 
     def finish(self) -> None:
-        """Nobody waits."""
+        """No round waits for it anyway."""
 
     def close(self) -> None:
         """Nobody to say goodbye to."""

@@ -21,7 +21,7 @@ log = logging.getLogger("diloco")
 ANSWER_FLOOR_S, ANSWER_CAP_S = 1.2, 30.0
 """How long the answer to a sign of life may take before the control connection is dialled anew. With the time between two signs of
 life it is well within what a syncer gives a learner to come back whose connection broke (`Deadlines.reconnect_floor_s`): it may have
-broken at the syncer's end only."""
+broken at the syncer's end only. A link on which answers take long gets more time for them, and notices later."""
 
 AWAY_AFTER_S = 4.0
 """A syncer that was not heard of for this long is not waited for when the learner leaves."""
@@ -83,7 +83,7 @@ class Presence:
     def start_over(self) -> None:
         """The incarnation is given up: what its learner says is void until it has heard of that (`resume`)."""
         with self._lock:
-            self._is_void, self._report = True, Report(step=self._report.step)
+            self._is_void, self._report = True, Report(step=self._report.step, finished=self._report.finished)
 
     def resume(self) -> None:
         """The learner speaks as the new incarnation."""
