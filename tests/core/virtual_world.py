@@ -18,6 +18,7 @@ from diloco.core.ledger import Ledger
 from diloco.core.members import Deadlines, Member
 from diloco.core.method import Method
 from diloco.core.rounds import Accept, Action, Call, Evict, Merge, Publish, Reject, Store, WakeAt
+from diloco.core.status import status_of
 from diloco.core.syncer import SyncerCore
 from diloco.core.update import Contribution
 from diloco.errors import StaleIncarnationError
@@ -130,7 +131,7 @@ class World:
 
     def report(self) -> object:
         """Where everybody is, for a failure's message."""
-        status = self.syncer.status(self.now) if self.syncer else "the syncer is down"
+        status = status_of(self.syncer, self.now) if self.syncer else "the syncer is down"
         return status, {n.name: (n.core.step if n.core else None, n.waiting, n.done) for n in self.nodes.values()}
 
     def _in(self, seconds: float, happens: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.syncer.relay import Link, Relay
-from tests.syncer.runs import RUN, start, train
+from tests.syncer.runs import RUN, Raw, layout, start, train
 from tests.syncer.runs import method as tiny_method
 
 import diloco
@@ -85,6 +85,43 @@ def test_over_a_syncer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
         until(lambda: "has the contributions of 1 of at least 2 learners" in caplog.text, "no word is said of it")
         joiner = join("joiner", STEPS)
         check(survivor.result(timeout=60), joiner.result(timeout=60))
+
+
+def test_a_joiner_is_a_joiner_after_the_syncer_was_started_again(tmp_path: Path) -> None:
+    """It has joined, and the syncer is started again before its first step, while the survivor waits after step 6 for a second learner."""
+    numels = [fragment.numel for fragment in layout().fragments]
+
+    def push(raw: Raw, fragment: int, version: int, step: int, tokens: int) -> None:
+        payload = diloco.FP32().encode(torch.zeros(numels[fragment]))
+        given = {
+            "fragment": fragment,
+            "round": version,
+            "base": version,
+            "tokens": tokens,
+            "trained": tokens * step // 2,
+        }
+        assert raw.push(payload, step=step, steps=2, **given).accepted
+
+    with start(tmp_path, tiny_method(at_least=2)) as syncer:
+        survivor, joiner = Raw(syncer.address, "survivor"), Raw(syncer.address, "joiner")
+        survivor.initialise()
+        for raw in (survivor, joiner):
+            raw.join()
+        for fragment, step in ((0, 2), (1, 4)):
+            for raw in (survivor, joiner):
+                push(raw, fragment, 0, step, 10)
+        until(lambda: syncer.engine.versions() == [1, 1], "the first rounds are not merged")
+        joiner.join()
+    for raw in (survivor, joiner):
+        raw.connection.close()
+    with start(tmp_path, tiny_method(at_least=2)) as syncer:
+        for raw in (survivor, joiner):
+            raw.connection = Raw(syncer.address).connection
+        push(survivor, 0, 1, 6, 10)
+        survivor.beat(step=7, tokens=35, waiting=True)
+        assert joiner.beat(step=0, tokens=0).start_step == 4  # the send before the one that is missing
+        for raw in (survivor, joiner):
+            raw.connection.close()
 
 
 def test_one_that_hears_late_of_the_quorum_begins_with_the_others(tmp_path: Path) -> None:

@@ -241,6 +241,21 @@ def test_nobody_waits_for_a_learner_that_has_finished(tmp_path: Path) -> None:
     assert not evictions(tmp_path)
 
 
+def test_a_learner_that_leaves_is_not_given_up(tmp_path: Path) -> None:
+    """The sign of life that says that it has finished may come after its goodbye."""
+    names = [f"learner-{number}" for number in range(12)]
+    with start(tmp_path, method()) as syncer:
+        for name in names:
+            model = Net()
+            exchange = diloco.connect(syncer.address, run=RUN, learner=name, initialise=name == names[0])
+            with diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange) as learner:
+                learner.step(tokens=5)
+                learner.finish()
+    said = events.read_events(tmp_path / "state" / "events.jsonl")
+    assert [it.learner for it in said if isinstance(it, events.Joined)] == names
+    assert not evictions(tmp_path)
+
+
 def test_a_finished_learner_that_was_given_up_comes_back_as_finished(tmp_path: Path) -> None:
     with start(tmp_path, method(), deadlines=QUICK) as syncer, Relay(syncer.port) as relay:
         model = Net()

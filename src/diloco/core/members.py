@@ -46,7 +46,7 @@ class Member:
     def heard(self, now: float, step: int, tokens: int) -> int:
         """It lives, at this step; returns how many steps that is further. Tokens are reported per incarnation and only ever grow."""
         self.seen_at, self.connected, self.broken_at = now, True, None
-        if tokens > 0 and not self.ready and not self.finished:  # its first steps, from wherever it started
+        if self.tokens == 0 < tokens:  # its first steps, from wherever it started
             self.step = min(self.step, step - 1)
         if step > self.step or self.waiting:
             self.progressed_at = now

@@ -87,12 +87,15 @@ def start_step(core: SyncerCore) -> int:
     """The inner step that a joiner starts from: the run's, or the send before the earliest round that would not have its `at_least`.
 
     Its first send is then that round's: after a later one it would stay a round ahead, and in the end leave the others in a round to
-    which no learner comes any more. Learners whose connection has broken are not counted on.
+    which no learner comes any more. Learners whose connection has broken are not counted on, nor are those that have not
+    trained since they joined (after a restart rounds wait for them all the same).
     """
     quorum = core.method.quorum
     if quorum.at_least == 1:
         return core.step
-    connected = {learner for learner, member in core.members.items() if member.connected and member.ready}
+    connected = {
+        learner for learner, member in core.members.items() if member.connected and member.ready and member.tokens > 0
+    }
     starts = [core.step]
     for fragment, state in enumerate(core.fragments):
         closing = None if state.phase == "open" else state.rounds[state.version]

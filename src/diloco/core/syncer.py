@@ -100,7 +100,7 @@ class SyncerCore:
 
     def start_step(self, learner: str) -> int:
         """The inner step that a learner starts from which has not trained yet: the run's, or less where a round lacks learners."""
-        may_be_less = self.method.quorum.scheduled and not self.members[learner].ready
+        may_be_less = self.method.quorum.scheduled and self.members[learner].tokens == 0
         return scheduled.start_step(self) if may_be_less else self.step
 
     def check(self, learner: str, incarnation: int) -> None:

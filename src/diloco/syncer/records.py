@@ -119,6 +119,8 @@ def look(path: Path) -> tuple[int, bool]:
             found = int(db.execute("PRAGMA user_version").fetchone()[0])
             verdict = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
             has_run = found > FORMAT or (found > 0 and db.execute("SELECT 1 FROM run").fetchone() is not None)
+    except sqlite3.OperationalError:  # the disk, not what is on it
+        raise
     except sqlite3.DatabaseError as error:
         verdict, found, has_run = str(error), 0, False
     if verdict != "ok":

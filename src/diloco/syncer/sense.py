@@ -88,7 +88,6 @@ def check_initial(header: pb.InitialiseHeader, layout: Layout) -> None:
     Raises:
         CorruptPayloadError: not the size that its layout needs.
     """
-    check_name(header.learner)
     _within(header.learner, "inner steps before the run", header.step, MAX_INITIAL_STEP)
     _within(header.learner, "tokens before the run", header.tokens, MAX_TOKENS)
     if len(header.source) > MAX_NAME:

@@ -95,7 +95,6 @@ class Service:
 
     def join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         self._admit(context, request.run, "learner", request.learner, "joins")
-        sense.check_name(request.learner)
         incarnation = self._engine.join(
             request.learner, _layout(request.layout), process=request.process, again=request.again
         )
@@ -221,6 +220,8 @@ class Service:
             authorization = str(dict(context.invocation_metadata()).get("authorization", ""))
             self._auth.check(authorization.removeprefix("Bearer ") or None, role, learner=learner or None)
         self._engine.require_run(run)
+        if role == "learner":
+            sense.check_name(learner)
         if self._sockets is not None:
             self._sockets.label(context.peer(), kind, learner or "viewers")
 

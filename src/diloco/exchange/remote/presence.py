@@ -9,7 +9,7 @@ import time
 from diloco.core import quorum
 from diloco.errors import DilocoError, ExchangeError, StaleIncarnationError
 from diloco.exchange.base import Called, Report
-from diloco.exchange.patience import Patience
+from diloco.exchange.patience import TIMES, Patience
 from diloco.exchange.remote.receiving import Receiving
 from diloco.exchange.remote.sending import Sending
 from diloco.exchange.remote.session import Session
@@ -122,12 +122,11 @@ class Presence:
             step_s=report.step_s or 0.0, waiting=report.waiting, finished=report.finished,
             versions=[held.version for held in self._receiving.newest],
         )  # fmt: skip
-        started = time.monotonic()
+        started, limit_s = time.monotonic(), self._patience.limit_s
         try:
-            limit_s = self._patience.limit_s
             reply = session.connection.call("control", "Heartbeat", request, pb.HeartbeatReply, timeout_s=limit_s)
-        finally:
-            self._patience.paused(time.monotonic() - started)
+        finally:  # at most twice as long the next time: one connection that has died does not make the link a slow one
+            self._patience.paused(min(time.monotonic() - started, 2 * limit_s / TIMES))
         self._answered_at = time.monotonic()
         return reply
 

@@ -140,7 +140,9 @@ class Remote(Exchange):
             inbox.wait_until(lambda: False, LOOK_AGAIN_S)
 
     def _given_up(self, incarnation: int, reason: str) -> None:
-        """The syncer has given this incarnation up: join again, on the receiver, once."""
+        """The syncer has given this incarnation up: join again, on the receiver, once; not, where it is leaving anyway."""
+        if self._closed:
+            return
         self._receiving.worker.submit(lambda: self._rejoin(incarnation, reason))
 
     def _rejoin(self, incarnation: int, reason: str) -> None:
