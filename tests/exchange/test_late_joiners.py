@@ -1,4 +1,4 @@
-"""A scheduled round that needs two learners has lost one: the learner that joins later makes it whole, and nobody is left behind."""
+"""A scheduled round that needs two learners has lost one: the learner that joins later makes it whole, and both reach the end."""
 
 from __future__ import annotations
 
