@@ -12,9 +12,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from diloco.core.choices import Choice
 from diloco.core.codecs import Codec
 from diloco.core.method import Method
-from diloco.core.values import Choice
 from studies import world
 from studies.world import LR
 

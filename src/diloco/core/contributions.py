@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from diloco.core.choices import nearest
 from diloco.core.codecs import Codec
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.values import nearest
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError
 
 

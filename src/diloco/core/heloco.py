@@ -19,13 +19,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from diloco.core.choices import fraction
 from diloco.core.codecs import Codec
 from diloco.core.contributions import Encoded, end_of, stretches_of
 from diloco.core.decoding import Reader, require_finite
 from diloco.core.distances import inner_product, norm, times
 from diloco.core.layout import Placement
 from diloco.core.merge import Merge
-from diloco.core.values import fraction
 from diloco.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco.core.values import positive
+from diloco.core.choices import positive
 from diloco.errors import ConfigError
 
 

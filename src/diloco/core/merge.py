@@ -13,11 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from diloco.core.choices import Choice
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.contributions import Encoded, stretches_of, untrained
 from diloco.core.decoding import RUN_SEGMENTS, Reader, clear, require_finite, runs
 from diloco.core.layout import Placement
-from diloco.core.values import Choice
 
 
 class Merge(Choice):

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+from diloco.core.choices import choice_from_dict
 from diloco.core.heloco import HeLoCo
 from diloco.core.merge import Mean, Merge, SenderMean
 from diloco.core.radial import RadialDirectional
 from diloco.core.robust import CoordinateMedian, GeometricMedian, MedianNormClip, MultiKrum, TrimmedMean
-from diloco.core.values import choice_from_dict
 
 MERGES: tuple[type[Merge], ...] = (
     Mean,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from diloco.core.adopt import Adopt, Eager, Replace, adopt_from_dict
+from diloco.core.choices import fraction, nearest
 from diloco.core.codecs import FP32, Codec, codec_from_name
 from diloco.core.contributions import WEIGHTS
 from diloco.core.fragments import Fragmentation, Whole, fragmentation_from_dict
@@ -31,7 +32,6 @@ from diloco.core.outer import SGD, DelayedNesterov, Outer, outer_from_dict
 from diloco.core.quorum import AllLive, Called, Pushed, Quorum, quorum_from_dict
 from diloco.core.robust import Screen, screen_from_dict
 from diloco.core.schedule import Schedule, SyncEvery, sync_every_of
-from diloco.core.values import fraction, nearest
 from diloco.errors import ConfigError
 
 Exchanged = Literal["outer gradients", "gradients", "parameters"]

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from diloco.core.values import Choice, choice_from_dict, fraction, positive, whole_number
+from diloco.core.choices import Choice, choice_from_dict, fraction, positive, whole_number
 from diloco.errors import ConfigError
 
 Late = Literal["merge", "drop"]

@@ -20,13 +20,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from diloco.core.choices import Choice, choice_from_dict, fraction, positive, whole_number
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.contributions import Encoded, stretches_of
 from diloco.core.decoding import RUN_SEGMENTS, Reader, require_finite, runs
 from diloco.core.distances import between, norms_of, squared_distances, to_mean
 from diloco.core.layout import Placement
 from diloco.core.merge import Mean, Merge
-from diloco.core.values import Choice, choice_from_dict, fraction, positive, whole_number
 from diloco.errors import ConfigError
 
 _ROUNDING = 1e-8  # a distance below this part of the largest is none: squares have 16 digits

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from math import floor
 from typing import ClassVar, NamedTuple, cast
 
-from diloco.core.values import whole_number
+from diloco.core.choices import whole_number
 from diloco.errors import ConfigError
 
 SyncEvery = int | tuple[tuple[int, int], ...]

@@ -15,11 +15,11 @@ from diloco.core.fragments import Layout
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
 from diloco.core.update import KEPT, Contribution
-from diloco.eager import EagerSteps
 from diloco.exchange.base import Arrived, Called, Exchange, Opened, Rejected, Rejoined, Report
-from diloco.residuals import Residuals
-from diloco.timing import Timing
-from diloco.values import Values
+from diloco.learner.eager import EagerSteps
+from diloco.learner.error_feedback import ErrorFeedback
+from diloco.learner.tensors import LearnerTensors
+from diloco.learner.timing import Timing
 
 
 class Boundary:
@@ -40,7 +40,7 @@ class Boundary:
     """
 
     def __init__(
-        self, method: Method, layout: Layout, exchange: Exchange, core: LearnerCore, values: Values,
+        self, method: Method, layout: Layout, exchange: Exchange, core: LearnerCore, values: LearnerTensors,
         trained: Sequence[tuple[int, ...] | None], opened: Opened,
     ) -> None:  # fmt: skip
         self.method, self.layout, self.exchange = method, layout, exchange
@@ -56,7 +56,7 @@ class Boundary:
         """A new incarnation: parameters, frozen ones and buffers become the run's, and nothing is on its way."""
         self.name, self.incarnation = opened.learner, opened.incarnation
         self.received.clear()
-        self.residuals = Residuals(self.method, len(self.layout.fragments))
+        self.residuals = ErrorFeedback(self.method, len(self.layout.fragments))
         self._sent: dict[int, Send] = {}  # at this boundary
         self.eager = EagerSteps(self.method, opened) if isinstance(self.method.adopt, Eager) else None
         # Where gradients are exchanged, a fragment's later versions are gradients, and the model is the learners' own.

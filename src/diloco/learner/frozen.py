@@ -11,7 +11,7 @@ from diloco.core.layout import Layout
 from diloco.errors import LayoutError
 
 
-class StaticTensors:
+class FrozenState:
     """Takes them over from the run, and notices when training changes one.
 
     A change is found by comparing values with a copy, since code may write through `.data` or put another tensor in its place.

@@ -12,15 +12,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from diloco.boundary import Boundary
 from diloco.core.fragments import Layout, make_layout
 from diloco.core.learner import LearnerCore, mode_of
 from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, Opened
-from diloco.resume import resume, state_of
-from diloco.trainable import check_trainable, trained_tensors
-from diloco.values import Values
+from diloco.learner.boundary import Boundary
+from diloco.learner.compatibility import check_compatible
+from diloco.learner.state_dict import learner_state, resume
+from diloco.learner.tensors import LearnerTensors, trained_tensors
 
 
 class Learner:
@@ -67,9 +67,9 @@ class Learner:
         self.inner_optimizer = inner_optimizer
         self.method = exchange.method(method)
         self._exchange = exchange
-        check_trainable(model, inner_optimizer, self.method, exchange)
+        check_compatible(model, inner_optimizer, self.method, exchange)
         self.layout: Layout = make_layout(model, self.method.fragments)
-        self._values = Values(model, self.layout, self.method)
+        self._values = LearnerTensors(model, self.layout, self.method)
         trained = trained_tensors(self.layout, trains, self.method)
         opened = exchange.open(self.layout, self.method, self._values.own_model)
         self._core = LearnerCore(
@@ -174,7 +174,7 @@ class Learner:
         waits for a round, work on its way becomes pending again or, over a syncer, stays with it. Take the inner optimizer's state
         at the same boundary; the model's own is not needed.
         """
-        return state_of(self._boundary)
+        return learner_state(self._boundary)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Continue from `state_dict`: the model's parameters become those of the checkpoint, whatever they are now. The inner

@@ -26,7 +26,7 @@ class Tentative:
     before: Tensor | None = None
 
 
-class Residuals:
+class ErrorFeedback:
     """One residual per fragment, advanced when a contribution is encoded, put back when it turns out not to be merged.
 
     `encode` runs on an exchange's thread, for one contribution of a fragment at a time and in the order of `offered`, and the rest on

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diloco.boundary import Boundary
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import CheckpointError
 from diloco.exchange.base import Arrived, Opened
+from diloco.learner.boundary import Boundary
 
 KEYS = (
     "layout", "method", "core", "anchors", "origins", "parameters", "counters", "received", "eager", "residuals", "exchange",
 )  # fmt: skip
 
 
-def state_of(learner: Boundary) -> dict[str, Any]:
+def learner_state(learner: Boundary) -> dict[str, Any]:
     """All that makes a learner go on as it would have, when all answers that a schedule has on their way are here.
 
     The trained parameters are in it: attaching a learner writes the run's model into them, so what the caller has loaded into the
@@ -37,7 +37,7 @@ def state_of(learner: Boundary) -> dict[str, Any]:
 
 
 def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
-    """Go on from `state_of`, in the run as `opened` found it; see `Learner.load_state_dict`.
+    """Go on from `learner_state`, in the run as `opened` found it; see `Learner.load_state_dict`.
 
     Raises:
         CheckpointError: the state belongs to another model or method.

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diloco.core.adopt import Adopt
+from diloco.core.adopt import Adopt, Eager
 from diloco.core.elementwise import blocks
 from diloco.core.fragments import Layout, gather, scatter
 from diloco.core.method import Method
+from diloco.errors import ConfigError
 from diloco.exchange.base import Model
-from diloco.snapshot import Snapshots
-from diloco.static import StaticTensors
+from diloco.learner.frozen import FrozenState
+from diloco.learner.snapshots import Snapshots
 
 
-class Values:
+class LearnerTensors:
     """What a learner holds of a model.
 
     Attributes:
@@ -33,7 +35,7 @@ class Values:
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
         self.snapshots = Snapshots(layout)
-        self.static = StaticTensors(model, layout)
+        self.static = FrozenState(model, layout)
         self._aliases = _aliases(model)
 
     def own_model(self) -> Model:
@@ -156,3 +158,27 @@ def _aliases(model: nn.Module) -> dict[str, str]:
         for name, value in model.state_dict(keep_vars=True).items()
         if id(value) in first and first[id(value)] != name
     }
+
+
+def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Method) -> list[tuple[int, ...] | None]:
+    """Per fragment the indices of the tensors whose name matches one of `patterns` (shell style, case-sensitive); None: all of them.
+
+    Raises:
+        ConfigError: a pattern that no tensor matches, or a method under which all must be trained.
+    """
+    if patterns is None:
+        return [None] * len(layout.fragments)
+    if isinstance(method.adopt, Eager):
+        raise ConfigError(
+            f"{method.name} replaces a learner's own part of every mean, and where learners train parts that is another "
+            "part for every tensor; train all of the model, or use DelayedDiLoCo."
+        )
+    names = [name for fragment in layout.fragments for name in fragment.names]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"trains={pattern!r} matches no parameter of the model; its first is {names[0]!r}.")
+    trained: list[tuple[int, ...] | None] = []
+    for fragment in layout.fragments:
+        found = tuple(i for i, name in enumerate(fragment.names) if any(fnmatchcase(name, each) for each in patterns))
+        trained.append(None if len(found) == len(fragment.names) else found)
+    return trained

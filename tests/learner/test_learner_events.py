@@ -29,7 +29,7 @@ from diloco.exchange.base import (
     Report,
     required_method,
 )
-from diloco.resume import _arrived_in, _arrived_out
+from diloco.learner.state_dict import _arrived_in, _arrived_out
 
 FEEDBACK = diloco.DiLoCo(sync_every=2, overlap=1, codec=("int4", "fp32"), error_feedback=True)
 

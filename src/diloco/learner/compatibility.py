@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
-
 import torch
 from torch import nn
 
-from diloco.core.adopt import Eager
-from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
@@ -17,7 +12,7 @@ from diloco.exchange.base import Exchange
 MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
 
 
-def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, exchange: Exchange) -> None:
+def check_compatible(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, exchange: Exchange) -> None:
     """What cannot work is refused before anything is sent."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
@@ -57,27 +52,3 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, method: 
 
 def _is_stateless(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups)
-
-
-def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Method) -> list[tuple[int, ...] | None]:
-    """Per fragment the indices of the tensors whose name matches one of `patterns` (shell style, case-sensitive); None: all of them.
-
-    Raises:
-        ConfigError: a pattern that no tensor matches, or a method under which all must be trained.
-    """
-    if patterns is None:
-        return [None] * len(layout.fragments)
-    if isinstance(method.adopt, Eager):
-        raise ConfigError(
-            f"{method.name} replaces a learner's own part of every mean, and where learners train parts that is another "
-            "part for every tensor; train all of the model, or use DelayedDiLoCo."
-        )
-    names = [name for fragment in layout.fragments for name in fragment.names]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(f"trains={pattern!r} matches no parameter of the model; its first is {names[0]!r}.")
-    trained: list[tuple[int, ...] | None] = []
-    for fragment in layout.fragments:
-        found = tuple(i for i, name in enumerate(fragment.names) if any(fnmatchcase(name, each) for each in patterns))
-        trained.append(None if len(found) == len(fragment.names) else found)
-    return trained
