@@ -1,4 +1,4 @@
-"""`Learner` over `run_local`: what users see of it, what it refuses, and that a run can be stopped and resumed to the bit."""
+"""`Learner` over `run_local`: what users see, what it refuses, and that a run can be stopped and resumed to the bit."""
 
 from __future__ import annotations
 
@@ -143,9 +143,8 @@ def test_an_error_in_the_block_closes_the_learner() -> None:
 
 
 METRICS = {
-    "learner", "incarnation", "steps", "tokens", "run_tokens", "versions", "updates", "merges", "step_s", "blocked_s", "num_blocked",
-    "blocked_histogram",
-    "num_bytes", "ledger",
+    "learner", "incarnation", "steps", "tokens", "run_tokens", "versions", "updates", "merges", "num_bytes", "ledger",
+    "step_s", "blocked_s", "num_blocked", "blocked_histogram",
 }  # fmt: skip
 
 
@@ -368,8 +367,9 @@ class Teacher(nn.Module):
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_frozen_parameter_that_changes_is_refused_by_name(replace: bool) -> None:
+    model = Teacher(replace)
     with pytest.raises(LayoutError, match=r"'teacher\.weight'"):
-        attach(diloco.DiLoCo(sync_every=2), lambda m: SGD(m.student.parameters(), lr=0.1), Teacher(replace))  # type: ignore[union-attr, arg-type]
+        attach(diloco.DiLoCo(sync_every=2), lambda _: SGD(model.student.parameters(), lr=0.1), model)
 
 
 def test_counting_buffers_may_change() -> None:
@@ -660,7 +660,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(name: str, dtype: t
 
 
 def test_what_training_counts_in_a_buffer_goes_on_counting() -> None:
-    """Frozen parameters and buffers are the run's and stay as they are; a whole number may change, and is each learner's own."""
+    """Frozen parameters and buffers are the run's and must not change; an integer buffer is the learner's own."""
 
     class Counting(nn.Linear):
         def __init__(self) -> None:

@@ -35,7 +35,7 @@ FEEDBACK = diloco.DiLoCo(sync_every=2, overlap=1, codec=("int4", "fp32"), error_
 
 
 class Script(Exchange):
-    """The others, as a test tells them: what it says arrives at the learner's next look. Payloads are encoded when it says so."""
+    """An exchange whose events a test scripts: the learner gets them at its next poll. Payloads wait for the test."""
 
     def __init__(self, *, step: int = 0, version: int = 0) -> None:
         self.inbox: deque[Event] = deque()
@@ -252,7 +252,7 @@ def test_given_up_it_starts_again_from_the_newest_model() -> None:
 
 
 def test_given_up_while_a_round_waits_for_it_a_learner_takes_its_steps_again() -> None:
-    """Its contribution after step 2 was lost with its incarnation, and the others cannot go on without one after step 2."""
+    """Its contribution after step 2 was lost with its incarnation, and the others cannot continue without it."""
     script, learner = start()
     step(learner, 2)
     script.inbox.append(
@@ -428,7 +428,7 @@ CALLED = diloco.DecoupledDiLoCo(sync_every=2, fragments=diloco.Whole(), codec="f
 
 @pytest.mark.parametrize("method", [PUSHED, CALLED], ids=["pushed", "called"])
 def test_resumed_it_does_not_wait_for_what_the_old_incarnation_sent(method: Method) -> None:
-    """Nobody says what became of that. Held to it, the learner would never send again, nor adopt anything, and train on alone."""
+    """A contribution without a verdict must not keep the learner from sending and adopting, or it would train alone."""
     script, learner = start(method)
     script.inbox += [Called(0, 0)] if method is CALLED else []
     step(learner, 2)

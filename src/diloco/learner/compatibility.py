@@ -1,4 +1,4 @@
-"""What a model and an inner optimizer must be for a method to work; anything else is refused before anything is sent."""
+"""Whether a model, an inner optimizer, a method and an exchange work together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
 
 
 def check_compatible(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, exchange: Exchange) -> None:
-    """What cannot work is refused before anything is sent."""
+    """Refuse a combination that cannot work, before the learner joins.
+
+    Raises:
+        ConfigError: what does not fit, and what to use instead.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
@@ -28,25 +32,25 @@ def check_compatible(model: nn.Module, optimizer: torch.optim.Optimizer, method:
     optimized = [p for group in optimizer.param_groups for p in group["params"]]
     if strangers := [p for p in optimized if id(p) not in trainable]:
         raise ConfigError(
-            f"the inner optimizer trains {len(strangers)} tensor(s) that are not parameters of the model, such as private master "
-            "weights, so adopting a global value would not reach them; give it model.parameters()."
+            f"the inner optimizer trains {len(strangers)} tensor(s) that are not parameters of the model, such as "
+            "private master weights, so adopting a global value would not reach them; give it model.parameters()."
         )
     for attribute in MASTER_WEIGHTS:
         if any(attribute in state for state in optimizer.state.values()) or hasattr(optimizer, attribute):
             raise ConfigError(
-                f"{type(optimizer).__name__} keeps private master weights ({attribute!r}), which adopting a global value would not "
-                "reach; use an optimizer that trains the model's own parameters."
+                f"{type(optimizer).__name__} keeps private master weights ({attribute!r}), which adopting a global "
+                "value would not reach; use an optimizer that trains the model's own parameters."
             )
     if method.exchanged == "parameters" and not _is_stateless(optimizer):
         raise ConfigError(
-            f"averaging parameters at every step equals data parallel only without optimizer state, and {type(optimizer).__name__} "
-            "keeps some; use DataParallel(average='gradients'), or DiLoCo."
+            "averaging parameters at every step equals data parallel only without optimizer state, and "
+            f"{type(optimizer).__name__} keeps some; use DataParallel(average='gradients'), or DiLoCo."
         )
     if method.exchanged == "gradients" and not exchange.gradients:
         raise ConfigError(
-            "a syncer or an elastic group cannot run DataParallel on gradients: nobody but the learners would hold the model, so none "
-            "could rejoin; "
-            "use Collective over a process group, or a method that exchanges outer gradients."
+            "a syncer or an elastic group cannot run DataParallel on gradients: only the learners would hold the "
+            "model, so a lost learner could not rejoin; use Collective over a process group, or a method that "
+            "exchanges outer gradients."
         )
 
 

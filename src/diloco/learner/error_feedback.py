@@ -1,4 +1,7 @@
-"""A learner's error feedback: what an encoding lost goes into the next contribution, if and only if this one is merged."""
+"""Error feedback of a learner: what the encoding of a contribution lost, its residual, is added to the next one.
+
+If the contribution is not merged, the residual is rolled back to its value from before the encoding.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from diloco.core.method import Method
 
 
 @dataclass(eq=False)
-class Tentative:
-    """A contribution whose merge is not known yet, and the fragment's residual before it was encoded."""
+class TentativeResidual:
+    """A contribution that is neither merged nor rejected yet, and the fragment's residual from before its encoding."""
 
     fragment: int
     round: int
@@ -27,11 +30,13 @@ class Tentative:
 
 
 class ErrorFeedback:
-    """One residual per fragment, advanced when a contribution is encoded, put back when it turns out not to be merged.
+    """One residual per fragment, advanced when a contribution is encoded and rolled back if it is not merged.
 
-    `encode` runs on an exchange's thread, for one contribution of a fragment at a time and in the order of `offered`, and the rest on
-    the training thread; the lock is never held while encoding. Residuals are fp32 on the host and never changed in place. The method's
-    `error_feedback` is their decay, True being 1; without it contributions are encoded and nothing is kept.
+    Residuals are flat fp32 host tensors and never changed in place. The method's `error_feedback` is their decay, True
+    being 1. Without it, contributions are encoded and no residual is kept.
+
+    `encode` runs on a thread of the exchange, for one contribution of a fragment at a time, in the order of `offered`.
+    All other methods run on the training thread. The lock is never held while encoding.
     """
 
     def __init__(self, method: Method, num_fragments: int) -> None:
@@ -39,20 +44,27 @@ class ErrorFeedback:
         self._decay = float(method.error_feedback)
         self._keep = self._decay > 0
         self._residuals: list[Tensor | None] = [None] * num_fragments
-        # By fragment, in the order of `offered`; a merged one stays until those before it are settled, which it builds on.
-        self._open: list[list[Tentative]] = [[] for _ in range(num_fragments)]
+        # By fragment, in the order of `offered`. A merged one stays until all before it are settled.
+        self._open: list[list[TentativeResidual]] = [[] for _ in range(num_fragments)]
         self._lock = threading.Lock()
 
-    def offered(self, fragment: int, round_: int) -> Tentative:
-        """A contribution to this round is on its way; pass the answer to `encode`."""
-        tentative = Tentative(fragment, round_)
+    def offered(self, fragment: int, round_: int) -> TentativeResidual:
+        """Register a contribution to this round. Its encoding takes the returned value (`encode`)."""
+        tentative = TentativeResidual(fragment, round_)
         if self._keep:
             with self._lock:
                 self._open[fragment].append(tentative)
         return tentative
 
-    def encode(self, tentative: Tentative, outer_gradient: Tensor) -> Tensor:
-        """Encode Δ + decay · e; the new e is tentative until `commit`."""
+    def encode(self, tentative: TentativeResidual, outer_gradient: Tensor) -> Tensor:
+        """Encode Δ + decay · e, where e is the fragment's residual; the new e is tentative until `commit`.
+
+        Arguments:
+            outer_gradient: Δ, flat fp32 [n] on the host.
+
+        Returns:
+            The payload, uint8.
+        """
         if not self._keep:
             return self._codec.encode(outer_gradient)
         fragment = tentative.fragment
@@ -60,7 +72,7 @@ class ErrorFeedback:
             start = self._residuals[fragment]
         payload, after = compress(self._codec, outer_gradient, start, self._decay)
         with self._lock:
-            if tentative.rolled_back:  # it was refused before it was encoded
+            if tentative.rolled_back:  # it was rejected before it was encoded
                 return payload
             before = self._residuals[fragment]
             tentative.before, tentative.encoded = before, True
@@ -68,7 +80,7 @@ class ErrorFeedback:
         return payload
 
     def commit(self, fragment: int, round_: int) -> None:
-        """The contribution to this round was merged."""
+        """The contribution to this round was merged: its residual stays."""
         with self._lock:
             for tentative in self._open[fragment]:
                 if tentative.round == round_:
@@ -76,30 +88,37 @@ class ErrorFeedback:
             self._forget_merged(fragment)
 
     def roll_back(self, fragment: int, round_: int) -> None:
-        """It was not: the residual is as before, to the bit; later contributions that are still on their way keep what they added."""
+        """The contribution to this round was not merged: the residual is as before it, to the bit.
+
+        What later contributions in flight have added to the residual stays.
+        """
         with self._lock:
             chain = self._open[fragment]
-            refused = next((tentative for tentative in chain if tentative.round == round_), None)
-            if refused is None:
+            rejected = next((tentative for tentative in chain if tentative.round == round_), None)
+            if rejected is None:
                 return
-            refused.rolled_back = True
-            left, self._residuals[fragment] = self._without(fragment, [refused])
+            rejected.rolled_back = True
+            left, self._residuals[fragment] = self._without(fragment, [rejected])
             for tentative, before in left:
                 tentative.before = before
-            self._open[fragment] = [tentative for tentative in chain if tentative is not refused]
+            self._open[fragment] = [tentative for tentative in chain if tentative is not rejected]
             self._forget_merged(fragment)
 
     def _without(
-        self, fragment: int, refused: Sequence[Tentative]
-    ) -> tuple[list[tuple[Tentative, Tensor | None]], Tensor | None]:
-        """Had these never been sent: every other encoded contribution with the residual before it, and the residual after all of them."""
+        self, fragment: int, removed: Sequence[TentativeResidual]
+    ) -> tuple[list[tuple[TentativeResidual, Tensor | None]], Tensor | None]:
+        """The residuals as they would be if the `removed` contributions had never been encoded.
+
+        Returns:
+            Every other encoded contribution with the residual before it, and the residual after the last one.
+        """
         encoded = [tentative for tentative in self._open[fragment] if tentative.encoded]
         newest = self._residuals[fragment]
         if not encoded:
             return [], newest
         residual, left = encoded[0].before, []
         for tentative, after in zip(encoded, [*(each.before for each in encoded[1:]), newest], strict=True):
-            if tentative in refused:
+            if tentative in removed:
                 continue
             left.append((tentative, residual))
             residual = after if residual is tentative.before else self._moved(after, tentative.before, residual)
@@ -111,18 +130,18 @@ class ErrorFeedback:
             chain.pop(0)
 
     def _moved(self, after: Tensor | None, start: Tensor | None, other_start: Tensor | None) -> Tensor:
-        """The residual after an encoding that began at `start`, had it begun at the other one; None stands for zeros."""
-        assert after is not None  # something was encoded
+        """The residual after an encoding that began at `start`, had it begun at `other_start`; None is zeros."""
+        assert after is not None  # a contribution was encoded
         if start is not None:
             after = after.sub(start.mul(self._decay))
         return after if other_start is None else after.add(other_start.mul(self._decay))
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals as they were last committed: only an update that lists a contribution commits its residual, so one whose merge is
-        not known yet counts as not merged.
+        """The committed residuals, by fragment: a contribution that is not settled counts as not merged.
 
-        A resumed learner does not hear of it any more. Where the exchange's state is in the checkpoint, the contribution is not: its
-        work is pending again, and is encoded again with the residual from before. Over a syncer it belongs to an earlier incarnation.
+        A resumed learner never receives that contribution's result. Over a syncer, the contribution belongs to an
+        earlier incarnation. Over other exchanges its work is pending again, and is encoded again from the residual
+        before it.
         """
         with self._lock:
             committed = [
@@ -132,7 +151,7 @@ class ErrorFeedback:
         return {str(f): residual for f, residual in enumerate(committed) if residual is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Restore what `state_dict` returned."""
         with self._lock:
             self._residuals = [
                 state[str(f)].to(torch.float32, copy=True) if str(f) in state else None

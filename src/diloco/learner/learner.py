@@ -1,7 +1,8 @@
-"""`Learner`: the object users hold. It ties a model and an inner optimizer to a method and an exchange.
+"""`Learner`: the object that users hold. It ties a model and an inner optimizer to a method and an exchange.
 
-`step()` is one boundary: report, send what is due, take in what has arrived, adopt what is due. The training thread pays for a
-snapshot of what is sent and a copy of what is adopted; encoding, sending, receiving and decoding happen on the exchange's threads.
+`step()` is one boundary: send the fragments that are due, receive updates, adopt the versions that are due. The
+training thread copies what is sent and what is adopted. Encoding, sending, receiving and decoding run on threads of the
+exchange.
 """
 
 from __future__ import annotations
@@ -24,27 +25,29 @@ from diloco.learner.tensors import LearnerTensors, trained_tensors
 
 
 class Learner:
-    """One island's part in a run.
+    """One learner of a run: a model that trains here and exchanges outer gradients with the other learners.
 
-    Call `step` after every inner optimizer step. With a method that exchanges gradients (`DataParallel`) the exchange happens
-    inside `inner_optimizer.step()`, through a hook.
+    Call `step` after every inner optimizer step. With a method that exchanges gradients (`DataParallel`) the exchange
+    happens inside `inner_optimizer.step()`, through a hook.
 
     Arguments:
-        model: an `nn.Module`, or one wrapped in `DistributedDataParallel` (its ranks form one learner; rank 0 speaks for them).
-            Parameters on CPU or CUDA in fp32, bf16 or fp16. Its parameters are overwritten with the run's when the learner joins.
-        inner_optimizer: the optimizer that trains `model` here. Its state stays here and is never reset.
-        method: what to run. None: the exchange's own (a syncer brings one); a different one is refused.
+        model: an `nn.Module`, or one wrapped in `DistributedDataParallel` (its ranks form one learner, and rank 0 talks
+            to the others). Parameters on CPU or CUDA in fp32, bf16 or fp16. Joining overwrites them with the run's.
+        inner_optimizer: the optimizer that trains `model`. Its state is local and never reset.
+        method: the run's method. None: the method that the exchange brings (from a syncer). A different one is refused.
         exchange: from `diloco.connect(…)`, `diloco.Collective(…)` or `diloco.run_local(…)`.
-        trains: names of the parameters that this learner trains, as shell patterns; None: all. Others are adopted and never sent,
-            and a merge divides by those who train a tensor. It is for the caller to see that only these change.
+        trains: names of the parameters that this learner trains, as shell patterns; None: all. The others are adopted
+            and never sent. A merge of a tensor is over the learners that train it. The caller must ensure that training
+            changes only these parameters.
 
     Raises:
-        ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under a
-            stateful inner optimizer, a method that differs from the run's.
+        ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under
+            a stateful inner optimizer, a method that differs from the run's.
         LayoutError: the run holds another model.
 
     Example:
-        >>> with diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(sync_every=100), exchange=exchange) as learner:
+        >>> method = diloco.DiLoCo(sync_every=100)
+        >>> with diloco.Learner(model, inner_optimizer, method=method, exchange=exchange) as learner:
         ...     for batch in loader:
         ...         model(**batch).loss.backward(); inner_optimizer.step(); inner_optimizer.zero_grad()
         ...         learner.step(tokens=batch["input_ids"].numel())
@@ -69,9 +72,9 @@ class Learner:
         self._exchange = exchange
         check_compatible(model, inner_optimizer, self.method, exchange)
         self.layout: Layout = make_layout(model, self.method.fragments)
-        self._values = LearnerTensors(model, self.layout, self.method)
+        self._tensors = LearnerTensors(model, self.layout, self.method)
         trained = trained_tensors(self.layout, trains, self.method)
-        opened = exchange.open(self.layout, self.method, self._values.own_model)
+        opened = exchange.open(self.layout, self.method, self._tensors.own_model)
         self._core = LearnerCore(
             self.method.schedule(len(self.layout.fragments)),
             opened.versions,
@@ -80,7 +83,7 @@ class Learner:
             step=opened.step,
             mode=mode_of(self.method),
         )
-        self._boundary = Boundary(self.method, self.layout, exchange, self._core, self._values, trained, opened)
+        self._boundary = Boundary(self.method, self.layout, exchange, self._core, self._tensors, trained, opened)
         self._start_model: Opened | None = opened
         self._closed = False
         self._hook = None
@@ -92,16 +95,23 @@ class Learner:
         return self.method.exchanged == "gradients"
 
     def step(self, *, tokens: int) -> None:
-        """After an inner step on `tokens` tokens (of this rank): send, take in, adopt.
+        """Call after each inner step: send, receive and adopt what is due.
 
-        Blocks only where the method waits for an answer that is due.
+        Blocks only while the method waits for an update.
+
+        Arguments:
+            tokens: tokens of that inner step on this rank.
+
+        Raises:
+            ConfigError: the learner is closed or has finished.
+            LayoutError: training changed a frozen tensor.
         """
         self._require_training()
         timing = self._boundary.timing
         if not self._exchanges_gradients:
             self._exchange.stepped()
         timing.step_begins()
-        self._start_model = None  # from here on the anchors are all that is needed of it
+        self._start_model = None  # a copy of the model that the anchors replace
         tokens = self._exchange.sum_tokens(tokens)
         if self._exchanges_gradients:
             self._core.credit(tokens)
@@ -115,16 +125,16 @@ class Learner:
         self._require_training()
         self._boundary.before_step()
 
-    # --- state ------------------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """This learner's id in the run."""
+        """This learner's name in the run."""
         return self._boundary.name
 
     @property
     def steps(self) -> int:
-        """Inner steps on the run's schedule; a late joiner starts at the run's."""
+        """Inner steps on the run's schedule; a late joiner starts at the run's step."""
         return self._core.step
 
     @property
@@ -134,20 +144,26 @@ class Learner:
 
     @property
     def run_tokens(self) -> int:
-        """Tokens trained by the whole run as last heard; this learner's own where nobody counts them."""
+        """Tokens trained by the whole run as last reported; this learner's own if the exchange counts none."""
         known = self._exchange.run_tokens
         return self._core.tokens if known is None else known
 
     def global_state_dict(self) -> dict[str, Tensor]:
-        """The global model as this learner last adopted it, in the shape of `model.state_dict()`: what to evaluate and export.
+        """The global model at the versions that this learner holds: the model to evaluate and export.
 
-        Host tensors, in the parameters' dtypes. With gradients exchanged it is the model itself.
+        Returns:
+            Host tensors with the keys, shapes and dtypes of `model.state_dict()`; where gradients are exchanged, the
+            values of `model` itself.
         """
-        return self._values.state_dict(None if self._exchanges_gradients else self._boundary.newest())
+        return self._tensors.model_state_dict(None if self._exchanges_gradients else self._boundary.newest())
 
     def metrics(self) -> dict[str, Any]:
-        """Plain numbers: steps, tokens, versions, updates received and merges among them this learner was in, seconds blocked in `step`
-        (in all, and how many calls were blocked for how long), bytes, ledger."""
+        """Counters as plain JSON values.
+
+        `updates` counts versions received, and `merges` those that contain this learner's work. `blocked_s` is the time
+        in which `step` waited for updates, and `blocked_histogram` counts calls of `step` by it. `num_bytes` is by kind
+        (`Exchange.num_bytes`). `ledger` says for each fragment what became of the tokens trained.
+        """
         boundary, timing = self._boundary, self._boundary.timing
         return {
             "learner": boundary.name,
@@ -167,47 +183,50 @@ class Learner:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The trained parameters, anchors, versions, counters, answers on their way and error feedback; tensors on the host and plain
-        values in nested dicts.
+        """This learner's part of a checkpoint: parameters, anchors, versions, counters, updates, error feedback.
 
-        Waits for the answers that a schedule has on their way, so that a resumed run continues with the same bits. Where nobody
-        waits for a round, work on its way becomes pending again or, over a syncer, stays with it. Take the inner optimizer's state
-        at the same boundary; the model's own is not needed.
+        Blocks until the updates of scheduled rounds in flight have arrived, so that a resumed run continues with the
+        same bits. In called and pushed rounds, work in flight becomes pending again, or stays with the syncer over one.
+        Save the inner optimizer's state at the same boundary. The model's own `state_dict` is not needed.
+
+        Returns:
+            Nested dicts of host tensors and plain values.
         """
         return learner_state(self._boundary)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from `state_dict`: the model's parameters become those of the checkpoint, whatever they are now. The inner
-        optimizer's state is the caller's to load, before or after.
+        """Continue from `state_dict`: the model's parameters become those of the checkpoint.
+
+        Call it before the first step. The caller loads the inner optimizer's state, before or after.
 
         Returns:
-            True where the learner continues exactly as it was. False where the run has gone on without it: it keeps its step
-            count and adopts the run's newest model, like any learner that rejoins. A run in one process goes back to a checkpoint
-            only before a learner has trained in it.
+            True where the learner continues exactly as it was. False where the run has gone on without it: the learner
+            keeps its step count and adopts the run's newest model, like any learner that rejoins. A run in one process
+            returns to a checkpoint only until a learner has trained in it.
 
         Raises:
             CheckpointError: the state belongs to another model or method.
-            ConfigError: this learner has taken a step already.
+            ConfigError: this learner has already taken a step.
         """
         opened = self._start_model
         if opened is None:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
         return resume(self._boundary, opened, state)
 
-    # --- the end ----------------------------------------------------------------------------------------------------------
+    # --- leaving ------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Say that this learner takes no more steps: from here on no round waits for it. Idempotent.
+        """Declare that this learner takes no more steps, so that no round waits for it. Idempotent.
 
-        It stays part of the run until `close`, to evaluate, export or save for as long as that takes. What it has sent is still merged.
-        Over a process group, whose members are fixed, the others wait all the same.
+        It stays a member of the run until `close`, with time to evaluate, export or save. Contributions in flight are
+        still merged. A process group has fixed members: there the others wait for it all the same.
         """
         self._require_open()
         self._boundary.has_finished = True
         self._boundary.report()
 
     def close(self) -> None:
-        """Leave the run. Idempotent."""
+        """Leave the run and close the exchange. Idempotent."""
         if not self._closed:
             self._closed = True
             if self._hook is not None:

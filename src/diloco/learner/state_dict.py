@@ -1,4 +1,4 @@
-"""A learner in a checkpoint: what `Learner.state_dict` holds, and how a learner goes on from it."""
+"""A learner's part of a checkpoint: what `Learner.state_dict` contains, and how a learner resumes from it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from diloco.exchange.base import Arrived, Opened
 from diloco.learner.boundary import Boundary
 
 KEYS = (
-    "layout", "method", "core", "anchors", "origins", "parameters", "counters", "received", "eager", "residuals", "exchange",
-)  # fmt: skip
+    *("layout", "method", "core", "anchors", "origins", "parameters", "counters"),
+    *("received", "eager", "residuals", "exchange"),
+)
 
 
 def learner_state(learner: Boundary) -> dict[str, Any]:
-    """All that makes a learner go on as it would have, when all answers that a schedule has on their way are here.
+    """Wait for the updates of scheduled rounds in flight, then return all that the learner needs to continue exactly.
 
-    The trained parameters are in it: attaching a learner writes the run's model into them, so what the caller has loaded into the
-    model before that is gone.
+    The parameters are part of it: joining a run overwrites those that the caller has loaded into the model before.
     """
-    learner.take_in()
+    learner.receive()
     learner.wait_while(lambda: not _all_answered(learner))
     return {
         "layout": learner.layout.digest(),
         "method": learner.method.to_dict(),
         "core": learner.core.state_dict(),
-        **learner.values.learner_state(),
+        **learner.tensors.state_dict(),
         "received": {f"{f}.{v}": _arrived_out(arrived) for (f, v), arrived in learner.received.items()},
         "eager": {} if learner.eager is None else learner.eager.state_dict(),
         "residuals": learner.residuals.state_dict(),
@@ -37,7 +37,7 @@ def learner_state(learner: Boundary) -> dict[str, Any]:
 
 
 def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
-    """Go on from `learner_state`, in the run as `opened` found it; see `Learner.load_state_dict`.
+    """Continue from `learner_state` in the run that `opened` describes (`Learner.load_state_dict`).
 
     Raises:
         CheckpointError: the state belongs to another model or method.
@@ -48,8 +48,8 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
         learner.rejoin(opened, step=state["core"]["step"])
         return False
     core.load_state_dict(state["core"])
-    learner.values.load_learner_state(state)
-    learner.values.measure_from(core.forget_flights(keep_work=bool(exchange)), here=not exchange)
+    learner.tensors.load_state_dict(state)
+    learner.tensors.measure_from(core.forget_flights(keep_work=bool(exchange)), here=not exchange)
     if not exchange:  # a syncer keeps the books, by incarnation, and this is a new one
         core.reincarnated()
     learner.residuals.load_state_dict(state["residuals"])
@@ -64,7 +64,7 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
 def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
     if missing := [key for key in KEYS if key not in state]:
         raise CheckpointError(
-            f"the checkpoint has no {missing[0]!r}; load what Learner.state_dict of this version gave."
+            f"the checkpoint has no {missing[0]!r}; load what Learner.state_dict of this version of diloco returned."
         )
     if state["layout"] != learner.layout.digest():
         raise CheckpointError(
@@ -77,8 +77,10 @@ def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
 
 
 def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:
-    """Whether the run holds other versions than the learner had heard of. An exchange whose state is in the checkpoint is taken back
-    to it, and may be behind it."""
+    """Whether the run holds other versions than those that the learner knew of.
+
+    An exchange whose state is in the checkpoint is restored from it, so there the run may also hold earlier versions.
+    """
     newest = [book["held"] for book in state["core"]["books"]]
     for fragment, version in map(_fragment_and_version, state["received"]):
         newest[fragment] = max(newest[fragment], version)

@@ -1,4 +1,4 @@
-"""A learner's tensors and the versions they belong to: parameters, anchors, origins, frozen tensors, snapshots."""
+"""A learner's tensors: parameters, anchors, origins, frozen tensors, and which of them this learner trains."""
 
 from __future__ import annotations
 
@@ -20,40 +20,42 @@ from diloco.learner.snapshots import Snapshots
 
 
 class LearnerTensors:
-    """What a learner holds of a model.
+    """The tensors that one learner holds of its model.
 
     Attributes:
-        parameters: the trainable ones, by their names in the layout.
-        anchors: per fragment the newest global value adopted, flat fp32 on the host: what outer gradients are measured from.
-        origins: by fragment, where work has been sent since without an adoption: the parameters as they were sent.
-        snapshots, static: buffers of what is sent; frozen parameters and buffers.
+        parameters: the trainable parameters of the model, by their names in the layout.
+        anchors: per fragment, the newest value adopted, flat fp32 on the host; outer gradients are measured from it.
+        origins: by fragment, the parameters as they were last sent, flat fp32 on the host; only of fragments that were
+            sent since their last adoption.
+        snapshots: takes snapshots of what is sent.
+        frozen: frozen parameters and buffers.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, method: Method) -> None:
-        self._model, self._layout, self._how = model, layout, method.adopt
+        self._model, self._layout, self._adopt = model, layout, method.adopt
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
         self.snapshots = Snapshots(layout)
-        self.static = FrozenState(model, layout)
+        self.frozen = FrozenState(model, layout)
         self._aliases = _aliases(model)
 
     def own_model(self) -> Model:
-        """The model as it is here, for whoever initialises the run."""
+        """The model as it is here; the learner that initialises the run gives it to all."""
         fragments = tuple(gather(fragment, self.parameters).cpu() for fragment in self._layout.fragments)
-        return Model(fragments, self.static.values())
+        return Model(fragments, self.frozen.values())
 
-    def take(self, model: Model, *, write: bool) -> None:
-        """A new incarnation: anchors, frozen tensors and (`write`) parameters become the run's, and nothing is on its way."""
+    def load_model(self, model: Model, *, write: bool) -> None:
+        """Start a new incarnation: load the run's anchors, frozen tensors and, with `write`, parameters."""
         self.anchors = list(model.fragments)
         self.origins.clear()
         if write:
             for fragment, theta in enumerate(model.fragments):
                 self.write(fragment, theta)
-        self.static.adopt(model.static)
+        self.frozen.adopt(model.static)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient of every parameter; zeros where there was none."""
+        """The gradient of every parameter; a parameter without one gets zeros."""
         found = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
@@ -62,14 +64,16 @@ class LearnerTensors:
         return found
 
     def adopt(self, fragment: int, theta: Tensor, *, just_sent: bool) -> None:
-        """The parameters become what the method's rule makes of them and a global fragment.
+        """Apply the method's adoption rule to a fragment's parameters and its new global value.
 
-        `just_sent`: the fragment was sent at this very boundary, so nothing was trained since.
+        Arguments:
+            theta: the global value, flat fp32 on the host.
+            just_sent: the fragment was sent at this boundary, so no work was done since the send.
         """
         origin = None
-        if self._how.needs_origin and not just_sent:
+        if self._adopt.needs_origin and not just_sent:
             origin = self.origins.get(fragment, self.anchors[fragment])
-        self.write(fragment, theta, how=self._how, origin=origin)
+        self.write(fragment, theta, how=self._adopt, origin=origin)
 
     @torch.no_grad()
     def write(
@@ -80,7 +84,13 @@ class LearnerTensors:
         how: Adopt | None = None,
         origin: Tensor | None = None,
     ) -> None:
-        """A fragment's tensors (the parameters, unless given) become `flat`, or `how` of themselves and `flat`."""
+        """Set a fragment's tensors in place: to `flat`, or to `how` of their present values and `flat`.
+
+        Arguments:
+            flat: flat fp32.
+            tensors: by name; None: the parameters.
+            origin: what `how` takes for the values at the last send; None: the present values.
+        """
         tensors = self.parameters if tensors is None else tensors
         layout = self._layout.fragments[fragment]
         device = tensors[layout.names[0]].device
@@ -92,26 +102,21 @@ class LearnerTensors:
             else:
                 _adopt_into(own, how, value.to(own.device), origins.get(name))
 
-    def adopted(self, fragment: int, theta: Tensor) -> None:
-        """The learner holds this version now."""
+    def set_anchor(self, fragment: int, theta: Tensor) -> None:
+        """Measure the fragment's next outer gradients from `theta`, a version that the learner has adopted."""
         self.anchors[fragment] = theta
         self.origins.pop(fragment, None)
 
     def measure_from(self, fragments: Iterable[int], *, here: bool) -> None:
-        """What is measured next of these starts from the parameters as they are (`here`), or from what was last adopted."""
+        """Measure the next outer gradients of these fragments from the present parameters (`here`) or the anchors."""
         for fragment in fragments:
             if here:
                 self.origins[fragment] = gather(self._layout.fragments[fragment], self.parameters).cpu()
             else:
                 self.origins.pop(fragment, None)
 
-    def end_boundary(self, sent: Iterable[int], *, keep: bool) -> None:
-        """What is measured next of fragments that were sent and not adopted starts from here."""
-        if keep:
-            self.measure_from(sent, here=True)
-
-    def state_dict(self, fragments: Sequence[Tensor] | None) -> dict[str, Tensor]:
-        """These fragments in the shape of the model's `state_dict`, host tensors in its dtypes; None: the model as it is."""
+    def model_state_dict(self, fragments: Sequence[Tensor] | None) -> dict[str, Tensor]:
+        """The model's `state_dict` with the values of these flat fragments, on the host; None: with its own values."""
         values: dict[str, Tensor] = {}
         for layout, flat in zip(self._layout.fragments, fragments or (), strict=fragments is not None):
             values.update(scatter(layout, flat))
@@ -121,29 +126,29 @@ class LearnerTensors:
             state[name] = own.to("cpu", copy=True) if source is None else source.to(own.dtype, copy=True)
         return state
 
-    def learner_state(self) -> dict[str, Any]:
-        """For `Learner.state_dict`."""
+    def state_dict(self) -> dict[str, Any]:
+        """This part of `Learner.state_dict`."""
         return {
             "anchors": {str(f): anchor for f, anchor in enumerate(self.anchors)},
             "origins": {str(f): origin for f, origin in self.origins.items()},
             "parameters": {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()},
-            "counters": self.static.counters(),
+            "counters": self.frozen.counters(),
         }
 
     @torch.no_grad()
-    def load_learner_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `learner_state`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         self.anchors = [state["anchors"][str(f)] for f in range(len(self.anchors))]
         self.origins = {int(f): origin for f, origin in state["origins"].items()}
         for name, parameter in self.parameters.items():
             parameter.copy_(state["parameters"][name])
-        self.static.load_counters(state["counters"])
+        self.frozen.load_counters(state["counters"])
 
 
 def _adopt_into(own: Tensor, how: Adopt, value: Tensor, origin: Tensor | None) -> None:
-    """A parameter becomes `how` of itself and the global `value`; nothing was trained since an `origin` of None."""
+    """Set a parameter to `how` of itself and the global `value`, block by block. No `origin`: the parameter itself."""
     origin = own if origin is None else origin
-    if own.is_contiguous():  # of any other, the blocks are whole rows
+    if own.is_contiguous():  # the blocks of other tensors are whole rows
         own, value, origin = own.view(-1), value.view(-1), origin.view(-1)
     for part in blocks(own):
         mine = own[part]
@@ -151,7 +156,7 @@ def _adopt_into(own: Tensor, how: Adopt, value: Tensor, origin: Tensor | None) -
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Every name of a tied parameter in `state_dict`, to the one name it has in the layout."""
+    """The further names that tied parameters have in `state_dict`, each with the parameter's name in the layout."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         name: first[id(value)]
@@ -161,17 +166,23 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Method) -> list[tuple[int, ...] | None]:
-    """Per fragment the indices of the tensors whose name matches one of `patterns` (shell style, case-sensitive); None: all of them.
+    """Which tensors a learner trains.
+
+    Arguments:
+        patterns: of the tensors' names, shell style and case-sensitive; None: all tensors are trained.
+
+    Returns:
+        Per fragment the indices of the tensors trained; None: all of the fragment's.
 
     Raises:
-        ConfigError: a pattern that no tensor matches, or a method under which all must be trained.
+        ConfigError: a pattern matches no tensor, or the method needs all tensors trained.
     """
     if patterns is None:
         return [None] * len(layout.fragments)
     if isinstance(method.adopt, Eager):
         raise ConfigError(
-            f"{method.name} replaces a learner's own part of every mean, and where learners train parts that is another "
-            "part for every tensor; train all of the model, or use DelayedDiLoCo."
+            f"trains=… cannot be used with {method.name}, which replaces the learner's own share of every mean: that "
+            "share would differ from tensor to tensor; train the whole model, or use DelayedDiLoCo."
         )
     names = [name for fragment in layout.fragments for name in fragment.names]
     for pattern in patterns:
