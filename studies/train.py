@@ -16,7 +16,7 @@ import diloco
 from diloco.core.fragments import scatter
 from diloco.core.method import Method
 from diloco.core.quorum import AllLive
-from diloco.core.update import Contribution
+from diloco.core.contribution import Contribution
 from diloco.errors import CorruptPayloadError, NonFiniteError
 from diloco.exchange.base import Exchange
 from diloco.training.optimizers import Chained

@@ -9,7 +9,7 @@ from diloco.core.presets import DecoupledDiLoCo, DiLoCo
 from diloco.core.quorum import AllLive, Called
 from diloco.core.rounds import Accept, Merge, Publish, Reject, Store
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import DROPPED, OUTLIER, Contribution
+from diloco.core.contribution import DROPPED, OUTLIER, Contribution
 
 NEARLY_ALL = 1 - 2**-40
 

@@ -13,7 +13,7 @@ from diloco.core.presets import DecoupledDiLoCo
 from diloco.core.quorum import Called, Pace, Pushed, Quorum, decide_open, quorum_from_dict
 from diloco.core.rounds import Accept, Action, Call, Merge, Publish, Reject, Store, WakeAt
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import Contribution
+from diloco.core.contribution import Contribution
 from diloco.errors import ConfigError
 
 NO_GRACE = Called(at_least=1, grace=0.0)

@@ -16,7 +16,7 @@ from diloco.core.quorum import AllLive
 from diloco.core.rounds import Accept, Action, Evict, Merge, Publish, Reject, Store, WakeAt
 from diloco.core.status import status_of
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import Contribution
+from diloco.core.contribution import Contribution
 from diloco.errors import ConfigError, StaleIncarnationError, VersionError
 
 A = TypeVar("A", bound=Action)

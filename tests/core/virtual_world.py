@@ -20,7 +20,7 @@ from diloco.core.method import Method
 from diloco.core.rounds import Accept, Action, Call, Evict, Merge, Publish, Reject, Store, WakeAt
 from diloco.core.status import status_of
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import Contribution
+from diloco.core.contribution import Contribution
 from diloco.errors import StaleIncarnationError
 
 DEADLINES = Deadlines(lost_floor_s=6.0, stalled_floor_s=60.0)

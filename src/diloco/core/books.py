@@ -12,7 +12,7 @@ from copy import deepcopy
 
 from diloco.core.ledger import Ledger
 from diloco.core.rounds import FragmentState, Reject, Round
-from diloco.core.update import KEPT, OUTLIER, Contribution
+from diloco.core.contribution import KEPT, OUTLIER, Contribution
 from diloco.errors import PayloadError
 
 MAX_COUNTED_TOKENS = 2**53

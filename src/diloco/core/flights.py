@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from diloco.core.ledger import Ledger
-from diloco.core.update import OVERLAP
+from diloco.core.contribution import OVERLAP
 
 
 @dataclass

@@ -28,7 +28,7 @@ from diloco.core.flights import Flight, FragmentBook, Send
 from diloco.core.method import Method
 from diloco.core.quorum import AllLive, Called
 from diloco.core.schedule import Schedule
-from diloco.core.update import DROPPED, KEPT, MISSED, OUTLIER, TWICE
+from diloco.core.contribution import DROPPED, KEPT, MISSED, OUTLIER, TWICE
 from diloco.errors import CheckpointError, VersionError
 
 Mode = Literal["scheduled", "called", "pushed"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from diloco.core.update import Contribution
+from diloco.core.contribution import Contribution
 
 
 @dataclass

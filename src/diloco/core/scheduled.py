@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from diloco.core.members import Member
 from diloco.core.quorum import AllLive, Decision, decide
 from diloco.core.rounds import Accept, Action, Reject, Round
-from diloco.core.update import DROPPED, MISSED, OUT_OF_STEP, TWICE, VERSION, Contribution
+from diloco.core.contribution import DROPPED, MISSED, OUT_OF_STEP, TWICE, VERSION, Contribution
 
 if TYPE_CHECKING:
     from diloco.core.syncer import SyncerCore

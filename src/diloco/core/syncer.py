@@ -22,7 +22,7 @@ from diloco.core.members import Deadlines, Member
 from diloco.core.method import Method
 from diloco.core.quorum import Decision, Pace
 from diloco.core.rounds import Accept, Action, Evict, FragmentState, Merge, Publish, Reject, Round, Store, WakeAt
-from diloco.core.update import MISSED, OUTLIER, Contribution
+from diloco.core.contribution import MISSED, OUTLIER, Contribution
 from diloco.errors import StaleIncarnationError, VersionError
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.update import Contribution, Update
+from diloco.core.contribution import Contribution
+from diloco.core.update import Update
 from diloco.errors import ConfigError
 
 

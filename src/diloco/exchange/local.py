@@ -15,7 +15,7 @@ from diloco.core.fragments import Layout
 from diloco.core.ledger import Ledger
 from diloco.core.method import Method
 from diloco.core.rounds import Accept
-from diloco.core.update import Contribution
+from diloco.core.contribution import Contribution
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Report, required_method
 from diloco.exchange.delivery import Direction

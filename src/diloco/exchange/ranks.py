@@ -18,7 +18,8 @@ from torch import Tensor
 
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.update import Contribution, Update
+from diloco.core.contribution import Contribution
+from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Arrived, Called, Event, Exchange, Model, Opened, Rejected, Rejoined, Report
 from diloco.exchange.group import Group, error_of, to_bytes, to_tensor

@@ -17,7 +17,8 @@ from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.rounds import Accept, Call, Evict, Merge, Publish, Reject, Store, WakeAt
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import Closed, Contribution, Update, close_round, update_of
+from diloco.core.contribution import Contribution
+from diloco.core.update import Closed, Update, close_round, update_of
 from diloco.exchange.base import Arrived, Called, Event, Model, Rejected
 from diloco.exchange.delivery import Alarm, Delivery, Fault, Faults, Links
 from diloco.exchange.virtual import StepSeconds, VirtualTime, Watch

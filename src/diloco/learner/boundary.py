@@ -14,7 +14,7 @@ from diloco.core.flights import Send
 from diloco.core.fragments import Layout
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
-from diloco.core.update import KEPT, Contribution
+from diloco.core.contribution import KEPT, Contribution
 from diloco.exchange.base import Arrived, Called, Exchange, Opened, Rejected, Rejoined, Report
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback

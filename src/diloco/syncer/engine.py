@@ -17,7 +17,7 @@ from diloco.core.fragments import Layout
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.rounds import Accept, Action, Reject
-from diloco.core.update import Contribution
+from diloco.core.contribution import Contribution
 from diloco.errors import (
     AlreadyInitialisedError,
     LayoutError,

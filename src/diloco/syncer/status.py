@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.core.status import status_of
-from diloco.core.update import Contribution
+from diloco.core.contribution import Contribution
 from diloco.syncer.state import RunState
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.update import Contribution
+from diloco.core.contribution import Contribution
 from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
 from diloco.exchange.collective.agreement import name_of

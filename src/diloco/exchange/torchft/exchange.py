@@ -12,7 +12,7 @@ from torch import Tensor
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.quorum import AllLive
-from diloco.core.update import Contribution
+from diloco.core.contribution import Contribution
 from diloco.errors import CheckpointError, ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
 from diloco.exchange.group import to_bytes, to_tensor

@@ -14,7 +14,8 @@ from torch import Tensor
 from diloco.core.contributions import encoded_of, merge_weights
 from diloco.core.fragments import Layout, digest
 from diloco.core.method import Method
-from diloco.core.update import MISSED, OUTLIER, Contribution, advance, close_round, update_of
+from diloco.core.contribution import MISSED, OUTLIER, Contribution
+from diloco.core.update import advance, close_round, update_of
 from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event, Rejected
 from diloco.exchange.group import Group, split
