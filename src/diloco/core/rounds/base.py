@@ -19,7 +19,7 @@ from diloco.core.contribution import Contribution
 from diloco.core.in_flight import FragmentWork, InFlight
 from diloco.core.members import Deadlines, Member
 from diloco.core.schedule import Schedule
-from diloco.core.values import Choice, whole_number
+from diloco.core.choices import Choice, whole_number
 
 Phase = Literal["open", "merging", "storing"]
 

@@ -30,7 +30,7 @@ from diloco.core.rounds.base import (
     SyncerRounds,
 )
 from diloco.core.rounds.late import Late, OpenRound
-from diloco.core.values import fraction, positive
+from diloco.core.choices import fraction, positive
 
 EMA = 0.2
 """Weight of the newest measurement in the moving averages that size the grace window."""

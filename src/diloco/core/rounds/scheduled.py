@@ -39,7 +39,7 @@ from diloco.core.rounds.base import (
     Run,
     SyncerRounds,
 )
-from diloco.core.values import fraction, whole_number
+from diloco.core.choices import fraction, whole_number
 from diloco.errors import ConfigError
 
 
