@@ -21,6 +21,7 @@ class InFlight:
         number, round, base, tokens, steps: as in `Contribution`.
         apply_at: the inner step after which its answer is due.
         listed: a version that is here has it.
+        is_rejected: it was rejected, and the answer to its round is waited for all the same.
         kept: it was dropped, and its work stays in the learner's parameters.
     """
 
@@ -31,6 +32,7 @@ class InFlight:
     steps: int
     apply_at: int
     listed: bool = False
+    is_rejected: bool = False
     kept: bool = False
 
 
@@ -99,7 +101,7 @@ class FragmentWork:
         if version <= self.version:
             return ()
         self.received.add(version)
-        listed = tuple(flight for flight in self.in_flight if flight.number <= merged and not flight.listed)
+        listed = tuple(flight for flight in self.in_flight if flight.number <= merged and not (flight.listed or flight.is_rejected))
         for flight in listed:
             flight.listed = True
             self.ledger.merged += flight.tokens

@@ -1,8 +1,8 @@
-"""Who takes part in a run, as its syncer sees it, and when it is given up."""
+"""Membership of a run, as its syncer sees it, and the deadlines of its members."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from diloco.core.choices import positive
 from diloco.errors import ConfigError
@@ -10,16 +10,14 @@ from diloco.errors import ConfigError
 
 @dataclass
 class Member:
-    """A learner that is not given up.
+    """A learner that takes part: it joined, and neither left nor was evicted.
 
     Attributes:
         broken_at: when its connection broke; None: it was heard since.
-        ready: it has trained since it joined, and will go on; one that is still starting up delays nobody.
+        ready: it has trained since it joined, and will go on; one that is still starting up delays no round.
         finished: it has said that its training is over. It is never ready again, and never stalled.
         ready_step: the inner step known when it became ready: it may have passed that one without contributing.
         tokens: trained by this incarnation.
-        sent_step: by fragment, the inner step after which it last contributed, or joined.
-        sent_work: by fragment, tokens and steps of its last contribution.
     """
 
     learner: str
@@ -35,8 +33,6 @@ class Member:
     finished: bool = False
     ready_step: int = 0
     tokens: int = 0
-    sent_step: dict[int, int] = field(default_factory=dict)
-    sent_work: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def healthy(self) -> bool:
@@ -62,7 +58,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """When a silent learner is given up: a multiple of its own measured step time, within a floor and a cap.
+    """When a silent learner is evicted: a multiple of its own measured step time, within a floor and a cap.
 
     Attributes:
         lost_steps, lost_floor_s, lost_cap_s: nothing was heard of it (no heartbeat) for this many of its steps.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from diloco.core.values import nearest
+from diloco.core.choices import nearest
 from diloco.errors import ConfigError
 
 WEIGHTS = ("uniform", "tokens", "tokens^2/steps", "discounted")

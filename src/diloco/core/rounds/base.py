@@ -218,15 +218,20 @@ class SyncerRounds(ABC):
         """How many have contributed to the fragment's open round, where that is not enough and it waits for no member."""
         return None
 
+    def ends(self) -> Sequence[float]:
+        """When open rounds are decided anew though nothing else happens, in seconds."""
+        return ()
+
     def saved(self) -> dict[str, Any]:
-        """Its state as plain values (JSON), open rounds apart: their contributions are sent again."""
+        """Its state as plain values (JSON), apart from that of members (`saved_of`) and from open rounds, whose contributions are sent
+        again."""
         return {}
 
     def restore(self, values: Mapping[str, Any]) -> None:  # noqa: B027
-        """Continue from `saved`, in a run whose members are restored already."""
+        """Continue from `saved`."""
 
     def saved_of(self, learner: str) -> dict[str, Any]:
-        """What of its state is of one learner, as plain values (JSON)."""
+        """Its state of one member, as plain values (JSON)."""
         return {}
 
     def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:  # noqa: B027
@@ -284,9 +289,6 @@ class LearnerRounds(ABC):
     def forgets(self) -> bool:
         """Whether contributions in flight are void for a learner that continues from a checkpoint."""
         return True
-
-    def forgotten(self, fragment: int) -> None:  # noqa: B027
-        """Contributions of the fragment in flight are void."""
 
     def state_dict(self) -> dict[str, Any]:
         """Its state as plain values (JSON)."""

@@ -202,7 +202,7 @@ class CalledSyncer(SyncerRounds):
             return Decision(None, None, f"late work of {num_late} waits for the fragment's next turn")
         return late.decide(
             now, turns.open.newest, turns.open.fresh, late.ready(self._run), self._quorum.at_least,
-            enough_at=turns.call.enough_at, grace_s=self._quorum.grace_s(self._run.rules.schedule.overlap, self.pace),
+            enough_at=turns.call.enough_at, grace_s=self._grace_s,
         )  # fmt: skip
 
     def close(self, now: float, fragment: int) -> ClosedRound:
@@ -254,14 +254,21 @@ class CalledSyncer(SyncerRounds):
             if turns.call is not None and turns.open is not None and learner not in turns.open.fresh
         )
 
+    def ends(self) -> Sequence[float]:
+        return [enough_at + self._grace_s for turns in self._fragments
+                if turns.call is not None and (enough_at := turns.call.enough_at) is not None]  # fmt: skip
+
+    @property
+    def _grace_s(self) -> float:
+        return self._quorum.grace_s(self._run.rules.schedule.overlap, self.pace)
+
     def saved(self) -> dict[str, Any]:
-        return {"clock": self.clock, "pace": asdict(self.pace), "last": self._last.saved()}
+        return {"clock": self.clock, "pace": asdict(self.pace)}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         self.clock, self.pace = values["clock"], Pace(**values["pace"])
         for fragment, turns in enumerate(self._fragments):
             turns.turn = self._next_turn(fragment)
-        self._last.restore(values["last"])
 
     def saved_of(self, learner: str) -> dict[str, Any]:
         return self._last.saved_of(learner)

@@ -152,15 +152,6 @@ class LastContributions:
         """Continue from `saved_of`."""
         self._last[learner] = [LastSent(*each) for each in values["last"]]
 
-    def saved(self) -> dict[str, Any]:
-        """Plain values, of all learners."""
-        return {learner: self.saved_of(learner) for learner in self._last}
-
-    def restore(self, values: Mapping[str, Any]) -> None:
-        """Continue from `saved`."""
-        for learner, each in values.items():
-            self.restore_of(learner, each)
-
 
 def scale(run: Run, closed: ClosedRound, weights: Sequence[float], absent_work: Mapping[str, tuple[int, int]]) -> float:
     """Contributing ÷ live weight: the part of the live weight that is in a round.

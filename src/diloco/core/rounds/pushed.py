@@ -146,12 +146,6 @@ class PushedSyncer(SyncerRounds):
             return every
         return max(1, int(min(step_times) / member.step_s * every))
 
-    def saved(self) -> dict[str, Any]:
-        return {"last": self._last.saved()}
-
-    def restore(self, values: Mapping[str, Any]) -> None:
-        self._last.restore(values["last"])
-
     def saved_of(self, learner: str) -> dict[str, Any]:
         return self._last.saved_of(learner)
 
@@ -220,9 +214,6 @@ class PushedLearner(LearnerRounds):
         """Versions that have come and wait for this learner's own push count too."""
         work = self.fragments[fragment]
         return max(work.received, default=work.version)
-
-    def forgotten(self, fragment: int) -> None:
-        self._answered[fragment] = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"push_at": self._push_at, "push_every": self._push_every, "answered": self._answered}
