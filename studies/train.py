@@ -15,7 +15,7 @@ from torch import Tensor
 import diloco
 from diloco.core.fragments import scatter
 from diloco.core.method import Method
-from diloco.core.quorum import AllLive
+from diloco.core.rounds import AllLive
 from diloco.core.contribution import Contribution
 from diloco.errors import CorruptPayloadError, NonFiniteError
 from diloco.exchange.base import Exchange

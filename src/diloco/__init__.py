@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         SparseLoCo,
         StreamingDiLoCo,
     )
-    from diloco.core.quorum import AllLive, Called, Pushed
+    from diloco.core.rounds import AllLive, Called, Pushed
     from diloco.core.radial import RadialDirectional
     from diloco.core.robust import (
         CoordinateMedian,
@@ -81,7 +81,7 @@ _MODULES = {
         "DecoupledDiLoCo",
         "AsyncDiLoCo",
     ),
-    "diloco.core.quorum": ("AllLive", "Called", "Pushed"),
+    "diloco.core.rounds": ("AllLive", "Called", "Pushed"),
     "diloco.core.fragments": ("Whole", "ByLayer", "Balanced", "Named"),
     "diloco.core.outer": ("SGD", "Nesterov", "DelayedNesterov", "Adam"),
     "diloco.core.merge": ("Mean", "SenderMean"),

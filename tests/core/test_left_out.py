@@ -6,7 +6,7 @@ import pytest
 
 from diloco.core.method import Method
 from diloco.core.presets import DecoupledDiLoCo, DiLoCo
-from diloco.core.quorum import AllLive, Called
+from diloco.core.rounds import AllLive, Called
 from diloco.core.rounds import Accept, Merge, Publish, Reject, Store
 from diloco.core.syncer import SyncerCore
 from diloco.core.contribution import DROPPED, OUTLIER, Contribution

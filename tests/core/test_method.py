@@ -31,7 +31,7 @@ from diloco.core.presets import (
     StreamingDiLoCo,
     method_from_table,
 )
-from diloco.core.quorum import AllLive, Called, Pushed
+from diloco.core.rounds import AllLive, Called, Pushed
 from diloco.core.radial import RadialDirectional
 from diloco.core.robust import CoordinateMedian, MultiKrum, NormOutliers, TrimmedMean
 from diloco.core.update import advance, close_round

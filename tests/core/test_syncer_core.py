@@ -12,7 +12,7 @@ import pytest
 from diloco.core.ledger import Ledger
 from diloco.core.members import Deadlines, Member
 from diloco.core.presets import DiLoCo, StreamingDiLoCo
-from diloco.core.quorum import AllLive
+from diloco.core.rounds import AllLive
 from diloco.core.rounds import Accept, Action, Evict, Merge, Publish, Reject, Store, WakeAt
 from diloco.core.status import status_of
 from diloco.core.syncer import SyncerCore

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from diloco.core.flights import Send
+from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore, mode_of
 from diloco.core.ledger import Ledger
 from diloco.core.members import Deadlines, Member

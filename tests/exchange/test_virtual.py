@@ -11,7 +11,7 @@ from torch import Tensor
 
 import diloco
 from diloco.core.method import Method
-from diloco.core.quorum import Called
+from diloco.core.rounds import Called
 from diloco.errors import ConfigError
 from diloco.exchange.delivery import Fault
 from diloco.exchange.local import Local, Lost, run_virtual

@@ -129,6 +129,15 @@ class LearnerCore:
         """(fragment, version) of every answer that is due now, not here, and waited for."""
         return self._rounds.waiting(self.step)
 
+    def answers_on_their_way(self) -> tuple[tuple[int, int], ...]:
+        """(fragment, version) of the answers that will come for the contributions in flight, where it is known when."""
+        return tuple(
+            (fragment, version)
+            for fragment, work in enumerate(self.fragments)
+            for flight in work.in_flight
+            if (version := self._rounds.answer_to(flight)) is not None
+        )
+
     def adoptions(self) -> tuple[tuple[int, int], ...]:
         """(fragment, version) to adopt at this boundary."""
         versions = ((f, self._rounds.adoption(f, self.step)) for f in range(len(self.fragments)))
@@ -187,14 +196,17 @@ class LearnerCore:
         self._rounds.load_state_dict(state["rounds"])
 
     def forget_in_flight(self, *, keep_work: bool) -> tuple[int, ...]:
-        """After `load_state_dict`: contributions that no version here lists are void, where learners do not wait for answers.
+        """After `load_state_dict`: contributions are void that no version here lists, unless their answers are in the checkpoint.
 
         `keep_work`: no syncer has them, so their work is pending again. Otherwise all went with the old incarnation, and work begins
         here. Returns the fragments that this is about.
         """
-        if not self._rounds.forgets():
-            return ()
-        return tuple(f for f, work in enumerate(self.fragments) if work.forget(keep_work=keep_work))
+        return tuple(
+            fragment
+            for fragment, work in enumerate(self.fragments)
+            if all(self._rounds.answer_to(flight) is None for flight in work.in_flight)
+            and work.forget(keep_work=keep_work)
+        )
 
     def reincarnated(self) -> None:
         """After `load_state_dict`, under a new incarnation: the work goes on, but its tokens count no more.

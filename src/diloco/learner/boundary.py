@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from diloco.core.adopt import Eager, KeepDisplacement
-from diloco.core.flights import Send
+from diloco.core.in_flight import Send
 from diloco.core.fragments import Layout
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
 from diloco.core.contribution import KEPT, Contribution
-from diloco.exchange.base import Arrived, Called, Exchange, Opened, Rejected, Rejoined, Report
+from diloco.exchange.base import Arrived, CallForWork, Exchange, Opened, Rejected, Rejoined, Report
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
 from diloco.learner.tensors import LearnerTensors
@@ -115,12 +115,12 @@ class Boundary:
         snapshot = snapshots.take(fragment, tensors)
         measured = self._measured_from(send.fragment)
         contribution = Contribution(
-            self.name, self.incarnation, send.fragment, send.round, send.base, send.tokens, send.steps,
+            self.name, self.incarnation, send.fragment, send.number, send.round, send.base, send.tokens, send.steps,
             self.core.tokens, send.discarded, step=self.core.step, tensors=self._trained[send.fragment],
         )  # fmt: skip
 
         residuals = self.residuals  # a new incarnation has others
-        tentative = residuals.offered(send.fragment, send.round)
+        tentative = residuals.offered(send.fragment, send.number)
 
         def payload() -> Tensor:
             outer_gradient = snapshots.displacement(fragment, measured, snapshot)
@@ -182,7 +182,7 @@ class Boundary:
             match event:
                 case Arrived():
                     self._arrived(event)
-                case Called(fragment=fragment, version=version):
+                case CallForWork(fragment=fragment, version=version):
                     if (send := self.core.called(fragment, version)) is not None:
                         self._send(send, self.tensors.parameters)
                 case Rejected():
@@ -194,18 +194,16 @@ class Boundary:
         update, fragment = arrived.update, arrived.update.fragment
         self.received[fragment, update.version] = arrived
         self.updates += update.version > self.core.versions[fragment]
-        listed = self.core.received(fragment, update.version, arrived.merged_round)
+        listed = self.core.received(fragment, update.version, arrived.merged)
         self.merges += bool(listed)
         for flight in listed:
-            self.residuals.commit(fragment, flight.round)
-        if self.core.mode == "scheduled" and arrived.merged_round < update.base:
-            self.residuals.roll_back(fragment, update.base)
+            self.residuals.commit(fragment, flight.number)
 
     def _rejected(self, rejected: Rejected) -> None:
         fragment = rejected.fragment
-        if not self.core.rejected(fragment, rejected.round, rejected.reason):
+        if self.core.rejected(fragment, rejected.number, rejected.reason) is None:
             return
-        self.residuals.roll_back(fragment, rejected.round)
+        self.residuals.roll_back(fragment, rejected.number)
         if rejected.reason in KEPT:
             self._sent.pop(fragment, None)
             self.tensors.measure_from((fragment,), here=False)
@@ -220,13 +218,13 @@ class Boundary:
         self.tensors.set_anchor(fragment, arrived.theta)
         for flight in self.core.adopted(fragment, version):
             if not flight.listed:
-                self.residuals.roll_back(fragment, flight.round)
+                self.residuals.roll_back(fragment, flight.number)
         self.received = {key: value for key, value in self.received.items() if key[0] != fragment or key[1] > version}
 
     def newest(self) -> list[Tensor]:
-        """The global fragments adopted; in pushed rounds also those received that wait for this learner's own push."""
+        """The global fragments that stand for the run's here: those adopted, or newer ones that were received."""
         newest = list(self.tensors.anchors)
-        if self.core.mode == "pushed":
-            for (fragment, _), arrived in sorted(self.received.items(), key=lambda each: each[0]):
-                newest[fragment] = arrived.theta
+        for fragment, version in enumerate(self.core.newest):
+            if version > self.core.versions[fragment]:
+                newest[fragment] = self.received[fragment, version].theta
         return newest

@@ -22,7 +22,7 @@ class TentativeResidual:
     """A contribution that is neither merged nor rejected yet, and the fragment's residual from before its encoding."""
 
     fragment: int
-    round: int
+    number: int
     encoded: bool = False
     merged: bool = False
     rolled_back: bool = False
@@ -48,9 +48,9 @@ class ErrorFeedback:
         self._open: list[list[TentativeResidual]] = [[] for _ in range(num_fragments)]
         self._lock = threading.Lock()
 
-    def offered(self, fragment: int, round_: int) -> TentativeResidual:
-        """Register a contribution to this round. Its encoding takes the returned value (`encode`)."""
-        tentative = TentativeResidual(fragment, round_)
+    def offered(self, fragment: int, number: int) -> TentativeResidual:
+        """Register the contribution with this number. Its encoding takes the returned value (`encode`)."""
+        tentative = TentativeResidual(fragment, number)
         if self._keep:
             with self._lock:
                 self._open[fragment].append(tentative)
@@ -79,22 +79,22 @@ class ErrorFeedback:
             self._residuals[fragment] = after if before is start else self._moved(after, start, before)
         return payload
 
-    def commit(self, fragment: int, round_: int) -> None:
-        """The contribution to this round was merged: its residual stays."""
+    def commit(self, fragment: int, number: int) -> None:
+        """The contribution with this number was merged: its residual stays."""
         with self._lock:
             for tentative in self._open[fragment]:
-                if tentative.round == round_:
+                if tentative.number == number:
                     tentative.merged = True
             self._forget_merged(fragment)
 
-    def roll_back(self, fragment: int, round_: int) -> None:
-        """The contribution to this round was not merged: the residual is as before it, to the bit.
+    def roll_back(self, fragment: int, number: int) -> None:
+        """The contribution with this number was not merged: the residual is as before it, to the bit.
 
         What later contributions in flight have added to the residual stays.
         """
         with self._lock:
             chain = self._open[fragment]
-            rejected = next((tentative for tentative in chain if tentative.round == round_), None)
+            rejected = next((tentative for tentative in chain if tentative.number == number), None)
             if rejected is None:
                 return
             rejected.rolled_back = True

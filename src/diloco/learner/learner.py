@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.core.fragments import Layout, make_layout
-from diloco.core.learner import LearnerCore, mode_of
+from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, Opened
@@ -76,12 +76,7 @@ class Learner:
         trained = trained_tensors(self.layout, trains, self.method)
         opened = exchange.open(self.layout, self.method, self._tensors.own_model)
         self._core = LearnerCore(
-            self.method.schedule(len(self.layout.fragments)),
-            opened.versions,
-            wait=self.method.wait,
-            keeps_pending=self.method.adopt.keeps_pending,
-            step=opened.step,
-            mode=mode_of(self.method),
+            self.method.rules(len(self.layout.fragments)), opened.versions, step=opened.step
         )
         self._boundary = Boundary(self.method, self.layout, exchange, self._core, self._tensors, trained, opened)
         self._start_model: Opened | None = opened
@@ -179,7 +174,7 @@ class Learner:
             "num_blocked": timing.num_blocked,
             "blocked_histogram": timing.histogram.as_dict(),
             "num_bytes": dict(self._exchange.num_bytes),
-            "ledger": [book.ledger.as_dict() for book in self._core.books],
+            "ledger": [work.ledger.as_dict() for work in self._core.fragments],
         }
 
     def state_dict(self) -> dict[str, Any]:

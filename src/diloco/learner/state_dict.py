@@ -49,7 +49,7 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
         return False
     core.load_state_dict(state["core"])
     learner.tensors.load_state_dict(state)
-    learner.tensors.measure_from(core.forget_flights(keep_work=bool(exchange)), here=not exchange)
+    learner.tensors.measure_from(core.forget_in_flight(keep_work=bool(exchange)), here=not exchange)
     if not exchange:  # a syncer keeps the books, by incarnation, and this is a new one
         core.reincarnated()
     learner.residuals.load_state_dict(state["residuals"])
@@ -57,7 +57,7 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
         learner.eager.load_state_dict(state["eager"])
     learner.received = {_fragment_and_version(key): _arrived_in(saved) for key, saved in state["received"].items()}
     for fragment, version in learner.received:
-        core.received(fragment, version, -1)  # its flight knows already
+        core.received(fragment, version, 0)  # the contribution in flight knows already
     return True
 
 
@@ -81,7 +81,7 @@ def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:
 
     An exchange whose state is in the checkpoint is restored from it, so there the run may also hold earlier versions.
     """
-    newest = [book["held"] for book in state["core"]["books"]]
+    newest = [work["version"] for work in state["core"]["fragments"]]
     for fragment, version in map(_fragment_and_version, state["received"]):
         newest[fragment] = max(newest[fragment], version)
     if any(now > saved for now, saved in zip(opened.versions, newest, strict=True)):
@@ -90,26 +90,21 @@ def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:
 
 
 def _all_answered(learner: Boundary) -> bool:
-    return all(
-        (f, flight.round + 1) in learner.received
-        for f, book in enumerate(learner.core.books)
-        for flight in book.flights
-        if learner.core.mode == "scheduled"  # elsewhere nobody knows when an answer comes
-    )
+    return all(answer in learner.received for answer in learner.core.answers_on_their_way())
 
 
 def _arrived_out(arrived: Arrived) -> dict[str, Any]:
     tensors: dict[str, Any] = {"theta": arrived.theta} | ({} if arrived.mean is None else {"mean": arrived.mean})
     if arrived.outer_state is not None:
         tensors["outer_state"] = dict(arrived.outer_state)
-    return {"update": arrived.update.as_dict(), "merged_round": arrived.merged_round, **tensors}
+    return {"update": arrived.update.as_dict(), "merged": arrived.merged, **tensors}
 
 
 def _arrived_in(saved: Mapping[str, Any]) -> Arrived:
     return Arrived(
         Update.from_dict(saved["update"]),
         saved["theta"],
-        saved["merged_round"],
+        saved["merged"],
         saved.get("mean"),
         saved.get("outer_state"),
     )

@@ -47,9 +47,6 @@ class Quorum(Choice):
         at_least: K ≥ 1, the fewest learners that a round is merged with.
     """
 
-    needs_syncer: ClassVar[bool]
-    """Whether a process group, whose members call rounds by their own schedule, cannot stand in for a syncer."""
-
     reports_every_step: ClassVar[bool] = False
     """Whether the syncer has to hear of every inner step at once."""
 
@@ -57,6 +54,11 @@ class Quorum(Choice):
 
     def __post_init__(self) -> None:
         whole_number(f"{type(self).__name__}(at_least=…)", self.at_least, minimum=1)
+
+    @property
+    @abstractmethod
+    def needs_syncer(self) -> str | None:
+        """Why a process group, whose members all follow the schedule, cannot run it; None: it can."""
 
     @abstractmethod
     def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
@@ -286,9 +288,10 @@ class LearnerRounds(ABC):
         """The newest version that stands for the fragment's global model here."""
         return self.fragments[fragment].version
 
-    def forgets(self) -> bool:
-        """Whether contributions in flight are void for a learner that continues from a checkpoint."""
-        return True
+    def answer_to(self, flight: InFlight) -> int | None:
+        """The version that answers a contribution in flight; None: it is not known, and a learner that continues from a checkpoint does not
+        hear of it."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Its state as plain values (JSON)."""

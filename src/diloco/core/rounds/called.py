@@ -83,7 +83,6 @@ class Called(Quorum):
             it, counted.
     """
 
-    needs_syncer: ClassVar[bool] = True
     reports_every_step: ClassVar[bool] = True
 
     grace: float = 0.8
@@ -104,6 +103,10 @@ class Called(Quorum):
             return self.grace_cap_s
         slack = overlap * pace.step_s - (pace.quorum_s + pace.sync_s)
         return min(self.grace_cap_s, max(0.0, self.grace * slack))
+
+    @property
+    def needs_syncer(self) -> str | None:
+        return "Called needs a syncer; use AllLive over a group."
 
     def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
         yield late.needs_no_schedule("Called", answers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from diloco.core.contribution import LATE, VERSION, Contribution
 from diloco.core.in_flight import FragmentWork, InFlight
@@ -43,7 +43,6 @@ class Pushed(Quorum):
         dynamic_steps: each learner takes ⌊v/v_max · H⌋ inner steps between two pushes, v its measured speed (DyLU, same paper).
     """
 
-    needs_syncer: ClassVar[bool] = True
 
     late: Late = "merge"
     dynamic_steps: bool = False
@@ -53,6 +52,10 @@ class Pushed(Quorum):
         late.check_late("Pushed", self.late)
         if type(self.dynamic_steps) is not bool:
             raise ConfigError(f"Pushed(dynamic_steps={self.dynamic_steps!r}) is not a truth value; use true or false.")
+
+    @property
+    def needs_syncer(self) -> str | None:
+        return "Pushed needs a syncer; use AllLive over a group."
 
     def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
         yield late.needs_no_schedule("Pushed", answers)

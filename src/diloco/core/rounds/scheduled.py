@@ -24,7 +24,6 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from diloco.core.contribution import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, TWICE, VERSION, Contribution
 from diloco.core.in_flight import FragmentWork, InFlight
@@ -56,8 +55,6 @@ class AllLive(Quorum):
         drop_seed: which ones are left out: a function of it, the learner, the fragment and the round.
     """
 
-    needs_syncer: ClassVar[bool] = False
-
     drop: float = 0.0
     drop_seed: int = 0
 
@@ -76,6 +73,10 @@ class AllLive(Quorum):
             return False
         drawn = hashlib.sha256(f"{self.drop_seed}/{learner}/{fragment}/{round_}".encode()).digest()
         return int.from_bytes(drawn[:8], "big") < self.drop * 2**64
+
+    @property
+    def needs_syncer(self) -> str | None:
+        return "AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer." if self.drop else None
 
     def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
         yield (
@@ -345,8 +346,8 @@ class ScheduledLearner(LearnerRounds):
         """Where the contribution was dropped, only what is measured next starts from the new version."""
         return any(flight.kept and flight.round + 1 == version for flight in self.fragments[fragment].in_flight)
 
-    def forgets(self) -> bool:
-        return False  # a checkpoint has the answers that were on their way
+    def answer_to(self, flight: InFlight) -> int | None:
+        return flight.round + 1
 
     @staticmethod
     def _due(work: FragmentWork, step: int) -> int | None:
