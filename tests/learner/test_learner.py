@@ -551,17 +551,17 @@ def test_no_token_vanishes(name: str, steps: int) -> None:
             run(learner, index, range(1, steps + 1))
             learner.state_dict()  # waits for what is on its way
             core = learner._core
-            on_its_way = [sum(f.tokens for f in book.flights if not f.listed) for book in core.books]
-            assert on_its_way == [0] * len(core.books)
+            on_its_way = [sum(c.tokens for c in work.in_flight if not c.listed) for work in core.fragments]
+            assert on_its_way == [0] * len(core.fragments)
             metrics = learner.metrics()
             last.append(exchange._run.core)
-            return metrics["tokens"], metrics["ledger"], [book.pending_tokens for book in core.books]
+            return metrics["tokens"], metrics["ledger"], [work.pending_tokens for work in core.fragments]
 
     learners = diloco.run_local(life, learners=3)
     syncer = last[0]
     for index, (tokens, ledgers, pending) in enumerate(learners):
         assert tokens == steps * tokens_of(index)
-        theirs = syncer.books.ledgers[f"learner-00{index}"]
+        theirs = syncer.accounting.accounts[f"learner-00{index}"].ledgers
         assert len(ledgers) == len(theirs) == len(syncer.fragments)
         for fragment, (mine, closed) in enumerate(zip(ledgers, theirs, strict=True)):
             assert mine["trained"] == closed.trained == tokens
@@ -573,7 +573,7 @@ def test_no_token_vanishes(name: str, steps: int) -> None:
                 assert mine["merged"] == closed.merged
                 assert closed.lost == tokens - closed.merged - sum(closed.discarded.values())
                 assert all(closed.discarded[reason] <= mine["discarded"][reason] for reason in closed.discarded)
-    assert syncer.books.run_tokens == sum(tokens for tokens, _, _ in learners)
+    assert syncer.accounting.run_tokens == sum(tokens for tokens, _, _ in learners)
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
@@ -703,7 +703,7 @@ def test_the_cases_have_answers_on_their_way_and_error_feedback() -> None:
         for state in diloco.run_local(life, learners=2):
             assert state["received"]
             assert state["residuals"]
-            assert any(book["flights"] for book in state["core"]["books"])
+            assert any(work["in_flight"] for work in state["core"]["fragments"])
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:

@@ -20,7 +20,7 @@ from diloco.core.update import Update
 from diloco.errors import ConfigError
 from diloco.exchange.base import (
     Arrived,
-    Called,
+    CallForWork,
     Event,
     Exchange,
     Model,
@@ -79,7 +79,11 @@ class Script(Exchange):
 
     def publish(self, version: int, *contributors: str) -> None:
         update = Update(0, version - 1, version, contributors, (1.0,) * len(contributors), 1.0, "", lossless=True)
-        self.inbox.append(Arrived(update, self.theta(version), version - 1 if "me" in contributors else -1))
+        self.inbox.append(Arrived(update, self.theta(version), self.merged(version, contributors)))
+
+    def merged(self, version: int, contributors: Sequence[str]) -> int:
+        """The newest of this learner's contributions that is in a version with these contributors."""
+        return max((c.number for c, _ in self.offers if c.round < version), default=0) if "me" in contributors else 0
 
 
 def start(method: Method = FEEDBACK, **opened: int) -> tuple[Script, Learner]:
@@ -155,7 +159,7 @@ def test_a_merge_without_it_rolls_back_before_the_state_is_saved() -> None:
 def test_a_refusal_before_the_encoder_got_to_it() -> None:
     script, learner = start()
     step(learner, 2)
-    script.inbox.append(Rejected(0, 0, MISSED))
+    script.inbox.append(Rejected(0, 1, MISSED))
     script.on_wait = lambda: script.publish(1, "you")  # the round's answer is waited for all the same
     step(learner)
     assert stands_at(learner, 1)
@@ -170,7 +174,7 @@ def test_work_that_came_out_of_step_goes_with_the_next_contribution() -> None:
     script, learner = start()
     step(learner, 2)
     script.offers[0][1]()
-    script.inbox.append(Rejected(0, 0, OUT_OF_STEP))
+    script.inbox.append(Rejected(0, 1, OUT_OF_STEP))
     step(learner)
     assert residuals_of(learner) == {}
     assert ledger_of(learner) == {"trained": 30, "pending": 30, "merged": 0, "lost": 0, "discarded": {}}
@@ -187,7 +191,7 @@ def test_work_that_came_out_of_step_is_kept_on_top_of_the_next_version() -> None
     method = replace(diloco.DiLoCo(sync_every=2, overlap=1), adopt=diloco.KeepDisplacement())
     script, learner = start(method)
     step(learner)
-    script.inbox.append(Rejected(0, 0, OUT_OF_STEP))  # heard at the very boundary of the send
+    script.inbox.append(Rejected(0, 1, OUT_OF_STEP))  # heard at the very boundary of the send
     step(learner)
     script.publish(1, "you")
     before = torch.cat([p.detach().flatten() for p in learner.model.parameters()])  # from version 0, which is 0
@@ -329,7 +333,7 @@ def test_an_answer_that_was_fetched_whole_is_saved_whole() -> None:
     update = Update(0, 3, 4, ("a", "b"), (1.0, 2.0), 1.0, "", lossless=True)
     arrived = Arrived(update, torch.ones(3), 3, None, {"momentum": torch.rand(3)})
     again = _arrived_in(_arrived_out(arrived))
-    assert (again.update, again.merged_round, again.mean) == (update, 3, None)
+    assert (again.update, again.merged, again.mean) == (update, 3, None)
     assert again.outer_state is not None
     assert torch.equal(again.outer_state["momentum"], arrived.outer_state["momentum"])  # type: ignore[index]
 
@@ -348,7 +352,7 @@ class EagerScript(Script):
         update = Update(0, version - 1, version, contributors, (1.0,) * len(contributors), 1.0, "", lossless=True)
         theta = torch.full((self.num_elements,), 0.0 if start is None else start)
         state = None if start is None else {"momentum": theta}
-        merged = version - 1 if "me" in contributors else -1
+        merged = self.merged(version, contributors)
         given = None if mean is None else torch.full((self.num_elements,), mean)
         self.inbox.append(Arrived(update, theta, merged, given, state))
 
@@ -431,14 +435,14 @@ CALLED = diloco.DecoupledDiLoCo(sync_every=2, fragments=diloco.Whole(), codec="f
 def test_resumed_it_does_not_wait_for_what_the_old_incarnation_sent(method: Method) -> None:
     """A contribution without a verdict must not keep the learner from sending and adopting, or it would train alone."""
     script, learner = start(method)
-    script.inbox += [Called(0, 0)] if method is CALLED else []
+    script.inbox += [CallForWork(0, 0)] if method is CALLED else []
     step(learner, 2)
     assert len(script.offers) == 1
     again, resumed = start(method)
     resumed.model.load_state_dict(learner.model.state_dict())
     assert resumed.load_state_dict(learner.state_dict())
     before = torch.cat([p.detach().flatten() for p in resumed.model.parameters()])
-    again.inbox += [Called(0, 0)] if method is CALLED else []
+    again.inbox += [CallForWork(0, 0)] if method is CALLED else []
     step(resumed, 2)
     after = torch.cat([p.detach().flatten() for p in resumed.model.parameters()])
     ((contribution, payload),) = again.offers
@@ -459,7 +463,7 @@ def test_a_residual_is_saved_as_it_was_last_committed(method: Method) -> None:
     script, learner = start(method)
 
     def contribute() -> None:
-        script.inbox += [Called(0, learner.versions[0])] if learner.method.name == "DecoupledDiLoCo" else []
+        script.inbox += [CallForWork(0, learner.versions[0])] if learner.method.name == "DecoupledDiLoCo" else []
         step(learner, 2)
         script.offers[-1][1]()
 
