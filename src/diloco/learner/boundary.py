@@ -101,7 +101,7 @@ class Boundary:
     @property
     def _keeps_origins(self) -> bool:
         """Whether the next outer gradient of a fragment sent and not adopted starts from the parameters sent."""
-        return self.method.adopt.needs_origin or (self.core.schedule.intervals_in_flight > 0 and self.eager is None)
+        return self.method.adopt.needs_origin or (self.core.rules.schedule.intervals_in_flight > 0 and self.eager is None)
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
