@@ -1,11 +1,12 @@
 """A syncer's accounting: where each learner's tokens are, and what became of each contribution.
 
-Per learner and fragment, trained = pending + merged + discarded + lost (`core.ledger`). What the syncer has acknowledged is its own until
-it is merged or rejected, whatever becomes of the learner; all else is the learner's, and lost with it.
+Per learner and fragment, trained = pending + merged + discarded + lost (`core.ledger`). What the syncer has
+acknowledged is its own until it is merged or rejected, whatever becomes of the learner; all else is the learner's, and
+lost with it.
 
-A contribution is known by its number. It is open from its acknowledgement to its verdict, which is counted once and kept until the learner
-has confirmed it; what is sent again is open, or has a verdict, or is confirmed. A verdict is told once it is durable. Open contributions are
-not saved: their learners send them again.
+A contribution is known by its number. It is open from its acknowledgement to its verdict, which is counted once and
+kept until the learner has confirmed it; what is sent again is open, or has a verdict, or is confirmed. A verdict is
+told once it is durable. Open contributions are not saved: their learners send them again.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Account:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Account:
         """What `as_dict` gave."""
-        ledgers = [Ledger(trained, merged, lost, dict(by_reason)) for trained, merged, lost, by_reason in values["ledgers"]]
+        ledgers = [
+            Ledger(trained, merged, lost, dict(by_reason)) for trained, merged, lost, by_reason in values["ledgers"]
+        ]
         verdicts = [Verdict(*each) for each in values["verdicts"]]
         by_number = {(each.fragment, each.number): each for each in verdicts}
         return cls(ledgers, values["incarnation"], values["earlier_tokens"], list(values["confirmed"]), by_number)
@@ -153,7 +156,8 @@ class Accounting:
         self.accounts[c.learner].settle(c, None, version)
 
     def reject(self, c: Contribution, reason: str, version: int, *, is_durable: bool = False) -> None:
-        """It will not be merged; the fragment is at `version`. `is_durable`: the record that is durable has the verdict."""
+        """It will not be merged; the fragment is at `version`. `is_durable`: the record that is durable has the
+        verdict."""
         self.open.pop(key_of(c), None)
         account = self.accounts[c.learner]
         account.settle(c, reason, version)
@@ -165,6 +169,8 @@ class Accounting:
     def confirm(self, learner: str, settled: Sequence[int]) -> None:
         """The newest incarnation knows the verdicts of all its contributions up to these numbers, one per fragment."""
         account = self.accounts[learner]
+        if list(settled) == account.confirmed:
+            return
         account.confirmed = [max(each) for each in zip(account.confirmed, settled, strict=True)]
         account.verdicts = {
             (fragment, number): verdict
@@ -198,7 +204,8 @@ class Accounting:
     def saved(
         self, serial: int, merged: Iterable[Contribution] = (), rejected: Iterable[tuple[Contribution, str]] = (), version: int = 0
     ) -> dict[str, Any]:  # fmt: skip
-        """Plain values (JSON) of the record with this serial number, as they are once these contributions have their verdicts."""
+        """Plain values (JSON) of the record with this serial number, as they are once these contributions have their
+        verdicts."""
         self._untold = {key: serial if since is None else since for key, since in self._untold.items()}
         accounts = deepcopy(self.accounts)
         for c in merged:
@@ -208,7 +215,8 @@ class Accounting:
         return {learner: account.as_dict() for learner, account in accounts.items()}
 
     def restore(self, values: Mapping[str, Any], alive: Iterable[str]) -> None:
-        """Continue from `saved`. What is pending of learners that are not in `alive` was acknowledged and not merged: it is lost."""
+        """Continue from `saved`. What is pending of learners that are not in `alive` was acknowledged and not merged:
+        it is lost."""
         self.accounts = {learner: Account.from_dict(each) for learner, each in values.items()}
         for learner in self.accounts.keys() - set(alive):
             for ledger in self.accounts[learner].ledgers:

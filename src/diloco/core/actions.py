@@ -11,7 +11,8 @@ from diloco.core.contribution import Contribution
 
 @dataclass(frozen=True)
 class Accept:
-    """Keep the contribution's bytes: they belong to the syncer now. `duplicate`: they are here already, or were settled; drop these."""
+    """Keep the contribution's bytes: they belong to the syncer now. `duplicate`: they are here already, or were
+    settled; drop these."""
 
     contribution: Contribution
     duplicate: bool
@@ -19,7 +20,8 @@ class Accept:
 
 @dataclass(frozen=True)
 class Reject:
-    """Drop the contribution's bytes: it will not be merged. Its learner hears why from its standing, once that is durable."""
+    """Drop the contribution's bytes: it will not be merged. Its learner hears why from its standing, once that is
+    durable."""
 
     contribution: Contribution
     reason: str

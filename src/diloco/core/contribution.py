@@ -1,8 +1,9 @@
-"""What a learner says with an outer gradient, and what its syncer says of it. Plain values: the tensors travel beside them.
+"""What a learner says with an outer gradient, and what its syncer says of it. Plain values: the tensors travel beside
+them.
 
-Each contribution has a number, ascending per incarnation and fragment. Verdicts name it, and a retransmission is known by it. A syncer says
-what stands (`Standing`), whole, on every connection and in every heartbeat: what is lost on the way is repaired by the next message, and what
-is heard twice is no news.
+Each contribution has a number, ascending per incarnation and fragment. Verdicts name it, and a retransmission is known
+by it. A syncer says what stands (`Standing`), whole, on every connection and in every heartbeat: what is lost on the
+way is repaired by the next message, and what is heard twice is no news.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Contribution:
         tokens, steps: work in it, since the learner's previous contribution of this fragment.
         trained: tokens this incarnation has trained in all, when it was sent.
         discarded: tokens of this fragment that adoption has overwritten since the previous contribution, by reason.
-        step: the inner step after which it was sent. A round does not wait for a learner that has passed its step without it.
+        step: the inner step after which it was sent. A round does not wait for a learner that has passed its step
+            without it.
         tensors: indices, in the fragment, of the tensors that this learner trains; None: all of them.
     """
 
@@ -95,8 +97,8 @@ class Standing:
 
     Attributes:
         step: the highest inner step known of any learner.
-        start_step: the inner step that the learner starts from if it has not trained yet; less than `step` where a round waits for its
-            send after that step.
+        start_step: the inner step that the learner starts from if it has not trained yet; less than `step` where a
+            round waits for its send after that step.
         run_tokens: tokens trained by the whole run.
         num_live: learners that take part.
         sync_every: inner steps between two pushes of this learner; None: the method's H.

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from diloco.core.choices import nearest
 from diloco.core.codecs import Codec
 from diloco.core.layout import Placement, TensorSpec
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError

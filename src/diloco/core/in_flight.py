@@ -15,7 +15,8 @@ from diloco.core.ledger import Ledger
 
 @dataclass
 class InFlight:
-    """A contribution that was sent and is not settled: neither adopted with a version that lists it, nor removed by a rejection.
+    """A contribution that was sent and is not settled: neither adopted with a version that lists it, nor removed by a
+    rejection.
 
     Attributes:
         number, round, base, tokens, steps: as in `Contribution`.
@@ -96,12 +97,14 @@ class FragmentWork:
         self.pending_steps += flight.steps
 
     def arrived(self, version: int, merged: int) -> tuple[InFlight, ...]:
-        """A version is here, and contributions up to number `merged` are in it or an earlier one, unless they were rejected; returns those
-        of which that is news."""
+        """A version is here, and contributions up to number `merged` are in it or an earlier one, unless they were
+        rejected; returns those of which that is news."""
         if version <= self.version:
             return ()
         self.received.add(version)
-        listed = tuple(flight for flight in self.in_flight if flight.number <= merged and not (flight.listed or flight.is_rejected))
+        listed = tuple(
+            flight for flight in self.in_flight if flight.number <= merged and not (flight.listed or flight.is_rejected)
+        )
         for flight in listed:
             flight.listed = True
             self.ledger.merged += flight.tokens
@@ -128,7 +131,8 @@ class FragmentWork:
         return bool(void)
 
     def forget_tokens(self) -> None:
-        """Under a new incarnation: the work goes on, its numbers begin anew, and its tokens so far are counted elsewhere."""
+        """Under a new incarnation: the work goes on, its numbers begin anew, and its tokens so far are counted
+        elsewhere."""
         self.number = 0
         self.pending_tokens = self.overwritten_tokens = 0
         self.ledger = Ledger()

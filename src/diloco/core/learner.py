@@ -10,7 +10,8 @@ One boundary after every inner step:
     while core.waiting(): …               feed `received` and `rejected` until nothing due is missing (only where the method waits)
     for f, v in core.adoptions(): …       the global fragment f becomes version v on this learner; core.adopted(f, v)
 
-How rounds are called is the method's (`core.rounds`): its half at the learner says when a fragment is sent, and which version is adopted when.
+How rounds are called is the method's (`core.rounds`): its half at the learner says when a fragment is sent, and which
+version is adopted when.
 
 No tensor, clock, socket or thread is in here; `diloco.Learner` drives it.
 """
@@ -56,7 +57,8 @@ class LearnerCore:
 
     @property
     def newest(self) -> tuple[int, ...]:
-        """The version of each fragment that stands for the global model here: the one held, or a newer one that was received."""
+        """The version of each fragment that stands for the global model here: the one held, or a newer one that was
+        received."""
         return tuple(self._rounds.newest(fragment) for fragment in range(len(self.fragments)))
 
     # --- out --------------------------------------------------------------------------------------------------------------
@@ -64,7 +66,8 @@ class LearnerCore:
     def stepped(self, tokens: int, *, sync_every: int | None = None) -> tuple[Send, ...]:
         """One more inner step on `tokens` tokens; returns the fragments to send after it.
 
-        `sync_every`: inner steps from this learner's push to its next, where it has a pace of its own; None: the schedule's H.
+        `sync_every`: inner steps from this learner's push to its next, where it has a pace of its own; None: the
+            schedule's H.
         """
         self.step += 1
         self.tokens += tokens
@@ -99,8 +102,8 @@ class LearnerCore:
     def received(self, fragment: int, version: int, merged: int) -> tuple[InFlight, ...]:
         """A published version is here, decoded.
 
-        `merged`: this learner's contributions up to this number are in it or in an earlier version, those apart that were rejected; 0:
-        none is. Returns the contributions in flight of which that is news.
+        `merged`: this learner's contributions up to this number are in it or in an earlier version, those apart that
+        were rejected; 0: none is. Returns the contributions in flight of which that is news.
         """
         listed = self.fragments[fragment].arrived(version, merged)
         if listed:
@@ -144,7 +147,8 @@ class LearnerCore:
         return tuple((fragment, version) for fragment, version in versions if version is not None)
 
     def keeps_own(self, fragment: int, version: int) -> bool:
-        """Whether the learner goes on from its own parameters when it adopts this version, and only measures from it."""
+        """Whether the learner goes on from its own parameters when it adopts this version, and only measures from it.
+        """
         return self._rounds.keeps_own(fragment, version)
 
     def adopted(self, fragment: int, version: int) -> tuple[InFlight, ...]:
@@ -168,8 +172,8 @@ class LearnerCore:
     # --- a new incarnation, and checkpoints -------------------------------------------------------------------------------
 
     def rejoined(self, versions: Sequence[int], step: int, *, awaited: bool = False) -> None:
-        """A new incarnation: newest versions, a fresh ledger, and the run's step or its own, whichever is later. What was on its way
-        went with the old one.
+        """A new incarnation: newest versions, a fresh ledger, and the run's step or its own, whichever is later. What
+        was on its way went with the old one.
 
         `awaited`: a round waits for the send that follows `step`, so that the learner takes the steps after it again.
         """
@@ -196,10 +200,11 @@ class LearnerCore:
         self._rounds.load_state_dict(state["rounds"])
 
     def forget_in_flight(self, *, keep_work: bool) -> tuple[int, ...]:
-        """After `load_state_dict`: contributions are void that no version here lists, unless their answers are in the checkpoint.
+        """After `load_state_dict`: contributions are void that no version here lists, unless their answers are in the
+        checkpoint.
 
-        `keep_work`: no syncer has them, so their work is pending again. Otherwise all went with the old incarnation, and work begins
-        here. Returns the fragments that this is about.
+        `keep_work`: no syncer has them, so their work is pending again. Otherwise all went with the old incarnation,
+        and work begins here. Returns the fragments that this is about.
         """
         return tuple(
             fragment
@@ -211,7 +216,8 @@ class LearnerCore:
     def reincarnated(self) -> None:
         """After `load_state_dict`, under a new incarnation: the work goes on, but its tokens count no more.
 
-        A syncer counted what the old incarnation had pending as lost with it, and counts an incarnation's tokens from 0.
+        A syncer counted what the old incarnation had pending as lost with it, and counts an incarnation's tokens from
+        0.
         """
         self.tokens = 0
         for work in self.fragments:

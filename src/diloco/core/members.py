@@ -40,7 +40,8 @@ class Member:
         return self.connected and self.ready
 
     def heard(self, now: float, step: int, tokens: int) -> int:
-        """It lives, at this step; returns how many steps that is further. Tokens are reported per incarnation and only ever grow."""
+        """It lives, at this step; returns how many steps that is further. Tokens are reported per incarnation and only
+        ever grow."""
         self.seen_at, self.connected, self.broken_at = now, True, None
         if self.tokens == 0 < tokens:  # its first steps, from wherever it started
             self.step = min(self.step, step - 1)
@@ -62,9 +63,10 @@ class Deadlines:
 
     Attributes:
         lost_steps, lost_floor_s, lost_cap_s: nothing was heard of it (no heartbeat) for this many of its steps.
-        reconnect_steps, reconnect_floor_s: its connection has broken, as it does when the process dies, and it did not come back for
-            this many of its steps; never more than silence gives it.
-        stalled_steps, stalled_floor_s, stalled_cap_s: heartbeats arrive, but no step was taken, and it does not wait for an answer.
+        reconnect_steps, reconnect_floor_s: its connection has broken, as it does when the process dies, and it did not
+            come back for this many of its steps; never more than silence gives it.
+        stalled_steps, stalled_floor_s, stalled_cap_s: heartbeats arrive, but no step was taken, and it does not wait
+            for an answer.
     """
 
     lost_steps: float = 20.0

@@ -28,10 +28,10 @@ from diloco.core.heloco import HeLoCo
 from diloco.core.merge import Mean, Merge
 from diloco.core.merges import merge_from_dict
 from diloco.core.outer import SGD, DelayedNesterov, Outer, outer_from_dict
+from diloco.core.robust import Screen, screen_from_dict
 from diloco.core.rounds import quorum_from_dict
 from diloco.core.rounds.base import Quorum, Rules
 from diloco.core.rounds.scheduled import AllLive
-from diloco.core.robust import Screen, screen_from_dict
 from diloco.core.schedule import Schedule, SyncEvery, sync_every_of
 from diloco.core.weights import WEIGHTS
 from diloco.errors import ConfigError
@@ -62,23 +62,26 @@ class Method:
             `"parameters"`: as outer gradients, for a method that stands for plain parameter averaging at every step
             and is refused under a stateful inner optimizer.
         fragments: how the model is cut.
-        sync_every: H, inner steps between two sends of one fragment; pairs (from_step, H) where it changes over the run.
-        overlap: τ, inner steps between sending a fragment and applying the answer. Where the syncer calls it only sizes the grace
-            window.
+        sync_every: H, inner steps between two sends of one fragment; pairs (from_step, H) where it changes over the
+            run.
+        overlap: τ, inner steps between sending a fragment and applying the answer. Where the syncer calls it only sizes
+            the grace window.
         offsets: o_p, one per fragment; fragment p is sent after inner steps t ≡ o_p (mod H). None: (p+1)·H/P.
         wait: True: a learner blocks when an answer is due and not there. False: it goes on and adopts it when it comes.
-        up, down: codecs towards the merge and back. A lossy `down` carries the encoded change of the global fragment, or the
-            encoded outer gradient where the outer optimizer is on the learners.
-        error_feedback: β; a learner adds β times what its last encodings lost to its next contribution. 0 (False): it does not.
-        weight: how much a contribution counts: "uniform", "tokens", "tokens^2/steps", "discounted" (tokens, by staleness).
+        up, down: codecs towards the merge and back. A lossy `down` carries the encoded change of the global fragment,
+            or the encoded outer gradient where the outer optimizer is on the learners.
+        error_feedback: β; a learner adds β times what its last encodings lost to its next contribution. 0 (False): it
+            does not.
+        weight: how much a contribution counts: "uniform", "tokens", "tokens^2/steps", "discounted" (tokens, by
+            staleness).
         quorum: how rounds are called, and which learners must be in one (`core.rounds`).
         screen: which contributions are refused for their norm before the merge; None: none.
         merge: how contributions become one outer gradient.
-        partial: "full": the merged outer gradient as it is. "scale": times contributing ÷ live weight, so that part of the learners
-            moves the model by their part.
+        partial: "full": the merged outer gradient as it is. "scale": times contributing ÷ live weight, so that part of
+            the learners moves the model by their part.
         outer: what the global model does with it.
-        outer_at: "syncer": once, and the new global fragment is published. "learners": the merged outer gradient is published, and
-            everybody takes the outer step.
+        outer_at: "syncer": once, and the new global fragment is published. "learners": the merged outer gradient is
+            published, and everybody takes the outer step.
         adopt: what a learner does with a new global fragment.
     """
 

@@ -6,8 +6,8 @@ Every preset takes what its paper varies. For anything else: `dataclasses.replac
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from diloco.core.adopt import Adopt, Eager, Mix, Replace
@@ -17,9 +17,9 @@ from diloco.core.fragments import Balanced, ByLayer, Whole
 from diloco.core.merge import Mean, SenderMean
 from diloco.core.method import Method, Partial, check_keys, parse_answer
 from diloco.core.outer import SGD, DelayedNesterov, Nesterov
+from diloco.core.radial import RadialDirectional
 from diloco.core.rounds import AllLive, Called, Pushed
 from diloco.core.rounds.base import Quorum
-from diloco.core.radial import RadialDirectional
 from diloco.core.schedule import SyncEvery
 from diloco.errors import ConfigError
 

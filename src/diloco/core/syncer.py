@@ -3,9 +3,10 @@
     events:   joined · left · heartbeat · disconnected · contributed · merged · abandoned · stored · recorded · tick     (with the time)
     actions:  Accept · Reject · MergeRound · PersistVersion · PersistRecord · Publish · Tell · Evict · WakeAt            (`core.actions`)
 
-How rounds are called is the method's (`core.rounds`): its half at the syncer says which round a contribution goes into, and when a round is
-closed. What all ways have in common is here. A closed round is merged; the result is stored; only then is it published. A contribution is
-open until it has a verdict, and a verdict is told once it is durable (`core.accounting`).
+How rounds are called is the method's (`core.rounds`): its half at the syncer says which round a contribution goes into,
+and when a round is closed. What all ways have in common is here. A closed round is merged; the result is stored; only
+then is it published. A contribution is open until it has a verdict, and a verdict is told once it is durable
+(`core.accounting`).
 
 No tensor, clock, socket or thread is in here; a driver carries the actions out.
 """
@@ -94,7 +95,13 @@ class SyncerCore:
             }
             for member in self.members.values()
         }
-        values = {"step": self.step, "fragment_steps": steps, "members": members, "accounts": accounts, "rounds": self.rounds.saved()}
+        values = {
+            "step": self.step,
+            "fragment_steps": steps,
+            "members": members,
+            "accounts": accounts,
+            "rounds": self.rounds.saved(),
+        }
         return Record(self._serial, values)
 
     def restore(self, now: float, values: Mapping[str, Any]) -> None:
@@ -190,7 +197,8 @@ class SyncerCore:
         return actions + self._look_again(now)
 
     def stood_still(self, seconds: float) -> None:
-        """The syncer did not run for this long: what learners said meanwhile is yet to be heard, so their deadlines move."""
+        """The syncer did not run for this long: what learners said meanwhile is yet to be heard, so their deadlines
+        move."""
         for member in self.members.values():
             member.seen_at += seconds
             member.progressed_at += seconds
@@ -238,7 +246,8 @@ class SyncerCore:
         return [PersistVersion(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The round cannot be merged (its result is not finite): stay at the version, and reject what is in it or counts on it."""
+        """The round cannot be merged (its result is not finite): stay at the version, and reject what is in it or
+        counts on it."""
         state = self.fragments[fragment]
         assert state.closing is not None
         closed, state.closing, state.phase = state.closing, None, "open"
@@ -283,7 +292,8 @@ class SyncerCore:
         return tuple(each for each in verdicts if each.fragment == fragment and each.version <= version)
 
     def start_step(self, learner: str) -> int:
-        """The inner step that a learner starts from which has not trained yet: the run's, or less where a round lacks learners."""
+        """The inner step that a learner starts from which has not trained yet: the run's, or less where a round lacks
+        learners."""
         start = self.rounds.start_step(learner) if self.members[learner].tokens == 0 else None
         return self.step if start is None else start
 
@@ -301,10 +311,10 @@ class SyncerCore:
         actions: list[Action] = []
         if called := self.rounds.update(now):
             actions.append(Tell(tuple(sorted(called))))
-        for fragment, state in enumerate(self.fragments):
+        for fragment in self.rounds.open_fragments():
             decision = self.decision(now, fragment)
             if decision is not None and decision.merge is not None:
-                actions += self._close(now, fragment, state)
+                actions += self._close(now, fragment, self.fragments[fragment])
         return actions + self._wake(now)
 
     def _close(self, now: float, fragment: int, state: FragmentState) -> list[Action]:
@@ -330,7 +340,8 @@ class SyncerCore:
         )
 
     def _wake(self, now: float) -> list[Action]:
-        """Have a record stored that is needed, and wake at the next deadline of any member and at the end of the next grace window."""
+        """Have a record stored that is needed, and wake at the next deadline of any member and at the end of the next
+        grace window."""
         times = [self.deadlines.ends_at(member) for member in self.members.values()]
         times += self.rounds.ends()
         record: list[Action] = [PersistRecord()] if self._wants_record or self.accounting.needs_record else []

@@ -34,6 +34,7 @@ from diloco.core.method import Method
 _EXPONENT = 0x7F800000
 """The bits of an fp32 number that are 0 in zeros and denormals only. Devices disagree on denormals."""
 
+
 @dataclass(frozen=True)
 class Update:
     """A published version of a fragment.

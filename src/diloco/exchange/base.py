@@ -22,9 +22,9 @@ from typing import Any
 
 from torch import Tensor
 
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.contribution import Contribution
 from diloco.core.update import Update
 from diloco.errors import ConfigError
 

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from diloco.core.actions import Accept
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.ledger import Ledger
 from diloco.core.method import Method
-from diloco.core.actions import Accept
-from diloco.core.contribution import Contribution
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Report, required_method
 from diloco.exchange.delivery import Direction

@@ -11,10 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from diloco.core.contributions import encoded_of
-from diloco.core.fragments import Layout, digest
-from diloco.core.members import Deadlines
-from diloco.core.method import Method
 from diloco.core.actions import (
     Evict,
     MergeRound,
@@ -25,8 +21,12 @@ from diloco.core.actions import (
     Tell,
     WakeAt,
 )
-from diloco.core.syncer import SyncerCore
 from diloco.core.contribution import Contribution
+from diloco.core.contributions import encoded_of
+from diloco.core.fragments import Layout, digest
+from diloco.core.members import Deadlines
+from diloco.core.method import Method
+from diloco.core.syncer import SyncerCore
 from diloco.core.update import Closed, Update, close_round, update_of
 from diloco.exchange.base import Arrived, CallForWork, Event, Model, Rejected
 from diloco.exchange.delivery import Alarm, Delivery, Fault, Faults, Links
@@ -175,9 +175,7 @@ class Run:
         self.outer_states = [method.outer.init(theta.numel()) for theta in self.thetas]
         self.residuals = [None] * len(self.thetas)
         self.initial_step, self.initial_tokens, self.began_s = step, tokens, self.time.now
-        self.core = SyncerCore(
-            method.rules(len(self.thetas)), [0] * len(self.thetas), deadlines=_NEVER, step=step
-        )
+        self.core = SyncerCore(method.rules(len(self.thetas)), [0] * len(self.thetas), deadlines=_NEVER, step=step)
         num_static_bytes = sum(each.numel() * each.element_size() for each in model.static.values())
         self.witness.initialised(name, "learner", layout, step, tokens, num_static_bytes)
         for each, start in zip(self.names, self.starts_s, strict=True):
@@ -301,7 +299,7 @@ class Run:
         assert self.core is not None
         self.carry_out(self.core.tick(self.time.now))
 
-    def _merge(self, merge: Merge) -> Sequence[object]:
+    def _merge(self, merge: MergeRound) -> Sequence[object]:
         assert self.core is not None
         f = merge.fragment
         payloads = [self.payloads.pop(c) for c in merge.contributions]

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from diloco.core.adopt import Eager, KeepDisplacement
-from diloco.core.in_flight import Send
+from diloco.core.contribution import KEPT, Contribution
 from diloco.core.fragments import Layout
+from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
-from diloco.core.contribution import KEPT, Contribution
 from diloco.exchange.base import Arrived, CallForWork, Exchange, Opened, Rejected, Rejoined, Report
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
@@ -101,7 +101,9 @@ class Boundary:
     @property
     def _keeps_origins(self) -> bool:
         """Whether the next outer gradient of a fragment sent and not adopted starts from the parameters sent."""
-        return self.method.adopt.needs_origin or (self.core.rules.schedule.intervals_in_flight > 0 and self.eager is None)
+        return self.method.adopt.needs_origin or (
+            self.core.rules.schedule.intervals_in_flight > 0 and self.eager is None
+        )
 
     # --- sending ------------------------------------------------------------------------------------------------------
 

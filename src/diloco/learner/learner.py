@@ -75,9 +75,7 @@ class Learner:
         self._tensors = LearnerTensors(model, self.layout, self.method)
         trained = trained_tensors(self.layout, trains, self.method)
         opened = exchange.open(self.layout, self.method, self._tensors.own_model)
-        self._core = LearnerCore(
-            self.method.rules(len(self.layout.fragments)), opened.versions, step=opened.step
-        )
+        self._core = LearnerCore(self.method.rules(len(self.layout.fragments)), opened.versions, step=opened.step)
         self._boundary = Boundary(self.method, self.layout, exchange, self._core, self._tensors, trained, opened)
         self._start_model: Opened | None = opened
         self._closed = False

@@ -8,6 +8,8 @@ from diloco.core.rounds.called import Called
 from diloco.core.rounds.pushed import Pushed
 from diloco.core.rounds.scheduled import AllLive
 
+__all__ = ["QUORUMS", "AllLive", "Called", "Pushed", "Quorum", "quorum_from_dict"]
+
 QUORUMS: tuple[type[Quorum], ...] = (AllLive, Called, Pushed)
 
 

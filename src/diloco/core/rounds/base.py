@@ -4,8 +4,9 @@
     SyncerRounds    the syncer's half: which round a contribution goes into, when a round is closed and what is in it
     LearnerRounds   the learner's half: what is sent and waited for, what is adopted, what an adoption settles
 
-`SyncerCore` and `LearnerCore` keep what all ways have in common and name none of them. A half keeps the state that only it needs, and gives
-it as plain values to be saved. A new way of calling rounds is one file with these three classes, and one line in `core.rounds`.
+`SyncerCore` and `LearnerCore` keep what all ways have in common and name none of them. A half keeps the state that only
+it needs, and gives it as plain values to be saved. A new way of calling rounds is one file with these three classes,
+and one line in `core.rounds`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
+from diloco.core.choices import Choice, whole_number
 from diloco.core.contribution import Contribution
 from diloco.core.in_flight import FragmentWork, InFlight
 from diloco.core.members import Deadlines, Member
 from diloco.core.schedule import Schedule
-from diloco.core.choices import Choice, whole_number
 
 Phase = Literal["open", "merging", "storing"]
 
@@ -62,7 +63,8 @@ class Quorum(Choice):
 
     @abstractmethod
     def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
-        """Options that would have no effect, or not theirs, with this way of calling rounds: whether they are set, and why not to."""
+        """Options that would have no effect, or not theirs, with this way of calling rounds: whether they are set, and
+        why not to."""
 
     @abstractmethod
     def syncer_rounds(self, run: Run) -> SyncerRounds:
@@ -98,8 +100,8 @@ class Decision:
 
     Attributes:
         merge: learner ids whose contributions are merged now, in merge order; None while waiting.
-        wait_until: when a learner that is waited for would be evicted, or the grace window ends, in seconds of the caller's
-            clock; None if no deadline runs.
+        wait_until: when a learner that is waited for would be evicted, or the grace window ends, in seconds of the
+            caller's clock; None if no deadline runs.
         reason: one sentence, for people.
     """
 
@@ -160,7 +162,8 @@ class Run(Protocol):
 
 
 class SyncerRounds(ABC):
-    """The syncer's half. It is asked under one rule: after each event `update`, then `decision` of every open fragment."""
+    """The syncer's half. It is asked under one rule: after each event `update`, then `decision` of the open fragments.
+    """
 
     @abstractmethod
     def answer(self, now: float, c: Contribution) -> str | None:
@@ -169,6 +172,11 @@ class SyncerRounds(ABC):
     @abstractmethod
     def update(self, now: float) -> set[str]:
         """Members or the time have changed. Returns the learners that are called for work now."""
+
+    @abstractmethod
+    def open_fragments(self) -> list[int]:
+        """The fragments that `decision` has something to say of, in order: their version is followed by an open round.
+        """
 
     @abstractmethod
     def decision(self, now: float, fragment: int) -> Decision | None:
@@ -184,7 +192,8 @@ class SyncerRounds(ABC):
 
     @abstractmethod
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
-        """The closed round has no result; the fragment stays at its version. Returns what is rejected besides the round's contributions."""
+        """The closed round has no result; the fragment stays at its version. Returns what is rejected besides the
+        round's contributions."""
 
     @abstractmethod
     def round_of(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
@@ -217,7 +226,8 @@ class SyncerRounds(ABC):
         return ()
 
     def lacks_learners(self, fragment: int) -> int | None:
-        """How many have contributed to the fragment's open round, where that is not enough and it waits for no member."""
+        """How many have contributed to the fragment's open round, where that is not enough and it waits for no member.
+        """
         return None
 
     def ends(self) -> Sequence[float]:
@@ -225,8 +235,8 @@ class SyncerRounds(ABC):
         return ()
 
     def saved(self) -> dict[str, Any]:
-        """Its state as plain values (JSON), apart from that of members (`saved_of`) and from open rounds, whose contributions are sent
-        again."""
+        """Its state as plain values (JSON), apart from that of members (`saved_of`) and from open rounds, whose
+        contributions are sent again."""
         return {}
 
     def restore(self, values: Mapping[str, Any]) -> None:  # noqa: B027
@@ -241,7 +251,8 @@ class SyncerRounds(ABC):
 
 
 class LearnerRounds(ABC):
-    """The learner's half. `fragments` are the learner's books of its fragments, which the halves read and `LearnerCore` writes."""
+    """The learner's half. `fragments` are the learner's books of its fragments, which the halves read and `LearnerCore`
+    writes."""
 
     @abstractmethod
     def due(self, step: int) -> Sequence[int]:
@@ -264,7 +275,8 @@ class LearnerRounds(ABC):
         """Whether adopting `version` settles a contribution in flight."""
 
     def sent(self, fragment: int, step: int, sync_every: int | None) -> None:  # noqa: B027 - only some halves note it
-        """A contribution has gone out. `sync_every`: inner steps to this learner's next push, where it has a pace of its own."""
+        """A contribution has gone out. `sync_every`: inner steps to this learner's next push, where it has a pace of
+        its own."""
 
     def called(self, fragment: int, version: int) -> bool:
         """The syncer calls for work on a fragment that is at this version. Returns whether to send now."""
@@ -289,8 +301,8 @@ class LearnerRounds(ABC):
         return self.fragments[fragment].version
 
     def answer_to(self, flight: InFlight) -> int | None:
-        """The version that answers a contribution in flight; None: it is not known, and a learner that continues from a checkpoint does not
-        hear of it."""
+        """The version that answers a contribution in flight; None: it is not known, and a learner that continues from a
+        checkpoint does not hear of it."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

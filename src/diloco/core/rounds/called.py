@@ -2,10 +2,10 @@
 
     Decoupled DiLoCo, arXiv 2604.21428
 
-Called rounds are paced by a run clock, the inner steps that an average live learner has taken: it grows by newly reported steps ÷ live
-learners. A fragment falls due when the clock passes its steps of the schedule, so that a fast network does not shorten H, and is
-called once the round before is published. A learner answers at its next boundary, with all its work since it adopted the fragment; what comes
-too late for its round joins the next one.
+Called rounds are paced by a run clock, the inner steps that an average live learner has taken: it grows by newly
+reported steps ÷ live learners. A fragment falls due when the clock passes its steps of the schedule, so that a fast
+network does not shorten H, and is called once the round before is published. A learner answers at its next boundary,
+with all its work since it adopted the fragment; what comes too late for its round joins the next one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, ClassVar
 
+from diloco.core.choices import fraction, positive
 from diloco.core.contribution import LATE, VERSION, Contribution
 from diloco.core.in_flight import FragmentWork, InFlight
 from diloco.core.members import Member
@@ -30,7 +31,6 @@ from diloco.core.rounds.base import (
     SyncerRounds,
 )
 from diloco.core.rounds.late import Late, OpenRound
-from diloco.core.choices import fraction, positive
 
 EMA = 0.2
 """Weight of the newest measurement in the moving averages that size the grace window."""
@@ -72,15 +72,15 @@ class Called(Quorum):
         grace = min(cap, max(0, γ·(τ·ξ_step − ξ_quorum − ξ_sync)))
 
     with ξ moving averages of the median live learner's step time, of the time K answers take to come, and of the time a
-    synchronisation takes without the grace itself: what an overlap of τ steps leaves over. Before these are known, `grace_cap_s`.
-    It closes at once when every live learner has answered. Decoupled DiLoCo, arXiv 2604.21428.
+    synchronisation takes without the grace itself: what an overlap of τ steps leaves over. Before these are known,
+    `grace_cap_s`. It closes at once when every live learner has answered. Decoupled DiLoCo, arXiv 2604.21428.
 
     Attributes:
         at_least: K; fewer where fewer learners are live.
         grace: γ, 0 to 1; 0: merge as soon as K have answered.
         grace_cap_s: the longest grace window.
-        late: what happens to an answer that came after its round was closed: "merge" puts it into the next one, "drop" discards
-            it, counted.
+        late: what happens to an answer that came after its round was closed: "merge" puts it into the next one, "drop"
+            discards it, counted.
     """
 
     reports_every_step: ClassVar[bool] = True
@@ -158,6 +158,8 @@ class CalledSyncer(SyncerRounds):
         self.clock = float(run.step)
         self.pace = Pace()
         self._fragments = [_Turns(self._next_turn(f)) for f in range(len(run.fragments))]
+        self._called = set[int]()
+        """The fragments whose call is open."""
         self._last = late.LastContributions(len(run.fragments))
 
     def _next_turn(self, fragment: int) -> int:
@@ -179,22 +181,32 @@ class CalledSyncer(SyncerRounds):
         return None
 
     def update(self, now: float) -> set[str]:
-        """Call the fragments whose turn it is."""
+        """Call the fragments whose turn it is, and note which calls have enough answers."""
         ready = late.ready(self._run)
-        called = set[str]()
-        for fragment, (state, turns) in enumerate(zip(self._run.fragments, self._fragments, strict=True)):
-            if state.phase != "open":
-                continue
-            if turns.call is None and ready and self.clock > turns.turn - ROUNDING:
-                turns.open = turns.open or OpenRound(self._run.step)
-                turns.open.fresh = {c.learner for c in turns.open.newest.values() if c.base == state.version}
-                turns.call, turns.turn = _Call(now), self._next_turn(fragment)
-                called.update(self._run.members)
-            if turns.call is not None and turns.call.enough_at is None and turns.open is not None:
-                if len(turns.open.fresh) >= min(self._quorum.at_least, max(1, len(ready))):
-                    turns.call.enough_at = now
-                    self.pace.measured(quorum_s=now - turns.call.opened_at)
-        return called
+        due = [fragment for fragment, turns in enumerate(self._fragments) if self.clock > turns.turn - ROUNDING]
+        to_call = [f for f in due if ready and f not in self._called and self._run.fragments[f].phase == "open"]
+        for fragment in to_call:
+            self._call(now, fragment)
+        needed = min(self._quorum.at_least, max(1, len(ready)))
+        for fragment in self._called:
+            turns = self._fragments[fragment]
+            assert turns.open is not None
+            assert turns.call is not None
+            if turns.call.enough_at is None and len(turns.open.fresh) >= needed:
+                turns.call.enough_at = now
+                self.pace.measured(quorum_s=now - turns.call.opened_at)
+        return set(self._run.members) if to_call else set()
+
+    def _call(self, now: float, fragment: int) -> None:
+        """Open a call; late work on this very version answers it."""
+        turns, version = self._fragments[fragment], self._run.fragments[fragment].version
+        turns.open = turns.open or OpenRound(self._run.step)
+        turns.open.fresh = {c.learner for c in turns.open.newest.values() if c.base == version}
+        turns.call, turns.turn = _Call(now), self._next_turn(fragment)
+        self._called.add(fragment)
+
+    def open_fragments(self) -> list[int]:
+        return sorted(self._called)
 
     def decision(self, now: float, fragment: int) -> Decision | None:
         turns, state = self._fragments[fragment], self._run.fragments[fragment]
@@ -213,12 +225,16 @@ class CalledSyncer(SyncerRounds):
         assert turns.open is not None
         closed = turns.open.closed(self._run.fragments[fragment].version, late.ready(self._run), now)
         turns.open = turns.call = None
+        self._called.remove(fragment)
         return closed
 
     def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
         """An absent learner is weighted by the pending work of its last heartbeat."""
         work = {
-            member.learner: (self._run.pending_tokens(member.learner, fragment), self._last.steps_since(member, fragment))
+            member.learner: (
+                self._run.pending_tokens(member.learner, fragment),
+                self._last.steps_since(member, fragment),
+            )
             for member in late.absent(self._run, closed)
         }
         return late.scale(self._run, closed, weights, work)
@@ -252,14 +268,14 @@ class CalledSyncer(SyncerRounds):
 
     def calls(self, learner: str) -> tuple[tuple[int, int], ...]:
         return tuple(
-            (fragment, state.version)
-            for fragment, (state, turns) in enumerate(zip(self._run.fragments, self._fragments, strict=True))
-            if turns.call is not None and turns.open is not None and learner not in turns.open.fresh
+            (fragment, self._run.fragments[fragment].version)
+            for fragment in sorted(self._called)
+            if (round_ := self._fragments[fragment].open) is not None and learner not in round_.fresh
         )
 
     def ends(self) -> Sequence[float]:
-        return [enough_at + self._grace_s for turns in self._fragments
-                if turns.call is not None and (enough_at := turns.call.enough_at) is not None]  # fmt: skip
+        calls = [self._fragments[fragment].call for fragment in self._called]
+        return [call.enough_at + self._grace_s for call in calls if call is not None and call.enough_at is not None]
 
     @property
     def _grace_s(self) -> float:
@@ -292,7 +308,8 @@ class CalledLearner(LearnerRounds):
         return [fragment for fragment, asked in enumerate(self._asked) if asked]
 
     def round_of(self, fragment: int) -> int | None:
-        """The version held, unless it was answered already. Without work yet, the call is answered after the next step."""
+        """The version held, unless it was answered already. Without work yet, the call is answered after the next step.
+        """
         work = self.fragments[fragment]
         if late.is_answered(work):
             return None

@@ -1,7 +1,8 @@
 """What called and pushed rounds share: work that comes late, and the part of the live weight that is in a round.
 
-Learners do not block on these rounds. A contribution names the version that it was measured from, and goes into the round that is open when
-it comes. Where its learner has another one there already the two are added up: late and fresh displacements, tokens and steps.
+Learners do not block on these rounds. A contribution names the version that it was measured from, and goes into the
+round that is open when it comes. Where its learner has another one there already the two are added up: late and fresh
+displacements, tokens and steps.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def decide(
 
 @dataclass(frozen=True)
 class LastSent:
-    """A learner's last contribution of a fragment: the inner step after which it was sent (of a learner that has sent none: at which it
-    joined), and the work in it."""
+    """A learner's last contribution of a fragment: the inner step after which it was sent (of a learner that has sent
+    none: at which it joined), and the work in it."""
 
     step: int
     tokens: int = 0
@@ -118,7 +119,8 @@ class LastSent:
 
 
 class LastContributions:
-    """By learner and fragment, the last contribution: what a learner that is not in a round would have brought is measured from it."""
+    """By learner and fragment, the last contribution: what a learner that is not in a round would have brought is
+    measured from it."""
 
     def __init__(self, num_fragments: int) -> None:
         self._last: dict[str, list[LastSent]] = {}

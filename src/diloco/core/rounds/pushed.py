@@ -2,8 +2,8 @@
 
     Asynchronous local SGD, arXiv 2401.09135
 
-Where the outer optimizer takes outer gradients one at a time (Delayed Nesterov), each push has a round of its own: one push, one version.
-A learner adopts the newest version once its own work is in one.
+Where the outer optimizer takes outer gradients one at a time (Delayed Nesterov), each push has a round of its own: one
+push, one version. A learner adopts the newest version once its own work is in one.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True)
 class Pushed(Quorum):
-    """Learners push after H own steps; a round merges as soon as K learners have pushed, and no learner is called or waited for.
+    """Learners push after H own steps; a round merges as soon as K learners have pushed, and no learner is called or
+    waited for.
 
     Asynchronous local SGD, arXiv 2401.09135, is K = 1.
 
     Attributes:
         at_least: K; fewer where fewer learners are live.
-        late: what happens to work that was measured from an older version than the one it would be merged into: "merge" or "drop"
-            (counted).
-        dynamic_steps: each learner takes ⌊v/v_max · H⌋ inner steps between two pushes, v its measured speed (DyLU, same paper).
+        late: what happens to work that was measured from an older version than the one it would be merged into: "merge"
+            or "drop" (counted).
+        dynamic_steps: each learner takes ⌊v/v_max · H⌋ inner steps between two pushes, v its measured speed (DyLU, same
+            paper).
     """
-
 
     late: Late = "merge"
     dynamic_steps: bool = False
@@ -76,7 +77,9 @@ class PushedSyncer(SyncerRounds):
 
     def __init__(self, quorum: Pushed, run: Run) -> None:
         self._quorum, self._run = quorum, run
-        self._rounds: list[dict[int, OpenRound]] = [{} for _ in run.fragments]  # by the version that a round starts from
+        self._rounds: list[dict[int, OpenRound]] = [
+            {} for _ in run.fragments
+        ]  # by the version that a round starts from
         self._last = late.LastContributions(len(run.fragments))
 
     def answer(self, now: float, c: Contribution) -> str | None:
@@ -97,6 +100,9 @@ class PushedSyncer(SyncerRounds):
     def update(self, now: float) -> set[str]:
         return set()
 
+    def open_fragments(self) -> list[int]:
+        return [fragment for fragment, rounds in enumerate(self._rounds) if rounds and self._open(fragment)]
+
     def decision(self, now: float, fragment: int) -> Decision | None:
         round_ = self._open(fragment)
         if round_ is None:
@@ -109,8 +115,8 @@ class PushedSyncer(SyncerRounds):
         return self._rounds[fragment].pop(number).closed(number, late.ready(self._run), now)
 
     def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
-        """An absent learner is weighted by the work that it had pending when last heard of. One that has just pushed has none, and still
-        counts: with what its last push brought."""
+        """An absent learner is weighted by the work that it had pending when last heard of. One that has just pushed
+        has none, and still counts: with what its last push brought."""
         members = late.absent(self._run, closed)
         work = {member.learner: self._work(member, fragment) for member in members}
         return late.scale(self._run, closed, weights, work)
@@ -208,7 +214,8 @@ class PushedLearner(LearnerRounds):
         return False
 
     def adopted(self, fragment: int, step: int, *, overwritten: bool) -> None:
-        """Restart the push interval where work begins anew; otherwise, after a late answer, the next push would contain almost none."""
+        """Restart the push interval where work begins anew; otherwise, after a late answer, the next push would contain
+        almost none."""
         self._answered[fragment] = False
         if overwritten:
             self._push_at[fragment] = step + self._push_every[fragment]

@@ -2,20 +2,23 @@
 
     DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512; eager updates, arXiv 2502.12996
 
-The first contribution opens a round, with all learners that train at that moment as members; the set only shrinks (eviction, departure).
-While one round of a fragment is merged or stored, contributions to the next are kept.
+The first contribution opens a round, with all learners that train at that moment as members; the set only shrinks
+(eviction, departure). While one round of a fragment is merged or stored, contributions to the next are kept.
 
-Learners block on the rounds they contributed to, so rounds of several fragments must not wait for each other in a circle. All
-learners send the fragments in one order, that of the inner steps, but one that joins may be a little behind the others, or ahead:
+Learners block on the rounds they contributed to, so rounds of several fragments must not wait for each other in a
+circle. All learners send the fragments in one order, that of the inner steps, but one that joins may be a little behind
+the others, or ahead:
 
-    behind: it contributes after a step after which the others contributed to the round before. Its contribution is sent back, it
-            keeps the work, and goes on to the step where the others are.
+    behind: it contributes after a step after which the others contributed to the round before. Its contribution is sent
+            back, it keeps the work, and goes on to the step where the others are.
     ahead:  it had passed the step of a round before it counted as training. Such a round does not wait for it.
 
-Should there be a circle nevertheless (a restart forgets the learners' positions), all learners are blocked: then a round stops waiting
-for those that are blocked in a round of a later step. All this needs a learner's contributions to arrive in order.
+Should there be a circle nevertheless (a restart forgets the learners' positions), all learners are blocked: then a
+round stops waiting for those that are blocked in a round of a later step. All this needs a learner's contributions to
+arrive in order.
 
-Where a round needs `at_least` learners and has lost too many, it waits for a joiner, which therefore starts before that round's step.
+Where a round needs `at_least` learners and has lost too many, it waits for a joiner, which therefore starts before that
+round's step.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from diloco.core.choices import fraction, whole_number
 from diloco.core.contribution import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, TWICE, VERSION, Contribution
 from diloco.core.in_flight import FragmentWork, InFlight
 from diloco.core.members import Member
@@ -38,7 +42,6 @@ from diloco.core.rounds.base import (
     Run,
     SyncerRounds,
 )
-from diloco.core.choices import fraction, whole_number
 from diloco.errors import ConfigError
 
 
@@ -47,11 +50,11 @@ class AllLive(Quorum):
     """A scheduled round merges when every healthy learner that was there when it opened has contributed, or is gone.
 
     Attributes:
-        at_least: never merge fewer contributions than this. 1 lets a lone survivor go on by itself; a higher number makes it
-            wait for others instead of silently becoming a solo run.
-        drop: probability with which a contribution is left out, to study unreliable links; its learner goes on from its own
-            parameters and is measured from the new global model next (DiLoCo, arXiv 2311.08105, section 3.1). Never drops below
-            `at_least`.
+        at_least: never merge fewer contributions than this. 1 lets a lone survivor go on by itself; a higher number
+            makes it wait for others instead of silently becoming a solo run.
+        drop: probability with which a contribution is left out, to study unreliable links; its learner goes on from its
+            own parameters and is measured from the new global model next (DiLoCo, arXiv 2311.08105, section 3.1). Never
+            drops below `at_least`.
         drop_seed: which ones are left out: a function of it, the learner, the fragment and the round.
     """
 
@@ -76,7 +79,9 @@ class AllLive(Quorum):
 
     @property
     def needs_syncer(self) -> str | None:
-        return "AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer." if self.drop else None
+        return (
+            "AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer." if self.drop else None
+        )
 
     def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
         yield (
@@ -136,8 +141,8 @@ def decide(
 class _Round:
     """An open round, or one that is being merged.
 
-    `step`: the earliest inner step after which one of its contributions was sent. `missed`: what came after it was closed; those learners
-    are told when its version is stored.
+    `step`: the earliest inner step after which one of its contributions was sent. `missed`: what came after it was
+    closed; those learners are told when its version is stored.
     """
 
     step: int
@@ -174,7 +179,8 @@ class ScheduledSyncer(SyncerRounds):
         return None
 
     def _too_late(self, c: Contribution) -> str | None:
-        """Its round is closed. While that is not stored a crash would open the round again, and wait for this contribution."""
+        """Its round is closed. While that is not stored a crash would open the round again, and wait for this
+        contribution."""
         if self._quorum.drops(c.learner, c.fragment, c.round):
             return DROPPED
         if c.round < self._run.fragments[c.fragment].version:
@@ -187,21 +193,23 @@ class ScheduledSyncer(SyncerRounds):
         for state, rounds in zip(self._run.fragments, self._rounds, strict=True):
             for number, round_ in rounds.items():
                 if number == state.version and state.phase != "open":
-                    continue
+                    continue  # it is closed
                 later = [other.contributions.keys() for after, other in rounds.items() if after > number]
                 gone = set[str]().union(*later) - round_.contributions.keys()  # contributions come in order
                 round_.members = {learner for learner in round_.members - gone if self._belongs(learner, round_)}
         return set()
 
     def _belongs(self, learner: str, round_: _Round) -> bool:
-        """Whether a member stays one. A lost connection does not matter: until its deadline a learner may come back with its work."""
+        """Whether a member stays one. A lost connection does not matter: until its deadline a learner may come back
+        with its work."""
         member = self._run.members.get(learner)
         if member is None or learner in round_.contributions:
             return member is not None
         return member.ready and member.ready_step < round_.step and not self._is_in_circle(member, round_)
 
     def _is_in_circle(self, member: Member, round_: _Round) -> bool:
-        """Whether all learners are blocked, and this one in a round of a later step that those it waits for have not reached."""
+        """Whether all learners are blocked, and this one in a round of a later step that those it waits for have not
+        reached."""
         members = self._run.members
         if not all(each.waiting for each in members.values() if each.ready):
             return False
@@ -214,6 +222,9 @@ class ScheduledSyncer(SyncerRounds):
                 return True
         return False
 
+    def open_fragments(self) -> list[int]:
+        return [fragment for fragment, rounds in enumerate(self._rounds) if rounds and self._open(fragment)]
+
     def decision(self, now: float, fragment: int) -> Decision | None:
         round_ = self._open(fragment)
         if round_ is None:
@@ -224,8 +235,8 @@ class ScheduledSyncer(SyncerRounds):
     def close(self, now: float, fragment: int) -> ClosedRound:
         """What `AllLive(drop=…)` leaves out is sent back, but never so much that fewer than K remain.
 
-        Not when it comes: the others might leave before they contribute, and no contribution would close the round. What a learner that is
-        gone has brought cannot be sent back.
+        Not when it comes: the others might leave before they contribute, and no contribution would close the round.
+        What a learner that is gone has brought cannot be sent back.
         """
         number, kept, dropped = self._run.fragments[fragment].version, list[Contribution](), list[Contribution]()
         round_ = self._rounds[fragment][number]
@@ -260,9 +271,10 @@ class ScheduledSyncer(SyncerRounds):
     def start_step(self, learner: str) -> int | None:
         """The run's step, or the send before the earliest round that would not have its `at_least`.
 
-        The joiner's first send is then that round's: after a later one it would stay a round ahead, and in the end leave the others in a
-        round to which no learner comes any more. Learners whose connection has broken are not counted on, nor are those that have not
-        trained since they joined (after a restart rounds wait for them all the same).
+        The joiner's first send is then that round's: after a later one it would stay a round ahead, and in the end
+        leave the others in a round to which no learner comes any more. Learners whose connection has broken are not
+        counted on, nor are those that have not trained since they joined (after a restart rounds wait for them all the
+        same).
         """
         run, at_least = self._run, self._quorum.at_least
         if at_least == 1:
@@ -305,8 +317,8 @@ class ScheduledLearner(LearnerRounds):
         return self._rules.schedule.sends(step)
 
     def round_of(self, fragment: int) -> int | None:
-        """An overlap of whole intervals keeps their answers on their way while the next displacement is sent. Any further one is late:
-        the work goes with the next send."""
+        """An overlap of whole intervals keeps their answers on their way while the next displacement is sent. Any
+        further one is late: the work goes with the next send."""
         work = self.fragments[fragment]
         round_ = work.in_flight[-1].round + 1 if work.in_flight else work.version
         return round_ if round_ - work.version <= self._rules.schedule.intervals_in_flight else None
@@ -322,9 +334,9 @@ class ScheduledLearner(LearnerRounds):
         )
 
     def adoption(self, fragment: int, step: int) -> int | None:
-        """A fragment in flight takes exactly the version its contribution is for, when it is due. One with nothing in flight (a joiner
-        between two rounds, a rejected contribution) takes the newest version there is, and so does one whose version will not come any
-        more: a newer one is here that was not this learner's to contribute to."""
+        """A fragment in flight takes exactly the version its contribution is for, when it is due. One with nothing in
+        flight (a joiner between two rounds, a rejected contribution) takes the newest version there is, and so does one
+        whose version will not come any more: a newer one is here that was not this learner's to contribute to."""
         work = self.fragments[fragment]
         due, newest = self._due(work, step), max(work.received, default=None)
         if due is not None and due in work.received:
@@ -336,7 +348,8 @@ class ScheduledLearner(LearnerRounds):
         return flight.round < version
 
     def rejected(self, fragment: int, flight: InFlight, reason: str) -> bool:
-        """Where the round goes on without it, its answer is waited for all the same: a learner that ran ahead would be late again."""
+        """Where the round goes on without it, its answer is waited for all the same: a learner that ran ahead would be
+        late again."""
         if reason not in (DROPPED, MISSED, TWICE, OUTLIER):
             return False
         flight.tokens, flight.kept = 0, reason == DROPPED

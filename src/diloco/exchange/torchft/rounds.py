@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.core.contribution import MISSED, OUTLIER, Contribution
 from diloco.core.contributions import encoded_of
 from diloco.core.fragments import Layout, digest
 from diloco.core.method import Method
-from diloco.core.contribution import MISSED, OUTLIER, Contribution
 from diloco.core.update import advance, close_round, update_of
 from diloco.core.weights import merge_weights
 from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
@@ -82,7 +82,9 @@ class Rounds:
         assert held.update is not None
         is_merged = held.merged_rounds.get(self._replica, -1) >= c.round
         merged = c.number if is_merged else c.number - 1  # those before it were told of, in order
-        arrived = Arrived(held.update, held.theta, merged, held.mean, None if held.mean is not None else held.outer_state)
+        arrived = Arrived(
+            held.update, held.theta, merged, held.mean, None if held.mean is not None else held.outer_state
+        )
         if self._method.outer_at == "syncer":
             arrived = Arrived(held.update, held.theta, merged)
         if is_merged:
