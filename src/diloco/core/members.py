@@ -13,6 +13,7 @@ class Member:
     """A learner that takes part: it joined, and neither left nor was evicted.
 
     Attributes:
+        overlap: τ, inner steps between its sends and applications; None: the method's.
         broken_at: when its connection broke; None: it was heard since.
         ready: it has trained since it joined, and will go on; one that is still starting up delays no round.
         finished: it has said that its training is over. It is never ready again, and never stalled.
@@ -25,6 +26,7 @@ class Member:
     step: int
     seen_at: float
     progressed_at: float
+    overlap: int | None = None
     step_s: float | None = None
     waiting: bool = False
     connected: bool = True

@@ -17,7 +17,7 @@ A method has no behaviour of its own: the state machines (`core.learner`, `core.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from diloco.core.adopt import Adopt, Eager, Replace, adopt_from_dict
@@ -190,6 +190,21 @@ class Method:
             ConfigError: another number of offsets.
         """
         return Schedule(self.sync_every, num_fragments, self.overlap, self.offsets)
+
+    def with_own_overlap(self, overlap: int) -> Method:
+        """The method as a learner follows it that overlaps τ = `overlap` inner steps, whatever the others do.
+
+        Replicas of different speed may overlap different numbers of steps (Streaming DiLoCo, arXiv 2501.18512).
+
+        Raises:
+            ConfigError: the method's learners have no overlap of their own, or it is not one that they could all have.
+        """
+        if not self.quorum.has_own_overlaps or self.outer_at == "learners" or self.exchanged != "outer gradients":
+            raise ConfigError(
+                f"overlap={overlap} of one learner's own has no meaning with {self.name}; drop it, or use a method whose "
+                "rounds are scheduled and whose outer step is on the syncer."
+            )
+        return replace(self, overlap=overlap)
 
     def rules(self, num_fragments: int) -> Rules:
         """What the state machines know of the method, for a model that was cut into `num_fragments` fragments.

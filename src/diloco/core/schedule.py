@@ -113,7 +113,11 @@ class Schedule:
     @property
     def intervals_in_flight(self) -> int:
         """How many answers to a fragment may still be on their way when its next outer gradient is sent."""
-        return max(self.overlap // every for _, every in self._pieces)
+        return self.intervals_in(self.overlap)
+
+    def intervals_in(self, overlap: int) -> int:
+        """How many whole intervals an overlap has."""
+        return max(overlap // every for _, every in self._pieces)
 
     def sync_every_at(self, step: int) -> int:
         """H after inner step `step`."""

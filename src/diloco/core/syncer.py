@@ -89,6 +89,7 @@ class SyncerCore:
             member.learner: {
                 "step": member.step,
                 "tokens": member.tokens,
+                "overlap": member.overlap,
                 "step_s": member.step_s,
                 "finished": member.finished,
                 "rounds": self.rounds.saved_of(member.learner),
@@ -113,7 +114,7 @@ class SyncerCore:
         for learner, saved in values["members"].items():
             incarnation = self.accounting.accounts[learner].incarnation
             self.members[learner] = Member(
-                learner, incarnation, saved["step"], now, now, step_s=saved["step_s"], connected=False,
+                learner, incarnation, saved["step"], now, now, saved["overlap"], step_s=saved["step_s"], connected=False,
                 ready=not saved["finished"], finished=saved["finished"], tokens=saved["tokens"],
             )  # fmt: skip
             self.rounds.restore_of(learner, saved["rounds"])
@@ -121,16 +122,19 @@ class SyncerCore:
 
     # --- membership -------------------------------------------------------------------------------------------------------
 
-    def joined(self, now: float, learner: str, *, ready: bool = False) -> tuple[int, list[Action]]:
+    def joined(
+        self, now: float, learner: str, *, ready: bool = False, overlap: int | None = None
+    ) -> tuple[int, list[Action]]:
         """A new incarnation of a learner; returns its number. A live older incarnation is replaced.
 
-        `ready`: rounds wait for it from the start (membership is fixed), not only once it has trained.
+        `ready`: rounds wait for it from the start (membership is fixed), not only once it has trained. `overlap`: its
+        own τ, where that is not the method's.
         """
         actions: list[Action] = []
         if learner in self.members:
             actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
         incarnation = self.accounting.begin(learner)
-        self.members[learner] = Member(learner, incarnation, self.step, now, now, ready=ready)
+        self.members[learner] = Member(learner, incarnation, self.step, now, now, overlap, ready=ready)
         self.rounds.joined(learner)
         self._wants_record = True
         return incarnation, actions + self._look_again(now)

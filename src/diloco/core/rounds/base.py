@@ -48,6 +48,9 @@ class Quorum(Choice):
         at_least: K ≥ 1, the fewest learners that a round is merged with.
     """
 
+    has_own_overlaps: ClassVar[bool] = False
+    """Whether learners may overlap different numbers of steps, each its own."""
+
     reports_every_step: ClassVar[bool] = False
     """Whether the syncer has to hear of every inner step at once."""
 

@@ -27,6 +27,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from diloco.core.choices import fraction, whole_number
 from diloco.core.contribution import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, TWICE, VERSION, Contribution
@@ -57,6 +58,8 @@ class AllLive(Quorum):
             drops below `at_least`.
         drop_seed: which ones are left out: a function of it, the learner, the fragment and the round.
     """
+
+    has_own_overlaps: ClassVar[bool] = True
 
     drop: float = 0.0
     drop_seed: int = 0
@@ -161,7 +164,7 @@ class ScheduledSyncer(SyncerRounds):
     def answer(self, now: float, c: Contribution) -> str | None:
         run, rounds = self._run, self._rounds[c.fragment]
         state = run.fragments[c.fragment]
-        if not 0 <= c.base <= state.version or not 0 <= c.round - c.base <= run.rules.schedule.intervals_in_flight:
+        if not 0 <= c.base <= state.version or not 0 <= c.round - c.base <= self._intervals_in_flight(c.learner):
             return VERSION
         if c.round < state.version or (c.round == state.version and state.phase != "open"):
             return self._too_late(c)
@@ -177,6 +180,12 @@ class ScheduledSyncer(SyncerRounds):
         round_.contributions[c.learner] = c
         round_.step = min(round_.step, c.step)
         return None
+
+    def _intervals_in_flight(self, learner: str) -> int:
+        """How many of a learner's answers may be on their way when it sends; replicas may overlap different numbers of
+        steps (Streaming DiLoCo, arXiv 2501.18512)."""
+        schedule, overlap = self._run.rules.schedule, self._run.members[learner].overlap
+        return schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
 
     def _too_late(self, c: Contribution) -> str | None:
         """Its round is closed. While that is not stored a crash would open the round again, and wait for this
