@@ -146,6 +146,21 @@ class Accounting:
         is_settled = c.number <= account.confirmed[c.fragment] or (c.fragment, c.number) in account.verdicts
         return is_settled or key_of(c) in self.open
 
+    def check(self, c: Contribution) -> None:
+        """Whether the tokens of a contribution that is not known are its learner's to bring.
+
+        Raises:
+            PayloadError: they are accounted for already, or were never trained.
+        """
+        ledger = self.accounts[c.learner].ledgers[c.fragment]
+        acknowledged = sum(it.accounted for it in self.open.values() if (it.learner, it.fragment) == (c.learner, c.fragment))
+        left = ledger.pending - acknowledged
+        if c.accounted > left:
+            raise PayloadError(
+                f"{c.learner!r} says {c.accounted} tokens of fragment {c.fragment}, and {left} of those that it has trained are not "
+                "accounted for; nothing of it was counted."
+            )
+
     def acknowledge(self, c: Contribution) -> None:
         """It belongs to the syncer from here on."""
         self.open[key_of(c)] = c

@@ -218,6 +218,7 @@ class SyncerCore:
             StaleIncarnationError: from an incarnation that was evicted or replaced.
             VersionError: there is no such fragment.
             ConfigError: it has no weight, so that no round could be closed with it.
+            PayloadError: its tokens are accounted for already.
         """
         self.check(c.learner, c.incarnation)
         if not 0 <= c.fragment < len(self.fragments):
@@ -231,6 +232,7 @@ class SyncerCore:
         member.trains(c.step - 1)
         if self.accounting.is_known(c):
             return [Accept(c, duplicate=True), *self._look_again(now)]
+        self.accounting.check(c)
         reason = self.rounds.answer(now, c)
         if reason is not None:
             return [self._reject(c, reason), *self._look_again(now)]
