@@ -102,8 +102,8 @@ class LearnerCore:
     def received(self, fragment: int, version: int, merged: int) -> tuple[InFlight, ...]:
         """A published version is here, decoded.
 
-        `merged`: this learner's contributions up to this number are in it or in an earlier version, those apart that
-        were rejected; 0: none is. Returns the contributions in flight of which that is news.
+        `merged`: all contributions of this learner's up to this number, except those rejected, are in it or an earlier
+        version; 0: none is. Returns the contributions in flight of which that is news.
         """
         listed = self.fragments[fragment].arrived(version, merged)
         if listed:
@@ -147,8 +147,7 @@ class LearnerCore:
         return tuple((fragment, version) for fragment, version in versions if version is not None)
 
     def keeps_own(self, fragment: int, version: int) -> bool:
-        """Whether the learner goes on from its own parameters when it adopts this version, and only measures from it.
-        """
+        """Whether the learner goes on from its own parameters when it adopts this version, and only measures from it."""
         return self._rounds.keeps_own(fragment, version)
 
     def adopted(self, fragment: int, version: int) -> tuple[InFlight, ...]:
