@@ -120,9 +120,9 @@ class Driver(Generic[H, S, P]):
             saved.layout, saved.static, saved.fragments, saved.contributors,
             intervals_in_flight=rules.schedule.intervals_in_flight,
         )  # fmt: skip
-        self._core = SyncerCore(
-            rules, versions, deadlines=self._deadlines, step=saved.step, saved=saved.record, now=self._clock.now_s()
-        )
+        self._core = SyncerCore(rules, versions, deadlines=self._deadlines, step=saved.step)
+        if saved.record is not None:
+            self._core.restore(self._clock.now_s(), saved.record)
 
     # --- what may be asked at any time ------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Driver(Generic[H, S, P]):
     @property
     def run_tokens(self) -> int:
         """Tokens trained by the run, and by its model before."""
-        return 0 if self._core is None else self._core.run_tokens + self.initial_tokens
+        return 0 if self._core is None else self._core.accounting.run_tokens + self.initial_tokens
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -193,10 +193,11 @@ class Driver(Generic[H, S, P]):
         Raises:
             LayoutError: no such fragment. NotInitialisedError: there is no model yet. StaleIncarnationError: the incarnation is out.
         """
-        if not learner:
-            return self.model.fetch(fragment, base)
-        self.core.check(learner, incarnation)
-        return self.model.fetch(fragment, base, self.core.standing(learner).verdicts)
+        if learner:
+            self.core.check(learner, incarnation)
+        fetched = self.model.fetch(fragment, base)
+        verdicts = self.core.verdicts(learner, fragment, fetched.update.version) if learner else ()
+        return replace(fetched, verdicts=verdicts)
 
     def status(self) -> dict[str, Any]:
         """Plain values for `diloco status`."""
@@ -260,9 +261,7 @@ class Driver(Generic[H, S, P]):
             rules = self.method.rules(num_fragments)
         except ConfigError as error:
             raise LayoutError(f"the run's method cannot train this model: {error}") from error
-        return SyncerCore(
-            rules, [0] * num_fragments, deadlines=self._deadlines, step=model.step, now=self._clock.now_s()
-        )
+        return SyncerCore(rules, [0] * num_fragments, deadlines=self._deadlines, step=model.step)
 
     def _already_initialised(self) -> AlreadyInitialisedError:
         return AlreadyInitialisedError(
@@ -476,12 +475,14 @@ class Driver(Generic[H, S, P]):
             self._writes.refused(now_s, write)
             self._execute([])
             return
-        actions, then = [], self._writes.ended(write)
-        if write.merged is not None:
+        then = self._writes.ended(write)
+        if write.merged is None:
+            actions = self.core.recorded(now_s, serial)
+        else:
             self.model.take(write.merged)
             self._observer.published(write.merged, len(self.core.members), now_s - write.wanted_at_s)
-            actions += self.core.stored(now_s, write.merged.update.fragment)
-        self._execute([*actions, *self.core.recorded(now_s, serial)])
+            actions = self.core.stored(now_s, write.merged.update.fragment, serial)
+        self._execute(actions)
         for each in then:
             each()
 

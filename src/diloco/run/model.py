@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic
 
 from diloco.core.contribution import Verdict
@@ -25,7 +25,7 @@ class Fetched(Generic[H, P]):
         update: what it says of itself.
         payload: of the update; None: the whole fragment is sent, losslessly.
         held: the fragment's newest version.
-        verdicts: of the learner's contributions to the fragment, those that are in this version's past.
+        verdicts: on the contributions to the fragment of the learner that fetches it, up to this version.
     """
 
     update: Update
@@ -95,7 +95,7 @@ class Model(Generic[H, P]):
         """Of each fragment's newest version."""
         return [fragment.contributors for fragment in self._fragments]
 
-    def fetch(self, index: int, base: int, verdicts: Sequence[Verdict] = ()) -> Fetched[H, P]:
+    def fetch(self, index: int, base: int) -> Fetched[H, P]:
         """The update that follows version `base`, as encoded; the newest whole fragment where that is not kept.
 
         Raises:
@@ -103,10 +103,8 @@ class Model(Generic[H, P]):
         """
         held = self.held(index)
         fragment = self._fragments[index]
-        whole = Update(index, held.version - 1, held.version, fragment.contributors, (), 1.0, held.digest, lossless=True)
-        fetched = Fetched[H, P](whole, None, held)
         for update, payload in fragment.updates:
             if update.base == base:
-                fetched = Fetched(update, payload, held)
-        past = (it for it in verdicts if it.fragment == index and it.version <= fetched.update.version)
-        return replace(fetched, verdicts=tuple(past))
+                return Fetched(update, payload, held)
+        whole = Update(index, held.version - 1, held.version, fragment.contributors, (), 1.0, held.digest, lossless=True)
+        return Fetched(whole, None, held)
