@@ -87,7 +87,7 @@ class Discard(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors", "number")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors", "number", "boot")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class PushHeader(_message.Message):
     PART_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -118,15 +119,14 @@ class PushHeader(_message.Message):
     part: bool
     tensors: _containers.RepeatedScalarFieldContainer[int]
     number: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ...) -> None: ...
+    boot: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., boot: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ("received", "boot")
+    __slots__ = ("received",)
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    BOOT_FIELD_NUMBER: _ClassVar[int]
     received: Received
-    boot: int
-    def __init__(self, received: _Optional[_Union[Received, _Mapping]] = ..., boot: _Optional[int] = ...) -> None: ...
+    def __init__(self, received: _Optional[_Union[Received, _Mapping]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "fragment", "static", "base", "joining")
