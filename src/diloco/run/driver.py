@@ -47,6 +47,7 @@ from diloco.run.model import Fetched, Model
 from diloco.run.ports import Connection, H, InitialModel, Merged, ModelLayout, P, Ports, RunMethod, S, Saved
 from diloco.run.status import Status
 from diloco.run.writes import Write, Writes
+from diloco.watching import only_watching
 
 STOOD_STILL_S = 1.0
 """A tick that comes later than this says that the whole process stood still."""
@@ -88,7 +89,7 @@ class Driver(Generic[H, S, P]):
         self.boot = boot
         self.initial_tokens = 0
         self._ports = ports
-        self._clock, self._observer = ports.clock, ports.observer
+        self._clock, self._observer = ports.clock, only_watching(ports.observer)
         self._deadlines = deadlines or Deadlines()
         self._core: SyncerCore | None = None
         self._model: Model[H, P] | None = None

@@ -49,13 +49,18 @@ def check_heartbeat(
     _within(learner, "trained tokens", tokens, MAX_TOKENS)
     if step_s is not None and not (math.isfinite(step_s) and 0 <= step_s <= MAX_STEP_S):
         raise PayloadError(f"{learner!r} says that an inner step takes {step_s} s, which is no duration of a step.")
-    for what, number in (("has versions", num_versions), ("has settled contributions", num_settled)):
-        if number > num_fragments:
-            raise PayloadError(f"{learner!r} {what} of {number} fragments, and the run has {num_fragments}.")
+    if num_versions > num_fragments:
+        raise PayloadError(f"{learner!r} has versions of {num_versions} fragments, and the run has {num_fragments}.")
+    if num_settled not in (0, num_fragments):
+        raise PayloadError(
+            f"{learner!r} confirms contributions to {num_settled} fragments, and the run has {num_fragments}; confirm all or none."
+        )
 
 
 def check_contribution(c: Contribution, run_step: int) -> None:
     """Of itself; whether its round and base fit is the state machine's to say."""
+    if c.number < 1:
+        raise PayloadError(f"{c.learner!r} numbers a contribution {c.number}; number those to each fragment 1, 2, 3, ...")
     _within(c.learner, "inner steps", c.step, run_step + MAX_AHEAD)
     _within(c.learner, "steps of work", c.steps, c.step)
     _within(c.learner, "trained tokens", c.trained, MAX_TOKENS)

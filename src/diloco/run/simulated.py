@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol
 
 from diloco.core.actions import MergeRound
 from diloco.errors import AlreadyInitialisedError, NoRoomError, NotInitialisedError, PayloadError, StoreError, VersionError
-from diloco.run.ports import Done, FragmentVersion, H, InitialModel, Json, Merged, ModelLayout, P, RunMethod, S, Saved
+from diloco.run.ports import Done, FragmentVersion, H, InitialModel, Json, Merged, ModelLayout, P, RunMethod, S, S_in, Saved
 
 Later = Callable[[str, int | None, Callable[[], None]], None]
 """Does something later, as an event of its own: what it is ("check", "close", "write" or "written"), of which fragment, and the call."""
@@ -18,12 +18,12 @@ POINTS = ("written", "synced", "renamed", "directory synced", "inserted", "commi
 """The durable steps of a write, as a real store names them. What is written exists from "committed" on."""
 
 
-class Jobs(Protocol[H, S, P]):
+class Jobs(Protocol[H, S_in, P]):
     """Tensor jobs that are done at once: `diloco.run.tensors.TensorJobs`, or what stands for it where there are no tensors."""
 
     def contribution_bytes(self, num_elements: int) -> int: ...
-    def check(self, slot: S, num_elements: int) -> PayloadError | None: ...
-    def close(self, action: MergeRound, layout: Any, held: H, slots: Sequence[S]) -> Merged[H, P] | PayloadError: ...
+    def check(self, slot: S_in, num_elements: int) -> PayloadError | None: ...
+    def close(self, action: MergeRound, layout: Any, held: H, slots: Sequence[S_in]) -> Merged[H, P] | PayloadError: ...
 
 
 class SimulatedWorker(Generic[H, S, P]):
@@ -85,8 +85,10 @@ class MemoryStore(Generic[H, P]):
             )
         fragments, contributors = list(saved.fragments), list(saved.contributors)
         fragments[index], contributors[index] = merged.held, merged.update.contributors
-        fields = {"fragments": tuple(fragments), "contributors": tuple(contributors), "record": _plain(record)}
-        self._commit(POINTS, replace(saved, **fields))
+        self._commit(
+            POINTS,
+            replace(saved, fragments=tuple(fragments), contributors=tuple(contributors), record=_plain(record)),
+        )
 
     def save_record(self, record: Json) -> None:
         """A record alone. Raises StoreError, NotInitialisedError."""
