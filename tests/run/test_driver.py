@@ -219,8 +219,7 @@ def test_a_push_whose_incarnation_ends_while_it_is_checked_is_refused() -> None:
 
 def test_a_contribution_that_finds_no_room_is_taken_later() -> None:
     scene = started("a", "b")
-    scene.spool = scene.driver._ports.spool  # type: ignore[assignment]
-    scene.spool._budget_bytes = NUM_BYTES
+    scene.spool.budget_bytes = NUM_BYTES
     scene.push(contribution("a"))
     with pytest.raises(NoRoomError):
         scene.begin(contribution("b", fragment=1))

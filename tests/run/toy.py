@@ -211,13 +211,13 @@ class Scene:
 def contribution(
     learner: str, number: int = 1, fragment: int = 0, *, round_: int | None = None, step: int | None = None, incarnation: int = 1
 ) -> Contribution:  # fmt: skip
-    """Number n is meant for round n − 1 of its fragment, with 40 tokens of work on that version."""
+    """Number n is meant for round n − 1 of its fragment, with ten tokens for each of up to four steps on that version."""
     version = number - 1 if round_ is None else round_
     sent_at = 4 * version + 2 * (fragment + 1) if step is None else step
+    steps = min(4, sent_at)
     return Contribution(
-        learner, incarnation, fragment, number, version, version, 40 if number > 1 else 10 * sent_at,
-        4 if number > 1 else sent_at, 10 * sent_at, step=sent_at,
-    )  # fmt: skip
+        learner, incarnation, fragment, number, version, version, 10 * steps, steps, 10 * sent_at, step=sent_at
+    )
 
 
 def started(*learners: str, method: Method | None = None, **fields: Any) -> Scene:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.syncer.runs import RUN, Raw, layout, method, start, train
+from tests.syncer.runs import RUN, layout, method, Raw, start, status_of, train, versions_of
 from tests.syncer.test_faults import syncer_process, until
 
 import diloco
@@ -142,7 +142,7 @@ def test_a_full_disk_under_the_event_log_stops_no_decision(tmp_path: Path) -> No
         for raw in (first, second):
             raw.join()
             beat(raw, 1)
-        assert first.push(ONES).accepted
+        assert first.push(ONES)
         with no_room_for(path):
 
             def is_given_up() -> bool:
@@ -150,7 +150,7 @@ def test_a_full_disk_under_the_event_log_stops_no_decision(tmp_path: Path) -> No
                 return "second" not in fetch_status(syncer.address, run=RUN)["learners"]
 
             until(is_given_up, "the silent learner is not given up", 20)
-            until(lambda: syncer.engine.versions() == [1, 0], "the round is not merged")
+            until(lambda: versions_of(syncer) == [1, 0], "the round is not merged")
             missing = fetch_status(syncer.address, run=RUN)["missing_events"]
             assert isinstance(missing, int)
             assert missing >= 3  # evicted, merged, published
@@ -240,8 +240,8 @@ def test_measured_step_times_survive_a_restart(tmp_path: Path) -> None:
         raw.initialise()
         raw.join()
         beat(raw, 1, step_s=10.0)
-        assert raw.push(ONES).accepted  # what is published brings the roster with it
-        syncer.engine.drain()
+        assert raw.push(ONES)  # what is published brings the roster with it
+        syncer.driver.drain()
         raw.connection.close()
     with start(tmp_path, method(), deadlines=deadlines) as syncer:
         it: Any = fetch_status(syncer.address, run=RUN)
@@ -281,16 +281,16 @@ def test_what_was_acknowledged_before_a_restart_counts_once(kind: str, tmp_path:
         for each in (raw, other):
             beat(each, 6)  # the run clock is past the fragment's first turn
         push = {"tokens": 30, "steps": 6, "trained": 30, "step": 6}
-        assert raw.push(ONES, **push).accepted
-        syncer.engine.drain()
-        assert syncer.engine.versions() == [1 if kind == "accepted and published" else 0, 0]
+        assert raw.push(ONES, **push)
+        syncer.driver.drain()
+        assert versions_of(syncer) == [1 if kind == "accepted and published" else 0, 0]
         for each in (raw, other):
             each.connection.close()
     with start(tmp_path, given) as syncer:
         raw.connection = Raw(syncer.address).connection
-        versions = syncer.engine.versions()
-        assert raw.push(ONES, **push).accepted
-        syncer.engine.drain()
-        assert syncer.engine.versions() == versions
-        assert syncer.engine.status()["fragments"][0]["ledger"]["merged"] == 30 * versions[0]
+        versions = versions_of(syncer)
+        assert raw.push(ONES, **push)
+        syncer.driver.drain()
+        assert versions_of(syncer) == versions
+        assert status_of(syncer)["fragments"][0]["ledger"]["merged"] == 30 * versions[0]
         raw.connection.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.syncer.runs import RUN, Raw, layout, method, start
+from tests.syncer.runs import RUN, layout, method, position, Raw, start, versions_of
 
 import diloco
 from diloco.core.method import Method
@@ -72,22 +72,22 @@ def test_no_message_ends_a_run(answer: Method, tmp_path: Path) -> None:
                 send(*message)
             with suppress(StaleIncarnationError):
                 liar.leave()  # the round need not wait for it
-            syncer.engine.drain()
+            syncer.driver.drain()
             work += 5
-            version, step = syncer.engine.versions()[0], syncer.engine.position()[0]
-            assert honest.push(ONES, round=version, base=version, trained=work, step=step + 4).accepted
-            syncer.engine.drain()
-            syncer.engine.raise_failure()
-            assert syncer.engine.versions()[0] > version
+            version, step = versions_of(syncer)[0], position(syncer)[0]
+            assert honest.push(ONES, round=version, base=version, trained=work, step=step + 4)
+            syncer.driver.drain()
+            syncer.driver.raise_failure()
+            assert versions_of(syncer)[0] > version
             status: dict[str, Any] = fetch_status(syncer.address, run=RUN)
             for fragment in status["fragments"]:
                 ledger = fragment["ledger"]
                 assert min(ledger["pending"], ledger["merged"], ledger["lost"], *ledger["discarded"].values(), 0) >= 0
 
         run_goes_on()
-        versions, position = syncer.engine.versions(), syncer.engine.position()
+        versions, position = versions_of(syncer), position(syncer)
         for raw in (honest, liar):
             raw.connection.close()
     with start(tmp_path, answer) as syncer:
-        assert syncer.engine.versions() == versions
-        assert syncer.engine.position() == position
+        assert versions_of(syncer) == versions
+        assert position(syncer) == position

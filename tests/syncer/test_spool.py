@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.syncer.runs import Raw, layout, method, start
+from tests.syncer.runs import layout, method, Raw, start, status_of
 
 from diloco.errors import StaleIncarnationError, StoreError
 from diloco.exchange.wire.frames import bytes_of, frames
@@ -89,7 +89,7 @@ def test_a_learner_replaced_while_it_sends_leaves_no_room_taken(tmp_path: Path) 
             head, chunk, checksum = frames(header, bytes_of(payload))
             yield head
             deadline = time.monotonic() + 10
-            while syncer.engine.status()["spooled_bytes"] == 0 and time.monotonic() < deadline:
+            while status_of(syncer)["spooled_bytes"] == 0 and time.monotonic() < deadline:
                 time.sleep(0.001)
             raw.join()
             yield chunk
@@ -97,5 +97,5 @@ def test_a_learner_replaced_while_it_sends_leaves_no_room_taken(tmp_path: Path) 
 
         with pytest.raises(StaleIncarnationError):
             raw.push_frames(interrupted())
-        assert syncer.engine.status()["spooled_bytes"] == 0
+        assert status_of(syncer)["spooled_bytes"] == 0
         raw.connection.close()

@@ -159,12 +159,12 @@ class MemorySpool:
     """
 
     def __init__(self, budget_bytes: int | None = None) -> None:
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self.held_bytes = 0
 
     def allocate(self, num_bytes: int) -> MemorySlot:
         """As `ports.Spool`. Raises NoRoomError."""
-        if self._budget_bytes is not None and self.held_bytes + num_bytes > self._budget_bytes:
+        if self.budget_bytes is not None and self.held_bytes + num_bytes > self.budget_bytes:
             raise NoRoomError(f"there is no room for a contribution of {num_bytes} bytes; it is taken once there is.")
         self.held_bytes += num_bytes
         return MemorySlot(num_bytes)
