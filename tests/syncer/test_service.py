@@ -13,21 +13,18 @@ from typing import Any
 import pytest
 import torch
 from tests.syncer.runs import RUN, is_initialised, layout, method, Net, position, Raw, start, status_of, train, versions_of
+from tests.syncer.test_faults import until
+from tests.syncer.test_hosting import contribute, driver_in
 
 import diloco
 from diloco import errors, events
 from diloco.core.fragments import make_layout
-from diloco.core.members import Deadlines
-from diloco.core.contribution import Contribution
 from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.syncer.certificates import make_certificates
-from diloco.syncer.engine import Engine
-from diloco.syncer.metrics import SyncerMetrics
+from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Syncer
-from diloco.syncer.spool import Spool
-from diloco.syncer.store import Store
 
 SIZE = layout().fragments[0].numel
 
@@ -175,10 +172,13 @@ def test_a_learner_that_comes_back_again_and_again_cannot_overflow_its_books(syn
 
 
 def test_tokens_are_merged_once_however_often_they_are_pushed(syncer: Syncer, raw: Raw) -> None:
-    assert raw.push(good())
+    assert raw.push(good()) == 1
     syncer.driver.drain()
-    assert not raw.push(good(), round=1, base=1, step=6)  # the same five tokens, in the next round
-    assert raw.push(good(), round=1, base=1, step=6, trained=10)
+    with pytest.raises(errors.PayloadError, match="says 5 tokens"):  # the same five, in the next round
+        raw.push(good(), round=1, base=1, step=6)
+    assert raw.push(good(), round=1, base=1, step=6, trained=10) == 2
+    for _ in range(2):  # and again, since its acknowledgement was lost
+        assert raw.push(good(), round=1, base=1, step=6, trained=10, number=2) == 2
     syncer.driver.drain()
     ledger = status_of(syncer)["fragments"][0]["ledger"]
     assert (ledger["trained"], ledger["merged"]) == (10, 10)
@@ -233,34 +233,23 @@ def test_nobody_answers() -> None:
 
 
 def test_a_full_disk_delays_a_version_and_loses_nothing(tmp_path: Path) -> None:
-    full = True
+    full = False
 
     def at(_: str) -> None:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    full = False
-    with Store(tmp_path, at=at) as store, events.EventLog(tmp_path / "events.jsonl", who="syncer") as log:
-        metrics = SyncerMetrics(RUN)
-        engine = Engine(
-            RUN, method(), store, Spool(tmp_path, 1 << 20), deadlines=Deadlines(), events_log=log, metrics=metrics
-        )
-        thetas = [torch.ones(fragment.numel) for fragment in layout().fragments]
-        engine.initialise(layout(), thetas, b"", learner="a", source="test", step=0, tokens=0)
-        incarnation = engine.join("a", layout())
+    with driver_in(tmp_path, at) as (driver, store):
         full = True
-        slot = engine.allocate(0, 4 * SIZE)
-        slot.buffer[:] = bytes_of(good())
-        assert engine.contribute(Contribution("a", incarnation, 0, 0, 0, 5, 1, 5, step=2), slot) is None
-        assert engine.versions() == [0, 0]
-        assert torch.equal(engine.pull(0, -1).payload, thetas[0])
+        contribute(driver, "a")
+        driver.drain()
+        assert driver.ask(lambda it: it.versions) == (0, 0)
+        assert torch.equal(driver.ask(lambda it: it.fetch(0, -1)).held.theta, torch.ones(SIZE))
         full = False
-        engine.drain()
-        assert engine.versions() == [1, 0]
+        until(lambda: driver.ask(lambda it: it.versions) == (1, 0), "it is not tried again")
         saved = store.load()
         assert saved is not None
         assert saved.fragments[0].version == 1
-        engine.stop()
 
 
 def test_contributions_beyond_the_budget_wait_on_disk(tmp_path: Path) -> None:
@@ -279,18 +268,23 @@ def test_contributions_beyond_the_budget_wait_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_damaged_update_is_fetched_again_whole(syncer: Syncer, caplog: pytest.LogCaptureFixture) -> None:
-    pull, damaged_once = syncer.engine.pull, []
+    damaged_once: list[bool] = []
 
-    def tampering(fragment: int, base: int) -> Any:
-        pulled = pull(fragment, base)
-        if base >= 0 and not damaged_once:
-            damaged_once.append(True)
-            payload = pulled.payload.clone()
-            payload[0] += 1
-            return replace(pulled, payload=payload)
-        return pulled
+    def tamper(driver: SyncerDriver) -> None:
+        fetch = driver.fetch
 
-    syncer.engine.pull = tampering  # type: ignore[method-assign]
+        def tampering(fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Any:
+            fetched = fetch(fragment, base, learner, incarnation)
+            if fetched.payload is not None and not damaged_once:
+                damaged_once.append(True)
+                payload = fetched.payload.clone()
+                payload[0] += 1
+                return replace(fetched, payload=payload)
+            return fetched
+
+        driver.fetch = tampering  # type: ignore[method-assign]
+
+    syncer.driver.ask(tamper)
     state, metrics = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 12)
     assert damaged_once
     assert "fetching it whole" in caplog.text

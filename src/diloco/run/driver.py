@@ -273,13 +273,13 @@ class Driver(Generic[H, S, P]):
 
     def join(
         self, learner: str, layout: ModelLayout, done: Callable[[int], None], *, process: int = 0, again: bool = False,
-        ready: bool = False,
+        ready: bool = False, overlap: int | None = None,
     ) -> None:  # fmt: skip
         """A new incarnation of a learner. `done`: its number, once that would survive a crash.
 
         Arguments:
             process: whose it is. again: after an incarnation of the same process was evicted.
-            ready: as in `SyncerCore.joined`.
+            ready, overlap: as in `SyncerCore.joined`.
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
@@ -294,7 +294,7 @@ class Driver(Generic[H, S, P]):
                 f"another process has joined run {self.run!r} as {learner!r}; give every learner its own name."
             )
         self._processes[learner] = process
-        incarnation, actions = core.joined(self._clock.now_s(), learner, ready=ready)
+        incarnation, actions = core.joined(self._clock.now_s(), learner, ready=ready, overlap=overlap)
         self._observer.joined(learner, incarnation, core.step)
         self._writes.record(self._clock.now_s(), partial(done, incarnation))
         self._execute(actions)
