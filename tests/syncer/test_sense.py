@@ -30,13 +30,14 @@ HEARTBEAT = st.fixed_dictionaries(
         "step_s": st.floats(),
         "waiting": st.booleans(),
         "versions": st.lists(NUMBER, max_size=3),
+        "settled": st.lists(NUMBER, max_size=3),
     }
 )
 PUSH = st.fixed_dictionaries(
     {"step": NUMBER, "tokens": NUMBER, "steps": NUMBER, "trained": NUMBER, "round": NUMBER, "base": NUMBER},
     optional={
         "fragment": st.integers(0, 3), "discarded": st.lists(DISCARD, max_size=2), "part": st.just(value=True),
-        "tensors": st.lists(st.integers(0, 3) | st.just(2**32 - 1), max_size=3), "incarnation": NUMBER,
+        "tensors": st.lists(st.integers(0, 3) | st.just(2**32 - 1), max_size=3), "incarnation": NUMBER, "number": NUMBER,
     },
 )  # fmt: skip
 MESSAGE = st.one_of(
@@ -85,9 +86,9 @@ def test_no_message_ends_a_run(answer: Method, tmp_path: Path) -> None:
                 assert min(ledger["pending"], ledger["merged"], ledger["lost"], *ledger["discarded"].values(), 0) >= 0
 
         run_goes_on()
-        versions, position = versions_of(syncer), position(syncer)
+        versions, stood_at = versions_of(syncer), position(syncer)
         for raw in (honest, liar):
             raw.connection.close()
     with start(tmp_path, answer) as syncer:
         assert versions_of(syncer) == versions
-        assert position(syncer) == position
+        assert position(syncer) == stood_at

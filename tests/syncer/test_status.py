@@ -121,7 +121,10 @@ def test_a_reason_to_discard_that_is_not_known_is_shown_as_it_is(tmp_path: Path)
         raw.connection.close()
         syncer.driver.drain()
     with sqlite3.connect(tmp_path / "state" / "store.sqlite") as db:
-        db.execute("UPDATE ledger SET lost = 0, discarded = ?", (json.dumps({"bored": 5}),))
+        record = json.loads(db.execute("SELECT record FROM run").fetchone()[0])
+        for ledger in record["accounts"]["first"]["ledgers"]:
+            ledger[2:] = [0, {"bored": 5}]  # lost, and discarded by reason
+        db.execute("UPDATE run SET record = ?", (json.dumps(record),))
     db.close()
     with start(tmp_path, method()) as syncer:
         assert "10 bored." in shown(syncer)

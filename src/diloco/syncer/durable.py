@@ -112,7 +112,7 @@ def file_sha256(path: Path) -> str:
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor] | None:
     """All tensors of a safetensors file, in memory of their own; None where `sha256` is not the file's.
 
-    It is the hash that `write_tensors` has returned; of a file that format 2 or an earlier one has written, the SHA-256 of its bytes.
+    It is the hash that `write_tensors` has returned.
 
     Raises:
         OSError: unreadable.
@@ -122,7 +122,7 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor] | None:
         tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
     except SafetensorError:
         return None
-    return tensors if _hash_of(path, tensors, {}) == sha256 or file_sha256(path) == sha256 else None
+    return tensors if _hash_of(path, tensors, {}) == sha256 else None
 
 
 def lock_directory(path: Path) -> IO[str]:
