@@ -12,7 +12,7 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.syncer.relay import Link, Relay
-from tests.syncer.runs import RUN, is_initialised, layout, num_live, position, Raw, start, status_of, train, versions_of
+from tests.syncer.runs import RUN, Raw, is_initialised, layout, num_live, position, start, status_of, train, versions_of
 from tests.syncer.runs import method as tiny_method
 
 import diloco

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save
 from tests.syncer.relay import Link, Relay
-from tests.syncer.runs import RUN, method, Net, num_live, Raw, start, status_of, train
+from tests.syncer.runs import RUN, Net, Raw, method, num_live, start, status_of, train
 from tests.syncer.test_faults import QUICK, syncer_process, until
 
 import diloco

@@ -1,4 +1,5 @@
-"""The driver, one effect after the other: what is visible when, what a kill between any two effects leaves, and a disk that refuses."""
+"""The driver, one effect after the other: what is visible when, what a kill between any two effects leaves, and a disk
+that refuses."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from typing import Any
 
 import pytest
 from tests.run.toy import (
-    LAYOUT, NUM_BYTES, Line, Number, Player, Scene, Sums, contribution, scheduled, started,
+    LAYOUT,
+    NUM_BYTES,
+    Line,
+    Number,
+    Player,
+    Scene,
+    Sums,
+    contribution,
+    scheduled,
+    started,
 )  # fmt: skip
 
 import diloco
@@ -31,7 +41,7 @@ from diloco.run.ports import InitialModel, NullObserver
 from diloco.run.simulated import POINTS, MemorySpool
 from diloco.run.writes import RETRY_S
 
-# --- effects, one at a time -----------------------------------------------------------------------------------------------
+# --- effects, one at a time -------------------------------------------------------------------------------------------
 
 
 def test_a_version_is_visible_once_it_is_durable() -> None:
@@ -70,18 +80,21 @@ def test_a_join_and_a_goodbye_are_answered_once_they_are_durable() -> None:
 
 def test_a_rejection_is_told_once_it_is_durable() -> None:
     scene = started("a", "b")
-    line = scene.listen("a")
     for learner in ("a", "b"):
         scene.push(contribution(learner))
     scene.settle()
-    assert scene.push(contribution("a", 2, round_=1, step=2)) is None  # after the step of the round before: sent back
-    assert [it.number for it in line.heard[-1].verdicts] == [1]
-    assert [it.number for it in scene.driver.standing("a").verdicts] == [1]
-    scene.next("write")
-    assert [it.number for it in scene.driver.standing("a").verdicts] == [1]
-    scene.next("written")
-    assert [(it.number, it.reason) for it in line.heard[-1].verdicts] == [(1, None), (2, OUT_OF_STEP)]
+    scene.join("c")
+    scene.beat("c", 1)
+    line = scene.listen("c")
+    behind = contribution("c", 1, round_=1, step=2)  # after the same step as the round before: sent back
+    assert scene.push(behind) is None
     assert scene.spool.held_bytes == 0
+    for effect in ("write", "written"):
+        assert scene.driver.standing("c").verdicts == ()
+        scene.next(effect)
+    assert [(it.number, it.reason) for it in line.heard[-1].verdicts] == [(1, OUT_OF_STEP)]
+    scene.restart()
+    assert [(it.number, it.reason) for it in scene.driver.standing("c").verdicts] == [(1, OUT_OF_STEP)]
 
 
 def test_what_a_broken_connection_loses_is_said_on_the_next_one() -> None:
@@ -163,7 +176,7 @@ def test_a_stopped_driver_ends_what_is_under_way_and_begins_nothing() -> None:
     assert line.has_ended
 
 
-# --- pushes ---------------------------------------------------------------------------------------------------------------
+# --- pushes -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_push_is_admitted_before_room_is_made_for_it() -> None:
@@ -228,7 +241,7 @@ def test_a_contribution_that_finds_no_room_is_taken_later() -> None:
     assert scene.driver.status()["waits_for"] is None
 
 
-# --- a disk that refuses --------------------------------------------------------------------------------------------------
+# --- a disk that refuses ----------------------------------------------------------------------------------------------
 
 
 class Complaints(NullObserver):
@@ -300,8 +313,8 @@ def test_a_run_that_could_not_begin_begins_later() -> None:
 def test_of_two_that_initialise_at_once_one_does() -> None:
     for is_refused in (False, True):
         scene, answers = Scene(), list[Any]()
-        tries: list[str] = []
-        scene.refuse = lambda at, tries=tries, is_refused=is_refused: (tries.append(at), is_refused and len(tries) == 1)[1]  # type: ignore[misc]
+        tries = iter([is_refused])
+        scene.refuse = lambda _, tries=tries: next(tries, False)  # type: ignore[misc]
         for value in (1, 2):
             model = InitialModel(LAYOUT, (Number(0, value), Number(0, value)), b"", "a", "test")
             scene.driver.initialise(model, answers.append)
@@ -312,7 +325,7 @@ def test_of_two_that_initialise_at_once_one_does() -> None:
         assert scene.driver.model.held(0).value == (2 if is_refused else 1)
 
 
-# --- killed between two effects -------------------------------------------------------------------------------------------
+# --- killed between two effects ---------------------------------------------------------------------------------------
 
 NUM_ROUNDS = 3
 
@@ -422,7 +435,7 @@ def test_another_run_or_method_is_not_continued() -> None:
         scene.restart()
 
 
-# --- members --------------------------------------------------------------------------------------------------------------
+# --- members ----------------------------------------------------------------------------------------------------------
 
 
 def test_only_a_run_with_a_model_can_be_joined_and_only_with_its_model() -> None:
@@ -433,9 +446,9 @@ def test_only_a_run_with_a_model_can_be_joined_and_only_with_its_model() -> None
     other = Layout((place(0, [TensorSpec("w0", (3,), "float32")]),), ())
     with pytest.raises(LayoutError, match="does not hold the run's model"):
         scene.driver.join("a", other, lambda _: None)
+    unfit = Scene(diloco.StreamingDiLoCo(sync_every=4, overlap=1, offsets=[1, 2, 3]))
     with pytest.raises(LayoutError, match="cannot train"):
-        started_with = Scene(diloco.DiLoCo(sync_every=4, offsets=[1, 2, 3]))
-        started_with.initialise()
+        unfit.initialise()
 
 
 def test_a_name_is_not_taken_back_from_a_newer_process() -> None:

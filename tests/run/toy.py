@@ -1,4 +1,5 @@
-"""A run with numbers for tensors, whose effects happen one at a time: a driver, the disk that outlives it, and two learners."""
+"""A run with numbers for tensors, whose effects happen one at a time: a driver, the disk that outlives it, and two
+learners."""
 
 from __future__ import annotations
 
@@ -65,7 +66,14 @@ class Sums:
         new = Number(held.version + 1, held.value + value)
         learners = tuple(dict.fromkeys(c.learner for c in action.contributions))
         update = Update(
-            action.fragment, held.version, new.version, learners, action.weights, action.scale, new.digest, lossless=False
+            action.fragment,
+            held.version,
+            new.version,
+            learners,
+            action.weights,
+            action.scale,
+            new.digest,
+            lossless=False,
         )
         return Merged(action, update, new, value)
 
@@ -98,7 +106,9 @@ class Scene:
         refuse: whether the disk refuses at a durable step.
     """
 
-    def __init__(self, method: Method | None = None, *, deadlines: Deadlines = NEVER, observer: Observer | None = None) -> None:
+    def __init__(
+        self, method: Method | None = None, *, deadlines: Deadlines = NEVER, observer: Observer | None = None
+    ) -> None:
         self.method = method or scheduled()
         self.deadlines = deadlines
         self.observer = observer or NullObserver()
@@ -135,9 +145,7 @@ class Scene:
         ports = Ports[Number, MemorySlot, int](
             self, self.spool, worker, SimulatedDisk(self.store, self._later), self.observer
         )
-        self.driver = Driver(
-            RUN, self.method, ports, boot=self.boot, deadlines=self.deadlines, saved=self.store.load()
-        )
+        self.driver = Driver(RUN, self.method, ports, boot=self.boot, deadlines=self.deadlines, saved=self.store.load())
         return self.driver
 
     def _later(self, what: str, fragment: int | None, do: Callable[[], None]) -> None:
@@ -209,9 +217,11 @@ class Scene:
 
 
 def contribution(
-    learner: str, number: int = 1, fragment: int = 0, *, round_: int | None = None, step: int | None = None, incarnation: int = 1
+    learner: str, number: int = 1, fragment: int = 0, *, round_: int | None = None, step: int | None = None,
+    incarnation: int = 1,
 ) -> Contribution:  # fmt: skip
-    """Number n is meant for round n − 1 of its fragment, with ten tokens for each of up to four steps on that version."""
+    """Number n is meant for round n − 1 of its fragment, with ten tokens for each of up to four steps on that
+    version."""
     version = number - 1 if round_ is None else round_
     sent_at = 4 * version + 2 * (fragment + 1) if step is None else step
     steps = min(4, sent_at)
@@ -232,8 +242,8 @@ def started(*learners: str, method: Method | None = None, **fields: Any) -> Scen
 
 
 class Player:
-    """A learner of the scheduled toy run that makes `num_rounds` contributions to each fragment, and sends again what has no verdict
-    whenever the driver is another one."""
+    """A learner of the scheduled toy run that makes `num_rounds` contributions to each fragment, and sends again what
+    has no verdict whenever the driver is another one."""
 
     def __init__(self, scene: Scene, name: str, num_rounds: int) -> None:
         self.scene, self.name, self.num_rounds = scene, name, num_rounds
@@ -261,9 +271,9 @@ class Player:
             return
         self._hear(self.line.heard[-1])
         for fragment in (0, 1):
-            is_idle = not any(key[0] == fragment for key in self.open)
             number = self.numbers[fragment] + 1
-            if is_idle and number <= self.num_rounds and self.versions[fragment] >= number - 1 and number <= self._turn(fragment):
+            is_due = number <= min(self.num_rounds, self._turn(fragment), self.versions[fragment] + 1)
+            if is_due and not any(key[0] == fragment for key in self.open):
                 self.numbers[fragment] = number
                 self.open[fragment, number] = contribution(self.name, number, fragment)
                 self._send(self.open[fragment, number])

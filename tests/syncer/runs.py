@@ -82,7 +82,8 @@ class Raw:
     """A learner made of bare calls. `held`: the layout of its model, unless it is `layout()`."""
 
     def __init__(
-        self, address: str, name: str = "raw", token: str | None = None, ca: Path | None = None, *, held: Layout | None = None
+        self, address: str, name: str = "raw", token: str | None = None, ca: Path | None = None, *,
+        held: Layout | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.layout = held or layout()
@@ -96,7 +97,8 @@ class Raw:
         parts = [bytes_of(torch.full((fragment.numel,), values)) for fragment in model.fragments]
         parts.append(memoryview(save({})))
         header = pb.InitialiseHeader(
-            run=RUN, learner=self.name, layout=json.dumps(model.to_dict()), part_bytes=[len(part) for part in parts], **fields
+            run=RUN, learner=self.name, layout=json.dumps(model.to_dict()), part_bytes=[len(part) for part in parts],
+            **fields,
         )  # fmt: skip
         self.connection.upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
 
@@ -124,7 +126,13 @@ class Raw:
         """Of the next contribution to its fragment, unless `fields` give a number."""
         values = {"fragment": 0, "round": 0, "base": 0, "tokens": 5, "steps": 1, "trained": 5, "step": 2, **fields}
         number = self.numbers.get(values["fragment"], 0) + 1
-        values = {"incarnation": self.incarnation, "boot": self.boot, "num_bytes": num_bytes, "number": number, **values}
+        values = {
+            "incarnation": self.incarnation,
+            "boot": self.boot,
+            "num_bytes": num_bytes,
+            "number": number,
+            **values,
+        }
         return pb.PushHeader(run=RUN, learner=self.name, **values)
 
     def push(self, payload: torch.Tensor, **fields: Any) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.syncer.runs import layout, method, Raw, start, status_of, versions_of
+from tests.syncer.runs import Raw, layout, method, start, status_of, versions_of
 from tests.syncer.test_faults import RUN_FILE
 
 import diloco

@@ -16,7 +16,7 @@ import pytest
 import torch
 from benchmarks.processes import SyncerProcess, until
 from tests.processes import start_module
-from tests.syncer.runs import RUN, method, num_live, Raw, start, status_of, train, versions_of
+from tests.syncer.runs import RUN, Raw, method, num_live, start, status_of, train, versions_of
 
 import diloco
 from diloco import errors, events

@@ -1,4 +1,5 @@
-"""A hosted driver on a disk that is slow, in a process that stands still, and after a restart: no learner is forgotten or evicted for it."""
+"""A hosted driver on a disk that is slow, in a process that stands still, and after a restart: no learner is forgotten
+or evicted for it."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.syncer.runs import RUN, layout, method, Raw, start, status_of, train, versions_of
+from tests.syncer.runs import RUN, Raw, layout, method, start, status_of, train, versions_of
 from tests.syncer.test_faults import syncer_process, until
 
 import diloco
 from diloco import events
-from diloco.errors import DilocoError, RestartedError
-from diloco.core.members import Deadlines
 from diloco.core.contribution import Contribution
+from diloco.core.members import Deadlines
+from diloco.errors import DilocoError, RestartedError
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire.frames import bytes_of
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
@@ -42,7 +43,12 @@ def driver_in(directory: Path, at: Callable[[str], None] = lambda _: None) -> It
         events.EventLog(directory / "events.jsonl", who="syncer") as log,
     ):
         driver = HostedDriver(
-            RUN, method(), store, Spool(directory, 1 << 20), deadlines=Deadlines(), journal=Journal(log, SyncerMetrics(RUN))
+            RUN,
+            method(),
+            store,
+            Spool(directory, 1 << 20),
+            deadlines=Deadlines(),
+            journal=Journal(log, SyncerMetrics(RUN)),
         )
         initialise(driver)
         assert join(driver, "a") == join(driver, "b") == 1
@@ -80,7 +86,8 @@ def contribute(driver: HostedDriver, learner: str, step: int = 2) -> None:
 
 
 def test_a_slow_disk_holds_up_no_sign_of_life(tmp_path: Path) -> None:
-    """While a version is written, one learner joins and another leaves: both go to the same disk, the others do not wait for it."""
+    """While a version is written, one learner joins and another leaves: both go to the same disk, the others do not
+    wait for it."""
     writing, go_on = threading.Event(), threading.Event()
 
     def at(point: str) -> None:
@@ -150,7 +157,8 @@ def test_a_syncer_that_was_suspended_gives_nobody_up_for_it(tmp_path: Path) -> N
 
 
 def test_a_full_disk_under_the_event_log_stops_no_decision(tmp_path: Path) -> None:
-    """The log takes nothing any more while a learner falls silent: it is given up, and the round that waited for it is merged."""
+    """The log takes nothing any more while a learner falls silent: it is given up, and the round that waited for it is
+    merged."""
     deadlines = Deadlines(lost_floor_s=2.5, lost_cap_s=2.5, stalled_floor_s=60.0, stalled_cap_s=60.0)
     path = tmp_path / "state" / "events.jsonl"
     with start(tmp_path, method(), deadlines=deadlines) as syncer:

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from tests.syncer.runs import RUN, is_initialised, layout, method, Net, Raw, start, train, versions_of
+from tests.syncer.runs import RUN, Net, Raw, is_initialised, layout, method, start, train, versions_of
 
 import diloco
 from diloco.core.fragments import Layout, make_layout

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.syncer.runs import RUN, layout, method, position, Raw, start, versions_of
+from tests.syncer.runs import RUN, Raw, layout, method, position, start, versions_of
 
 import diloco
 from diloco.core.method import Method

@@ -12,12 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from tests.syncer.runs import RUN, is_initialised, layout, method, Net, position, Raw, start, status_of, train, versions_of
+from tests.syncer.runs import (
+    RUN,
+    Net,
+    Raw,
+    is_initialised,
+    layout,
+    method,
+    position,
+    start,
+    status_of,
+    train,
+    versions_of,
+)
 from tests.syncer.test_faults import until
 from tests.syncer.test_hosting import contribute, driver_in
 
 import diloco
-from diloco import errors, events
+from diloco import errors
 from diloco.core.fragments import make_layout
 from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb

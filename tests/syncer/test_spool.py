@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.syncer.runs import layout, method, Raw, start, status_of
+from tests.syncer.runs import Raw, layout, method, start, status_of
 
 from diloco.errors import StaleIncarnationError, StoreError
 from diloco.exchange.wire.frames import bytes_of, frames

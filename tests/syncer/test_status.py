@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from tests.syncer.runs import RUN, is_initialised, layout, method, Raw, start, status_of
+from tests.syncer.runs import RUN, Raw, is_initialised, layout, method, start, status_of
 from tests.syncer.test_faults import QUICK, until
 from typer.testing import CliRunner
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -55,9 +54,7 @@ def merged_of(fragment: int, version: int) -> Merged[HeldFragment, torch.Tensor]
     weights = (1.0, 0.5)
     action = MergeRound(fragment, version - 1, contributions, weights, 1.0, frozenset(("site-a", "site-b")))
     held = held_of(fragment, version)
-    update = Update(
-        fragment, version - 1, version, ("site-a", "site-b"), weights, 1.0, held.digest, lossless=False
-    )
+    update = Update(fragment, version - 1, version, ("site-a", "site-b"), weights, 1.0, held.digest, lossless=False)
     return Merged(action, update, held, torch.empty(0, dtype=torch.uint8))
 
 

@@ -6,6 +6,8 @@
     model.py         the newest version of each fragment and the updates that led to it
     sense.py         checks of what a learner says, before a number of it is counted
     status.py        what `diloco status` shows
-    tensors.py       the tensor jobs behind every worker: check a payload, close a round (the one module here that imports torch)
+    tensors.py       the tensor jobs behind every worker: check a payload, close a round
     simulated.py     worker, disk and spool without threads and files
+
+No module but tensors.py imports tensor code.
 """

@@ -1,16 +1,20 @@
 """The driver of `SyncerCore`: carries out what it decides, for one run.
 
-    a learner            initialise · join · heartbeat · leave · connected, disconnected · begin_push, complete_push or cut_push · fetch
-    time                 tick
-    a job's end          of the worker: a payload is checked, a round is closed; of the disk: a write is durable, or refused
+    from learners        initialise · join · heartbeat · leave · connected, disconnected · fetch
+                         begin_push, then complete_push or cut_push
+    from the clock       tick
+    from the worker      a payload is checked, a round is closed
+    from the disk        a write is durable, or refused
 
-Each call is an event, and none blocks: tensor and disk work goes to a port, whose answer is an event of its own. So a driver can be stopped
-between any two effects, and another one, made from what is durable then (`saved`), goes on. Its owner sees to it that one event is over
-before the next begins. What waits for the disk (a run's beginning, a join, a goodbye) is answered by a call of `done`.
+Each call is an event, and none blocks: tensor and disk work goes to a port, whose answer is an event of its own. So a
+driver can be stopped between any two effects, and another one, made from what is durable then (`saved`), goes on. Its
+owner sees to it that one event is over before the next begins. What waits for the disk (a run's beginning, a join, a
+goodbye) is answered by a call of `done`.
 
-The life of a contribution: a push is begun, which makes room for it, and completed, which has its content checked; `SyncerCore` accepts or
-rejects it; its round is closed (`Worker.close`), made durable (`Disk.persist_version`), and only then visible. A disk that refuses is tried
-again (`writes.RETRY_S`); meanwhile the version is merged and not visible, and contributions wait in the spool.
+The life of a contribution: a push is begun, which makes room for it, and completed, which has its content checked;
+`SyncerCore` accepts or rejects it; its round is closed (`Worker.close`), made durable (`Disk.persist_version`), and
+only then visible. A disk that refuses is tried again (`writes.RETRY_S`); meanwhile the version is merged and not
+visible, and contributions wait in the spool.
 """
 
 from __future__ import annotations
@@ -23,7 +27,16 @@ from functools import partial
 from typing import Any, Generic
 
 from diloco.core.actions import (
-    Accept, Action, Evict, MergeRound, PersistRecord, PersistVersion, Publish, Reject, Tell, WakeAt,
+    Accept,
+    Action,
+    Evict,
+    MergeRound,
+    PersistRecord,
+    PersistVersion,
+    Publish,
+    Reject,
+    Tell,
+    WakeAt,
 )  # fmt: skip
 from diloco.core.contribution import NOT_FINITE, Contribution, Standing
 from diloco.core.members import Deadlines
@@ -53,7 +66,8 @@ STOOD_STILL_S = 1.0
 """A tick that comes later than this says that the whole process stood still."""
 
 COMES_AGAIN_S = 5.0
-"""A contribution that was sent back comes again at least once a second; one that has not for this long waits no more."""
+"""A contribution that was sent back comes again at least once a second; one that has not for this long waits no
+more."""
 
 
 @dataclass(eq=False)
@@ -125,7 +139,7 @@ class Driver(Generic[H, S, P]):
         if saved.record is not None:
             self._core.restore(self._clock.now_s(), saved.record)
 
-    # --- what may be asked at any time ------------------------------------------------------------------------------------
+    # --- what may be asked at any time --------------------------------------------------------------------------------
 
     def require_run(self, run: str) -> None:
         """Raises UnknownRunError for any other run than this one."""
@@ -192,7 +206,8 @@ class Driver(Generic[H, S, P]):
             learner, incarnation: for which it is; "": a viewer.
 
         Raises:
-            LayoutError: no such fragment. NotInitialisedError: there is no model yet. StaleIncarnationError: the incarnation is out.
+            LayoutError: no such fragment. NotInitialisedError: there is no model yet. StaleIncarnationError: the
+                incarnation is out.
         """
         if learner:
             self.core.check(learner, incarnation)
@@ -217,10 +232,11 @@ class Driver(Generic[H, S, P]):
         shown = self._status.as_dict(self._core, self._model, self._clock.now_s())
         return {**base, **shown, "tokens": self.run_tokens}
 
-    # --- a run's beginning ------------------------------------------------------------------------------------------------
+    # --- a run's beginning --------------------------------------------------------------------------------------------
 
     def initialise(self, model: InitialModel[H], done: Callable[[DilocoError | None], None]) -> None:
-        """Give the run its model, once. `done`: None once that is durable; AlreadyInitialisedError: it has one, which stays as it is;
+        """Give the run its model, once. `done`: None once that is durable; AlreadyInitialisedError: it has one, which
+        stays as it is;
         StoreError: the disk refused, and the run stays without a model.
 
         Raises:
@@ -269,7 +285,7 @@ class Driver(Generic[H, S, P]):
             f"run {self.run!r} has a model already and keeps it; join it without --initialise."
         )
 
-    # --- membership -------------------------------------------------------------------------------------------------------
+    # --- membership ---------------------------------------------------------------------------------------------------
 
     def join(
         self, learner: str, layout: ModelLayout, done: Callable[[int], None], *, process: int = 0, again: bool = False,
@@ -359,10 +375,11 @@ class Driver(Generic[H, S, P]):
         if self._connections.broke(learner, incarnation, connection):
             self._execute(self.core.disconnected(self._clock.now_s(), learner, incarnation))
 
-    # --- contributions ----------------------------------------------------------------------------------------------------
+    # --- contributions ------------------------------------------------------------------------------------------------
 
     def begin_push(self, contribution: Contribution, num_bytes: int, *, boot: int) -> Push[S]:
-        """A contribution is coming up, with a payload of this many bytes: admit it, and make room. `boot`: the driver that it is meant for.
+        """A contribution is coming up, with a payload of this many bytes: admit it, and make room. `boot`: the driver
+        that it is meant for.
 
         Raises:
             RestartedError: another driver than this one, which may lack what that one had acknowledged.
@@ -373,7 +390,9 @@ class Driver(Generic[H, S, P]):
         c = contribution
         self.core.check(c.learner, c.incarnation)
         if boot != self.boot:
-            raise RestartedError("the syncer was started again; what it has not given a verdict on is sent again, the oldest first.")
+            raise RestartedError(
+                "the syncer was started again; what it has not given a verdict on is sent again, the oldest first."
+            )
         sense.check_contribution(c, self.core.step)
         self.model.held(c.fragment)
         fragment = self.model.layout.fragments[c.fragment]
@@ -398,19 +417,18 @@ class Driver(Generic[H, S, P]):
         self._observer.sent_back(c)
 
     def complete_push(self, push: Push[S], done: Callable[[DilocoError | None], None]) -> None:
-        """All of its payload is here. `done`: None once it is accepted, rejected (its learner's standing says so when that is durable) or
-        known as a duplicate; otherwise what is wrong with it, and the round is as before:
+        """All of its payload is here. `done`: None once it is accepted, rejected (its learner's standing says so when
+        that is durable) or known as a duplicate; otherwise what is wrong with it, and the round is as before:
 
-            NonFiniteError, CorruptPayloadError: content that cannot be used. StaleIncarnationError: its incarnation is out by now.
+            NonFiniteError, CorruptPayloadError: content that cannot be used. StaleIncarnationError: its incarnation is
+                out by now.
             VersionError, ConfigError: as `SyncerCore.contributed`.
         """
         index = push.contribution.fragment
         num_elements = self.model.layout.fragments[index].numel
         self._ports.worker.check(push.slot, index, num_elements, partial(self._checked, push, done))
 
-    def _checked(
-        self, push: Push[S], done: Callable[[DilocoError | None], None], error: PayloadError | None
-    ) -> None:
+    def _checked(self, push: Push[S], done: Callable[[DilocoError | None], None], error: PayloadError | None) -> None:
         actions: list[Action] = []
         try:
             if error is not None:
@@ -432,7 +450,7 @@ class Driver(Generic[H, S, P]):
         self._execute(actions[1:])
         done(None)
 
-    # --- rounds -----------------------------------------------------------------------------------------------------------
+    # --- rounds -------------------------------------------------------------------------------------------------------
 
     def _close(self, action: MergeRound) -> None:
         if self._is_stopping:  # the driver that serves the run next gets these contributions again
@@ -487,7 +505,7 @@ class Driver(Generic[H, S, P]):
         for each in then:
             each()
 
-    # --- time -------------------------------------------------------------------------------------------------------------
+    # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self, late_s: float = 0.0) -> None:
         """The time that was given to `Clock.wake_at` has come, or a while has passed.
@@ -505,7 +523,7 @@ class Driver(Generic[H, S, P]):
         self._execute(core.tick(self._clock.now_s()))
         self._observer.stands(core)
 
-    # --- the end ----------------------------------------------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Close no more rounds. What is under way goes on, until `is_busy` is false."""
@@ -515,7 +533,7 @@ class Driver(Generic[H, S, P]):
         """End all connections; learners connect to the driver that serves the run next."""
         self._connections.end_all()
 
-    # --- actions ----------------------------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------------
 
     def _execute(self, actions: Iterable[Action]) -> None:
         """Carry out what an event has led to, and see to what is due besides."""

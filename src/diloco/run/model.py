@@ -13,8 +13,8 @@ from diloco.errors import LayoutError
 from diloco.run.ports import H, Merged, ModelLayout, P
 
 KEPT_UPDATES = 3
-"""Encoded updates of a fragment kept in memory: with an overlap of two intervals a learner may be two behind. A lossless update is a whole
-version, so of those only as many are kept as a schedule makes learners be behind."""
+"""Encoded updates of a fragment kept in memory: with an overlap of two intervals a learner may be two behind. A
+lossless update is a whole version, so of those only as many are kept as a schedule makes learners be behind."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Model(Generic[H, P]):
 
     Arguments:
         fragments, contributors: the newest version of each fragment, and the learners whose work it merged.
-        intervals_in_flight: answers that a learner may have outstanding for a fragment when it sends the next contribution.
+        intervals_in_flight: answers that a learner may have outstanding for a fragment when it sends the next
+            contribution.
 
     Attributes:
         layout: how it is cut.
@@ -62,7 +63,9 @@ class Model(Generic[H, P]):
         self.static = static
         self.newest: Update | None = None
         self._kept_whole = 1 + intervals_in_flight
-        self._fragments: list[_Fragment[H, P]] = [_Fragment(*each) for each in zip(fragments, contributors, strict=True)]
+        self._fragments: list[_Fragment[H, P]] = [
+            _Fragment(*each) for each in zip(fragments, contributors, strict=True)
+        ]
 
     def take(self, merged: Merged[H, P]) -> None:
         """A new version is published."""
@@ -106,5 +109,7 @@ class Model(Generic[H, P]):
         for update, payload in fragment.updates:
             if update.base == base:
                 return Fetched(update, payload, held)
-        whole = Update(index, held.version - 1, held.version, fragment.contributors, (), 1.0, held.digest, lossless=True)
+        whole = Update(
+            index, held.version - 1, held.version, fragment.contributors, (), 1.0, held.digest, lossless=True
+        )
         return Fetched(whole, None, held)

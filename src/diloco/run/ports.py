@@ -1,12 +1,13 @@
-"""What a driver needs of the world around it. The driver holds tensors as opaque values and hands them from one port to another.
+"""What a driver needs of the world around it. The driver holds tensors as opaque values and hands them from one port to
+another.
 
-Worker and disk do their jobs later, and end each with one call of `done`, which is an event of the driver like any other. No port calls the
-driver from within one of its calls.
+Worker and disk do their jobs later, and end each with one call of `done`, which is an event of the driver like any
+other. No port calls the driver from within one of its calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from diloco.core.syncer import SyncerCore
 from diloco.core.update import Update
 from diloco.errors import NoRoomError, PayloadError, StoreError
 
-# --- values ---------------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
 class FragmentVersion(Protocol):
@@ -132,7 +133,7 @@ class Saved(Generic[H]):
     record: Json | None
 
 
-# --- ports ----------------------------------------------------------------------------------------------------------------
+# --- ports ------------------------------------------------------------------------------------------------------------
 
 
 class Clock(Protocol):
@@ -176,24 +177,27 @@ class Spool(Protocol[S]):
         """The payload is not needed any more."""
 
 
-H_in = TypeVar("H_in", bound=FragmentVersion)
-S_in = TypeVar("S_in", contravariant=True)
+H_worker = TypeVar("H_worker", bound=FragmentVersion)
+S_contra = TypeVar("S_contra", contravariant=True)
 
 
-class Worker(Protocol[H_in, S_in, P]):
+class Worker(Protocol[H_worker, S_contra, P]):
     """Tensor jobs."""
 
     def contribution_bytes(self, num_elements: int) -> int:
         """Bytes of a contribution to a fragment of this many elements."""
 
-    def check(self, slot: S_in, fragment: int, num_elements: int, done: Callable[[PayloadError | None], None]) -> None:
+    def check(
+        self, slot: S_contra, fragment: int, num_elements: int, done: Callable[[PayloadError | None], None]
+    ) -> None:
         """Whether the payload of a contribution to this fragment can be decoded and is finite."""
 
     def close(
-        self, action: MergeRound, layout: ModelLayout, held: H_in, slots: Sequence[S_in],
-        done: Callable[[Merged[H_in, P] | PayloadError], None],
+        self, action: MergeRound, layout: ModelLayout, held: H_worker, slots: Sequence[S_contra],
+        done: Callable[[Merged[H_worker, P] | PayloadError], None],
     ) -> None:  # fmt: skip
-        """Merge a round's contributions into the next version of a fragment. `slots`: one per contribution of the action."""
+        """Merge a round's contributions into the next version of a fragment. `slots`: one per contribution of the
+        action."""
 
 
 Done = Callable[[StoreError | None], None]

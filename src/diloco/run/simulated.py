@@ -1,4 +1,5 @@
-"""Worker, disk and spool of a driver in one process, without threads and files. What takes time there is given to `Later`."""
+"""Worker, disk and spool of a driver in one process, without threads and files. What takes time there is given to
+`Later`."""
 
 from __future__ import annotations
 
@@ -8,22 +9,45 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol
 
 from diloco.core.actions import MergeRound
-from diloco.errors import AlreadyInitialisedError, NoRoomError, NotInitialisedError, PayloadError, StoreError, VersionError
-from diloco.run.ports import Done, FragmentVersion, H, InitialModel, Json, Merged, ModelLayout, P, RunMethod, S, S_in, Saved
+from diloco.errors import (
+    AlreadyInitialisedError,
+    NoRoomError,
+    NotInitialisedError,
+    PayloadError,
+    StoreError,
+    VersionError,
+)
+from diloco.run.ports import (
+    Done,
+    H,
+    InitialModel,
+    Json,
+    Merged,
+    ModelLayout,
+    P,
+    RunMethod,
+    S,
+    S_contra,
+    Saved,
+)
 
 Later = Callable[[str, int | None, Callable[[], None]], None]
-"""Does something later, as an event of its own: what it is ("check", "close", "write" or "written"), of which fragment, and the call."""
+"""Does something later, as an event of its own: what it is ("check", "close", "write" or "written"), of which fragment,
+and the call."""
 
 POINTS = ("written", "synced", "renamed", "directory synced", "inserted", "committed")
 """The durable steps of a write, as a real store names them. What is written exists from "committed" on."""
 
 
-class Jobs(Protocol[H, S_in, P]):
-    """Tensor jobs that are done at once: `diloco.run.tensors.TensorJobs`, or what stands for it where there are no tensors."""
+class Jobs(Protocol[H, S_contra, P]):
+    """Tensor jobs that are done at once: `diloco.run.tensors.TensorJobs`, or what stands for it where there are no
+    tensors."""
 
     def contribution_bytes(self, num_elements: int) -> int: ...
-    def check(self, slot: S_in, num_elements: int) -> PayloadError | None: ...
-    def close(self, action: MergeRound, layout: Any, held: H, slots: Sequence[S_in]) -> Merged[H, P] | PayloadError: ...
+    def check(self, slot: S_contra, num_elements: int) -> PayloadError | None: ...
+    def close(
+        self, action: MergeRound, layout: Any, held: H, slots: Sequence[S_contra]
+    ) -> Merged[H, P] | PayloadError: ...
 
 
 class SimulatedWorker(Generic[H, S, P]):
@@ -53,7 +77,8 @@ class MemoryStore(Generic[H, P]):
     """What is durable of a run, in memory: a driver that is gone leaves it behind for the next one.
 
     Arguments:
-        at: is told each of `POINTS`. OSError from it is a disk that refuses; whatever else it raises is the end of the process there.
+        at: is told each of `POINTS`. OSError from it is a disk that refuses; whatever else it raises is the end of the
+            process there.
     """
 
     def __init__(self, at: Callable[[str], None] = lambda _: None) -> None:
@@ -71,8 +96,8 @@ class MemoryStore(Generic[H, P]):
         self._commit(
             POINTS,
             Saved(
-                run, method, model.layout, model.fragments, ((),) * len(model.fragments), model.static, model.source, model.step,
-                model.tokens, record=None,
+                run, method, model.layout, model.fragments, ((),) * len(model.fragments), model.static, model.source,
+                model.step, model.tokens, record=None,
             ),
         )  # fmt: skip
 
@@ -81,7 +106,8 @@ class MemoryStore(Generic[H, P]):
         saved, index = self._require(), merged.update.fragment
         if merged.held.version != saved.fragments[index].version + 1:
             raise VersionError(
-                f"version {merged.held.version} of fragment {index} cannot follow version {saved.fragments[index].version}."
+                f"version {merged.held.version} of fragment {index} cannot follow version "
+                f"{saved.fragments[index].version}."
             )
         fragments, contributors = list(saved.fragments), list(saved.contributors)
         fragments[index], contributors[index] = merged.held, merged.update.contributors
@@ -110,7 +136,8 @@ class MemoryStore(Generic[H, P]):
 
 
 class SimulatedDisk(Generic[H, P]):
-    """Writes to a store when `later` says so: "write" is the write itself, "written" is when the driver hears of it."""
+    """Writes to a store when `later` says so: "write" is the write itself, "written" is when the driver hears of "
+    "it."""
 
     def __init__(self, store: MemoryStore[H, P], later: Later) -> None:
         self._store = store

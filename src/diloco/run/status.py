@@ -14,7 +14,8 @@ from diloco.run.model import Model
 
 @dataclass
 class _Seen:
-    """What was heard of an incarnation besides the ledger: the versions it has, and how many versions old its last merged work was."""
+    """What was heard of an incarnation besides the ledger: the versions it has, and how many versions old its last
+    merged work was."""
 
     versions: Sequence[int] = ()
     staleness: int | None = None
@@ -41,9 +42,10 @@ class Status:
     def as_dict(self, core: SyncerCore, model: Model[Any, Any], now_s: float) -> dict[str, Any]:
         """Plain values.
 
-        Of each learner: `live` (not evicted and connected), `healthy` (live and training), `merged` (fragments whose newest merge
-        has it), `versions_behind` (the newest versions, of the fragment where that is most; None: not heard yet), `staleness`
-        (of its last merged contribution, in versions; None: none yet).
+        Of each learner: `live` (not evicted and connected), `healthy` (live and training), `merged` (fragments whose
+            newest merge
+        has it), `versions_behind` (the newest versions, of the fragment where that is most; None: not heard yet),
+        `staleness` (of its last merged contribution, in versions; None: none yet).
         """
         status = status_of(core, now_s)
         for fragment, contributors in zip(status["fragments"], model.contributors, strict=True):

@@ -1,4 +1,5 @@
-"""The tensors of a store: one safetensors file for each version of a fragment, and one for what training leaves alone."""
+"""The tensors of a store: one safetensors file for each version of a fragment, and one for what training leaves
+alone."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ class TensorFiles:
     def require_no_run(self, *, is_new: bool) -> None:
         """The database holds no run, so there can be no version that was published. `is_new`: it is not even there.
 
-        The initial model of a run that was killed while it was initialised belongs to no run yet; a database that is there comes before it.
+        The initial model of a run that was killed while it was initialised belongs to no run yet; a database that is
+        there comes before it.
 
         Raises:
             StoreError: there are tensors all the same.
@@ -88,8 +90,10 @@ class TensorFiles:
         orphans = [name for name in self.names() if is_new or _PUBLISHED.match(name)]
         if orphans:
             raise StoreError(
-                f"{self._path / DATABASE} {'is missing or empty' if is_new else 'holds no run'}, and {self.directory} has "
-                f"{len(orphans)} files of a run, such as {orphans[-1]}. Nothing was changed or removed; put the database back from "
+                f"{self._path / DATABASE} {'is missing or empty' if is_new else 'holds no run'}, and "
+                f"{self.directory} has "
+                f"{len(orphans)} files of a run, such as {orphans[-1]}. Nothing was changed or removed; put the "
+                "database back from "
                 f"a copy of {self._path}, or start a new run elsewhere."
             )
 

@@ -1,4 +1,5 @@
-"""A driver in a syncer's process: one lock before it, threads behind its ports, and calls that wait for their answer."""
+"""A driver in a syncer's process: one lock before it, threads behind its ports, and calls that wait for their
+answer."""
 
 from __future__ import annotations
 
@@ -15,10 +16,9 @@ from torch import Tensor
 
 from diloco.core.actions import MergeRound
 from diloco.core.held import HeldFragment
-from diloco.core.layout import Layout
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
-from diloco.errors import UnreachableError, PayloadError, StoreError
+from diloco.errors import PayloadError, StoreError, UnreachableError
 from diloco.run.driver import Driver
 from diloco.run.ports import Done, InitialModel, Json, Merged, Ports, RunMethod
 from diloco.run.tensors import TensorJobs
@@ -49,7 +49,8 @@ class Threads:
     """
 
     def __init__(
-        self, name: str, num_threads: int, event: Callable[[Callable[[], None]], None], failed: Callable[[BaseException], None]
+        self, name: str, num_threads: int, event: Callable[[Callable[[], None]], None],
+        failed: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._event = event
@@ -154,7 +155,8 @@ class HostedDriver:
         jobs: the run's tensor jobs.
 
     Raises:
-        UnknownRunError, AlreadyInitialisedError: the store holds another run, or one with another method. StoreError: it is damaged.
+        UnknownRunError, AlreadyInitialisedError: the store holds another run, or one with another method. StoreError:
+            it is damaged.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ class HostedDriver:
         journal.set_aside(store.tidy(saved))
         self._ticker.start()
 
-    # --- events -----------------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def ask(self, event: Callable[[SyncerDriver], T]) -> T:
         """One event of the driver; returns or raises what it does."""
@@ -219,7 +221,7 @@ class HostedDriver:
                 event()
             self._changed.notify_all()
 
-    # --- the end ----------------------------------------------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Wait until nothing is under way but writes that the disk has refused."""
@@ -227,7 +229,8 @@ class HostedDriver:
             self._changed.wait_for(lambda: self.failure is not None or not self._driver.is_busy)
 
     def stop(self) -> None:
-        """Finish what is being merged and stored, but do not wait for a disk that refuses; then end the connections and the threads."""
+        """Finish what is being merged and stored, but do not wait for a disk that refuses; then end the connections and
+        the threads."""
         self.ask(lambda driver: driver.stop())
         self.drain()
         self._ticker.stop()

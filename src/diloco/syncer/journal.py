@@ -42,8 +42,9 @@ class Journal(Observer):
         num_parameters = sum(fragment.numel for fragment in layout.fragments)
         self._events.append(
             events.Initialised(
-                learner=model.learner, source=model.source, layout_digest=layout.digest(), num_parameters=num_parameters,
-                step=model.step, tokens=model.tokens, num_bytes=4 * num_parameters + len(model.static),
+                learner=model.learner, source=model.source, layout_digest=layout.digest(),
+                num_parameters=num_parameters, step=model.step, tokens=model.tokens,
+                num_bytes=4 * num_parameters + len(model.static),
             )
         )  # fmt: skip
 
@@ -76,7 +77,8 @@ class Journal(Observer):
         )
         self._events.append(
             events.Rejected(
-                learner=c.learner, fragment=c.fragment, reason=action.reason, round=c.round, base=c.base, tokens=c.tokens
+                learner=c.learner, fragment=c.fragment, reason=action.reason, round=c.round, base=c.base,
+                tokens=c.tokens,
             )
         )  # fmt: skip
         self._metrics.rejected(c.learner, action.reason)
@@ -111,8 +113,8 @@ class Journal(Observer):
         update = merged.update
         self._events.append(
             events.Published(
-                fragment=update.fragment, version=update.version, digest=update.digest, num_bytes=merged.payload.numel(),
-                persist_s=persist_s,
+                fragment=update.fragment, version=update.version, digest=update.digest,
+                num_bytes=merged.payload.numel(), persist_s=persist_s,
             )
         )  # fmt: skip
         self._metrics.merged(
@@ -129,11 +131,13 @@ class Journal(Observer):
         self._metrics.set_ledgers({learner: account.ledgers for learner, account in core.accounting.accounts.items()})
         for index, fragment in enumerate(core.fragments):
             self._metrics.published(index, fragment.version)
-            if (present := core.rounds.lacks_learners(index)) is not None and self._lacking.get(index) != fragment.version:
+            present = core.rounds.lacks_learners(index)
+            if present is not None and self._lacking.get(index) != fragment.version:
                 self._lacking[index] = fragment.version
                 log.warning(
-                    "round %d of fragment %d has the contributions of %d of at least %d learners and no other learner to wait for; "
-                    "it waits for another learner to join", fragment.version, index, present, core.rules.quorum.at_least,
+                    "round %d of fragment %d has the contributions of %d of at least %d learners and no other learner "
+                    "to wait for; it waits for another learner to join",
+                    fragment.version, index, present, core.rules.quorum.at_least,
                 )  # fmt: skip
         self._metrics.set_learners(
             [LearnerSample(m.learner, m.step, m.step_s, m.healthy) for m in core.members.values()]

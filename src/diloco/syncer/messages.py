@@ -30,13 +30,12 @@ def standing_message(standing: Standing) -> pb.Standing:
 
 def verdict_message(verdict: Verdict) -> pb.Verdict:
     """What became of a contribution."""
-    return pb.Verdict(
-        fragment=verdict.fragment, number=verdict.number, reason=verdict.reason, version=verdict.version
-    )
+    return pb.Verdict(fragment=verdict.fragment, number=verdict.number, reason=verdict.reason, version=verdict.version)
 
 
 class WatchStream:
-    """A learner's connection: the notices of one Watch call. A standing that has not gone out is replaced by the next one.
+    """A learner's connection: the notices of one Watch call. A standing that has not gone out is replaced by the next
+    one.
 
     Arguments:
         boot: names the driver.

@@ -17,16 +17,16 @@ DATABASE = "store.sqlite"
 
 SCHEMA = """
 CREATE TABLE run (
-    id INTEGER PRIMARY KEY CHECK (id = 1), run TEXT NOT NULL, method TEXT NOT NULL, layout TEXT NOT NULL, source TEXT NOT NULL,
-    step INTEGER NOT NULL, tokens INTEGER NOT NULL, static_file TEXT NOT NULL, static_sha256 TEXT NOT NULL, record TEXT,
-    created_at REAL NOT NULL);
+    id INTEGER PRIMARY KEY CHECK (id = 1), run TEXT NOT NULL, method TEXT NOT NULL, layout TEXT NOT NULL, source TEXT
+    NOT NULL, step INTEGER NOT NULL, tokens INTEGER NOT NULL, static_file TEXT NOT NULL, static_sha256 TEXT NOT NULL,
+    record TEXT, created_at REAL NOT NULL);
 CREATE TABLE versions (
-    fragment INTEGER NOT NULL, version INTEGER NOT NULL, base INTEGER NOT NULL, file TEXT NOT NULL, sha256 TEXT NOT NULL,
-    digest TEXT NOT NULL, scale REAL NOT NULL, tokens INTEGER NOT NULL, published_at REAL NOT NULL,
+    fragment INTEGER NOT NULL, version INTEGER NOT NULL, base INTEGER NOT NULL, file TEXT NOT NULL, sha256 TEXT NOT
+    NULL, digest TEXT NOT NULL, scale REAL NOT NULL, tokens INTEGER NOT NULL, published_at REAL NOT NULL,
     PRIMARY KEY (fragment, version)) WITHOUT ROWID;
 CREATE TABLE contributors (
-    fragment INTEGER NOT NULL, version INTEGER NOT NULL, position INTEGER NOT NULL, learner TEXT NOT NULL, weight REAL NOT NULL,
-    PRIMARY KEY (fragment, version, position),
+    fragment INTEGER NOT NULL, version INTEGER NOT NULL, position INTEGER NOT NULL, learner TEXT NOT NULL, weight REAL
+    NOT NULL, PRIMARY KEY (fragment, version, position),
     FOREIGN KEY (fragment, version) REFERENCES versions (fragment, version)) WITHOUT ROWID;
 """
 
@@ -47,7 +47,8 @@ class Published:
 
 
 def look(path: Path) -> tuple[int, bool]:
-    """The format of the database of a store's directory, and whether it holds a run; 0 for one that is not there, or is empty.
+    """The format of the database of a store's directory, and whether it holds a run; 0 for one that is not there, or is
+    empty.
 
     Only reads: what is damaged stays as it is, and so does the log that SQLite would bring into it or remove.
 
@@ -68,21 +69,24 @@ def look(path: Path) -> tuple[int, bool]:
         verdict, found, has_run = str(error), 0, False
     if verdict != "ok":
         raise StoreError(
-            f"{database} could not be opened: it is damaged ({verdict}). Nothing was changed or removed; put it back from a copy "
+            f"{database} could not be opened: it is damaged ({verdict}). Nothing was changed or removed; put it back "
+            "from a copy "
             f"of {path}, or start a new run elsewhere."
         )
     if found > FORMAT:
         raise StoreError(f"{path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to open it.")
     if 0 < found < FORMAT:
         raise StoreError(
-            f"{path} has format {found}, of a version before the first release, and this one reads format {FORMAT}. Nothing was "
+            f"{path} has format {found}, of a version before the first release, and this one reads format {FORMAT}. "
+            "Nothing was "
             "changed; start a new run in another directory, from a checkpoint of this one."
         )
     return found, has_run
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """The database of a store's directory, made where there is none (`look` has found the others to be of this format)."""
+    """The database of a store's directory, made where there is none (`look` has found the others to be of this
+    format)."""
     db = sqlite3.connect(path / DATABASE, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")

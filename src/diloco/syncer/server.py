@@ -74,12 +74,14 @@ class Syncer:
         )
         if method.exchanged == "gradients":
             raise ConfigError(
-                "a syncer cannot run DataParallel on gradients: it would never hold the model, so nobody could rejoin; "
+                "a syncer cannot run DataParallel on gradients: it would never hold the model, so nobody could "
+                "rejoin; "
                 "use Collective over a process group, or a method that exchanges outer gradients."
             )
         if options.deadlines.lost_floor_s < 2 * HEARTBEAT_S:
             raise ConfigError(
-                f"lost_floor_s={options.deadlines.lost_floor_s:g} gives up learners between two heartbeats, which come every "
+                f"lost_floor_s={options.deadlines.lost_floor_s:g} gives up learners between two heartbeats, which "
+                "come every "
                 f"{HEARTBEAT_S:g} s; use at least {2 * HEARTBEAT_S:g}."
             )
         auth = None if options.tokens_file is None else Authenticator(options.tokens_file)
@@ -146,7 +148,8 @@ class Syncer:
         self.close()
 
     def _status_extra(self) -> dict[str, Any]:
-        """Events that could not be written; bytes on the sockets by learner and kind, as the syncer's kernel counted them."""
+        """Events that could not be written; bytes on the sockets by learner and kind, as the syncer's kernel counted
+        them."""
         extra = {"uptime_s": time.time() - self._started_at, "missing_events": self._events.num_missing}
         if self._sockets is None:
             return {**extra, "num_bytes": None}

@@ -1,4 +1,5 @@
-"""The gRPC face of a syncer: which caller may make which call, bytes in and out, errors as statuses. All decisions are the driver's."""
+"""The gRPC face of a syncer: which caller may make which call, bytes in and out, errors as statuses. All decisions are
+the driver's."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ class Service:
         )
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    # --- control ----------------------------------------------------------------------------------------------------------
+    # --- control ------------------------------------------------------------------------------------------------------
 
     def describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
         self._admit(context, request.run, "viewer", "", "control")
@@ -86,8 +87,8 @@ class Service:
         def reply(driver: SyncerDriver) -> pb.DescribeReply:
             layout = json.dumps(driver.model.layout.to_dict()) if driver.is_initialised else ""
             return pb.DescribeReply(
-                method=json.dumps(driver.method.to_dict()), initialised=driver.is_initialised, layout=layout, step=driver.step,
-                run_tokens=driver.run_tokens,
+                method=json.dumps(driver.method.to_dict()), initialised=driver.is_initialised, layout=layout,
+                step=driver.step, run_tokens=driver.run_tokens,
             )  # fmt: skip
 
         return self._driver.ask(reply)
@@ -106,9 +107,9 @@ class Service:
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
             standing = driver.heartbeat(
-                request.learner, request.incarnation, step=request.step, tokens=request.tokens, step_s=request.step_s or None,
-                waiting=request.waiting, finished=request.finished, versions=tuple(request.versions),
-                settled=tuple(request.settled),
+                request.learner, request.incarnation, step=request.step, tokens=request.tokens,
+                step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
+                versions=tuple(request.versions), settled=tuple(request.settled),
             )  # fmt: skip
             return pb.HeartbeatReply(boot=driver.boot, standing=standing_message(standing))
 
@@ -118,9 +119,7 @@ class Service:
         self._admit(context, request.run, "learner", request.learner, "control")
 
         def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
-            driver.leave(
-                request.learner, request.incarnation, lambda: done(pb.LeaveReply()), tokens=request.tokens
-            )
+            driver.leave(request.learner, request.incarnation, lambda: done(pb.LeaveReply()), tokens=request.tokens)
 
         return self._driver.wait_for(leave)
 
@@ -141,7 +140,7 @@ class Service:
         finally:
             self._driver.ask(lambda driver: driver.disconnected(learner, incarnation, stream))
 
-    # --- bulk -------------------------------------------------------------------------------------------------------------
+    # --- bulk ---------------------------------------------------------------------------------------------------------
 
     def initialise(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[pb.InitialiseReply]:
         header = read_header(stream, pb.InitialiseHeader)
@@ -166,7 +165,6 @@ class Service:
             layout, thetas, static, learner=header.learner, source=header.source, step=header.step, tokens=header.tokens
         )
 
-
         def initialise(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
             driver.initialise(model, done)
 
@@ -178,9 +176,7 @@ class Service:
         header = read_header(stream, pb.PushHeader)
         self._admit(context, header.run, "learner", header.learner, "contributions")
         contribution = contribution_of(header)
-        push = self._driver.ask(
-            lambda driver: driver.begin_push(contribution, header.num_bytes, boot=header.boot)
-        )
+        push = self._driver.ask(lambda driver: driver.begin_push(contribution, header.num_bytes, boot=header.boot))
         is_complete, no_room = False, None
         try:
             for received in _receiving(stream, push.slot.buffer):
@@ -216,9 +212,9 @@ class Service:
         if fetched.payload is None and held.outer_state and self._driver.method.outer_at == "learners":
             outer = memoryview(save(dict(held.outer_state)))
         header = pb.PullHeader(
-            fragment=update.fragment, base=max(update.base, 0), version=update.version, contributors=update.contributors,
-            weights=update.weights, scale=update.scale, digest=update.digest, lossless=update.lossless,
-            num_bytes=len(payload) + len(outer), outer_bytes=len(outer),
+            fragment=update.fragment, base=max(update.base, 0), version=update.version,
+            contributors=update.contributors, weights=update.weights, scale=update.scale, digest=update.digest,
+            lossless=update.lossless, num_bytes=len(payload) + len(outer), outer_bytes=len(outer),
             verdicts=[verdict_message(verdict) for verdict in fetched.verdicts],
         )  # fmt: skip
         yield from frames(header, payload, outer)
@@ -228,7 +224,7 @@ class Service:
         self._admit(context, header.run, "learner", header.learner, "probes")
         yield from self._prober.answer(header, stream)
 
-    # --- helpers ----------------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _admit(self, context: grpc.ServicerContext, run: str, role: Role, learner: str, kind: str) -> None:
         """The caller may do this, for this learner, in this run; its connection is counted as `kind`."""
@@ -297,7 +293,8 @@ def _check_static(layout: Layout, static: bytes) -> None:
         ) from error
     if set(tensors) != {spec.name for spec in layout.static}:
         raise LayoutError(
-            f"the model brings the static tensors {sorted(tensors)} and its layout names {[s.name for s in layout.static]}."
+            f"the model brings the static tensors {sorted(tensors)} and its layout names "
+            f"{[s.name for s in layout.static]}."
         )
 
 

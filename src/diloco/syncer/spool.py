@@ -52,10 +52,12 @@ class Slot:
 class Spool:
     """Gives out room for payloads.
 
-    Memory is used again by the next payload of the same size: filling fresh pages takes a good part of the time of receiving.
+    Memory is used again by the next payload of the same size: filling fresh pages takes a good part of the time of
+        receiving.
 
     Arguments:
-        directory: for the payloads that do not fit; its files are unlinked at once, so that a crash leaves nothing behind.
+        directory: for the payloads that do not fit; its files are unlinked at once, so that a crash leaves nothing
+            behind.
         budget_bytes: how much may be held in memory, payloads and what is kept for the next ones together.
     """
 

@@ -1,4 +1,5 @@
-"""The durable state of one run in one directory: SQLite (write-ahead log, full sync) for facts, safetensors files for tensors.
+"""The durable state of one run in one directory: SQLite (write-ahead log, full sync) for facts, safetensors files for
+tensors.
 
     store.sqlite                              run, its record (members, ledgers, verdicts), versions, contributors
     tensors/static-<sha>.safetensors          frozen parameters and buffers
@@ -6,12 +7,13 @@
     set-aside/                                what was found in tensors/ and no version names
     store.lock                                held while a syncer has the directory open
 
-Published means durable: `Store.publish` writes the file, then commits one SQLite transaction that names it; before the commit
-the version does not exist, after it the version survives a power cut.
+Published means durable: `Store.publish` writes the file, then commits one SQLite transaction that names it; before the
+commit the version does not exist, after it the version survives a power cut.
 
-Nothing is removed that was not read, understood and superseded: versions older than the two newest of each fragment, once a newer one
-is published or was read, and what a broken-off write has left under a temporary name. A directory whose database is damaged, or is gone
-while tensors are there, is not opened; files that no version names are moved to `set-aside/`.
+Nothing is removed that was not read, understood and superseded: versions older than the two newest of each fragment,
+once a newer one is published or was read, and what a broken-off write has left under a temporary name. A directory
+whose database is damaged, or is gone while tensors are there, is not opened; files that no version names are moved to
+`set-aside/`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ KEPT_VERSIONS = 2  # files of a fragment: the newest and the one before it
 class Store:
     """The state of one run, in a directory that this object alone has open.
 
-    Any thread may call any method: writers wait for each other, and readers wait only for the short SQLite transaction, not for
+    Any thread may call any method: writers wait for each other, and readers wait only for the short SQLite transaction,
+        not for
     the tensors being written. `at` is told each durable step by name, so that tests can cut the power there.
 
     Raises:
@@ -104,7 +107,8 @@ class Store:
         with self._writing, self._mapped("initialised"):
             if (held := self._run_name()) is not None:
                 raise AlreadyInitialisedError(
-                    f"run {held!r} in {self.path} has a model already; join it as it is, or use another directory for a new run."
+                    f"run {held!r} in {self.path} has a model already; join it as it is, or use another directory "
+                    "for a new run."
                 )
             static_file, static_sha256 = self._files.write_static(model.static)
             rows = []
@@ -139,7 +143,8 @@ class Store:
                     db.execute("UPDATE run SET record = ?", (json.dumps(record),))
                     self._at("inserted")
             self._at("committed")
-            # the version is durable, so nothing here may report failure; what cannot be removed now is removed at the next start
+            # The version is durable, so nothing here may report failure. What cannot be removed now is removed at the
+            # next start.
             with contextlib.suppress(OSError, sqlite3.DatabaseError):
                 with self._using:
                     superseded = file_of(self._db, update.fragment, update.version - KEPT_VERSIONS)
@@ -160,7 +165,8 @@ class Store:
             self._at("committed")
 
     def tidy(self, saved: Saved[HeldFragment] | None) -> list[Path]:
-        """Remove what is superseded by `saved`, which `load` has read, and set aside what no version names; returns that.
+        """Remove what is superseded by `saved`, which `load` has read, and set aside what no version names; returns
+        that.
 
         Raises:
             StoreError: the disk refused.
@@ -181,8 +187,8 @@ class Store:
         """The run as last published, every file checked against the hash committed with it; None before `initialise`.
 
         Raises:
-            StoreError: a file is missing or damaged, named with its fragment and version, or the database is. Nothing older is used in
-                its place.
+            StoreError: a file is missing or damaged, named with its fragment and version, or the database is. Nothing
+                older is used in its place.
         """
         with self._mapped("read"), understood(self.path):
             with self._using:
@@ -264,14 +270,16 @@ class Store:
 
 @contextlib.contextmanager
 def understood(path: Path) -> Iterator[None]:
-    """What is read from the database in this directory makes sense, or is a StoreError: SQLite only sees to it that pages are whole."""
+    """What is read from the database in this directory makes sense, or is a StoreError: SQLite only sees to it that
+    pages are whole."""
     try:
         yield
     except DilocoError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise StoreError(
-            f"{path / DATABASE} is damaged: the run in it cannot be read ({error!r}). Nothing was changed or removed; put it back "
+            f"{path / DATABASE} is damaged: the run in it cannot be read ({error!r}). Nothing was changed or "
+            "removed; put it back "
             f"from a copy of {path}, or start a new run elsewhere."
         ) from error
 
