@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save
 from tests.syncer.relay import Link, Relay
-from tests.syncer.runs import RUN, Net, Raw, method, num_live, start, status_of, train
+from tests.syncer.runs import RUN, Fetch, Net, Raw, method, num_live, start, status_of, tamper, train
 from tests.syncer.test_faults import QUICK, syncer_process, until
 
 import diloco
@@ -321,19 +320,18 @@ def test_a_process_whose_name_another_one_took_does_not_come_back(tmp_path: Path
 def test_a_whole_fragment_for_one_that_is_in_the_run_is_an_update(kind: str, tmp_path: Path) -> None:
     """Fetched whole because the update was damaged on the way, or is not kept; bytes of joins are those of joining."""
     with start(tmp_path, method()) as syncer:
-        pull: Callable[..., Any] = syncer.engine.pull
         tampered: list[int] = []
 
-        def tampering(fragment: int, base: int) -> Any:
-            pulled = pull(fragment, base)
+        def tampering(fetch: Fetch, fragment: int, base: int) -> Any:
+            fetched = fetch(fragment, base)
             if base == 0 and not tampered:
                 tampered.append(fragment)
                 if kind == "behind":
-                    return pull(fragment, -1)
-                return replace(pulled, payload=pulled.payload.clone().add_(1))
-            return pulled
+                    return fetch(fragment, -1)
+                return replace(fetched, payload=fetched.payload.clone().add_(1))
+            return fetched
 
-        syncer.engine.pull = tampering  # type: ignore[method-assign]
+        tamper(syncer, tampering)
         _, metrics = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 8)
         status = status_of(syncer)
     assert tampered

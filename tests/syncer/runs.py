@@ -21,6 +21,7 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Options, Syncer
 
 RUN = "tiny"
@@ -151,6 +152,24 @@ class Raw:
             if (verdict.fragment, verdict.number) == (fragment, number):
                 return verdict.reason if verdict.HasField("reason") else None
         return "open"
+
+
+Fetch = Callable[[int, int], Any]
+"""Fragment and base → what `Driver.fetch` gives for it."""
+
+
+def tamper(syncer: Syncer, tampering: Callable[[Fetch, int, int], Any]) -> None:
+    """From here on what is fetched is what `tampering` makes of it."""
+
+    def replace(driver: SyncerDriver) -> None:
+        fetch = driver.fetch
+
+        def tampered(fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Any:
+            return tampering(lambda f, b: fetch(f, b, learner, incarnation), fragment, base)
+
+        driver.fetch = tampered  # type: ignore[method-assign]
+
+    syncer.driver.ask(replace)
 
 
 def status_of(syncer: Syncer) -> dict[str, Any]:

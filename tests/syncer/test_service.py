@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.syncer.runs import (
     RUN,
+    Fetch,
     Net,
     Raw,
     is_initialised,
@@ -22,6 +23,7 @@ from tests.syncer.runs import (
     position,
     start,
     status_of,
+    tamper,
     train,
     versions_of,
 )
@@ -35,7 +37,6 @@ from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.syncer.certificates import make_certificates
-from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Syncer
 
 SIZE = layout().fragments[0].numel
@@ -282,21 +283,16 @@ def test_contributions_beyond_the_budget_wait_on_disk(tmp_path: Path) -> None:
 def test_a_damaged_update_is_fetched_again_whole(syncer: Syncer, caplog: pytest.LogCaptureFixture) -> None:
     damaged_once: list[bool] = []
 
-    def tamper(driver: SyncerDriver) -> None:
-        fetch = driver.fetch
+    def damaging(fetch: Fetch, fragment: int, base: int) -> Any:
+        fetched = fetch(fragment, base)
+        if fetched.payload is not None and not damaged_once:
+            damaged_once.append(True)
+            payload = fetched.payload.clone()
+            payload[0] += 1
+            return replace(fetched, payload=payload)
+        return fetched
 
-        def tampering(fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Any:
-            fetched = fetch(fragment, base, learner, incarnation)
-            if fetched.payload is not None and not damaged_once:
-                damaged_once.append(True)
-                payload = fetched.payload.clone()
-                payload[0] += 1
-                return replace(fetched, payload=payload)
-            return fetched
-
-        driver.fetch = tampering  # type: ignore[method-assign]
-
-    syncer.driver.ask(tamper)
+    tamper(syncer, damaging)
     state, metrics = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 12)
     assert damaged_once
     assert "fetching it whole" in caplog.text
