@@ -18,7 +18,7 @@ import torch
 from tests.syncer.test_store import LAYOUT, METHOD, STATIC, held_of, merged_of, theta_of
 
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
-from diloco.run.ports import InitialModel, Saved
+from diloco.run.ports import InitialModel, SavedRun
 from diloco.run.simulated import POINTS, MemoryStore
 from diloco.syncer.store import Store
 
@@ -128,7 +128,7 @@ WRITES: list[tuple[Callable[[Any], None], State]] = [
 
 
 def state_of(store: Any) -> State:
-    saved: Saved[Any] | None = store.load()
+    saved: SavedRun[Any] | None = store.load()
     if saved is None:
         return None
     for index, held in enumerate(saved.fragments):  # whole, and what was written

@@ -50,10 +50,10 @@ def test_a_version_is_visible_once_it_is_durable() -> None:
     assert scene.push(contribution("a")) is None
     assert scene.push(contribution("b"), payload=5) is None
     for effect in ("close", "write", "written"):
-        assert scene.driver.versions == (0, 0)
+        assert scene.driver.state.versions == (0, 0)
         assert [standing.versions for standing in line.heard] == [(0, 0)]
         scene.next(effect)
-    assert scene.driver.versions == (1, 0)
+    assert scene.driver.state.versions == (1, 0)
     assert line.heard[-1].versions == (1, 0)
     assert [(it.number, it.reason, it.version) for it in line.heard[-1].verdicts] == [(1, None, 1)]
     assert scene.driver.fetch(0, base=0).held == Number(1, 6)
@@ -133,10 +133,10 @@ def test_one_write_at_a_time_and_records_that_wait_become_one() -> None:
     assert [each[:2] for each in scene.todo] == [("write", 0)]
     for effect in ("write", "written"):
         scene.next(effect)
-    assert (scene.driver.versions, answers) == ((1, 0), [])
+    assert (scene.driver.state.versions, answers) == ((1, 0), [])
     for effect in ("write", "written"):
         scene.next(effect)
-    assert (scene.driver.versions, answers) == ((1, 1), [1, 1, 1])  # the second version's record has the joins
+    assert (scene.driver.state.versions, answers) == ((1, 1), [1, 1, 1])  # the second version's record has the joins
     scene.settle()
     saved = scene.store.load()
     assert saved is not None
@@ -151,13 +151,13 @@ def test_a_round_without_a_usable_result_costs_its_own_contributions_only(monkey
     for learner in ("a", "b"):
         scene.push(contribution(learner), payload=6)
     scene.settle()
-    assert scene.driver.versions == (0, 0)
+    assert scene.driver.state.versions == (0, 0)
     assert [it.reason for it in line.heard[-1].verdicts] == [NOT_FINITE]
     assert scene.spool.held_bytes == 0
     for learner in ("a", "b"):
         scene.push(contribution(learner, 2, round_=0, step=6))
     scene.settle()
-    assert scene.driver.versions == (1, 0)
+    assert scene.driver.state.versions == (1, 0)
 
 
 def test_a_stopped_driver_ends_what_is_under_way_and_begins_nothing() -> None:
@@ -170,7 +170,7 @@ def test_a_stopped_driver_ends_what_is_under_way_and_begins_nothing() -> None:
     assert scene.driver.is_busy
     scene.settle()
     assert not scene.driver.is_busy
-    assert scene.driver.versions == (1, 0)
+    assert scene.driver.state.versions == (1, 0)
     line = scene.listen("a")
     scene.driver.end()
     assert line.has_ended
@@ -266,10 +266,10 @@ def test_a_version_waits_for_a_disk_that_refuses_and_nothing_is_lost(point: str)
     scene.settle()
     assert not scene.driver.is_busy
     scene.wait(3 * RETRY_S)
-    assert scene.driver.versions == (0, 0)
+    assert scene.driver.state.versions == (0, 0)
     scene.refuse = lambda _: False
     scene.wait(RETRY_S)
-    assert scene.driver.versions == (1, 1)
+    assert scene.driver.state.versions == (1, 1)
     assert complaints.said == ["version 1 of fragment 0", "version 1 of fragment 1"]
     assert [ledger["merged"] for ledger in _ledgers(scene)] == [40, 80]
 
@@ -294,7 +294,7 @@ def test_a_full_disk_that_takes_a_record_lets_a_learner_join() -> None:
         scene.push(contribution(learner))
     scene.driver.join("c", LAYOUT, answers.append)
     scene.settle()
-    assert (answers, scene.driver.versions) == ([1], (0, 0))
+    assert (answers, scene.driver.state.versions) == ([1], (0, 0))
     scene.restart()
     assert "c" in scene.driver.core.members
 
@@ -303,7 +303,7 @@ def test_a_run_that_could_not_begin_begins_later() -> None:
     scene = Scene()
     scene.refuse = lambda _: True
     assert isinstance(scene.initialise(), StoreError)
-    assert not scene.driver.is_initialised
+    assert not scene.driver.state.is_initialised
     scene.refuse = lambda _: False
     assert scene.initialise() is None
     with pytest.raises(AlreadyInitialisedError):
@@ -322,7 +322,7 @@ def test_of_two_that_initialise_at_once_one_does() -> None:
         assert [type(answer) for answer in answers] == (
             [StoreError, type(None)] if is_refused else [type(None), AlreadyInitialisedError]
         )
-        assert scene.driver.model.held(0).value == (2 if is_refused else 1)
+        assert scene.driver.state.model.held(0).value == (2 if is_refused else 1)
 
 
 # --- killed between two effects ---------------------------------------------------------------------------------------
@@ -340,9 +340,11 @@ def _play(kills: set[int]) -> tuple[Scene, list[Player]]:
     for _ in range(1000):
         for player in players:
             player.act()
-        for index, version in enumerate(scene.driver.versions):  # a version that was seen never changes, and never goes
-            assert seen.setdefault((index, version), scene.driver.model.held(index).digest) == (
-                scene.driver.model.held(index).digest
+        for index, version in enumerate(
+            scene.driver.state.versions
+        ):  # a version that was seen never changes, and never goes
+            assert seen.setdefault((index, version), scene.driver.state.model.held(index).digest) == (
+                scene.driver.state.model.held(index).digest
             )
             assert version == max(each[1] for each in seen if each[0] == index)
         if all(player.has_finished for player in players) and not scene.todo:
@@ -367,8 +369,8 @@ def test_killed_between_any_two_effects_it_goes_on(second: int | None) -> None:
     for first in range(1, NUM_EFFECTS + 1):
         scene, players = _play({first} if second is None else {first, first + second})
         assert scene.boot == (2 if second is None else 3) or first + (second or 0) > NUM_EFFECTS
-        assert scene.driver.versions == (NUM_ROUNDS, NUM_ROUNDS)
-        assert [scene.driver.model.held(index) for index in (0, 1)] == [Number(NUM_ROUNDS, 2 * NUM_ROUNDS)] * 2
+        assert scene.driver.state.versions == (NUM_ROUNDS, NUM_ROUNDS)
+        assert [scene.driver.state.model.held(index) for index in (0, 1)] == [Number(NUM_ROUNDS, 2 * NUM_ROUNDS)] * 2
         for player in players:
             assert sorted(player.merged) == [(f, n) for f in (0, 1) for n in range(1, NUM_ROUNDS + 1)]
         last = contribution("a", NUM_ROUNDS, 0).tokens
@@ -398,12 +400,12 @@ def test_what_is_merged_and_not_stored_is_sent_again_after_a_kill() -> None:
         scene.push(contribution(learner))
     scene.next("close")
     scene.restart()
-    assert scene.driver.versions == (0, 0)
+    assert scene.driver.state.versions == (0, 0)
     assert scene.beat("a", 2).verdicts == ()
     for learner in ("a", "b"):
         scene.push(contribution(learner))
     scene.settle()
-    assert scene.driver.versions == (1, 0)
+    assert scene.driver.state.versions == (1, 0)
     assert _ledgers(scene)[0]["merged"] == 40
 
 
@@ -470,11 +472,11 @@ def test_an_evicted_learner_is_told_and_its_round_goes_on() -> None:
         scene.wait(1.0)
         scene.beat("a", 2, waiting=True)
         if second == 10:
-            assert scene.driver.versions == (0, 0)
+            assert scene.driver.state.versions == (0, 0)
     scene.settle()
     assert lines["b"].evicted_for is not None
     assert (lines["a"].has_ended, lines["b"].has_ended) == (False, True)
-    assert scene.driver.versions == (1, 0)
+    assert scene.driver.state.versions == (1, 0)
     assert lines["a"].heard[-1].versions == (1, 0)
 
 
@@ -510,7 +512,7 @@ def test_a_defect_in_what_observes_stops_nothing() -> None:
     for learner in ("a", "b"):
         scene.push(contribution(learner))
     scene.settle()
-    assert scene.driver.versions == (1, 0)
+    assert scene.driver.state.versions == (1, 0)
 
 
 def test_a_spool_counts_what_it_holds() -> None:

@@ -17,7 +17,7 @@ from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import DilocoError, NonFiniteError, PayloadError
 from diloco.run.driver import Driver, Push
-from diloco.run.ports import InitialModel, Merged, NullObserver, Observer, Ports
+from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports
 from diloco.run.simulated import MemorySlot, MemorySpool, MemoryStore, SimulatedDisk, SimulatedWorker
 
 RUN = "toy"
@@ -59,7 +59,7 @@ class Sums:
 
     def close(
         self, action: MergeRound, layout: Any, held: Number, slots: Sequence[MemorySlot]
-    ) -> Merged[Number, int] | PayloadError:
+    ) -> MergedRound[Number, int] | PayloadError:
         value = sum(slot.payload for slot in slots)
         if value > self.most:
             return NonFiniteError("the sum is too large.")
@@ -75,7 +75,7 @@ class Sums:
             new.digest,
             lossless=False,
         )
-        return Merged(action, update, new, value)
+        return MergedRound(action, update, new, value)
 
 
 @dataclass(eq=False)

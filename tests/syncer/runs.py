@@ -177,7 +177,7 @@ def status_of(syncer: Syncer) -> dict[str, Any]:
 
 
 def versions_of(syncer: Syncer) -> list[int]:
-    return list(syncer.driver.ask(lambda driver: driver.versions))
+    return list(syncer.driver.ask(lambda driver: driver.state.versions))
 
 
 def num_live(syncer: Syncer) -> int:
@@ -185,12 +185,12 @@ def num_live(syncer: Syncer) -> int:
 
 
 def is_initialised(syncer: Syncer) -> bool:
-    return syncer.driver.ask(lambda driver: driver.is_initialised)
+    return syncer.driver.ask(lambda driver: driver.state.is_initialised)
 
 
 def position(syncer: Syncer) -> tuple[int, int]:
     """The highest inner step known, and the run's tokens."""
-    return syncer.driver.ask(lambda driver: (driver.step, driver.run_tokens))
+    return syncer.driver.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
 
 
 def _victim(address: str, kill_at: int) -> None:

@@ -103,14 +103,14 @@ def test_a_slow_disk_holds_up_no_sign_of_life(tmp_path: Path) -> None:
         driver.ask(lambda it: it.heartbeat("b", 1, step=1, tokens=5, step_s=0.1, waiting=False))
         gone = threading.Event()
         driver.ask(lambda it: it.leave("b", 1, gone.set, tokens=5))
-        assert driver.ask(lambda it: it.step) == 2
+        assert driver.ask(lambda it: it.state.step) == 2
         assert not joining.done()  # it is told only when it would survive a crash
         assert not gone.is_set()
         go_on.set()
         assert joining.result(timeout=30) == 1
         driver.drain()
         assert gone.is_set()
-        assert driver.ask(lambda it: it.versions) == (1, 0)
+        assert driver.ask(lambda it: it.state.versions) == (1, 0)
 
 
 def test_ledgers_stored_at_any_moment_agree_with_the_versions(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_defect_in_what_watches_stops_no_decision(tmp_path: Path, caplog: pyte
         join(driver, "a")
         join(driver, "silent")
         contribute(driver, "a")
-        until(lambda: driver.ask(lambda it: it.versions) == (1, 0), "nothing is merged")
+        until(lambda: driver.ask(lambda it: it.state.versions) == (1, 0), "nothing is merged")
         until(lambda: "silent" not in driver.ask(lambda it: it.status())["learners"], "it is not given up")
         driver.raise_failure()
         driver.stop()

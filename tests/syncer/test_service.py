@@ -256,10 +256,10 @@ def test_a_full_disk_delays_a_version_and_loses_nothing(tmp_path: Path) -> None:
         full = True
         contribute(driver, "a")
         driver.drain()
-        assert driver.ask(lambda it: it.versions) == (0, 0)
+        assert driver.ask(lambda it: it.state.versions) == (0, 0)
         assert torch.equal(driver.ask(lambda it: it.fetch(0, -1)).held.theta, torch.ones(SIZE))
         full = False
-        until(lambda: driver.ask(lambda it: it.versions) == (1, 0), "it is not tried again")
+        until(lambda: driver.ask(lambda it: it.state.versions) == (1, 0), "it is not tried again")
         saved = store.load()
         assert saved is not None
         assert saved.fragments[0].version == 1

@@ -24,7 +24,7 @@ from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout, TensorSpec, digest, place
 from diloco.core.update import Update
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
-from diloco.run.ports import InitialModel, Merged
+from diloco.run.ports import InitialModel, MergedRound
 from diloco.syncer.store import Store
 
 NUM_ELEMENTS = 1000
@@ -45,7 +45,7 @@ def held_of(fragment: int, version: int) -> HeldFragment:
     return HeldFragment(fragment, version, theta, state, theta / 3, digest(theta))
 
 
-def merged_of(fragment: int, version: int) -> Merged[HeldFragment, torch.Tensor]:
+def merged_of(fragment: int, version: int) -> MergedRound[HeldFragment, torch.Tensor]:
     """By two learners, of 32 and 64 tokens."""
     contributions = tuple(
         Contribution(name, 1, fragment, version, version - 1, version - 1, tokens, 1, step=version)
@@ -55,7 +55,7 @@ def merged_of(fragment: int, version: int) -> Merged[HeldFragment, torch.Tensor]
     action = MergeRound(fragment, version - 1, contributions, weights, 1.0, frozenset(("site-a", "site-b")))
     held = held_of(fragment, version)
     update = Update(fragment, version - 1, version, ("site-a", "site-b"), weights, 1.0, held.digest, lossless=False)
-    return Merged(action, update, held, torch.empty(0, dtype=torch.uint8))
+    return MergedRound(action, update, held, torch.empty(0, dtype=torch.uint8))
 
 
 def initialise(store: Store, run: str = "demo") -> None:

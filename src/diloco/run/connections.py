@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from diloco.run.ports import Connection
+from diloco.run.ports import ConnectionPort
 
 
 class Connections:
     """The newest connection of each incarnation. Those that broke and were not replaced stay until it is known."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[str, int], Connection] = {}
+        self._open: dict[tuple[str, int], ConnectionPort] = {}
 
-    def opened(self, learner: str, incarnation: int, connection: Connection) -> None:
+    def opened(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
         """A connection is there; one that this incarnation had before ends."""
         self.end(learner, incarnation)
         self._open[learner, incarnation] = connection
 
-    def broke(self, learner: str, incarnation: int, connection: Connection) -> bool:
+    def broke(self, learner: str, incarnation: int, connection: ConnectionPort) -> bool:
         """A connection is gone. Returns whether it was the newest of its incarnation."""
         if self._open.get((learner, incarnation)) is not connection:
             return False
@@ -33,7 +33,7 @@ class Connections:
         for learner, incarnation in list(self._open):
             self.end(learner, incarnation)
 
-    def of(self, learner: str, incarnation: int) -> Connection | None:
+    def of(self, learner: str, incarnation: int) -> ConnectionPort | None:
         """An incarnation's connection; None: it has none."""
         return self._open.get((learner, incarnation))
 

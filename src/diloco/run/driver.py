@@ -12,8 +12,8 @@ owner sees to it that one event is over before the next begins. What waits for t
 goodbye) is answered by a call of `done`.
 
 The life of a contribution: a push is begun, which makes room for it, and completed, which has its content checked;
-`SyncerCore` accepts or rejects it; its round is closed (`Worker.close`), made durable (`Disk.persist_version`), and
-only then visible. A disk that refuses is tried again (`writes.RETRY_S`); meanwhile the version is merged and not
+`SyncerCore` accepts or rejects it; its round is closed (`WorkerPort.close`), made durable (`DiskPort.persist_version`),
+and only then visible. A disk that refuses is tried again (`writes.RETRY_S`); meanwhile the version is merged and not
 visible, and contributions wait in the spool.
 """
 
@@ -42,23 +42,20 @@ from diloco.core.contribution import NOT_FINITE, Contribution, Standing
 from diloco.core.members import Deadlines
 from diloco.core.syncer import SyncerCore
 from diloco.errors import (
-    AlreadyInitialisedError,
-    ConfigError,
     DilocoError,
     LayoutError,
     NoRoomError,
-    NotInitialisedError,
     PayloadError,
     RestartedError,
     StaleIncarnationError,
     StoreError,
-    UnknownRunError,
 )
 from diloco.run import sense
 from diloco.run.connections import Connections
-from diloco.run.model import Fetched, Model
-from diloco.run.ports import Connection, H, InitialModel, Merged, ModelLayout, P, Ports, RunMethod, S, Saved
-from diloco.run.status import Status
+from diloco.run.model import Fetched
+from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
+from diloco.run.state import RunState
+from diloco.run.status import RunStatus
 from diloco.run.writes import Write, Writes
 from diloco.watching import only_watching
 
@@ -90,26 +87,24 @@ class Driver(Generic[H, S, P]):
         deadlines: when a silent learner is evicted.
         saved: what is durable of the run; None: it has no model yet.
 
+    Attributes:
+        state: the run.
+
     Raises:
         UnknownRunError: another run is saved. AlreadyInitialisedError: it has another method.
     """
 
     def __init__(
         self, run: str, method: RunMethod, ports: Ports[H, S, P], *, boot: int, deadlines: Deadlines | None = None,
-        saved: Saved[H] | None = None,
+        saved: SavedRun[H] | None = None,
     ) -> None:  # fmt: skip
-        self.run = run
-        self.method = method
         self.boot = boot
-        self.initial_tokens = 0
+        self.state: RunState[H, P] = RunState(run, method, deadlines or Deadlines())
         self._ports = ports
         self._clock, self._observer = ports.clock, only_watching(ports.observer)
-        self._deadlines = deadlines or Deadlines()
-        self._core: SyncerCore | None = None
-        self._model: Model[H, P] | None = None
         self._connections = Connections()
         self._writes: Writes[H, P] = Writes()
-        self._status = Status()
+        self._status = RunStatus()
         self._slots: dict[Contribution, S] = {}
         self._beginnings: deque[tuple[InitialModel[H], Callable[[DilocoError | None], None]]] = deque()
         self._processes: dict[str, int] = {}  # the newest of each learner, since this driver started
@@ -118,74 +113,20 @@ class Driver(Generic[H, S, P]):
         self._no_room: tuple[float, str] = (-math.inf, "")
         self._is_stopping = False
         if saved is not None:
-            self._restore(saved)
+            self.state.restore(saved, self._clock.now_s())
             self._clock.wake_at(self._clock.now_s())
 
-    def _restore(self, saved: Saved[H]) -> None:
-        if saved.run != self.run:
-            raise UnknownRunError(f"the state is that of run {saved.run!r}, not {self.run!r}; use another directory.")
-        if difference := self.method.difference(saved.method):
-            raise AlreadyInitialisedError(
-                f"run {self.run!r} was started with another method ({difference}); start a new run to change it."
-            )
-        rules = self.method.rules(len(saved.fragments))
-        versions = [fragment.version for fragment in saved.fragments]
-        self.initial_tokens = saved.tokens
-        self._model = Model(
-            saved.layout, saved.static, saved.fragments, saved.contributors,
-            intervals_in_flight=rules.schedule.intervals_in_flight,
-        )  # fmt: skip
-        self._core = SyncerCore(rules, versions, deadlines=self._deadlines, step=saved.step)
-        if saved.record is not None:
-            self._core.restore(self._clock.now_s(), saved.record)
-
     # --- what may be asked at any time --------------------------------------------------------------------------------
-
-    def require_run(self, run: str) -> None:
-        """Raises UnknownRunError for any other run than this one."""
-        if run != self.run:
-            raise UnknownRunError(
-                f"this syncer serves run {self.run!r}, not {run!r}; check the run's name and the address."
-            )
-
-    @property
-    def is_initialised(self) -> bool:
-        """Whether the run has a model."""
-        return self._core is not None
 
     @property
     def core(self) -> SyncerCore:
         """The state machine. Raises NotInitialisedError: there is no model yet."""
-        if self._core is None:
-            raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner with --initialise.")
-        return self._core
-
-    @property
-    def model(self) -> Model[H, P]:
-        """What is published. Raises as `core`."""
-        if self._model is None:
-            raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner with --initialise.")
-        return self._model
-
-    @property
-    def step(self) -> int:
-        """The highest inner step known."""
-        return 0 if self._core is None else self._core.step
-
-    @property
-    def run_tokens(self) -> int:
-        """Tokens trained by the run, and by its model before."""
-        return 0 if self._core is None else self._core.accounting.run_tokens + self.initial_tokens
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Of each fragment, published; empty before there is a model."""
-        return () if self._model is None else self._model.versions
+        return self.state.core
 
     @property
     def num_live(self) -> int:
         """Learners that hold the model and listen, or train, and have not finished."""
-        members = [] if self._core is None else list(self._core.members.values())
+        members = list(self.core.members.values()) if self.state.is_initialised else []
         trains, finished = {m.learner for m in members if m.ready}, {m.learner for m in members if m.finished}
         return len((trains | self._connections.learners) - finished)
 
@@ -197,7 +138,7 @@ class Driver(Generic[H, S, P]):
     def standing(self, learner: str) -> Standing:
         """What stands for a learner that is part of the run."""
         standing = self.core.standing(learner)
-        return replace(standing, num_live=self.num_live, run_tokens=standing.run_tokens + self.initial_tokens)
+        return replace(standing, num_live=self.num_live, run_tokens=self.state.run_tokens)
 
     def fetch(self, fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Fetched[H, P]:
         """The update that follows version `base`, or the newest whole fragment where that is not kept.
@@ -211,7 +152,7 @@ class Driver(Generic[H, S, P]):
         """
         if learner:
             self.core.check(learner, incarnation)
-        fetched = self.model.fetch(fragment, base)
+        fetched = self.state.model.fetch(fragment, base)
         verdicts = self.core.verdicts(learner, fragment, fetched.update.version) if learner else ()
         return replace(fetched, verdicts=verdicts)
 
@@ -219,18 +160,20 @@ class Driver(Generic[H, S, P]):
         """Plain values for `diloco status`."""
         no_room_at_s, reason = self._no_room
         waits_for = reason if self._clock.now_s() - no_room_at_s < COMES_AGAIN_S else None
+        state = self.state
         base = {
-            "run": self.run,
-            "method": self.method.to_dict(),
-            "initialised": self.is_initialised,
-            "initial_tokens": self.initial_tokens,
+            "run": state.run,
+            "method": state.method.to_dict(),
+            "initialised": state.is_initialised,
+            "step": state.step,
+            "tokens": state.run_tokens,
+            "initial_tokens": state.initial_tokens,
             "spooled_bytes": self._ports.spool.held_bytes,
             "waits_for": waits_for,
         }
-        if self._core is None or self._model is None:
-            return {**base, "step": 0, "tokens": 0, "learners": {}, "fragments": [], "newest_merge": None}
-        shown = self._status.as_dict(self._core, self._model, self._clock.now_s())
-        return {**base, **shown, "tokens": self.run_tokens}
+        if not state.is_initialised:
+            return {**base, "learners": {}, "fragments": [], "newest_merge": None}
+        return {**base, **self._status.as_dict(state.core, state.model, self._clock.now_s())}
 
     # --- a run's beginning --------------------------------------------------------------------------------------------
 
@@ -244,46 +187,26 @@ class Driver(Generic[H, S, P]):
             LayoutError: the method cannot train it; nothing is written.
             PayloadError: what is said of it makes no sense.
         """
-        if self.is_initialised:
-            raise self._already_initialised()
         sense.check_initial(model)
-        self._beginning(model)
+        self.state.first_core(model)
         self._beginnings.append((model, done))
         if len(self._beginnings) == 1:
             self._write_beginning()
 
     def _write_beginning(self) -> None:
-        self._ports.disk.initialise(self.run, self.method, self._beginnings[0][0], self._initialised)
+        self._ports.disk.initialise(self.state.run, self.state.method, self._beginnings[0][0], self._initialised)
 
     def _initialised(self, error: StoreError | None) -> None:
         model, done = self._beginnings.popleft()
         if error is None:
-            self._core = self._beginning(model)
-            self._model = Model(
-                model.layout, model.static, model.fragments, [()] * len(model.fragments),
-                intervals_in_flight=self._core.rules.schedule.intervals_in_flight,
-            )  # fmt: skip
-            self.initial_tokens = model.tokens
+            self.state.begin(model)
             self._observer.initialised(model)
         done(error)
         if error is None:
             while self._beginnings:
-                self._beginnings.popleft()[1](self._already_initialised())
+                self._beginnings.popleft()[1](self.state.already_initialised())
         elif self._beginnings:
             self._write_beginning()
-
-    def _beginning(self, model: InitialModel[H]) -> SyncerCore:
-        num_fragments = len(model.layout.fragments)
-        try:
-            rules = self.method.rules(num_fragments)
-        except ConfigError as error:
-            raise LayoutError(f"the run's method cannot train this model: {error}") from error
-        return SyncerCore(rules, [0] * num_fragments, deadlines=self._deadlines, step=model.step)
-
-    def _already_initialised(self) -> AlreadyInitialisedError:
-        return AlreadyInitialisedError(
-            f"run {self.run!r} has a model already and keeps it; join it without --initialise."
-        )
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
@@ -303,11 +226,11 @@ class Driver(Generic[H, S, P]):
         """
         core = self.core
         sense.check_name(learner)
-        if difference := layout.first_difference(self.model.layout):
+        if difference := layout.first_difference(self.state.model.layout):
             raise LayoutError(f"learner {learner!r} (here) does not hold the run's model (there): {difference}.")
         if again and self._processes.get(learner, process) != process:
             raise StaleIncarnationError(
-                f"another process has joined run {self.run!r} as {learner!r}; give every learner its own name."
+                f"another process has joined run {self.state.run!r} as {learner!r}; give every learner its own name."
             )
         self._processes[learner] = process
         incarnation, actions = core.joined(self._clock.now_s(), learner, ready=ready, overlap=overlap)
@@ -336,7 +259,7 @@ class Driver(Generic[H, S, P]):
         core.check(learner, incarnation)
         sense.check_heartbeat(
             learner, step=step, tokens=tokens, step_s=step_s, num_versions=len(versions), num_settled=len(settled),
-            num_fragments=len(self.versions), run_step=core.step,
+            num_fragments=len(self.state.versions), run_step=core.step,
         )  # fmt: skip
         actions = core.heartbeat(
             self._clock.now_s(), learner, incarnation, step=step, tokens=tokens, step_s=step_s, waiting=waiting,
@@ -360,7 +283,7 @@ class Driver(Generic[H, S, P]):
         self._writes.record(self._clock.now_s(), done)
         self._execute(actions)
 
-    def connected(self, learner: str, incarnation: int, connection: Connection) -> None:
+    def connected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
         """A learner listens; what stands goes out on the connection at once, and whenever it changes.
 
         Raises:
@@ -370,7 +293,7 @@ class Driver(Generic[H, S, P]):
         self._connections.opened(learner, incarnation, connection)
         connection.standing(self.standing(learner))
 
-    def disconnected(self, learner: str, incarnation: int, connection: Connection) -> None:
+    def disconnected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
         """This connection broke."""
         if self._connections.broke(learner, incarnation, connection):
             self._execute(self.core.disconnected(self._clock.now_s(), learner, incarnation))
@@ -394,8 +317,8 @@ class Driver(Generic[H, S, P]):
                 "the syncer was started again; what it has not given a verdict on is sent again, the oldest first."
             )
         sense.check_contribution(c, self.core.step)
-        self.model.held(c.fragment)
-        fragment = self.model.layout.fragments[c.fragment]
+        self.state.model.held(c.fragment)
+        fragment = self.state.model.layout.fragments[c.fragment]
         sense.check_size(c, num_bytes, self._ports.worker.contribution_bytes(fragment.numel), len(fragment.tensors))
         try:
             return Push(c, num_bytes, self._ports.spool.allocate(num_bytes))
@@ -425,7 +348,7 @@ class Driver(Generic[H, S, P]):
             VersionError, ConfigError: as `SyncerCore.contributed`.
         """
         index = push.contribution.fragment
-        num_elements = self.model.layout.fragments[index].numel
+        num_elements = self.state.model.layout.fragments[index].numel
         self._ports.worker.check(push.slot, index, num_elements, partial(self._checked, push, done))
 
     def _checked(self, push: Push[S], done: Callable[[DilocoError | None], None], error: PayloadError | None) -> None:
@@ -457,10 +380,10 @@ class Driver(Generic[H, S, P]):
             return
         self._num_closing += 1
         slots = [self._slots.pop(c) for c in action.contributions]
-        held = self.model.held(action.fragment)
-        self._ports.worker.close(action, self.model.layout, held, slots, partial(self._closed, action, slots))
+        held = self.state.model.held(action.fragment)
+        self._ports.worker.close(action, self.state.model.layout, held, slots, partial(self._closed, action, slots))
 
-    def _closed(self, action: MergeRound, slots: Sequence[S], merged: Merged[H, P] | PayloadError) -> None:
+    def _closed(self, action: MergeRound, slots: Sequence[S], merged: MergedRound[H, P] | PayloadError) -> None:
         self._num_closing -= 1
         for slot in slots:
             self._ports.spool.release(slot)
@@ -498,7 +421,7 @@ class Driver(Generic[H, S, P]):
         if write.merged is None:
             actions = self.core.recorded(now_s, serial)
         else:
-            self.model.take(write.merged)
+            self.state.model.take(write.merged)
             self._observer.published(write.merged, len(self.core.members), now_s - write.wanted_at_s)
             actions = self.core.stored(now_s, write.merged.update.fragment, serial)
         self._execute(actions)
@@ -508,15 +431,15 @@ class Driver(Generic[H, S, P]):
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self, late_s: float = 0.0) -> None:
-        """The time that was given to `Clock.wake_at` has come, or a while has passed.
+        """The time that was given to `ClockPort.wake_at` has come, or a while has passed.
 
         Arguments:
             late_s: how much later than planned this is called; much, where the whole process stood still.
         """
         self._wake_at_s = math.inf
-        if self._core is None:
+        if not self.state.is_initialised:
             return
-        core = self._core
+        core = self.core
         if late_s > STOOD_STILL_S:  # suspended, or starved: what learners said meanwhile has not been heard yet
             self._observer.stood_still(late_s)
             core.stood_still(late_s)

@@ -10,7 +10,7 @@ from typing import Generic
 from diloco.core.contribution import Verdict
 from diloco.core.update import Update
 from diloco.errors import LayoutError
-from diloco.run.ports import H, Merged, ModelLayout, P
+from diloco.run.ports import H, MergedRound, ModelLayout, P
 
 KEPT_UPDATES = 3
 """Encoded updates of a fragment kept in memory: with an overlap of two intervals a learner may be two behind. A
@@ -41,7 +41,7 @@ class _Fragment(Generic[H, P]):
     updates: deque[tuple[Update, P]] = field(default_factory=deque)
 
 
-class Model(Generic[H, P]):
+class GlobalModel(Generic[H, P]):
     """All fragments, and the frozen parameters and buffers.
 
     Arguments:
@@ -67,7 +67,7 @@ class Model(Generic[H, P]):
             _Fragment(*each) for each in zip(fragments, contributors, strict=True)
         ]
 
-    def take(self, merged: Merged[H, P]) -> None:
+    def take(self, merged: MergedRound[H, P]) -> None:
         """A new version is published."""
         fragment = self._fragments[merged.update.fragment]
         fragment.held, fragment.contributors = merged.held, merged.update.contributors

@@ -89,7 +89,7 @@ class InitialModel(Generic[H]):
 
 
 @dataclass(frozen=True)
-class Merged(Generic[H, P]):
+class MergedRound(Generic[H, P]):
     """A closed round: the fragment's new version, and the update that leads to it.
 
     Attributes:
@@ -111,7 +111,7 @@ class Merged(Generic[H, P]):
 
 
 @dataclass(frozen=True)
-class Saved(Generic[H]):
+class SavedRun(Generic[H]):
     """A run as it was last made durable.
 
     Attributes:
@@ -136,7 +136,7 @@ class Saved(Generic[H]):
 # --- ports ------------------------------------------------------------------------------------------------------------
 
 
-class Clock(Protocol):
+class ClockPort(Protocol):
     """Time."""
 
     def now_s(self) -> float:
@@ -146,7 +146,7 @@ class Clock(Protocol):
         """Call `Driver.tick` at this time at the latest; an earlier `wake_at` is void. Infinite: no call is needed."""
 
 
-class Connection(Protocol):
+class ConnectionPort(Protocol):
     """One connection to a learner. What is sent on it may be lost with it."""
 
     def standing(self, standing: Standing) -> None:
@@ -159,7 +159,7 @@ class Connection(Protocol):
         """End the stream after what was given before."""
 
 
-class Spool(Protocol[S]):
+class SpoolPort(Protocol[S]):
     """Room for the payloads of contributions."""
 
     @property
@@ -181,7 +181,7 @@ H_worker = TypeVar("H_worker", bound=FragmentVersion)
 S_contra = TypeVar("S_contra", contravariant=True)
 
 
-class Worker(Protocol[H_worker, S_contra, P]):
+class WorkerPort(Protocol[H_worker, S_contra, P]):
     """Tensor jobs."""
 
     def contribution_bytes(self, num_elements: int) -> int:
@@ -194,7 +194,7 @@ class Worker(Protocol[H_worker, S_contra, P]):
 
     def close(
         self, action: MergeRound, layout: ModelLayout, held: H_worker, slots: Sequence[S_contra],
-        done: Callable[[Merged[H_worker, P] | PayloadError], None],
+        done: Callable[[MergedRound[H_worker, P] | PayloadError], None],
     ) -> None:  # fmt: skip
         """Merge a round's contributions into the next version of a fragment. `slots`: one per contribution of the
         action."""
@@ -204,13 +204,13 @@ Done = Callable[[StoreError | None], None]
 """Told that a write is durable (None), or that the disk refused and nothing of it is."""
 
 
-class Disk(Protocol[H, P]):
+class DiskPort(Protocol[H, P]):
     """Makes a run durable. There is one write at a time."""
 
     def initialise(self, run: str, method: RunMethod, model: InitialModel[H], done: Done) -> None:
         """Version 0 of every fragment."""
 
-    def persist_version(self, merged: Merged[H, P], record: Json, done: Done) -> None:
+    def persist_version(self, merged: MergedRound[H, P], record: Json, done: Done) -> None:
         """A version together with the record that belongs to it."""
 
     def persist_record(self, record: Json, done: Done) -> None:
@@ -241,10 +241,10 @@ class Observer(Protocol):
     def abandoned(self, action: MergeRound, error: PayloadError) -> None:
         """A round has no usable result."""
 
-    def merged(self, merged: Merged[Any, Any]) -> None:
+    def merged(self, merged: MergedRound[Any, Any]) -> None:
         """The outer step was taken."""
 
-    def published(self, merged: Merged[Any, Any], num_live: int, persist_s: float) -> None:
+    def published(self, merged: MergedRound[Any, Any], num_live: int, persist_s: float) -> None:
         """A version is visible."""
 
     def waits_for_room(self, error: NoRoomError) -> None:
@@ -271,8 +271,8 @@ class NullObserver(Observer):
 class Ports(Generic[H, S, P]):
     """A driver's world."""
 
-    clock: Clock
-    spool: Spool[S]
-    worker: Worker[H, S, P]
-    disk: Disk[H, P]
+    clock: ClockPort
+    spool: SpoolPort[S]
+    worker: WorkerPort[H, S, P]
+    disk: DiskPort[H, P]
     observer: Observer

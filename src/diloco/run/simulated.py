@@ -22,13 +22,13 @@ from diloco.run.ports import (
     H,
     InitialModel,
     Json,
-    Merged,
+    MergedRound,
     ModelLayout,
     P,
     RunMethod,
     S,
     S_contra,
-    Saved,
+    SavedRun,
 )
 
 Later = Callable[[str, int | None, Callable[[], None]], None]
@@ -47,7 +47,7 @@ class Jobs(Protocol[H, S_contra, P]):
     def check(self, slot: S_contra, num_elements: int) -> PayloadError | None: ...
     def close(
         self, action: MergeRound, layout: Any, held: H, slots: Sequence[S_contra]
-    ) -> Merged[H, P] | PayloadError: ...
+    ) -> MergedRound[H, P] | PayloadError: ...
 
 
 class SimulatedWorker(Generic[H, S, P]):
@@ -58,18 +58,18 @@ class SimulatedWorker(Generic[H, S, P]):
         self._later = later
 
     def contribution_bytes(self, num_elements: int) -> int:
-        """As `ports.Worker`."""
+        """As `ports.WorkerPort`."""
         return self._jobs.contribution_bytes(num_elements)
 
     def check(self, slot: S, fragment: int, num_elements: int, done: Callable[[PayloadError | None], None]) -> None:
-        """As `ports.Worker`."""
+        """As `ports.WorkerPort`."""
         self._later("check", fragment, lambda: done(self._jobs.check(slot, num_elements)))
 
     def close(
         self, action: MergeRound, layout: ModelLayout, held: H, slots: Sequence[S],
-        done: Callable[[Merged[H, P] | PayloadError], None],
+        done: Callable[[MergedRound[H, P] | PayloadError], None],
     ) -> None:  # fmt: skip
-        """As `ports.Worker`."""
+        """As `ports.WorkerPort`."""
         self._later("close", action.fragment, lambda: done(self._jobs.close(action, layout, held, slots)))
 
 
@@ -83,9 +83,9 @@ class MemoryStore(Generic[H, P]):
 
     def __init__(self, at: Callable[[str], None] = lambda _: None) -> None:
         self._at = at
-        self._saved: Saved[H] | None = None
+        self._saved: SavedRun[H] | None = None
 
-    def load(self) -> Saved[H] | None:
+    def load(self) -> SavedRun[H] | None:
         """The run as it was last made durable; None before `initialise`."""
         return self._saved
 
@@ -95,13 +95,13 @@ class MemoryStore(Generic[H, P]):
             raise AlreadyInitialisedError(f"run {self._saved.run!r} has a model already; join it as it is.")
         self._commit(
             POINTS,
-            Saved(
+            SavedRun(
                 run, method, model.layout, model.fragments, ((),) * len(model.fragments), model.static, model.source,
                 model.step, model.tokens, record=None,
             ),
         )  # fmt: skip
 
-    def publish(self, merged: Merged[H, P], record: Json) -> None:
+    def publish(self, merged: MergedRound[H, P], record: Json) -> None:
         """A version together with its record. Raises StoreError, VersionError, NotInitialisedError."""
         saved, index = self._require(), merged.update.fragment
         if merged.held.version != saved.fragments[index].version + 1:
@@ -120,12 +120,12 @@ class MemoryStore(Generic[H, P]):
         """A record alone. Raises StoreError, NotInitialisedError."""
         self._commit(POINTS[-2:], replace(self._require(), record=_plain(record)))
 
-    def _require(self) -> Saved[H]:
+    def _require(self) -> SavedRun[H]:
         if self._saved is None:
             raise NotInitialisedError("there is no model; initialise the run first.")
         return self._saved
 
-    def _commit(self, points: Sequence[str], saved: Saved[H]) -> None:
+    def _commit(self, points: Sequence[str], saved: SavedRun[H]) -> None:
         try:
             for point in points[:-1]:
                 self._at(point)
@@ -144,15 +144,15 @@ class SimulatedDisk(Generic[H, P]):
         self._later = later
 
     def initialise(self, run: str, method: RunMethod, model: InitialModel[H], done: Done) -> None:
-        """As `ports.Disk`."""
+        """As `ports.DiskPort`."""
         self._write(None, lambda: self._store.initialise(run, method, model), done)
 
-    def persist_version(self, merged: Merged[H, P], record: Json, done: Done) -> None:
-        """As `ports.Disk`."""
+    def persist_version(self, merged: MergedRound[H, P], record: Json, done: Done) -> None:
+        """As `ports.DiskPort`."""
         self._write(merged.update.fragment, lambda: self._store.publish(merged, record), done)
 
     def persist_record(self, record: Json, done: Done) -> None:
-        """As `ports.Disk`."""
+        """As `ports.DiskPort`."""
         self._write(None, lambda: self._store.save_record(record), done)
 
     def _write(self, fragment: int | None, write: Callable[[], None], done: Done) -> None:
@@ -190,14 +190,14 @@ class MemorySpool:
         self.held_bytes = 0
 
     def allocate(self, num_bytes: int) -> MemorySlot:
-        """As `ports.Spool`. Raises NoRoomError."""
+        """As `ports.SpoolPort`. Raises NoRoomError."""
         if self.budget_bytes is not None and self.held_bytes + num_bytes > self.budget_bytes:
             raise NoRoomError(f"there is no room for a contribution of {num_bytes} bytes; it is taken once there is.")
         self.held_bytes += num_bytes
         return MemorySlot(num_bytes)
 
     def release(self, slot: MemorySlot) -> None:
-        """As `ports.Spool`."""
+        """As `ports.SpoolPort`."""
         self.held_bytes -= slot.num_bytes
         slot.payload = None
 

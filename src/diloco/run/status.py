@@ -9,7 +9,7 @@ from typing import Any
 from diloco.core.actions import MergeRound
 from diloco.core.status import status_of
 from diloco.core.syncer import SyncerCore
-from diloco.run.model import Model
+from diloco.run.model import GlobalModel
 
 
 @dataclass
@@ -21,7 +21,7 @@ class _Seen:
     staleness: int | None = None
 
 
-class Status:
+class RunStatus:
     """After a restart it knows again what learners say."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Status:
     def _of(self, learner: str, incarnation: int) -> _Seen:
         return self._seen.setdefault((learner, incarnation), _Seen())
 
-    def as_dict(self, core: SyncerCore, model: Model[Any, Any], now_s: float) -> dict[str, Any]:
+    def as_dict(self, core: SyncerCore, model: GlobalModel[Any, Any], now_s: float) -> dict[str, Any]:
         """Plain values.
 
         Of each learner: `live` (not evicted and connected), `healthy` (live and training), `merged` (fragments whose
@@ -58,10 +58,10 @@ class Status:
             it["merged"] = sum(learner in contributors for contributors in model.contributors)
             it["versions_behind"] = max(0, *behind) if behind else None
             it["staleness"] = seen.staleness
-        return {**status, "newest_merge": _newest_merge(model)}
+        return {"learners": status["learners"], "fragments": status["fragments"], "newest_merge": _newest_merge(model)}
 
 
-def _newest_merge(model: Model[Any, Any]) -> dict[str, Any] | None:
+def _newest_merge(model: GlobalModel[Any, Any]) -> dict[str, Any] | None:
     update = model.newest
     if update is None:
         return None

@@ -14,7 +14,7 @@ from diloco.core.held import HeldFragment, close
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import PayloadError
-from diloco.run.ports import InitialModel, Merged
+from diloco.run.ports import InitialModel, MergedRound
 
 
 class TensorSlot(Protocol):
@@ -28,7 +28,7 @@ class TensorSlot(Protocol):
 class TensorJobs:
     """Arguments:
     method: the run's.
-    seconds: tells the time for `Merged.merge_s`; None: it takes none.
+    seconds: tells the time for `MergedRound.merge_s`; None: it takes none.
     """
 
     def __init__(self, method: Method, seconds: Callable[[], float] | None = time.monotonic) -> None:
@@ -36,7 +36,7 @@ class TensorJobs:
         self._seconds = seconds or (lambda: 0.0)
 
     def contribution_bytes(self, num_elements: int) -> int:
-        """As `ports.Worker.contribution_bytes`."""
+        """As `ports.WorkerPort.contribution_bytes`."""
         return self._method.up.encoded_bytes(num_elements)
 
     def initial(
@@ -57,7 +57,7 @@ class TensorJobs:
 
     def close(
         self, action: MergeRound, layout: Layout, held: HeldFragment, slots: Sequence[TensorSlot]
-    ) -> Merged[HeldFragment, Tensor] | PayloadError:
+    ) -> MergedRound[HeldFragment, Tensor] | PayloadError:
         """The round's result, or why there is none that could be used."""
         began_s = self._seconds()
         encoded = encoded_of(action.contributions, action.weights, [slot.tensor for slot in slots], action.round)
@@ -67,4 +67,4 @@ class TensorJobs:
         except PayloadError as error:
             return error
         merge_s = self._seconds() - began_s
-        return Merged(action, closed.update, closed.held, closed.payload, closed.refused, merge_s)
+        return MergedRound(action, closed.update, closed.held, closed.payload, closed.refused, merge_s)

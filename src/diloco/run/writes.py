@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic
 
-from diloco.run.ports import H, Merged, P
+from diloco.run.ports import H, MergedRound, P
 
 RETRY_S = 2.0
 """Between two tries of a write that the disk refuses."""
@@ -32,7 +32,7 @@ class Write(Generic[H, P]):
         then: called once it is durable.
     """
 
-    merged: Merged[H, P] | None
+    merged: MergedRound[H, P] | None
     wanted_at_s: float
     not_before_s: float = -math.inf
     is_refused: bool = False
@@ -55,7 +55,7 @@ class Writes(Generic[H, P]):
         self._then: list[Then] = []
         self._under_way: Write[H, P] | None = None
 
-    def version(self, now_s: float, merged: Merged[H, P]) -> None:
+    def version(self, now_s: float, merged: MergedRound[H, P]) -> None:
         """A version is to be made durable."""
         self._versions.append(Write(merged, now_s))
 

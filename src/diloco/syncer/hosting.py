@@ -20,7 +20,7 @@ from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.errors import PayloadError, StoreError, UnreachableError
 from diloco.run.driver import Driver
-from diloco.run.ports import Done, InitialModel, Json, Merged, Ports, RunMethod
+from diloco.run.ports import Done, InitialModel, Json, MergedRound, Ports, RunMethod
 from diloco.run.tensors import TensorJobs
 from diloco.syncer.journal import Journal
 from diloco.syncer.spool import Slot, Spool
@@ -83,18 +83,18 @@ class ThreadedWorker:
         self._jobs, self._checkers, self._merger = jobs, checkers, merger
 
     def contribution_bytes(self, num_elements: int) -> int:
-        """As `ports.Worker`."""
+        """As `ports.WorkerPort`."""
         return self._jobs.contribution_bytes(num_elements)
 
     def check(self, slot: Slot, fragment: int, num_elements: int, done: Callable[[PayloadError | None], None]) -> None:
-        """As `ports.Worker`."""
+        """As `ports.WorkerPort`."""
         self._checkers.submit(lambda: self._jobs.check(slot, num_elements), done)
 
     def close(
         self, action: MergeRound, layout: Any, held: HeldFragment, slots: Sequence[Slot],
-        done: Callable[[Merged[HeldFragment, Tensor] | PayloadError], None],
+        done: Callable[[MergedRound[HeldFragment, Tensor] | PayloadError], None],
     ) -> None:  # fmt: skip
-        """As `ports.Worker`."""
+        """As `ports.WorkerPort`."""
         self._merger.submit(lambda: self._jobs.close(action, layout, held, slots), done)
 
 
@@ -105,15 +105,15 @@ class ThreadedDisk:
         self._store, self._threads = store, threads
 
     def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment], done: Done) -> None:
-        """As `ports.Disk`."""
+        """As `ports.DiskPort`."""
         self._write(lambda: self._store.initialise(run, method, model), done)
 
-    def persist_version(self, merged: Merged[HeldFragment, Tensor], record: Json, done: Done) -> None:
-        """As `ports.Disk`."""
+    def persist_version(self, merged: MergedRound[HeldFragment, Tensor], record: Json, done: Done) -> None:
+        """As `ports.DiskPort`."""
         self._write(lambda: self._store.publish(merged, record), done)
 
     def persist_record(self, record: Json, done: Done) -> None:
-        """As `ports.Disk`."""
+        """As `ports.DiskPort`."""
         self._write(lambda: self._store.save_record(record), done)
 
     def _write(self, write: Callable[[], None], done: Done) -> None:

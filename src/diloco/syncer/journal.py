@@ -12,7 +12,7 @@ from diloco.core.actions import Evict, MergeRound, Reject
 from diloco.core.contribution import Contribution
 from diloco.core.syncer import SyncerCore
 from diloco.errors import NoRoomError, PayloadError, StoreError
-from diloco.run.ports import InitialModel, Merged, Observer
+from diloco.run.ports import InitialModel, MergedRound, Observer
 from diloco.syncer.metrics import LearnerSample, SyncerMetrics
 
 log = logging.getLogger("diloco.syncer")
@@ -92,7 +92,7 @@ class Journal(Observer):
     def abandoned(self, action: MergeRound, error: PayloadError) -> None:
         log.error("round %d of fragment %d was abandoned: %s", action.round, action.fragment, error)
 
-    def merged(self, merged: Merged[Any, Any]) -> None:
+    def merged(self, merged: MergedRound[Any, Any]) -> None:
         action, update = merged.action, merged.update
         each = [[c for c in action.contributions if c.learner == learner] for learner in update.contributors]
         self._events.append(
@@ -109,7 +109,7 @@ class Journal(Observer):
     def waits_for_disk(self, what: str, error: StoreError) -> None:
         log.error("%s waits for the disk: %s", what, error)
 
-    def published(self, merged: Merged[Any, Any], num_live: int, persist_s: float) -> None:
+    def published(self, merged: MergedRound[Any, Any], num_live: int, persist_s: float) -> None:
         update = merged.update
         self._events.append(
             events.Published(

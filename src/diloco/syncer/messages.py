@@ -49,19 +49,19 @@ class WatchStream:
         self._changed = threading.Condition()
 
     def standing(self, standing: Standing) -> None:
-        """As `ports.Connection`."""
+        """As `ports.ConnectionPort`."""
         with self._changed:
             self._standing = standing
             self._changed.notify()
 
     def evicted(self, reason: str, *, replaced: bool) -> None:
-        """As `ports.Connection`."""
+        """As `ports.ConnectionPort`."""
         with self._changed:
             self._evicted = pb.Evicted(reason=reason, replaced=replaced)
             self._changed.notify()
 
     def end(self) -> None:
-        """As `ports.Connection`."""
+        """As `ports.ConnectionPort`."""
         with self._changed:
             self._has_ended = True
             self._changed.notify()

@@ -32,7 +32,7 @@ CREATE TABLE contributors (
 
 
 @dataclass(frozen=True)
-class Published:
+class HistoryLine:
     """A line of the run's history. Version 0 of every fragment is the initial model and has no contributors."""
 
     fragment: int
@@ -139,7 +139,7 @@ def contributors_of(db: sqlite3.Connection, fragment: int, version: int) -> tupl
     return tuple(learner for (learner,) in db.execute(rows, (fragment, version)))
 
 
-def read_history(db: sqlite3.Connection, since: float) -> list[Published]:
+def read_history(db: sqlite3.Connection, since: float) -> list[HistoryLine]:
     """Versions published at or after a time, oldest first, each with its contributors."""
     took_part: dict[tuple[int, int], list[tuple[str, float]]] = {}
     for fragment, version, learner, weight in db.execute(
@@ -157,5 +157,5 @@ def read_history(db: sqlite3.Connection, since: float) -> list[Published]:
     for fragment, version, base, digest, scale, tokens, published_at in versions:
         pairs = took_part.get((fragment, version), [])
         names, weights = tuple(name for name, _ in pairs), tuple(weight for _, weight in pairs)
-        history.append(Published(fragment, version, base, digest, scale, tokens, published_at, names, weights))
+        history.append(HistoryLine(fragment, version, base, digest, scale, tokens, published_at, names, weights))
     return history

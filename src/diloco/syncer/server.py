@@ -113,7 +113,7 @@ class Syncer:
         if self._sockets is not None:
             self._sockets.start()
         self._traffic.start()
-        versions = self.driver.ask(lambda driver: driver.versions)
+        versions = self.driver.ask(lambda driver: driver.state.versions)
         self._events.append(
             events.SyncerStarted(run=run, address=self.address, versions=versions, method=method.to_dict())
         )
@@ -134,7 +134,7 @@ class Syncer:
         self._append_traffic()
         if self._sockets is not None:
             self._sockets.close()
-        step, tokens = self.driver.ask(lambda driver: (driver.step, driver.run_tokens))
+        step, tokens = self.driver.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
         seconds = time.time() - self._started_at
         self._events.append(events.Finished(steps=step, tokens=tokens, seconds=seconds, reason="stopped"))
         self._metrics.close()

@@ -85,10 +85,10 @@ class Service:
         self._admit(context, request.run, "viewer", "", "control")
 
         def reply(driver: SyncerDriver) -> pb.DescribeReply:
-            layout = json.dumps(driver.model.layout.to_dict()) if driver.is_initialised else ""
+            layout = json.dumps(driver.state.model.layout.to_dict()) if driver.state.is_initialised else ""
             return pb.DescribeReply(
-                method=json.dumps(driver.method.to_dict()), initialised=driver.is_initialised, layout=layout,
-                step=driver.step, run_tokens=driver.run_tokens,
+                method=json.dumps(driver.state.method.to_dict()), initialised=driver.state.is_initialised, layout=layout,
+                step=driver.state.step, run_tokens=driver.state.run_tokens,
             )  # fmt: skip
 
         return self._driver.ask(reply)
@@ -203,7 +203,7 @@ class Service:
         if request.WhichOneof("part") == "static":
             if learner:
                 self._driver.ask(lambda driver: driver.check(learner, incarnation))
-            static = memoryview(self._driver.ask(lambda driver: driver.model.static))
+            static = memoryview(self._driver.ask(lambda driver: driver.state.model.static))
             yield from frames(pb.PullHeader(lossless=True, num_bytes=len(static)), static)
             return
         fetched = self._driver.ask(lambda driver: driver.fetch(request.fragment, request.base, learner, incarnation))
@@ -231,7 +231,7 @@ class Service:
         if self._auth is not None:
             authorization = str(dict(context.invocation_metadata()).get("authorization", ""))
             self._auth.check(authorization.removeprefix("Bearer ") or None, role, learner=learner or None)
-        self._driver.ask(lambda driver: driver.require_run(run))
+        self._driver.ask(lambda driver: driver.state.require_run(run))
         if role == "learner":
             sense.check_name(learner)
         if self._sockets is not None:

@@ -34,12 +34,12 @@ from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import AlreadyInitialisedError, DilocoError, NotInitialisedError, StoreError, VersionError
-from diloco.run.ports import InitialModel, Json, Merged, RunMethod, Saved
+from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun
 from diloco.syncer.durable import ignore_point, lock_directory
 from diloco.syncer.files import TensorFiles
 from diloco.syncer.records import (
     DATABASE,
-    Published,
+    HistoryLine,
     connect,
     contributors_of,
     file_of,
@@ -126,7 +126,7 @@ class Store:
                 self._at("inserted")
         self._at("committed")
 
-    def publish(self, merged: Merged[HeldFragment, Any], record: Json) -> None:
+    def publish(self, merged: MergedRound[HeldFragment, Any], record: Json) -> None:
         """Make a version durable, and the record that belongs to it. Only after this returns may it be seen.
 
         Raises:
@@ -164,7 +164,7 @@ class Store:
                 self._at("inserted")
             self._at("committed")
 
-    def tidy(self, saved: Saved[HeldFragment] | None) -> list[Path]:
+    def tidy(self, saved: SavedRun[HeldFragment] | None) -> list[Path]:
         """Remove what is superseded by `saved`, which `load` has read, and set aside what no version names; returns
         that.
 
@@ -183,7 +183,7 @@ class Store:
 
     # reading
 
-    def load(self) -> Saved[HeldFragment] | None:
+    def load(self) -> SavedRun[HeldFragment] | None:
         """The run as last published, every file checked against the hash committed with it; None before `initialise`.
 
         Raises:
@@ -205,7 +205,7 @@ class Store:
             name, method, layout_text, source, step, tokens, static_file, static_sha256, record = run
             layout = Layout.from_dict(json.loads(layout_text))
             fragments = {row[0]: self._files.read(*row) for row in newest}
-            return Saved(
+            return SavedRun(
                 name,
                 Method.from_dict(json.loads(method)),
                 layout,
@@ -218,7 +218,7 @@ class Store:
                 None if record is None else json.loads(record),
             )
 
-    def history(self, since: float = 0.0) -> list[Published]:
+    def history(self, since: float = 0.0) -> list[HistoryLine]:
         """Everything published at or after a time (seconds since the epoch), oldest first."""
         with self._mapped("read"), self._using:
             return read_history(self._db, since)
