@@ -21,9 +21,11 @@ from tests.run.toy import (
 )  # fmt: skip
 
 import diloco
-from diloco.core.contribution import NOT_FINITE, OUT_OF_STEP
+from diloco.core.actions import MergeRound
+from diloco.core.contribution import MISSED, NOT_FINITE, OUT_OF_STEP
 from diloco.core.layout import Layout, TensorSpec, place
 from diloco.core.members import Deadlines
+from diloco.core.update import Update
 from diloco.errors import (
     AlreadyInitialisedError,
     CorruptPayloadError,
@@ -37,7 +39,8 @@ from diloco.errors import (
     StoreError,
     UnknownRunError,
 )
-from diloco.run.ports import InitialModel, NullObserver
+from diloco.run.model import GlobalModel
+from diloco.run.ports import InitialModel, MergedRound, NullObserver
 from diloco.run.simulated import POINTS, MemorySpool
 from diloco.run.writes import RETRY_S
 
@@ -220,6 +223,19 @@ def test_a_push_that_comes_twice_counts_once() -> None:
     assert scene.driver.status()["fragments"][0]["ledger"]["merged"] == 40
 
 
+def test_a_contribution_that_comes_while_its_round_is_closed_is_rejected_with_the_version() -> None:
+    scene = started("a", "b")
+    scene.join("c")
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.beat("c", 1)
+    line = scene.listen("c")
+    assert scene.push(contribution("c")) is None
+    scene.settle()
+    assert [(it.number, it.reason) for it in line.heard[-1].verdicts] == [(1, MISSED)]
+    assert scene.spool.held_bytes == 0
+
+
 def test_a_push_whose_incarnation_ends_while_it_is_checked_is_refused() -> None:
     scene, answers = started("a", "b"), list[Any]()
     scene.driver.complete_push(scene.begin(contribution("a")), answers.append)
@@ -297,6 +313,25 @@ def test_a_full_disk_that_takes_a_record_lets_a_learner_join() -> None:
     assert (answers, scene.driver.state.versions) == ([1], (0, 0))
     scene.restart()
     assert "c" in scene.driver.core.members
+
+
+def test_a_join_that_was_to_be_durable_with_a_version_does_not_wait_for_it() -> None:
+    """The version's record would have brought it, but the version does not fit."""
+    scene, answers = started("a", "b"), list[int]()
+    scene.driver.join("c", LAYOUT, answers.append)  # its write is under way
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    assert scene.next() == "write"
+    scene.next("close")
+    scene.driver.join("d", LAYOUT, answers.append)
+    scene.refuse = lambda at: at == "written"
+    scene.next("written")
+    assert [each[:2] for each in scene.todo] == [("write", 0)]
+    scene.settle()
+    assert (answers, scene.driver.state.versions) == ([1, 1], (0, 0))
+    scene.refuse = lambda _: False
+    scene.wait(RETRY_S)
+    assert scene.driver.state.versions == (1, 0)
 
 
 def test_a_run_that_could_not_begin_begins_later() -> None:
@@ -435,6 +470,27 @@ def test_another_run_or_method_is_not_continued() -> None:
     scene.store._saved = replace(saved, run="other")
     with pytest.raises(UnknownRunError, match="'other'"):
         scene.restart()
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lossless", "intervals_in_flight", "oldest"), [(False, 0, 2), (True, 0, 4), (True, 1, 3)])
+def test_updates_are_kept_for_learners_that_are_behind(lossless: bool, intervals_in_flight: int, oldest: int) -> None:
+    """Of five versions, the updates from this base on; what is older is sent as the whole fragment."""
+    model = GlobalModel[Number, int](LAYOUT, b"", [Number(0, 0)] * 2, [()] * 2, intervals_in_flight=intervals_in_flight)
+    for base in range(5):
+        held = Number(base + 1, 0)
+        update = Update(0, base, base + 1, ("a",), (1.0,), 1.0, held.digest, lossless)
+        action = MergeRound(0, base, (), (), 1.0, frozenset())
+        model.take(MergedRound(action, update, held, payload=10 + base))
+    for base in range(5):
+        fetched = model.fetch(0, base)
+        assert fetched.payload == (10 + base if base >= oldest else None)
+        assert fetched.update.version == (base + 1 if base >= oldest else 5)
+        assert fetched.update.contributors == ("a",)
+    with pytest.raises(LayoutError):
+        model.fetch(2, 0)
 
 
 # --- members ----------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class Writes(Generic[H, P]):
         if write.merged is None:
             self._record = write
         else:
-            self._versions.insert(0, write)
+            self._versions.append(write)
             if write.has_record:
                 self._record = self._record or Write(None, now_s)
 
