@@ -16,9 +16,11 @@ enter; everything else propagates.
     │   ├── UnknownRunError    no such run at this address
     │   ├── NotInitialisedError      the run has no model yet
     │   ├── AlreadyInitialisedError  the run has a model already
-    │   └── StaleIncarnationError    this learner was replaced or evicted
+    │   ├── StaleIncarnationError    this learner was replaced or evicted
+    │   └── RestartedError     the syncer was started again since; it may lack what it had acknowledged
     ├── AuthError              missing, wrong or insufficient token, or a certificate that cannot be read
     ├── ExchangeError          the other side is gone, or did not answer in time
+    │   └── UnreachableError   the call failed on the way; the other side may be restarting
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
     │   └── NoRoomError        there is no room now; the same call is taken once there is
     └── CheckpointError        a checkpoint is missing, damaged or belongs to something else
@@ -77,12 +79,20 @@ class StaleIncarnationError(RunError):
     """This learner was evicted, or replaced by a newer incarnation of itself."""
 
 
+class RestartedError(RunError):
+    """The syncer was started again since. What it acknowledged before and has no verdict on is sent again first."""
+
+
 class AuthError(DilocoError):
     """A missing, wrong or insufficient token, or a certificate to trust that cannot be read."""
 
 
 class ExchangeError(DilocoError):
     """The other side is gone, or did not answer in time."""
+
+
+class UnreachableError(ExchangeError):
+    """The call failed on the way; the other side may be restarting, and the same call may succeed later."""
 
 
 class StoreError(DilocoError):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.processes import until
-from tests.syncer.runs import RUN, Raw
+from tests.syncer.runs import RUN, Raw, versions_of
 from torch import Tensor, nn
 
 import diloco
@@ -63,8 +63,8 @@ def over_grpc(directory: Path) -> Tensor:
             raw.join()
         for index, raw in enumerate(raws):
             outer_gradient = torch.full((layout.fragments[0].numel,), LR * gradient(index))
-            assert raw.push(diloco.FP32().encode(outer_gradient), tokens=10, trained=10, step=1).accepted
-        until(lambda: syncer.engine.versions() == [LEARNERS], "there is not a version for each push")
+            assert raw.push(diloco.FP32().encode(outer_gradient), tokens=10, trained=10, step=1)
+        until(lambda: versions_of(syncer) == [LEARNERS], "there is not a version for each push")
         for raw in raws:
             raw.connection.close()
         return fetch_model(syncer.address, run=RUN)["weight"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.syncer.relay import Link, Relay
-from tests.syncer.runs import RUN, Raw, layout, start, train
+from tests.syncer.runs import RUN, Raw, is_initialised, layout, num_live, position, start, status_of, train, versions_of
 from tests.syncer.runs import method as tiny_method
 
 import diloco
@@ -75,11 +75,11 @@ def test_over_a_syncer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
             return pool.submit(live, exchange, until_step, None)
 
         def is_blocked() -> bool:
-            it = syncer.engine.status()
+            it = status_of(syncer)
             return it["step"] == BLOCKED_AT and it["learners"]["survivor"]["waiting"]
 
         survivor = join("survivor", STEPS)
-        until(lambda: syncer.engine.initialised, "the run has no model")
+        until(lambda: is_initialised(syncer), "the run has no model")
         join("leaver", LEAVES_AFTER).result(timeout=60)
         until(is_blocked, "the survivor does not come to the round that lacks a learner")
         until(lambda: "has the contributions of 1 of at least 2 learners" in caplog.text, "no word is said of it")
@@ -100,7 +100,7 @@ def test_a_joiner_is_a_joiner_after_the_syncer_was_started_again(tmp_path: Path)
             "tokens": tokens,
             "trained": tokens * step // 2,
         }
-        assert raw.push(payload, step=step, steps=2, **given).accepted
+        assert raw.push(payload, step=step, steps=2, **given)
 
     with start(tmp_path, tiny_method(at_least=2)) as syncer:
         survivor, joiner = Raw(syncer.address, "survivor"), Raw(syncer.address, "joiner")
@@ -110,7 +110,7 @@ def test_a_joiner_is_a_joiner_after_the_syncer_was_started_again(tmp_path: Path)
         for fragment, step in ((0, 2), (1, 4)):
             for raw in (survivor, joiner):
                 push(raw, fragment, 0, step, 10)
-        until(lambda: syncer.engine.versions() == [1, 1], "the first rounds are not merged")
+        until(lambda: versions_of(syncer) == [1, 1], "the first rounds are not merged")
         joiner.join()
     for raw in (survivor, joiner):
         raw.connection.close()
@@ -129,8 +129,8 @@ def test_one_that_hears_late_of_the_quorum_begins_with_the_others(tmp_path: Path
     begun = threading.Event()
 
     def hold_up(_: Link) -> None:
-        if syncer.engine.num_live() == 2:
-            until(lambda: syncer.engine.position()[0] > 0, "the other one does not begin")
+        if num_live(syncer) == 2:
+            until(lambda: position(syncer)[0] > 0, "the other one does not begin")
 
     with (
         start(tmp_path, tiny_method(at_least=2)) as syncer,

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save
 from tests.syncer.relay import Link, Relay
-from tests.syncer.runs import RUN, Net, Raw, method, start, train
+from tests.syncer.runs import RUN, Fetch, Net, Raw, method, num_live, start, status_of, tamper, train
 from tests.syncer.test_faults import QUICK, syncer_process, until
 
 import diloco
@@ -103,7 +102,7 @@ def test_closing_while_joining_again_is_prompt(tmp_path: Path) -> None:
             until(lambda: life.step > 5, "it does not train")
             relay.refuse()  # neither dialling anew nor joining again leads anywhere
             relay.stall()
-            until(lambda: not syncer.engine.status()["learners"], "it is not given up")
+            until(lambda: not status_of(syncer)["learners"], "it is not given up")
             relay.resume()
             until(lambda: exchange._presence._is_void, "the learner does not hear that it was given up")
             with promptly():
@@ -187,7 +186,7 @@ def test_half_open_connections_are_dialled_anew_in_time(tmp_path: Path) -> None:
             until(lambda: len(relay.links) > num_links, "it does not dial anew")
             step = life.step
             until(lambda: life.step > step + 20, "it does not train on")
-            assert syncer.engine.status()["learners"]["a"]["incarnation"] == 1
+            assert status_of(syncer)["learners"]["a"]["incarnation"] == 1
 
 
 def test_connections_that_broke_at_the_syncers_end_are_dialled_anew(tmp_path: Path) -> None:
@@ -197,11 +196,11 @@ def test_connections_that_broke_at_the_syncers_end_are_dialled_anew(tmp_path: Pa
         with living(impatient(relay.address)) as life:
             until(lambda: life.step > 5, "it does not train")
             relay.cut_at_the_syncer()
-            until(lambda: not syncer.engine.status()["learners"]["a"]["healthy"], "the syncer does not notice")
-            until(lambda: syncer.engine.status()["learners"]["a"]["healthy"], "it does not come back")
+            until(lambda: not status_of(syncer)["learners"]["a"]["healthy"], "the syncer does not notice")
+            until(lambda: status_of(syncer)["learners"]["a"]["healthy"], "it does not come back")
             step = life.step
             until(lambda: life.step > step + 20, "it does not train on")
-            assert syncer.engine.status()["learners"]["a"]["incarnation"] == 1
+            assert status_of(syncer)["learners"]["a"]["incarnation"] == 1
     assert not evictions(tmp_path)
 
 
@@ -217,8 +216,8 @@ def test_a_syncer_that_is_slow_to_answer_does_not_see_its_learner_hang_up(tmp_pa
             until(lambda: life.step > 5, "it does not train")
             relay.stall()
             relay.refuse()  # the new connection leads nowhere
-            until(lambda: syncer.engine.status()["learners"]["a"]["silent_s"] > 2.5, "it is still heard")
-            assert syncer.engine.status()["learners"]["a"]["healthy"]
+            until(lambda: status_of(syncer)["learners"]["a"]["silent_s"] > 2.5, "it is still heard")
+            assert status_of(syncer)["learners"]["a"]["healthy"]
             relay.resume()
     assert not evictions(tmp_path)
 
@@ -234,7 +233,7 @@ def test_nobody_waits_for_a_learner_that_has_finished(tmp_path: Path) -> None:
             other = pool.submit(train, 1, diloco.connect(syncer.address, run=RUN, learner="second"), None, 60)
             learner.finish()
             _, metrics = other.result(timeout=50)  # a stalled one is given up after a minute
-            status = syncer.engine.status()["learners"]
+            status = status_of(syncer)["learners"]
             assert status["first"]["incarnation"] == 1
             assert metrics["merges"] == 2 * 60 // 4
             assert learner.global_state_dict().keys() == model.state_dict().keys()
@@ -263,14 +262,14 @@ def test_a_finished_learner_that_was_given_up_comes_back_as_finished(tmp_path: P
         with diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange) as learner:
             learner.step(tokens=5)
             learner.finish()
-            until(lambda: syncer.engine.num_live() == 0, "it does not say that it has finished")
+            until(lambda: num_live(syncer) == 0, "it does not say that it has finished")
             relay.refuse()
             relay.stall()
-            until(lambda: not syncer.engine.status()["learners"], "it is not given up")
+            until(lambda: not status_of(syncer)["learners"], "it is not given up")
             relay.accept()
             relay.resume()
-            until(lambda: "a" in syncer.engine.status()["learners"], "it does not join again")
-            until(lambda: syncer.engine.num_live() == 0, "it comes back as one that trains")
+            until(lambda: "a" in status_of(syncer)["learners"], "it does not join again")
+            until(lambda: num_live(syncer) == 0, "it comes back as one that trains")
 
 
 def evictions(directory: Path) -> list[events.Evicted]:
@@ -283,17 +282,17 @@ def test_tokens_of_an_old_incarnation_are_not_counted_for_the_new_one(tmp_path: 
             until(lambda: life.step > 20, "it does not train")
             relay.refuse()
             relay.stall()
-            until(lambda: not syncer.engine.status()["learners"], "it is not given up")
-            counted = syncer.engine.status()["tokens"]
+            until(lambda: not status_of(syncer)["learners"], "it is not given up")
+            counted = status_of(syncer)["tokens"]
             step = life.step
             relay.accept()
             relay.resume()
-            until(lambda: syncer.engine.status()["learners"].get("a", {}).get("incarnation") == 2, "it does not rejoin")
+            until(lambda: status_of(syncer)["learners"].get("a", {}).get("incarnation") == 2, "it does not rejoin")
             until(lambda: life.step > step + 20, "it does not train on")
             life._stop.set()
             until(life.result.done, "it does not stop")
-        syncer.engine.drain()
-        status = syncer.engine.status()
+        syncer.driver.drain()
+        status = status_of(syncer)
         assert counted < status["tokens"] <= counted + 5 * (life.step - step)
         for fragment in status["fragments"]:
             ledger = fragment["ledger"]
@@ -314,28 +313,27 @@ def test_a_process_whose_name_another_one_took_does_not_come_back(tmp_path: Path
                     older.result.result(timeout=30)
                 step = newer.step
                 until(lambda: newer.step > step + 20, "the newer one does not train on")
-                assert syncer.engine.status()["learners"]["a"]["incarnation"] == 2
+                assert status_of(syncer)["learners"]["a"]["incarnation"] == 2
 
 
 @pytest.mark.parametrize("kind", ["damaged", "behind"])
 def test_a_whole_fragment_for_one_that_is_in_the_run_is_an_update(kind: str, tmp_path: Path) -> None:
     """Fetched whole because the update was damaged on the way, or is not kept; bytes of joins are those of joining."""
     with start(tmp_path, method()) as syncer:
-        pull: Callable[..., Any] = syncer.engine.pull
         tampered: list[int] = []
 
-        def tampering(fragment: int, base: int) -> Any:
-            pulled = pull(fragment, base)
+        def tampering(fetch: Fetch, fragment: int, base: int) -> Any:
+            fetched = fetch(fragment, base)
             if base == 0 and not tampered:
                 tampered.append(fragment)
                 if kind == "behind":
-                    return pull(fragment, -1)
-                return replace(pulled, payload=pulled.payload.clone().add_(1))
-            return pulled
+                    return fetch(fragment, -1)
+                return replace(fetched, payload=fetched.payload.clone().add_(1))
+            return fetched
 
-        syncer.engine.pull = tampering  # type: ignore[method-assign]
+        tamper(syncer, tampering)
         _, metrics = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 8)
-        status = syncer.engine.status()
+        status = status_of(syncer)
     assert tampered
     assert metrics["num_bytes"]["joins"] == 2 * (EXCHANGE_BYTES + len(save({})))  # given and fetched; no static tensors
     assert metrics["merges"] == 4
@@ -362,4 +360,4 @@ def test_a_viewer_and_a_stranger_cannot_hang_a_learner(tmp_path: Path) -> None:
             hang.set()
             with pytest.raises(errors.ExchangeError):
                 stuck.result(timeout=10)
-        until(lambda: syncer.engine.status()["spooled_bytes"] == 0, "the room of the broken push is not given back")
+        until(lambda: status_of(syncer)["spooled_bytes"] == 0, "the room of the broken push is not given back")

@@ -21,6 +21,7 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Options, Syncer
 
 RUN = "tiny"
@@ -82,19 +83,23 @@ class Raw:
     """A learner made of bare calls. `held`: the layout of its model, unless it is `layout()`."""
 
     def __init__(
-        self, address: str, name: str = "raw", token: str | None = None, ca: Path | None = None, *, held: Layout | None = None
+        self, address: str, name: str = "raw", token: str | None = None, ca: Path | None = None, *,
+        held: Layout | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.layout = held or layout()
         self.connection = Connection(address, token=token, ca=ca, insecure=False)
-        self.incarnation = 0
+        self.incarnation = self.boot = 0
+        self.numbers: dict[int, int] = {}
+        self.heard = pb.Standing()
 
     def initialise(self, values: float = 1.0, wanted: Layout | None = None, **fields: Any) -> None:
         model = wanted or self.layout
         parts = [bytes_of(torch.full((fragment.numel,), values)) for fragment in model.fragments]
         parts.append(memoryview(save({})))
         header = pb.InitialiseHeader(
-            run=RUN, learner=self.name, layout=json.dumps(model.to_dict()), part_bytes=[len(part) for part in parts], **fields
+            run=RUN, learner=self.name, layout=json.dumps(model.to_dict()), part_bytes=[len(part) for part in parts],
+            **fields,
         )  # fmt: skip
         self.connection.upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
 
@@ -103,27 +108,89 @@ class Raw:
             run=run, learner=self.name, layout=text or json.dumps((wanted or self.layout).to_dict())
         )
         self.incarnation = self.connection.call("joins", "Join", request, pb.JoinReply).incarnation
+        self.numbers = {}
+        self.beat(0, 0)
 
     def beat(self, step: int = 1, tokens: int = 5, **fields: Any) -> pb.HeartbeatReply:
         request = pb.HeartbeatRequest(
             run=RUN, learner=self.name, incarnation=self.incarnation, step=step, tokens=tokens, **fields
         )
-        return self.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
+        reply = self.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
+        self.boot, self.heard = reply.boot, reply.standing
+        return reply
 
     def leave(self, tokens: int = 0) -> None:
         request = pb.LeaveRequest(run=RUN, learner=self.name, incarnation=self.incarnation, tokens=tokens)
         self.connection.call("control", "Leave", request, pb.LeaveReply)
 
     def header(self, num_bytes: int, **fields: Any) -> pb.PushHeader:
+        """Of the next contribution to its fragment, unless `fields` give a number."""
         values = {"fragment": 0, "round": 0, "base": 0, "tokens": 5, "steps": 1, "trained": 5, "step": 2, **fields}
-        values = {"incarnation": self.incarnation, "num_bytes": num_bytes, **values}
+        number = self.numbers.get(values["fragment"], 0) + 1
+        values = {
+            "incarnation": self.incarnation,
+            "boot": self.boot,
+            "num_bytes": num_bytes,
+            "number": number,
+            **values,
+        }
         return pb.PushHeader(run=RUN, learner=self.name, **values)
 
-    def push(self, payload: torch.Tensor, **fields: Any) -> pb.PushReply:
-        return self.push_frames(frames(self.header(payload.numel(), **fields), bytes_of(payload)))
+    def push(self, payload: torch.Tensor, **fields: Any) -> int:
+        """A contribution; returns its number once it is acknowledged."""
+        header = self.header(payload.numel(), **fields)
+        self.push_frames(frames(header, bytes_of(payload)))
+        self.numbers[header.fragment] = max(self.numbers.get(header.fragment, 0), header.number)
+        return header.number
 
     def push_frames(self, stream: Iterator[bytes]) -> pb.PushReply:
         return self.connection.upload("contributions", "Push", stream, pb.PushReply)
+
+    def verdict(self, number: int, fragment: int = 0) -> str | None:
+        """What became of a contribution, as heard last: "open", why it was rejected, or None where it is merged."""
+        for verdict in self.heard.verdicts:
+            if (verdict.fragment, verdict.number) == (fragment, number):
+                return verdict.reason if verdict.HasField("reason") else None
+        return "open"
+
+
+Fetch = Callable[[int, int], Any]
+"""Fragment and base → what `Driver.fetch` gives for it."""
+
+
+def tamper(syncer: Syncer, tampering: Callable[[Fetch, int, int], Any]) -> None:
+    """From here on what is fetched is what `tampering` makes of it."""
+
+    def replace(driver: SyncerDriver) -> None:
+        fetch = driver.fetch
+
+        def tampered(fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Any:
+            return tampering(lambda f, b: fetch(f, b, learner, incarnation), fragment, base)
+
+        driver.fetch = tampered  # type: ignore[method-assign]
+
+    syncer.driver.ask(replace)
+
+
+def status_of(syncer: Syncer) -> dict[str, Any]:
+    return syncer.driver.ask(lambda driver: driver.status())
+
+
+def versions_of(syncer: Syncer) -> list[int]:
+    return list(syncer.driver.ask(lambda driver: driver.state.versions))
+
+
+def num_live(syncer: Syncer) -> int:
+    return syncer.driver.ask(lambda driver: driver.num_live)
+
+
+def is_initialised(syncer: Syncer) -> bool:
+    return syncer.driver.ask(lambda driver: driver.state.is_initialised)
+
+
+def position(syncer: Syncer) -> tuple[int, int]:
+    """The highest inner step known, and the run's tokens."""
+    return syncer.driver.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
 
 
 def _victim(address: str, kill_at: int) -> None:

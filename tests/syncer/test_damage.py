@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.syncer.runs import Raw, layout, method, start
+from tests.syncer.runs import Raw, layout, method, start, status_of, versions_of
 from tests.syncer.test_faults import RUN_FILE
 
 import diloco
@@ -33,10 +33,10 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if version == 0:
                 raw.initialise()
             raw.join()
-            assert raw.push(ONES, round=version, base=version, step=2 + 4 * version).accepted
+            assert raw.push(ONES, round=version, base=version, step=2 + 4 * version)
             raw.connection.close()
-            syncer.engine.drain()
-            assert syncer.engine.versions() == [version + 1, 0]
+            syncer.driver.drain()
+            assert versions_of(syncer) == [version + 1, 0]
         shutil.copy(root / "state" / "store.sqlite", root / f"at-{version + 1}.sqlite")
     return root
 
@@ -89,7 +89,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "database without tables": (no_tables, "store.sqlite is missing or empty"),
     "database without a run": (empty_run, "store.sqlite holds no run"),
     "no version of a fragment": (change("DELETE FROM versions WHERE fragment = 1"), r"store.sqlite is damaged: .*KeyError\(1\)"),
-    "state that is no JSON": (change("UPDATE run SET state = substr(state, 9)"), "store.sqlite is damaged: .*JSONDecodeError"),
+    "record that is no JSON": (change("UPDATE run SET record = substr(record, 9)"), "store.sqlite is damaged: .*JSONDecodeError"),
+    "record of something else": (change("UPDATE run SET record = '{}'"), r"store.sqlite is damaged: .*KeyError\('step'\)"),
     "method that is none": (change("UPDATE run SET method = '[]'"), "store.sqlite is damaged: the run in it cannot be read"),
     "tensors damaged": (lambda root: flip(newest(root)), r"f00000-v000000003-\w+.safetensors .* is damaged"),
     "tensors missing": (lambda root: newest(root).unlink(), r"f00000-v000000003-\w+.safetensors .* is missing"),
@@ -135,7 +136,7 @@ def test_what_no_version_names_is_set_aside_and_named(
     damage(damaged)
     tensors = contents(damaged / "state" / "tensors")
     with start(damaged, method()) as syncer:
-        assert syncer.engine.versions() == versions
+        assert versions_of(syncer) == versions
     assert contents(damaged / "state") >= tensors
     assert re.search(f"no version names {words}: set aside in .*set-aside", caplog.text)
     assert any(re.fullmatch(words, path.name) for path in (damaged / "state" / "set-aside").iterdir())
@@ -173,5 +174,5 @@ os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(StoreError, match="fragment 0, version 0"):
         start(tmp_path / "refused", method())
     with start(tmp_path, method()) as syncer:
-        assert syncer.engine.versions() == [0, 0]
-        assert "raw" in syncer.engine.status()["learners"]
+        assert versions_of(syncer) == [0, 0]
+        assert "raw" in status_of(syncer)["learners"]

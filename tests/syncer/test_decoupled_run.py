@@ -14,7 +14,7 @@ import torch
 from benchmarks import decoupled
 from benchmarks.decoupled import IN_THE_END, SPEED, H
 from rich.console import Console
-from tests.syncer.runs import RUN, Net, start
+from tests.syncer.runs import RUN, Net, start, status_of
 from torch import Tensor
 
 import diloco
@@ -76,7 +76,7 @@ class Life:
         if model is not None:
             self.model.load_state_dict(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        initialise = not syncer.engine.status()["initialised"]
+        initialise = not status_of(syncer)["initialised"]
         exchange = diloco.connect(syncer.address, run=RUN, learner="a", initialise=initialise)
         self.learner = diloco.Learner(self.model, self.optimizer, exchange=exchange)
 

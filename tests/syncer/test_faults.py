@@ -16,7 +16,7 @@ import pytest
 import torch
 from benchmarks.processes import SyncerProcess, until
 from tests.processes import start_module
-from tests.syncer.runs import RUN, Raw, method, start, train
+from tests.syncer.runs import RUN, Raw, method, num_live, start, status_of, train, versions_of
 
 import diloco
 from diloco import errors, events
@@ -153,17 +153,17 @@ def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Pat
         victim = start_module("tests.syncer.runs", syncer.address, str(kill_at))
         victim.join(timeout=60)
         assert victim.exitcode == -signal.SIGKILL
-        versions = syncer.engine.versions()
-        until(lambda: "victim" not in syncer.engine.status()["learners"], "the victim is not given up")
+        versions = versions_of(syncer)
+        until(lambda: "victim" not in status_of(syncer)["learners"], "the victim is not given up")
         seen = events.read_events(tmp_path / "state" / "events.jsonl")
         assert any("its connection broke" in e.reason for e in seen if isinstance(e, events.Evicted))
-        until(lambda: min(syncer.engine.versions()) > max(versions) + 2, "the survivor does not go on")
+        until(lambda: min(versions_of(syncer)) > max(versions) + 2, "the survivor does not go on")
         _, metrics = train(2, diloco.connect(syncer.address, run=RUN, learner="victim"), None, 12)
         assert metrics["incarnation"] == 2
         assert metrics["merges"] > 0
         stop.set()
         first.result(timeout=60)
-        syncer.engine.drain()
+        syncer.driver.drain()
         status: dict[str, Any] = fetch_status(syncer.address, run=RUN)
         for fragment in status["fragments"]:
             ledger = fragment["ledger"]
@@ -190,11 +190,11 @@ def test_a_learner_given_up_while_it_waits_for_the_others_joins_again(tmp_path: 
         assert waiting.pid is not None
 
         def incarnation() -> int:
-            return int(syncer.engine.status()["learners"].get("victim", {}).get("incarnation", 0))
+            return int(status_of(syncer)["learners"].get("victim", {}).get("incarnation", 0))
 
         try:
             until(lambda: incarnation() == 1, "it does not join")
-            until(lambda: syncer.engine.num_live() == 1, "it does not listen")
+            until(lambda: num_live(syncer) == 1, "it does not listen")
             os.kill(waiting.pid, signal.SIGSTOP)
             until(lambda: incarnation() == 0, "it is not given up")
             os.kill(waiting.pid, signal.SIGCONT)
@@ -213,7 +213,7 @@ def test_a_second_process_with_the_same_name_replaces_the_first(tmp_path: Path) 
         first = pool.submit(
             train, 0, diloco.connect(syncer.address, run=RUN, learner="twin", initialise=True), None, 1_000_000
         )
-        until(lambda: min(syncer.engine.versions() or [0]) > 1, "the first does not train")
+        until(lambda: min(versions_of(syncer) or [0]) > 1, "the first does not train")
         second = Raw(syncer.address, "twin")
         second.join()
         with pytest.raises(errors.StaleIncarnationError, match="its own name"):
@@ -229,16 +229,16 @@ def test_an_evicted_learner_that_lives_rejoins_by_itself(tmp_path: Path) -> None
         process = start_module("tests.syncer.runs", syncer.address, "1000000")
         assert process.pid is not None
         try:
-            until(lambda: min(syncer.engine.versions()) > 1, "it does not train")
+            until(lambda: min(versions_of(syncer)) > 1, "it does not train")
             os.kill(process.pid, signal.SIGSTOP)
-            until(lambda: not syncer.engine.status()["learners"], "it is not given up")
+            until(lambda: not status_of(syncer)["learners"], "it is not given up")
             os.kill(process.pid, signal.SIGCONT)
             until(
-                lambda: syncer.engine.status()["learners"].get("victim", {}).get("incarnation", 0) >= 2,
+                lambda: status_of(syncer)["learners"].get("victim", {}).get("incarnation", 0) >= 2,
                 "it does not rejoin",
             )
-            versions = syncer.engine.versions()
-            until(lambda: min(syncer.engine.versions()) > max(versions) + 1, "it does not train on")
+            versions = versions_of(syncer)
+            until(lambda: min(versions_of(syncer)) > max(versions) + 1, "it does not train on")
         finally:
             process.kill()
             process.join()

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from tests.syncer.runs import RUN, Net, Raw, layout, method, start, train
+from tests.syncer.runs import RUN, Net, Raw, is_initialised, layout, method, start, train, versions_of
 
 import diloco
 from diloco.core.fragments import Layout, make_layout
@@ -121,11 +121,11 @@ def _read(end: socket.socket) -> bytes:
 def test_a_run_is_given_its_model_across_a_broken_connection(answer_lost: bool, tmp_path: Path) -> None:
     with start(tmp_path, method()) as syncer:
         # Shaking hands takes some hundred bytes; the layout alone, which leads the upload, is longer than this.
-        with closing(CutOnce(syncer.port, 600, answer_lost, lambda: syncer.engine.initialised)) as relay:
+        with closing(CutOnce(syncer.port, 600, answer_lost, lambda: is_initialised(syncer))) as relay:
             exchange = diloco.connect(f"127.0.0.1:{relay.port}", run=RUN, learner="first", initialise=True)
             train(0, exchange, None, steps=8)
             assert relay.has_cut
-        assert syncer.engine.versions() == [2, 2]
+        assert versions_of(syncer) == [2, 2]
 
 
 THREE = make_layout(Net(), diloco.Named([["layers.0.weight"], ["layers.0.bias"], ["layers.1.*"]]))
@@ -141,7 +141,7 @@ def test_a_model_that_the_method_cannot_train_is_refused_before_anything_is_writ
     for is_restarted in (False, True):
         with start(tmp_path, given) as syncer:
             raw = Raw(syncer.address)
-            assert not syncer.engine.initialised, "a restarted syncer finds what was refused"
+            assert not is_initialised(syncer), "a restarted syncer finds what was refused"
             with pytest.raises(DilocoError, match=str(len(unfit.fragments))):
                 raw.initialise(wanted=unfit)
             assert list((tmp_path / "state" / "tensors").iterdir()) == []
@@ -150,4 +150,4 @@ def test_a_model_that_the_method_cannot_train_is_refused_before_anything_is_writ
                 raw.join(fit)
             raw.connection.close()
     with start(tmp_path, given) as syncer:
-        assert syncer.engine.versions() == [0] * len(fit.fragments)
+        assert versions_of(syncer) == [0] * len(fit.fragments)

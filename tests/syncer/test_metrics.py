@@ -72,7 +72,7 @@ def test_a_learner_that_left_leaves_no_line(metrics: SyncerMetrics) -> None:
 def test_counted_events(metrics: SyncerMetrics) -> None:
     port = metrics.serve()
     for staleness in (0, 1, 1):
-        metrics.contributed("site-a", staleness=staleness)
+        metrics.merged_contribution("site-a", staleness=staleness)
     metrics.rejected("site-b", "missed")
     metrics.rejected("site-b", "missed")
     metrics.joined("site-a")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.syncer.runs import RUN, Raw, layout, method, start
+from tests.syncer.runs import RUN, Raw, layout, method, position, start, versions_of
 
 import diloco
 from diloco.core.method import Method
@@ -30,13 +30,14 @@ HEARTBEAT = st.fixed_dictionaries(
         "step_s": st.floats(),
         "waiting": st.booleans(),
         "versions": st.lists(NUMBER, max_size=3),
+        "settled": st.lists(NUMBER, max_size=3),
     }
 )
 PUSH = st.fixed_dictionaries(
     {"step": NUMBER, "tokens": NUMBER, "steps": NUMBER, "trained": NUMBER, "round": NUMBER, "base": NUMBER},
     optional={
         "fragment": st.integers(0, 3), "discarded": st.lists(DISCARD, max_size=2), "part": st.just(value=True),
-        "tensors": st.lists(st.integers(0, 3) | st.just(2**32 - 1), max_size=3), "incarnation": NUMBER,
+        "tensors": st.lists(st.integers(0, 3) | st.just(2**32 - 1), max_size=3), "incarnation": NUMBER, "number": NUMBER,
     },
 )  # fmt: skip
 MESSAGE = st.one_of(
@@ -72,22 +73,22 @@ def test_no_message_ends_a_run(answer: Method, tmp_path: Path) -> None:
                 send(*message)
             with suppress(StaleIncarnationError):
                 liar.leave()  # the round need not wait for it
-            syncer.engine.drain()
+            syncer.driver.drain()
             work += 5
-            version, step = syncer.engine.versions()[0], syncer.engine.position()[0]
-            assert honest.push(ONES, round=version, base=version, trained=work, step=step + 4).accepted
-            syncer.engine.drain()
-            syncer.engine.raise_failure()
-            assert syncer.engine.versions()[0] > version
+            version, step = versions_of(syncer)[0], position(syncer)[0]
+            assert honest.push(ONES, round=version, base=version, trained=work, step=step + 4)
+            syncer.driver.drain()
+            syncer.driver.raise_failure()
+            assert versions_of(syncer)[0] > version
             status: dict[str, Any] = fetch_status(syncer.address, run=RUN)
             for fragment in status["fragments"]:
                 ledger = fragment["ledger"]
                 assert min(ledger["pending"], ledger["merged"], ledger["lost"], *ledger["discarded"].values(), 0) >= 0
 
         run_goes_on()
-        versions, position = syncer.engine.versions(), syncer.engine.position()
+        versions, stood_at = versions_of(syncer), position(syncer)
         for raw in (honest, liar):
             raw.connection.close()
     with start(tmp_path, answer) as syncer:
-        assert syncer.engine.versions() == versions
-        assert syncer.engine.position() == position
+        assert versions_of(syncer) == versions
+        assert position(syncer) == stood_at

@@ -12,22 +12,32 @@ from typing import Any
 
 import pytest
 import torch
-from tests.syncer.runs import RUN, Net, Raw, layout, method, start, train
+from tests.syncer.runs import (
+    RUN,
+    Fetch,
+    Net,
+    Raw,
+    is_initialised,
+    layout,
+    method,
+    position,
+    start,
+    status_of,
+    tamper,
+    train,
+    versions_of,
+)
+from tests.syncer.test_faults import until
+from tests.syncer.test_hosting import contribute, driver_in
 
 import diloco
-from diloco import errors, events
+from diloco import errors
 from diloco.core.fragments import make_layout
-from diloco.core.members import Deadlines
-from diloco.core.contribution import Contribution
 from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.syncer.certificates import make_certificates
-from diloco.syncer.engine import Engine
-from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.server import Syncer
-from diloco.syncer.spool import Spool
-from diloco.syncer.store import Store
 
 SIZE = layout().fragments[0].numel
 
@@ -137,18 +147,18 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_is_refused_and_changes_nothing(kind: str, syncer: Syncer, raw: Raw) -> None:
     misbehave, expected, words = BAD[kind]
-    before = syncer.engine.status()["fragments"], syncer.engine.versions(), fetch_model(syncer.address, run=RUN)
+    before = status_of(syncer)["fragments"], versions_of(syncer), fetch_model(syncer.address, run=RUN)
     with pytest.raises(expected, match=words) as caught:
         misbehave(raw)
     assert "\n" not in str(caught.value)
-    after = syncer.engine.status()["fragments"], syncer.engine.versions(), fetch_model(syncer.address, run=RUN)
+    after = status_of(syncer)["fragments"], versions_of(syncer), fetch_model(syncer.address, run=RUN)
     assert after[:2] == before[:2]
     assert all(torch.equal(after[2][name], value) for name, value in before[2].items())
-    assert syncer.engine.status()["spooled_bytes"] == 0
-    assert raw.push(good()).accepted
-    syncer.engine.drain()
-    syncer.engine.raise_failure()
-    assert syncer.engine.versions() == [1, 0]
+    assert status_of(syncer)["spooled_bytes"] == 0
+    assert raw.push(good())
+    syncer.driver.drain()
+    syncer.driver.raise_failure()
+    assert versions_of(syncer) == [1, 0]
 
 
 @pytest.mark.parametrize("fields", [{"step": 2**63}, {"tokens": 10**17}, {"source": "x" * 100_000}], ids=next_key)
@@ -156,9 +166,9 @@ def test_an_initial_model_with_absurd_numbers_is_refused(fields: dict[str, Any],
     raw = Raw(syncer.address)
     with pytest.raises(errors.PayloadError):
         raw.initialise(**fields)
-    assert not syncer.engine.initialised
+    assert not is_initialised(syncer)
     raw.initialise(step=100, tokens=10**14)
-    assert syncer.engine.position() == (100, 10**14)
+    assert position(syncer) == (100, 10**14)
     raw.connection.close()
 
 
@@ -169,18 +179,21 @@ def test_a_learner_that_comes_back_again_and_again_cannot_overflow_its_books(syn
     with pytest.raises(errors.PayloadError, match="can be counted"):
         raw.beat(tokens=10**15)
     raw.beat(tokens=5)
-    assert raw.push(good()).accepted
-    syncer.engine.drain()
-    syncer.engine.raise_failure()
+    assert raw.push(good())
+    syncer.driver.drain()
+    syncer.driver.raise_failure()
 
 
 def test_tokens_are_merged_once_however_often_they_are_pushed(syncer: Syncer, raw: Raw) -> None:
-    assert raw.push(good()).accepted
-    syncer.engine.drain()
-    assert not raw.push(good(), round=1, base=1, step=6).accepted  # the same five tokens, in the next round
-    assert raw.push(good(), round=1, base=1, step=6, trained=10).accepted
-    syncer.engine.drain()
-    ledger = syncer.engine.status()["fragments"][0]["ledger"]
+    assert raw.push(good()) == 1
+    syncer.driver.drain()
+    with pytest.raises(errors.PayloadError, match="says 5 tokens"):  # the same five, in the next round
+        raw.push(good(), round=1, base=1, step=6)
+    assert raw.push(good(), round=1, base=1, step=6, trained=10) == 2
+    for _ in range(2):  # and again, since its acknowledgement was lost
+        assert raw.push(good(), round=1, base=1, step=6, trained=10, number=2) == 2
+    syncer.driver.drain()
+    ledger = status_of(syncer)["fragments"][0]["ledger"]
     assert (ledger["trained"], ledger["merged"]) == (10, 10)
 
 
@@ -191,7 +204,7 @@ def test_a_stale_incarnation_is_refused(syncer: Syncer, raw: Raw) -> None:
     with pytest.raises(errors.StaleIncarnationError, match="join again"):
         raw.push(good())
     raw.incarnation = new
-    assert raw.push(good()).accepted
+    assert raw.push(good())
 
 
 def test_a_damaged_scale_of_a_4_bit_contribution_is_refused(tmp_path: Path) -> None:
@@ -203,7 +216,7 @@ def test_a_damaged_scale_of_a_4_bit_contribution_is_refused(tmp_path: Path) -> N
         payload[:2] = torch.tensor([0x80, 0x7F], dtype=torch.uint8)  # the first block's bf16 scale becomes inf
         with pytest.raises(errors.CorruptPayloadError):
             raw.push(payload)
-        assert syncer.engine.versions() == [0, 0]
+        assert versions_of(syncer) == [0, 0]
         raw.connection.close()
 
 
@@ -211,9 +224,9 @@ def test_an_initial_model_that_is_not_finite_is_refused(syncer: Syncer) -> None:
     raw = Raw(syncer.address)
     with pytest.raises(errors.DilocoError, match="not finite"):
         raw.initialise(float("nan"))
-    assert not syncer.engine.initialised
+    assert not is_initialised(syncer)
     raw.initialise()
-    assert syncer.engine.initialised
+    assert is_initialised(syncer)
     raw.connection.close()
 
 
@@ -233,34 +246,23 @@ def test_nobody_answers() -> None:
 
 
 def test_a_full_disk_delays_a_version_and_loses_nothing(tmp_path: Path) -> None:
-    full = True
+    full = False
 
     def at(_: str) -> None:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    full = False
-    with Store(tmp_path, at=at) as store, events.EventLog(tmp_path / "events.jsonl", who="syncer") as log:
-        metrics = SyncerMetrics(RUN)
-        engine = Engine(
-            RUN, method(), store, Spool(tmp_path, 1 << 20), deadlines=Deadlines(), events_log=log, metrics=metrics
-        )
-        thetas = [torch.ones(fragment.numel) for fragment in layout().fragments]
-        engine.initialise(layout(), thetas, b"", learner="a", source="test", step=0, tokens=0)
-        incarnation = engine.join("a", layout())
+    with driver_in(tmp_path, at) as (driver, store):
         full = True
-        slot = engine.allocate(0, 4 * SIZE)
-        slot.buffer[:] = bytes_of(good())
-        assert engine.contribute(Contribution("a", incarnation, 0, 0, 0, 5, 1, 5, step=2), slot) is None
-        assert engine.versions() == [0, 0]
-        assert torch.equal(engine.pull(0, -1).payload, thetas[0])
+        contribute(driver, "a")
+        driver.drain()
+        assert driver.ask(lambda it: it.state.versions) == (0, 0)
+        assert torch.equal(driver.ask(lambda it: it.fetch(0, -1)).held.theta, torch.ones(SIZE))
         full = False
-        engine.drain()
-        assert engine.versions() == [1, 0]
+        until(lambda: driver.ask(lambda it: it.state.versions) == (1, 0), "it is not tried again")
         saved = store.load()
         assert saved is not None
         assert saved.fragments[0].version == 1
-        engine.stop()
 
 
 def test_contributions_beyond_the_budget_wait_on_disk(tmp_path: Path) -> None:
@@ -270,32 +272,32 @@ def test_contributions_beyond_the_budget_wait_on_disk(tmp_path: Path) -> None:
         ones.join()
         twos.join()
         ones.push(good())
-        assert syncer.engine.status()["spooled_bytes"] == 0
+        assert status_of(syncer)["spooled_bytes"] == 0
         twos.push(good())
-        syncer.engine.drain()
-        assert syncer.engine.versions() == [1, 0]
+        syncer.driver.drain()
+        assert versions_of(syncer) == [1, 0]
         for it in (ones, twos):
             it.connection.close()
 
 
 def test_a_damaged_update_is_fetched_again_whole(syncer: Syncer, caplog: pytest.LogCaptureFixture) -> None:
-    pull, damaged_once = syncer.engine.pull, []
+    damaged_once: list[bool] = []
 
-    def tampering(fragment: int, base: int) -> Any:
-        pulled = pull(fragment, base)
-        if base >= 0 and not damaged_once:
+    def damaging(fetch: Fetch, fragment: int, base: int) -> Any:
+        fetched = fetch(fragment, base)
+        if fetched.payload is not None and not damaged_once:
             damaged_once.append(True)
-            payload = pulled.payload.clone()
+            payload = fetched.payload.clone()
             payload[0] += 1
-            return replace(pulled, payload=payload)
-        return pulled
+            return replace(fetched, payload=payload)
+        return fetched
 
-    syncer.engine.pull = tampering  # type: ignore[method-assign]
+    tamper(syncer, damaging)
     state, metrics = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 12)
     assert damaged_once
     assert "fetching it whole" in caplog.text
     newest = fetch_model(syncer.address, run=RUN)
-    assert metrics["versions"][0] == syncer.engine.versions()[0] == 3
+    assert metrics["versions"][0] == versions_of(syncer)[0] == 3
     assert torch.equal(state["layers.0.weight"], newest["layers.0.weight"])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from tests.syncer.runs import RUN, Raw, layout, method, start
+from tests.syncer.runs import RUN, Raw, is_initialised, layout, method, start, status_of
 from tests.syncer.test_faults import QUICK, until
 from typer.testing import CliRunner
 
@@ -32,7 +32,7 @@ def syncer(tmp_path: Path) -> Iterator[Syncer]:
 
 def joined(syncer: Syncer, name: str) -> Raw:
     raw = Raw(syncer.address, name)
-    if not syncer.engine.initialised:
+    if not is_initialised(syncer):
         raw.initialise()
     raw.join()
     return raw
@@ -61,8 +61,8 @@ def test_before_there_is_a_model(syncer: Syncer) -> None:
 def test_who_takes_part_and_who_is_behind(syncer: Syncer) -> None:
     first, second = joined(syncer, "first"), joined(syncer, "second")
     beat(first, 1)
-    assert first.push(ONES).accepted  # second has not trained yet, so nobody waits for it
-    syncer.engine.drain()
+    assert first.push(ONES)  # second has not trained yet, so nobody waits for it
+    syncer.driver.drain()
     beat(first, 2, versions=(1, 0))
     beat(second, 2, versions=(0, 0))
     status: dict[str, Any] = json.loads(shown(syncer, "--json"))
@@ -98,13 +98,13 @@ def test_whom_a_round_waits_for_and_who_is_lost(syncer: Syncer) -> None:
     first, second = joined(syncer, "first"), joined(syncer, "second")
     for raw in (first, second):
         beat(raw, 1)
-    assert first.push(ONES).accepted
+    assert first.push(ONES)
     assert "waiting for second; second is given up in" in " ".join(shown(syncer).split())
     second.connection.close()
 
     def is_given_up() -> bool:
         beat(first, 1)
-        return "second" not in syncer.engine.status()["learners"]
+        return "second" not in status_of(syncer)["learners"]
 
     until(is_given_up, "second is not given up")
     text = shown(syncer)
@@ -119,9 +119,12 @@ def test_a_reason_to_discard_that_is_not_known_is_shown_as_it_is(tmp_path: Path)
         raw = joined(syncer, "first")
         raw.leave(tokens=5)
         raw.connection.close()
-        syncer.engine.drain()
+        syncer.driver.drain()
     with sqlite3.connect(tmp_path / "state" / "store.sqlite") as db:
-        db.execute("UPDATE ledger SET lost = 0, discarded = ?", (json.dumps({"bored": 5}),))
+        record = json.loads(db.execute("SELECT record FROM run").fetchone()[0])
+        for ledger in record["accounts"]["first"]["ledgers"]:
+            ledger[2:] = [0, {"bored": 5}]  # lost, and discarded by reason
+        db.execute("UPDATE run SET record = ?", (json.dumps(record),))
     db.close()
     with start(tmp_path, method()) as syncer:
         assert "10 bored." in shown(syncer)
@@ -131,6 +134,6 @@ def test_a_run_that_needs_more_says_how_many(tmp_path: Path) -> None:
     with start(tmp_path, method(at_least=3)) as syncer:
         raw = joined(syncer, "first")
         beat(raw, 1)
-        assert raw.push(ONES).accepted
+        assert raw.push(ONES)
         assert "1 of at least 3 learners have contributed" in " ".join(shown(syncer).split())
         raw.connection.close()

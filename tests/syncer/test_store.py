@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,55 +17,61 @@ import pytest
 import safetensors.torch
 import torch
 
-from diloco.core.fragments import digest
-from diloco.core.ledger import Ledger
-from diloco.core.update import Closed, Update
+import diloco
+from diloco.core.actions import MergeRound
+from diloco.core.contribution import Contribution
+from diloco.core.held import HeldFragment
+from diloco.core.layout import Layout, TensorSpec, digest, place
+from diloco.core.update import Update
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
-from diloco.syncer.store import RosterRow, Store
+from diloco.run.ports import InitialModel, MergedRound
+from diloco.syncer.store import Store
 
 NUM_ELEMENTS = 1000
 STATIC = safetensors.torch.save({"rope.inv_freq": torch.arange(4.0)})
-METHOD = {"name": "DiLoCo", "sync_every": 30}
-LAYOUT = {"fragments": [{"tensors": ["a"]}, {"tensors": ["b"]}], "static": []}
+METHOD = diloco.DiLoCo(sync_every=30)
+LAYOUT = Layout(tuple(place(f, [TensorSpec("ab"[f], (NUM_ELEMENTS,), "float32")]) for f in (0, 1)), ())
 
 
 def theta_of(fragment: int, version: int) -> torch.Tensor:
     return torch.arange(NUM_ELEMENTS, dtype=torch.float32) + 1000.0 * fragment + version / 8
 
 
-def closed_of(fragment: int, version: int) -> Closed:
+def held_of(fragment: int, version: int) -> HeldFragment:
     theta = theta_of(fragment, version)
+    if version == 0:
+        return HeldFragment(fragment, 0, theta, {}, None, digest(theta))
     state = {"momentum": -theta, "steps": torch.tensor(version)}
-    return Closed(theta, state, theta / 3, torch.empty(0, dtype=torch.uint8))
+    return HeldFragment(fragment, version, theta, state, theta / 3, digest(theta))
 
 
-def update_of(fragment: int, version: int) -> Update:
-    return Update(
-        fragment,
-        version - 1,
-        version,
-        ("site-a", "site-b"),
-        (1.0, 0.5),
-        1.0,
-        digest(theta_of(fragment, version)),
-        lossless=False,
+def merged_of(fragment: int, version: int) -> MergedRound[HeldFragment, torch.Tensor]:
+    """By two learners, of 32 and 64 tokens."""
+    contributions = tuple(
+        Contribution(name, 1, fragment, version, version - 1, version - 1, tokens, 1, step=version)
+        for name, tokens in (("site-a", 32), ("site-b", 64))
     )
+    weights = (1.0, 0.5)
+    action = MergeRound(fragment, version - 1, contributions, weights, 1.0, frozenset(("site-a", "site-b")))
+    held = held_of(fragment, version)
+    update = Update(fragment, version - 1, version, ("site-a", "site-b"), weights, 1.0, held.digest, lossless=False)
+    return MergedRound(action, update, held, torch.empty(0, dtype=torch.uint8))
 
 
 def initialise(store: Store, run: str = "demo") -> None:
-    fragments = {index: theta_of(index, 0) for index in (0, 1)}
-    store.initialise(run, METHOD, LAYOUT, fragments, {0: {}, 1: {}}, STATIC, "seed 17", state={"step": 0})
+    fragments = (held_of(0, 0), held_of(1, 0))
+    store.initialise(run, METHOD, InitialModel(LAYOUT, fragments, STATIC, "site-a", "seed 17", step=3, tokens=5))
 
 
 def publish(store: Store, fragment: int, version: int) -> None:
-    store.publish(update_of(fragment, version), closed_of(fragment, version), tokens=96, state={"step": version})
+    store.publish(merged_of(fragment, version), {"step": version})
 
 
 def check(store: Store, versions: dict[int, int]) -> None:
     saved = store.load()
     assert saved is not None
-    assert {index: fragment.version for index, fragment in saved.fragments.items()} == versions
-    for index, fragment in saved.fragments.items():
+    assert {fragment.fragment: fragment.version for fragment in saved.fragments} == versions
+    for index, fragment in enumerate(saved.fragments):
         assert torch.equal(fragment.theta, theta_of(index, fragment.version))
         assert fragment.digest == digest(fragment.theta)
         if fragment.version:
@@ -103,27 +108,37 @@ def test_nothing_is_there_before_initialise(tmp_path: Path) -> None:
 
 
 def test_a_run_comes_back_after_reopening(store: Store) -> None:
-    ledgers = {"site-a": [Ledger(100, 60, 0, {"overlap": 5}), Ledger(100, 0, 0)], "site-b": [Ledger(), Ledger(7, 0, 7)]}
-    roster = (RosterRow("site-a", 2, 40, 100, alive=True), RosterRow("site-b", 1, 3, 7, alive=False))
-    store.publish(update_of(1, 1), closed_of(1, 1), tokens=96, ledgers=ledgers, roster=roster, state={"step": 40})
+    record = {"members": {"site-a": {"step": 40, "step_s": 0.5}}, "accounts": [1, None, "x"]}
+    store.publish(merged_of(1, 1), record)
     store.close()
     with Store(store.path) as again:
         saved = again.load()
         assert saved is not None
         assert (saved.run, saved.method, saved.layout, saved.source) == ("demo", METHOD, LAYOUT, "seed 17")
-        assert (saved.ledgers, saved.roster, saved.state, saved.static) == (ledgers, roster, {"step": 40}, STATIC)
+        assert (saved.step, saved.tokens, saved.record, saved.static) == (3, 5, record, STATIC)
+        assert saved.contributors == ((), ("site-a", "site-b"))
         assert saved.fragments[0].outer_state == {}
         assert saved.fragments[0].residual is None
         check(again, {0: 0, 1: 1})
 
 
-def test_the_roster_and_the_books_can_be_saved_between_publications(store: Store) -> None:
-    store.save_roster([RosterRow("site-a", 1, 5, 50, alive=True)], {"site-a": [Ledger(50), Ledger(50)]})
-    store.save_roster([RosterRow("site-b", 1, 6, 60, alive=True)])
+def test_a_record_can_be_saved_between_publications(store: Store) -> None:
+    for step in (1, 2):
+        store.save_record({"step": step})
     saved = store.load()
     assert saved is not None
-    assert [row.learner for row in saved.roster] == ["site-b"]
-    assert saved.ledgers == {"site-a": [Ledger(50), Ledger(50)]}
+    assert saved.record == {"step": 2}
+    check(store, {0: 0, 1: 0})
+
+
+def test_there_is_no_record_before_the_model(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        with pytest.raises(NotInitialisedError, match="initialise the run first"):
+            store.save_record({"step": 1})
+        initialise(store)
+        saved = store.load()
+        assert saved is not None
+        assert saved.record is None
 
 
 def test_history_lists_versions_with_their_contributors(store: Store) -> None:
@@ -194,13 +209,16 @@ def test_a_second_syncer_cannot_open_the_directory(store: Store) -> None:
         check(again, {0: 0, 1: 0})
 
 
-def test_a_newer_format_is_refused(store: Store) -> None:
+@pytest.mark.parametrize(("format_", "words"), [(99, "upgrade diloco"), (3, "before the first release")])
+def test_another_format_is_refused_and_left_as_it_is(store: Store, format_: int, words: str) -> None:
     store.close()
     with sqlite3.connect(store.path / "store.sqlite") as db:
-        db.execute("PRAGMA user_version = 99")
+        db.execute(f"PRAGMA user_version = {format_}")
     db.close()
-    with pytest.raises(StoreError, match="format 99 .* upgrade diloco"):
+    before = (store.path / "store.sqlite").read_bytes()
+    with pytest.raises(StoreError, match=f"format {format_}.* {words}"):
         Store(store.path)
+    assert (store.path / "store.sqlite").read_bytes() == before
 
 
 def test_something_else_under_the_name_of_the_database_is_an_error(tmp_path: Path) -> None:
@@ -254,8 +272,10 @@ def test_a_flipped_bit_anywhere_in_a_version_is_found(store: Store, place: str) 
 
 
 def test_a_versions_file_is_bound_to_the_digest_it_is_published_with(store: Store) -> None:
-    other = replace(update_of(0, 1), digest=digest(theta_of(0, 2)))
-    store.publish(other, closed_of(0, 1), tokens=96)
+    other = digest(theta_of(0, 2))
+    merged = merged_of(0, 1)
+    merged = replace(merged, held=replace(merged.held, digest=other), update=replace(merged.update, digest=other))
+    store.publish(merged, {})
     with pytest.raises(StoreError, match=r"\(fragment 0, version 1\) is damaged"):
         store.load()
 
@@ -265,35 +285,6 @@ def test_a_versions_file_is_plain_safetensors(store: Store) -> None:
     tensors = safetensors.torch.load_file(newest_file(store, 0))
     assert sorted(tensors) == ["outer.momentum", "outer.steps", "residual", "theta"]
     assert torch.equal(tensors["theta"], theta_of(0, 1))
-
-
-def in_format_2(path: Path) -> None:
-    """Name and commit every version's file by the SHA-256 of its bytes, as format 2 does."""
-    with sqlite3.connect(path / "store.sqlite") as db:
-        for fragment, version, file in db.execute("SELECT fragment, version, file FROM versions").fetchall():
-            sha256 = hashlib.sha256((path / "tensors" / file).read_bytes()).hexdigest()
-            name = f"f{fragment:05d}-v{version:09d}-{sha256[:8]}.safetensors"
-            (path / "tensors" / file).rename(path / "tensors" / name)
-            row = (name, sha256, fragment, version)
-            db.execute("UPDATE versions SET file = ?, sha256 = ? WHERE fragment = ? AND version = ?", row)
-        db.execute("PRAGMA user_version = 2")
-    db.close()
-
-
-def test_a_directory_of_format_2_is_continued_and_its_damage_found(store: Store) -> None:
-    publish(store, 0, 1)
-    store.close()
-    in_format_2(store.path)
-    with Store(store.path) as again:
-        check(again, {0: 1, 1: 0})
-        publish(again, 0, 2)
-        check(again, {0: 2, 1: 0})
-        path = newest_file(again, 1)
-        data = bytearray(path.read_bytes())
-        data[-7] ^= 1
-        path.write_bytes(data)
-        with pytest.raises(StoreError, match=rf"{path.name} \(fragment 1, version 0\) is damaged"):
-            again.load()
 
 
 def test_a_start_removes_what_a_write_left_and_sets_aside_what_no_version_names(store: Store) -> None:

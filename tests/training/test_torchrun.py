@@ -140,7 +140,7 @@ def test_a_learner_of_two_ranks_beside_one_of_one_rank_over_a_syncer(tiny: Tiny,
             part = Part("learner-1", shard=1)
             Trainer(config, part, attach=_connector(config, part)).train()
             summary = json.loads(finish(process))  # printed once
-        assert syncer.engine.versions() == [3]
+        assert syncer.driver.ask(lambda driver: driver.state.versions) == (3,)
 
     assert (summary["reason"], summary["steps"], summary["tokens"]) == ("steps", 18, 18 * 4 * 32)
     assert summary["metrics"]["merges"] == 3

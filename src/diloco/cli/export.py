@@ -80,5 +80,5 @@ def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":
         raise NotInitialisedError(f"the run in {state_dir} has no model yet; start one learner with --initialise")
     if saved.run != config.run.name:
         raise ConfigError(f"{state_dir} holds the run {saved.run}, not {config.run.name}; check --state-dir")
-    layout = Layout.from_dict(saved.layout)
+    layout = Layout.from_dict(saved.layout.to_dict())
     return merge_fragments(layout, [saved.fragments[f.index].theta for f in layout.fragments], load(saved.static))

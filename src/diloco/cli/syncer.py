@@ -58,7 +58,7 @@ def command(
         signal.signal(number, lambda *_: stop.set())
     with Syncer(config.run.name, method_from_table(config.method), options) as syncer:
         metrics = "" if syncer.metrics_port is None else f", metrics at http://127.0.0.1:{syncer.metrics_port}/metrics"
-        versions = syncer.engine.versions()
+        versions = list(syncer.driver.ask(lambda driver: driver.state.versions))
         state = f"at versions {versions}" if versions else "waiting for a learner with --initialise"
         typer.echo(f"syncer for run {config.run.name!r} at {syncer.address} ({state}){metrics}", err=True)
         if port_file is not None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from diloco.errors import AuthError, ConfigError, DilocoError, ExchangeError, NoRoomError
+from diloco.errors import AuthError, ConfigError, DilocoError, ExchangeError, NoRoomError, UnreachableError
 from diloco.exchange.patience import Patience, Watchdog
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import is_loopback, split_address
@@ -233,10 +233,6 @@ class Connection:
                     else grpc.secure_channel(self.address, self._credentials, options=CHANNEL_OPTIONS)
                 )
             return self._channels[name]
-
-
-class UnreachableError(ExchangeError):
-    """The call failed on the way; the syncer may be restarting."""
 
 
 def _serialize(message: Any) -> bytes:

@@ -1,4 +1,5 @@
-"""Files that are whole or absent: written under a temporary name, synced, renamed, directory synced. And a directory's lock."""
+"""Files that are whole or absent: written under a temporary name, synced, renamed, directory synced. And a directory's
+lock."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ def ignore_point(point: str) -> None:
 def write_tensors(
     directory: Path, stem: str, tensors: Mapping[str, Tensor], at: Callable[[str], None], digests: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Write a safetensors file durably; return its name, `<stem>-<start of its hash>.safetensors`, and its hash (`_hash_of`).
+    """Write a safetensors file durably; return its name, `<stem>-<start of its hash>.safetensors`, and its hash
+    (`_hash_of`).
 
-    The name depends on the content, so writing a version again after a failure can never damage a file that a half-failed commit
-    may still name. Tensors are written from where they lie, without a copy, and hashed there: the hash is that of what was to be
-    written, not of what is read back.
+    The name depends on the content, so writing a version again after a failure can never damage a file that a
+    half-failed commit may still name. Tensors are written from where they lie, without a copy, and hashed there: the
+    hash is that of what was to be written, not of what is read back.
 
     Arguments:
         digests: of those tensors whose SHA-256 is known already; they are not hashed again.
@@ -63,8 +65,9 @@ def write_bytes(directory: Path, stem: str, data: bytes, at: Callable[[str], Non
 
 
 def _hash_of(path: Path, tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> str:
-    """The hash of a safetensors file that holds these tensors: SHA-256 of its header and of each tensor's own SHA-256, in the
-    header's order. Every byte of the file counts, and the digest that a version is published with counts for theta."""
+    """The hash of a safetensors file that holds these tensors: SHA-256 of its header and of each tensor's own SHA-256,
+    in the header's order. Every byte of the file counts, and the digest that a version is published with counts for
+    theta."""
     with path.open("rb") as file:
         length = file.read(8)
         header = file.read(int.from_bytes(length, "little"))
@@ -112,7 +115,7 @@ def file_sha256(path: Path) -> str:
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor] | None:
     """All tensors of a safetensors file, in memory of their own; None where `sha256` is not the file's.
 
-    It is the hash that `write_tensors` has returned; of a file that format 2 or an earlier one has written, the SHA-256 of its bytes.
+    It is the hash that `write_tensors` has returned.
 
     Raises:
         OSError: unreadable.
@@ -122,7 +125,7 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor] | None:
         tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
     except SafetensorError:
         return None
-    return tensors if _hash_of(path, tensors, {}) == sha256 or file_sha256(path) == sha256 else None
+    return tensors if _hash_of(path, tensors, {}) == sha256 else None
 
 
 def lock_directory(path: Path) -> IO[str]:

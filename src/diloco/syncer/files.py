@@ -1,4 +1,5 @@
-"""The tensors of a store: one safetensors file for each version of a fragment, and one for what training leaves alone."""
+"""The tensors of a store: one safetensors file for each version of a fragment, and one for what training leaves
+alone."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco.core.update import Closed
+from diloco.core.held import HeldFragment
 from diloco.errors import StoreError
 from diloco.syncer.durable import (
     TEMPORARY_PREFIX,
@@ -16,7 +17,7 @@ from diloco.syncer.durable import (
     write_bytes,
     write_tensors,
 )
-from diloco.syncer.records import DATABASE, SavedFragment
+from diloco.syncer.records import DATABASE
 
 _OUTER = "outer."
 
@@ -38,19 +39,19 @@ class TensorFiles:
         self.directory = path / "tensors"
         self.set_aside_directory = path / "set-aside"
 
-    def write(self, fragment: int, version: int, closed: Closed, digest: str) -> tuple[str, str]:
-        """A version's tensors; returns the file's name and its hash. `digest`: of theta, which is not hashed again."""
-        tensors = {"theta": closed.theta, **{_OUTER + name: value for name, value in closed.outer_state.items()}}
-        if closed.residual is not None:
-            tensors["residual"] = closed.residual
-        stem = f"{_prefix(fragment)}v{version:09d}"
-        return write_tensors(self.directory, stem, tensors, self._at, {"theta": digest})
+    def write(self, held: HeldFragment) -> tuple[str, str]:
+        """A version's tensors; returns the file's name and its hash."""
+        tensors = {"theta": held.theta, **{_OUTER + name: value for name, value in held.outer_state.items()}}
+        if held.residual is not None:
+            tensors["residual"] = held.residual
+        stem = f"{_prefix(held.fragment)}v{held.version:09d}"
+        return write_tensors(self.directory, stem, tensors, self._at, {"theta": held.digest})
 
     def write_static(self, data: bytes) -> tuple[str, str]:
         """Frozen parameters and buffers, a safetensors file already; returns as `write`."""
         return write_bytes(self.directory, "static", data, self._at)
 
-    def read(self, fragment: int, version: int, file: str, sha256: str, digest: str) -> SavedFragment:
+    def read(self, fragment: int, version: int, file: str, sha256: str, digest: str) -> HeldFragment:
         """What `write` has written.
 
         Raises:
@@ -63,7 +64,7 @@ class TensorFiles:
             raise self._damaged(path, holds)
         theta, residual = tensors.pop("theta"), tensors.pop("residual", None)
         outer_state = {name.removeprefix(_OUTER): tensor for name, tensor in tensors.items()}
-        return SavedFragment(version, theta, outer_state, residual, digest)
+        return HeldFragment(fragment, version, theta, outer_state, residual, digest)
 
     def read_static(self, file: str, sha256: str) -> bytes:
         """What `write_static` has written; raises as `read`."""
@@ -80,7 +81,8 @@ class TensorFiles:
     def require_no_run(self, *, is_new: bool) -> None:
         """The database holds no run, so there can be no version that was published. `is_new`: it is not even there.
 
-        The initial model of a run that was killed while it was initialised belongs to no run yet; a database that is there comes before it.
+        The initial model of a run that was killed while it was initialised belongs to no run yet; a database that is
+        there comes before it.
 
         Raises:
             StoreError: there are tensors all the same.
@@ -88,8 +90,10 @@ class TensorFiles:
         orphans = [name for name in self.names() if is_new or _PUBLISHED.match(name)]
         if orphans:
             raise StoreError(
-                f"{self._path / DATABASE} {'is missing or empty' if is_new else 'holds no run'}, and {self.directory} has "
-                f"{len(orphans)} files of a run, such as {orphans[-1]}. Nothing was changed or removed; put the database back from "
+                f"{self._path / DATABASE} {'is missing or empty' if is_new else 'holds no run'}, and "
+                f"{self.directory} has "
+                f"{len(orphans)} files of a run, such as {orphans[-1]}. Nothing was changed or removed; put the "
+                "database back from "
                 f"a copy of {self._path}, or start a new run elsewhere."
             )
 

@@ -93,8 +93,8 @@ class SyncerMetrics:
         """A silent incarnation is out."""
         self._evictions.labels(learner).inc()
 
-    def contributed(self, learner: str, *, staleness: int) -> None:
-        """A contribution was accepted; `staleness` is its round minus its base, in versions."""
+    def merged_contribution(self, learner: str, *, staleness: int) -> None:
+        """A contribution was merged; `staleness` is its round minus its base, in versions."""
         self._staleness.labels(learner).observe(staleness)
 
     def rejected(self, learner: str, reason: str) -> None:

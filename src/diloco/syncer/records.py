@@ -1,95 +1,38 @@
-"""What a store holds: the SQLite schema, and the plain values that go in and come out."""
+"""The database of a store: the SQLite schema, and the plain values that go in and come out."""
 
 from __future__ import annotations
 
-import json
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from diloco.core.ledger import Ledger
 from diloco.core.update import Update
 from diloco.errors import StoreError
 from diloco.syncer.durable import sync_directory
 
-FORMAT = 3
+FORMAT = 4
 
 DATABASE = "store.sqlite"
 
 SCHEMA = """
 CREATE TABLE run (
-    id INTEGER PRIMARY KEY CHECK (id = 1), run TEXT NOT NULL, method TEXT NOT NULL, layout TEXT NOT NULL, source TEXT NOT NULL,
-    static_file TEXT NOT NULL, static_sha256 TEXT NOT NULL, state TEXT NOT NULL, created_at REAL NOT NULL);
+    id INTEGER PRIMARY KEY CHECK (id = 1), run TEXT NOT NULL, method TEXT NOT NULL, layout TEXT NOT NULL, source TEXT
+    NOT NULL, step INTEGER NOT NULL, tokens INTEGER NOT NULL, static_file TEXT NOT NULL, static_sha256 TEXT NOT NULL,
+    record TEXT, created_at REAL NOT NULL);
 CREATE TABLE versions (
-    fragment INTEGER NOT NULL, version INTEGER NOT NULL, base INTEGER NOT NULL, file TEXT NOT NULL, sha256 TEXT NOT NULL,
-    digest TEXT NOT NULL, scale REAL NOT NULL, tokens INTEGER NOT NULL, published_at REAL NOT NULL,
+    fragment INTEGER NOT NULL, version INTEGER NOT NULL, base INTEGER NOT NULL, file TEXT NOT NULL, sha256 TEXT NOT
+    NULL, digest TEXT NOT NULL, scale REAL NOT NULL, tokens INTEGER NOT NULL, published_at REAL NOT NULL,
     PRIMARY KEY (fragment, version)) WITHOUT ROWID;
 CREATE TABLE contributors (
-    fragment INTEGER NOT NULL, version INTEGER NOT NULL, position INTEGER NOT NULL, learner TEXT NOT NULL, weight REAL NOT NULL,
-    PRIMARY KEY (fragment, version, position),
+    fragment INTEGER NOT NULL, version INTEGER NOT NULL, position INTEGER NOT NULL, learner TEXT NOT NULL, weight REAL
+    NOT NULL, PRIMARY KEY (fragment, version, position),
     FOREIGN KEY (fragment, version) REFERENCES versions (fragment, version)) WITHOUT ROWID;
-CREATE TABLE ledger (
-    learner TEXT NOT NULL, fragment INTEGER NOT NULL, trained INTEGER NOT NULL, merged INTEGER NOT NULL, lost INTEGER NOT NULL,
-    discarded TEXT NOT NULL, PRIMARY KEY (learner, fragment)) WITHOUT ROWID;
-CREATE TABLE roster (
-    learner TEXT PRIMARY KEY, incarnation INTEGER NOT NULL, step INTEGER NOT NULL, tokens INTEGER NOT NULL,
-    alive INTEGER NOT NULL, step_s REAL, sent_steps TEXT NOT NULL DEFAULT '[]') WITHOUT ROWID;
 """
 
-UPGRADES = {
-    1: "ALTER TABLE roster ADD COLUMN step_s REAL; ALTER TABLE roster ADD COLUMN sent_steps TEXT NOT NULL DEFAULT '[]';",
-    2: "",  # a file's hash is another (durable.py); those of older files are still understood
-}
-"""From each earlier format to the one after it."""
-
 
 @dataclass(frozen=True)
-class RosterRow:
-    """A learner the run has seen: its newest incarnation, its own steps and tokens so far, and whether it was alive; its measured
-    seconds per step, and by fragment the inner step after which it last contributed."""
-
-    learner: str
-    incarnation: int
-    step: int
-    tokens: int
-    alive: bool
-    step_s: float | None = None
-    sent_steps: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class SavedFragment:
-    """The newest version of a fragment, on the CPU: theta and residual flat fp32 [n], and the outer optimizer's state."""
-
-    version: int
-    theta: Tensor
-    outer_state: dict[str, Tensor]
-    residual: Tensor | None
-    digest: str
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A run as it was last published. `state` is whatever JSON the publisher passed; `static` is a safetensors file."""
-
-    run: str
-    method: dict[str, Any]
-    layout: dict[str, Any]
-    source: str
-    fragments: dict[int, SavedFragment]
-    ledgers: dict[str, list[Ledger]]  # per learner, one per fragment
-    roster: tuple[RosterRow, ...]
-    state: dict[str, Any]
-    static: bytes
-
-
-@dataclass(frozen=True)
-class Published:
+class HistoryLine:
     """A line of the run's history. Version 0 of every fragment is the initial model and has no contributors."""
 
     fragment: int
@@ -104,12 +47,13 @@ class Published:
 
 
 def look(path: Path) -> tuple[int, bool]:
-    """The format of the database of a store's directory, and whether it holds a run; 0 for one that is not there, or is empty.
+    """The format of the database of a store's directory, and whether it holds a run; 0 for one that is not there, or is
+    empty.
 
     Only reads: what is damaged stays as it is, and so does the log that SQLite would bring into it or remove.
 
     Raises:
-        StoreError: it is damaged.
+        StoreError: it is damaged, or of another format.
     """
     database = path / DATABASE
     if not database.exists() or database.stat().st_size == 0:
@@ -118,39 +62,39 @@ def look(path: Path) -> tuple[int, bool]:
         with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as db:
             found = int(db.execute("PRAGMA user_version").fetchone()[0])
             verdict = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
-            has_run = found > FORMAT or (found > 0 and db.execute("SELECT 1 FROM run").fetchone() is not None)
+            has_run = found == FORMAT and db.execute("SELECT 1 FROM run").fetchone() is not None
     except sqlite3.OperationalError:  # the disk, not what is on it
         raise
     except sqlite3.DatabaseError as error:
         verdict, found, has_run = str(error), 0, False
     if verdict != "ok":
         raise StoreError(
-            f"{database} could not be opened: it is damaged ({verdict}). Nothing was changed or removed; put it back from a copy "
+            f"{database} could not be opened: it is damaged ({verdict}). Nothing was changed or removed; put it back "
+            "from a copy "
             f"of {path}, or start a new run elsewhere."
+        )
+    if found > FORMAT:
+        raise StoreError(f"{path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to open it.")
+    if 0 < found < FORMAT:
+        raise StoreError(
+            f"{path} has format {found}, of a version before the first release, and this one reads format {FORMAT}. "
+            "Nothing was "
+            "changed; start a new run in another directory, from a checkpoint of this one."
         )
     return found, has_run
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """The database of a store's directory, made or brought to the newest format.
-
-    Raises:
-        StoreError: a newer version of the package has written it.
-    """
+    """The database of a store's directory, made where there is none (`look` has found the others to be of this
+    format)."""
     db = sqlite3.connect(path / DATABASE, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA foreign_keys = ON")
-    found = db.execute("PRAGMA user_version").fetchone()[0]
-    if found > FORMAT:
-        db.close()
-        raise StoreError(f"{path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to open it.")
-    if found == 0:
+    if db.execute("PRAGMA user_version").fetchone()[0] == 0:
         db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
         sync_directory(path)
         sync_directory(path.parent)
-    for older in range(found or FORMAT, FORMAT):
-        db.executescript(f"BEGIN IMMEDIATE; {UPGRADES[older]} PRAGMA user_version = {older + 1}; COMMIT;")
     return db
 
 
@@ -167,23 +111,6 @@ def put_version(
     db.executemany(
         "INSERT INTO contributors VALUES (?, ?, ?, ?, ?)", [(*key, i, *pair) for i, pair in enumerate(pairs)]
     )
-
-
-def put_ledgers(db: sqlite3.Connection, ledgers: Mapping[str, Sequence[Ledger]]) -> None:
-    """Replace the books of the learners given, inside the caller's transaction."""
-    rows = [
-        (learner, fragment, it.trained, it.merged, it.lost, json.dumps(it.discarded))
-        for learner, books in ledgers.items()
-        for fragment, it in enumerate(books)
-    ]
-    db.executemany("INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?, ?, ?)", rows)
-
-
-def put_roster(db: sqlite3.Connection, roster: Iterable[RosterRow]) -> None:
-    """Replace the roster, inside the caller's transaction."""
-    db.execute("DELETE FROM roster")
-    rows = [(*astuple(row)[:-1], json.dumps(list(row.sent_steps))) for row in roster]
-    db.executemany("INSERT INTO roster VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
 
 def kept_files(db: sqlite3.Connection, kept_versions: int) -> set[str]:
@@ -206,27 +133,13 @@ def is_named(db: sqlite3.Connection, file: str) -> bool:
     return db.execute("SELECT 1 FROM versions WHERE file = ?", (file,)).fetchone() is not None
 
 
-def read_ledgers(db: sqlite3.Connection) -> dict[str, list[Ledger]]:
-    """Every learner's books, one per fragment."""
-    ledgers: dict[str, list[Ledger]] = {}
-    rows = "SELECT learner, trained, merged, lost, discarded FROM ledger ORDER BY learner, fragment"
-    for learner, trained, merged, lost, discarded in db.execute(rows):
-        ledgers.setdefault(learner, []).append(Ledger(trained, merged, lost, json.loads(discarded)))
-    return ledgers
+def contributors_of(db: sqlite3.Connection, fragment: int, version: int) -> tuple[str, ...]:
+    """The learners whose work a version has merged, in merge order."""
+    rows = "SELECT learner FROM contributors WHERE fragment = ? AND version = ? ORDER BY position"
+    return tuple(learner for (learner,) in db.execute(rows, (fragment, version)))
 
 
-def read_roster(db: sqlite3.Connection) -> tuple[RosterRow, ...]:
-    """Every learner the run has seen."""
-    rows = db.execute(
-        "SELECT learner, incarnation, step, tokens, alive, step_s, sent_steps FROM roster ORDER BY learner"
-    )
-    return tuple(
-        RosterRow(learner, incarnation, step, tokens, bool(alive), step_s, tuple(json.loads(sent_steps)))
-        for learner, incarnation, step, tokens, alive, step_s, sent_steps in rows
-    )
-
-
-def read_history(db: sqlite3.Connection, since: float) -> list[Published]:
+def read_history(db: sqlite3.Connection, since: float) -> list[HistoryLine]:
     """Versions published at or after a time, oldest first, each with its contributors."""
     took_part: dict[tuple[int, int], list[tuple[str, float]]] = {}
     for fragment, version, learner, weight in db.execute(
@@ -244,5 +157,5 @@ def read_history(db: sqlite3.Connection, since: float) -> list[Published]:
     for fragment, version, base, digest, scale, tokens, published_at in versions:
         pairs = took_part.get((fragment, version), [])
         names, weights = tuple(name for name, _ in pairs), tuple(weight for _, weight in pairs)
-        history.append(Published(fragment, version, base, digest, scale, tokens, published_at, names, weights))
+        history.append(HistoryLine(fragment, version, base, digest, scale, tokens, published_at, names, weights))
     return history

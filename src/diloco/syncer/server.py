@@ -1,4 +1,4 @@
-"""One syncer process: the engine behind a port, its state directory, its metrics and its byte counts."""
+"""One syncer process: the driver behind a port, its state directory, its metrics and its byte counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from diloco.errors import ConfigError
 from diloco.exchange.wire.address import split_address
 from diloco.exchange.wire.rpc import HEARTBEAT_S, SERVER_OPTIONS
 from diloco.syncer.auth import Authenticator, check_binding
-from diloco.syncer.engine import Engine
+from diloco.syncer.hosting import HostedDriver
+from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.service import Service
 from diloco.syncer.sockets import SocketLedger, is_available
@@ -73,12 +74,14 @@ class Syncer:
         )
         if method.exchanged == "gradients":
             raise ConfigError(
-                "a syncer cannot run DataParallel on gradients: it would never hold the model, so nobody could rejoin; "
+                "a syncer cannot run DataParallel on gradients: it would never hold the model, so nobody could "
+                "rejoin; "
                 "use Collective over a process group, or a method that exchanges outer gradients."
             )
         if options.deadlines.lost_floor_s < 2 * HEARTBEAT_S:
             raise ConfigError(
-                f"lost_floor_s={options.deadlines.lost_floor_s:g} gives up learners between two heartbeats, which come every "
+                f"lost_floor_s={options.deadlines.lost_floor_s:g} gives up learners between two heartbeats, which "
+                "come every "
                 f"{HEARTBEAT_S:g} s; use at least {2 * HEARTBEAT_S:g}."
             )
         auth = None if options.tokens_file is None else Authenticator(options.tokens_file)
@@ -89,9 +92,9 @@ class Syncer:
         with ExitStack() as refused:  # a directory that cannot be served is let go
             self._store = refused.enter_context(Store(options.state_dir))
             self._events = refused.enter_context(events.EventLog(options.state_dir / "events.jsonl", who="syncer"))
-            self.engine = Engine(
+            self.driver = HostedDriver(
                 run, method, self._store, Spool(options.state_dir, options.spool_bytes), deadlines=options.deadlines,
-                events_log=self._events, metrics=self._metrics,
+                journal=Journal(self._events, self._metrics),
             )  # fmt: skip
             refused.pop_all()
         self._server = grpc.server(
@@ -101,7 +104,7 @@ class Syncer:
         self.port = _bind(self._server, options.address, credentials)
         self.address = f"{host}:{self.port}"
         self._sockets = SocketLedger(self.port) if is_available() else None
-        service = Service(self.engine, auth=auth, sockets=self._sockets, status_extra=self._status_extra)
+        service = Service(self.driver, auth=auth, sockets=self._sockets, status_extra=self._status_extra)
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
         self._stopping = threading.Event()
@@ -110,29 +113,28 @@ class Syncer:
         if self._sockets is not None:
             self._sockets.start()
         self._traffic.start()
+        versions = self.driver.ask(lambda driver: driver.state.versions)
         self._events.append(
-            events.SyncerStarted(
-                run=run, address=self.address, versions=tuple(self.engine.versions()), method=method.to_dict()
-            )
+            events.SyncerStarted(run=run, address=self.address, versions=versions, method=method.to_dict())
         )
 
     def wait(self, stop: threading.Event) -> None:
-        """Serve until `stop` is set, or the engine fails (raises what it failed with)."""
+        """Serve until `stop` is set, or the driver fails (raises what it failed with)."""
         while not stop.wait(0.5):
-            self.engine.raise_failure()
+            self.driver.raise_failure()
 
     def close(self) -> None:
         """Finish what is being merged, tell the learners, stop."""
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self.engine.stop()
+        self.driver.stop()
         self._server.stop(grace=1.0).wait()
         self._traffic.join()
         self._append_traffic()
         if self._sockets is not None:
             self._sockets.close()
-        step, tokens = self.engine.position()
+        step, tokens = self.driver.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
         seconds = time.time() - self._started_at
         self._events.append(events.Finished(steps=step, tokens=tokens, seconds=seconds, reason="stopped"))
         self._metrics.close()
@@ -146,7 +148,8 @@ class Syncer:
         self.close()
 
     def _status_extra(self) -> dict[str, Any]:
-        """Events that could not be written; bytes on the sockets by learner and kind, as the syncer's kernel counted them."""
+        """Events that could not be written; bytes on the sockets by learner and kind, as the syncer's kernel counted
+        them."""
         extra = {"uptime_s": time.time() - self._started_at, "missing_events": self._events.num_missing}
         if self._sockets is None:
             return {**extra, "num_bytes": None}

@@ -1,4 +1,5 @@
-"""The gRPC face of a syncer: who may call what, bytes in and out, errors as statuses. All decisions are the engine's."""
+"""The gRPC face of a syncer: which caller may make which call, bytes in and out, errors as statuses. All decisions are
+the driver's."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from diloco.core.fragments import Layout
-from diloco.core.contribution import Contribution
-from diloco.errors import CorruptPayloadError, DilocoError, LayoutError, StoreError
+from diloco.errors import CorruptPayloadError, DilocoError, LayoutError, NoRoomError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, filling, frames, read_header, room, tensor_of
 from diloco.exchange.wire.rpc import SERVICE, abort
-from diloco.syncer import sense
+from diloco.run import sense
 from diloco.syncer.auth import Authenticator, Role
-from diloco.syncer.engine import Engine
+from diloco.syncer.hosting import HostedDriver, SyncerDriver
+from diloco.syncer.messages import WatchStream, contribution_of, standing_message, verdict_message
 from diloco.syncer.probe import Prober
 from diloco.syncer.sockets import SocketLedger
 
@@ -34,7 +35,7 @@ class Service:
     """Handlers of one run.
 
     Arguments:
-        engine: the run.
+        driver: the run.
         auth: checks tokens; None lets everybody in (a loopback port, or --insecure).
         sockets: counts bytes; told whose connection each call came on.
         status_extra: more values for `Status`.
@@ -42,13 +43,13 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine,
+        driver: HostedDriver,
         *,
         auth: Authenticator | None,
         sockets: SocketLedger | None,
         status_extra: Callable[[], dict[str, Any]],
     ) -> None:
-        self._engine = engine
+        self._driver = driver
         self._auth = auth
         self._sockets = sockets
         self._status_extra = status_extra
@@ -78,74 +79,74 @@ class Service:
         )
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    # --- control ----------------------------------------------------------------------------------------------------------
+    # --- control ------------------------------------------------------------------------------------------------------
 
     def describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
         self._admit(context, request.run, "viewer", "", "control")
-        engine = self._engine
-        step, run_tokens = engine.position()
-        layout = json.dumps(engine.model.layout.to_dict()) if engine.initialised else ""
-        return pb.DescribeReply(
-            method=json.dumps(engine.method.to_dict()),
-            initialised=engine.initialised,
-            layout=layout,
-            step=step,
-            run_tokens=run_tokens,
-        )
+
+        def reply(driver: SyncerDriver) -> pb.DescribeReply:
+            layout = json.dumps(driver.state.model.layout.to_dict()) if driver.state.is_initialised else ""
+            return pb.DescribeReply(
+                method=json.dumps(driver.state.method.to_dict()), initialised=driver.state.is_initialised, layout=layout,
+                step=driver.state.step, run_tokens=driver.state.run_tokens,
+            )  # fmt: skip
+
+        return self._driver.ask(reply)
 
     def join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         self._admit(context, request.run, "learner", request.learner, "joins")
-        incarnation = self._engine.join(
-            request.learner, _layout(request.layout), process=request.process, again=request.again
-        )
-        step, run_tokens = self._engine.position()
-        return pb.JoinReply(incarnation=incarnation, step=step, run_tokens=run_tokens)
+        layout = _layout(request.layout)
+
+        def join(driver: SyncerDriver, done: Callable[[int], None]) -> None:
+            driver.join(request.learner, layout, done, process=request.process, again=request.again)
+
+        return pb.JoinReply(incarnation=self._driver.wait_for(join))
 
     def heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
         self._admit(context, request.run, "learner", request.learner, "control")
-        self._engine.check(request.learner, request.incarnation)
-        sense.check_heartbeat(request, len(self._engine.versions()), self._engine.position()[0])
-        start_step = self._engine.heartbeat(
-            request.learner, request.incarnation, step=request.step, tokens=request.tokens, step_s=request.step_s or None,
-            waiting=request.waiting, finished=request.finished, versions=tuple(request.versions),
-        )  # fmt: skip
-        step, run_tokens = self._engine.position()
-        return pb.HeartbeatReply(
-            step=step, run_tokens=run_tokens, versions=self._engine.versions(), live=self._engine.num_live(),
-            sync_every=self._engine.sync_every(request.learner), start_step=start_step,
-        )  # fmt: skip
+
+        def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
+            standing = driver.heartbeat(
+                request.learner, request.incarnation, step=request.step, tokens=request.tokens,
+                step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
+                versions=tuple(request.versions), settled=tuple(request.settled),
+            )  # fmt: skip
+            return pb.HeartbeatReply(boot=driver.boot, standing=standing_message(standing))
+
+        return self._driver.ask(reply)
 
     def leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, request.run, "learner", request.learner, "control")
-        sense.check_leave(request)
-        self._engine.leave(request.learner, request.incarnation, request.tokens)
-        return pb.LeaveReply()
+
+        def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
+            driver.leave(request.learner, request.incarnation, lambda: done(pb.LeaveReply()), tokens=request.tokens)
+
+        return self._driver.wait_for(leave)
 
     def status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         self._admit(context, request.run, "viewer", "", "control")
-        return pb.StatusReply(status=json.dumps({**self._engine.status(), **self._status_extra()}))
+        status = self._driver.ask(lambda driver: driver.status())
+        return pb.StatusReply(status=json.dumps({**status, **self._status_extra()}))
 
     def watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:
         self._admit(context, request.run, "learner", request.learner, "control")
         learner, incarnation = request.learner, request.incarnation
-        notices = self._engine.watch(learner, incarnation)
-        context.add_callback(lambda: notices.put(None))  # the connection is gone: wake up and say so
+        stream = WatchStream(self._driver.ask(lambda driver: driver.boot))
+        self._driver.ask(lambda driver: driver.connected(learner, incarnation, stream))
+        if not context.add_callback(stream.end):  # the connection is gone already
+            stream.end()
         try:
-            while context.is_active():
-                notice = notices.get()
-                if notice is None:
-                    return
-                yield notice
+            yield from stream.notices()
         finally:
-            self._engine.disconnected(learner, incarnation, notices)
+            self._driver.ask(lambda driver: driver.disconnected(learner, incarnation, stream))
 
-    # --- bulk -------------------------------------------------------------------------------------------------------------
+    # --- bulk ---------------------------------------------------------------------------------------------------------
 
     def initialise(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[pb.InitialiseReply]:
         header = read_header(stream, pb.InitialiseHeader)
         self._admit(context, header.run, "learner", header.learner, "joins")
         layout = _layout(header.layout)
-        sense.check_initial(header, layout)
+        _check_sizes(list(header.part_bytes), layout)
         buffer = _room_for_model(sum(header.part_bytes))
         for received in _receiving(stream, buffer):
             yield pb.InitialiseReply(received=received)
@@ -153,57 +154,68 @@ class Service:
         for num_bytes in header.part_bytes[:-1]:
             thetas.append(tensor_of(buffer[start : start + num_bytes], torch.float32))
             start += num_bytes
+        static = bytes(buffer[start:])
         for fragment, theta in zip(layout.fragments, thetas, strict=True):
             if not torch.isfinite(theta).all():
                 raise LayoutError(
                     f"fragment {fragment.index} of the initial model is not finite; start from other weights."
                 )
-        _check_static(layout, bytes(memoryview(buffer)[start:]))
-        self._engine.initialise(
-            layout, thetas, bytes(buffer[start:]), learner=header.learner, source=header.source, step=header.step,
-            tokens=header.tokens,
-        )  # fmt: skip
+        _check_static(layout, static)
+        model = self._driver.jobs.initial(
+            layout, thetas, static, learner=header.learner, source=header.source, step=header.step, tokens=header.tokens
+        )
+
+        def initialise(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
+            driver.initialise(model, done)
+
+        if (refusal := self._driver.wait_for(initialise)) is not None:
+            raise refusal
         yield pb.InitialiseReply()
 
     def push(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[pb.PushReply]:
         header = read_header(stream, pb.PushHeader)
         self._admit(context, header.run, "learner", header.learner, "contributions")
-        self._engine.check(header.learner, header.incarnation)
-        sense.check_push(header, self._engine.position()[0])
-        slot = self._engine.allocate(header.fragment, header.num_bytes)
-        contribution = Contribution(
-            header.learner, header.incarnation, header.fragment, header.round, header.base, header.tokens, header.steps, header.trained,
-            tuple((discard.reason, discard.tokens) for discard in header.discarded), step=header.step,
-            tensors=tuple(header.tensors) if header.part else None,
-        )  # fmt: skip
-        complete = False
+        contribution = contribution_of(header)
+        push = self._driver.ask(lambda driver: driver.begin_push(contribution, header.num_bytes, boot=header.boot))
+        is_complete, no_room = False, None
         try:
-            for received in _receiving(stream, slot.buffer):
+            for received in _receiving(stream, push.slot.buffer):
                 yield pb.PushReply(received=received)
-            complete = True
+            is_complete = True
+        except NoRoomError as error:
+            no_room = error
+            raise
         finally:
-            if not complete:
-                self._engine.release(slot)
-        reason = self._engine.contribute(contribution, slot)
-        yield pb.PushReply(accepted=reason is None, reason=reason or "")
+            if not is_complete:
+                self._driver.ask(lambda driver: driver.cut_push(push, no_room))
+
+        def complete(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
+            driver.complete_push(push, done)
+
+        if (refusal := self._driver.wait_for(complete)) is not None:
+            raise refusal
+        yield pb.PushReply()
 
     def pull(self, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         kind = "joins" if request.joining or not request.learner else "updates"
         self._admit(context, request.run, "learner" if request.learner else "viewer", request.learner, kind)
-        if request.learner:
-            self._engine.check(request.learner, request.incarnation)
+        learner, incarnation = request.learner, request.incarnation
         if request.WhichOneof("part") == "static":
-            static = memoryview(self._engine.model.static)
+            if learner:
+                self._driver.ask(lambda driver: driver.check(learner, incarnation))
+            static = memoryview(self._driver.ask(lambda driver: driver.state.model.static))
             yield from frames(pb.PullHeader(lossless=True, num_bytes=len(static)), static)
             return
-        pulled = self._engine.pull(request.fragment, request.base)
-        update, payload = pulled.update, bytes_of(pulled.payload)
-        outer = memoryview(save(dict(pulled.outer_state)) if pulled.outer_state else b"")
+        fetched = self._driver.ask(lambda driver: driver.fetch(request.fragment, request.base, learner, incarnation))
+        update, held, outer = fetched.update, fetched.held, memoryview(b"")
+        payload = bytes_of(held.theta if fetched.payload is None else fetched.payload)
+        if fetched.payload is None and held.outer_state and self._driver.method.outer_at == "learners":
+            outer = memoryview(save(dict(held.outer_state)))
         header = pb.PullHeader(
-            fragment=update.fragment, base=max(update.base, 0), version=update.version, contributors=update.contributors,
-            weights=update.weights, scale=update.scale, digest=update.digest, lossless=update.lossless,
-            num_bytes=len(payload) + len(outer), outer_bytes=len(outer),
-            merged_round=pulled.merged_round(request.learner, request.incarnation),
+            fragment=update.fragment, base=max(update.base, 0), version=update.version,
+            contributors=update.contributors, weights=update.weights, scale=update.scale, digest=update.digest,
+            lossless=update.lossless, num_bytes=len(payload) + len(outer), outer_bytes=len(outer),
+            verdicts=[verdict_message(verdict) for verdict in fetched.verdicts],
         )  # fmt: skip
         yield from frames(header, payload, outer)
 
@@ -212,14 +224,14 @@ class Service:
         self._admit(context, header.run, "learner", header.learner, "probes")
         yield from self._prober.answer(header, stream)
 
-    # --- helpers ----------------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _admit(self, context: grpc.ServicerContext, run: str, role: Role, learner: str, kind: str) -> None:
         """The caller may do this, for this learner, in this run; its connection is counted as `kind`."""
         if self._auth is not None:
             authorization = str(dict(context.invocation_metadata()).get("authorization", ""))
             self._auth.check(authorization.removeprefix("Bearer ") or None, role, learner=learner or None)
-        self._engine.require_run(run)
+        self._driver.ask(lambda driver: driver.state.require_run(run))
         if role == "learner":
             sense.check_name(learner)
         if self._sockets is not None:
@@ -246,6 +258,24 @@ def _layout(text: str) -> Layout:
     return Layout.from_dict(values)
 
 
+MAX_STATIC_ELEMENT_BYTES, MAX_STATIC_HEADER_BYTES = 16, 4096
+"""What a tensor that training leaves alone takes, by element, and besides."""
+
+
+def _check_sizes(sizes: list[int], layout: Layout) -> None:
+    """A model has the size that its layout needs; asked before room is made for it."""
+    expected = [4 * fragment.numel for fragment in layout.fragments]
+    if sizes[:-1] != expected:
+        raise CorruptPayloadError(f"the model has parts of {sizes[:-1]} bytes and its layout needs {expected}.")
+    most = MAX_STATIC_HEADER_BYTES + sum(
+        MAX_STATIC_HEADER_BYTES + MAX_STATIC_ELEMENT_BYTES * spec.numel for spec in layout.static
+    )
+    if not sizes or sizes[-1] > most:
+        raise CorruptPayloadError(
+            f"the {len(layout.static)} static tensors of the model come as {sizes[-1:]} bytes, and take at most {most}."
+        )
+
+
 def _room_for_model(num_bytes: int) -> memoryview:
     try:
         return room(num_bytes)
@@ -263,7 +293,8 @@ def _check_static(layout: Layout, static: bytes) -> None:
         ) from error
     if set(tensors) != {spec.name for spec in layout.static}:
         raise LayoutError(
-            f"the model brings the static tensors {sorted(tensors)} and its layout names {[s.name for s in layout.static]}."
+            f"the model brings the static tensors {sorted(tensors)} and its layout names "
+            f"{[s.name for s in layout.static]}."
         )
 
 

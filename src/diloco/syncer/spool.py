@@ -6,6 +6,7 @@ import mmap
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -15,16 +16,25 @@ from diloco.exchange.wire.frames import room, tensor_of
 
 
 class Slot:
-    """Room for one payload. Fill `buffer`, read `tensor`, then `release`."""
+    """Room for one payload. Fill `buffer`, read `tensor`, then release it."""
 
-    def __init__(self, buffer: memoryview, in_memory: bool) -> None:
-        self._buffer: memoryview | None = buffer
-        self.num_bytes = len(buffer)
-        self.in_memory = in_memory
+    def __init__(self, num_bytes: int, buffer: memoryview | None, make: Callable[[int], memoryview]) -> None:
+        self.num_bytes = num_bytes
+        self.in_memory = buffer is not None
+        self._buffer = buffer
+        self._make = make
+        self._is_released = False
 
     @property
     def buffer(self) -> memoryview:
-        assert self._buffer is not None
+        """The room. On a disk it is made when it is first used.
+
+        Raises:
+            NoRoomError: the disk is full.
+        """
+        assert not self._is_released
+        if self._buffer is None:
+            self._buffer = self._make(self.num_bytes)
         return self._buffer
 
     @property
@@ -32,19 +42,22 @@ class Slot:
         """uint8, over the buffer."""
         return tensor_of(self.buffer)
 
-    def drop(self) -> memoryview:
+    def drop(self) -> memoryview | None:
         """Gives the buffer up; a mapped file goes when the last tensor over it does."""
-        buffer, self._buffer = self.buffer, None
+        assert not self._is_released
+        self._is_released, buffer, self._buffer = True, self._buffer, None
         return buffer
 
 
 class Spool:
     """Gives out room for payloads.
 
-    Memory is used again by the next payload of the same size: filling fresh pages takes a good part of the time of receiving.
+    Memory is used again by the next payload of the same size: filling fresh pages takes a good part of the time of
+        receiving.
 
     Arguments:
-        directory: for the payloads that do not fit; its files are unlinked at once, so that a crash leaves nothing behind.
+        directory: for the payloads that do not fit; its files are unlinked at once, so that a crash leaves nothing
+            behind.
         budget_bytes: how much may be held in memory, payloads and what is kept for the next ones together.
     """
 
@@ -61,25 +74,21 @@ class Spool:
         return self._held_bytes
 
     def allocate(self, num_bytes: int) -> Slot:
-        """Room for `num_bytes`.
-
-        Raises:
-            NoRoomError: it has to go to disk, and the disk is full.
-        """
+        """Room for `num_bytes`, in memory or to be made on disk; returns at once."""
         with self._lock:
-            fits = self._held_bytes + num_bytes <= self._budget_bytes or num_bytes == 0
-            if fits:
-                self._held_bytes += num_bytes
-                used = next((index for index, buffer in enumerate(self._free) if len(buffer) == num_bytes), None)
-                if used is not None:
-                    return Slot(self._free.pop(used), True)
-                self._keep_within_budget()
-        return Slot(room(num_bytes), True) if fits else Slot(self._map(num_bytes), False)
+            if self._held_bytes + num_bytes > self._budget_bytes and num_bytes > 0:
+                return Slot(num_bytes, None, self._map)
+            self._held_bytes += num_bytes
+            used = next((index for index, buffer in enumerate(self._free) if len(buffer) == num_bytes), None)
+            if used is not None:
+                return Slot(num_bytes, self._free.pop(used), self._map)
+            self._keep_within_budget()
+        return Slot(num_bytes, room(num_bytes), self._map)
 
     def release(self, slot: Slot) -> None:
         """The payload is not needed any more: no tensor over it may be used from here on."""
         buffer = slot.drop()
-        if slot.in_memory:
+        if slot.in_memory and buffer is not None:
             with self._lock:
                 self._held_bytes -= slot.num_bytes
                 if slot.num_bytes:

@@ -1,17 +1,19 @@
-"""The durable state of one run in one directory: SQLite (write-ahead log, full sync) for facts, safetensors files for tensors.
+"""The durable state of one run in one directory: SQLite (write-ahead log, full sync) for facts, safetensors files for
+tensors.
 
-    store.sqlite                              run, versions, contributors, ledger, roster
+    store.sqlite                              run, its record (members, ledgers, verdicts), versions, contributors
     tensors/static-<sha>.safetensors          frozen parameters and buffers
     tensors/f00003-v000000012-<sha>.safetensors   theta, residual, outer.<name> of one version of one fragment
     set-aside/                                what was found in tensors/ and no version names
     store.lock                                held while a syncer has the directory open
 
-Published means durable: `Store.publish` writes the file, then commits one SQLite transaction that names it; before the commit
-the version does not exist, after it the version survives a power cut.
+Published means durable: `Store.publish` writes the file, then commits one SQLite transaction that names it; before the
+commit the version does not exist, after it the version survives a power cut.
 
-Nothing is removed that was not read, understood and superseded: versions older than the two newest of each fragment, once a newer one
-is published or was read, and what a broken-off write has left under a temporary name. A directory whose database is damaged, or is gone
-while tensors are there, is not opened; files that no version names are moved to `set-aside/`.
+Nothing is removed that was not read, understood and superseded: versions older than the two newest of each fragment,
+once a newer one is published or was read, and what a broken-off write has left under a temporary name. A directory
+whose database is damaged, or is gone while tensors are there, is not opened; files that no version names are moved to
+`set-aside/`.
 """
 
 from __future__ import annotations
@@ -23,38 +25,30 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from torch import Tensor
-
-from diloco.core.fragments import digest
-from diloco.core.ledger import Ledger
-from diloco.core.update import Closed, Update
+from diloco.core.held import HeldFragment
+from diloco.core.layout import Layout
+from diloco.core.method import Method
+from diloco.core.update import Update
 from diloco.errors import AlreadyInitialisedError, DilocoError, NotInitialisedError, StoreError, VersionError
+from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun
 from diloco.syncer.durable import ignore_point, lock_directory
 from diloco.syncer.files import TensorFiles
 from diloco.syncer.records import (
     DATABASE,
-    Published,
-    RosterRow,
-    Saved,
-    SavedFragment,
+    HistoryLine,
     connect,
+    contributors_of,
     file_of,
     is_named,
     kept_files,
     look,
-    put_ledgers,
-    put_roster,
     put_version,
     read_history,
-    read_ledgers,
-    read_roster,
 )
-
-__all__ = ["KEPT_VERSIONS", "Published", "RosterRow", "Saved", "SavedFragment", "Store"]
 
 KEPT_VERSIONS = 2  # files of a fragment: the newest and the one before it
 
@@ -62,7 +56,8 @@ KEPT_VERSIONS = 2  # files of a fragment: the newest and the one before it
 class Store:
     """The state of one run, in a directory that this object alone has open.
 
-    Any thread may call any method: writers wait for each other, and readers wait only for the short SQLite transaction, not for
+    Any thread may call any method: writers wait for each other, and readers wait only for the short SQLite transaction,
+        not for
     the tensors being written. `at` is told each durable step by name, so that tests can cut the power there.
 
     Raises:
@@ -102,26 +97,8 @@ class Store:
 
     # writing
 
-    def initialise(
-        self,
-        run: str,
-        method: Mapping[str, Any],
-        layout: Mapping[str, Any],
-        fragments: Mapping[int, Tensor],
-        outer_states: Mapping[int, Mapping[str, Tensor]],
-        static: bytes,
-        source: str,
-        *,
-        state: Mapping[str, Any] | None = None,
-    ) -> dict[int, str]:
-        """Give the run its model, once: every fragment at version 0. Returns the digest of each.
-
-        Arguments:
-            fragments: fragment index to flat fp32 [n].
-            outer_states: fragment index to the outer optimizer's state.
-            static: frozen parameters and buffers, a safetensors file.
-            source: where the model came from, for people: "seed 17", a checkpoint's name.
-            state: JSON that `load` hands back; each `publish` may replace it.
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
+        """Give the run its model, once: every fragment at version 0.
 
         Raises:
             AlreadyInitialisedError: the run has a model; it is left as it is.
@@ -130,83 +107,66 @@ class Store:
         with self._writing, self._mapped("initialised"):
             if (held := self._run_name()) is not None:
                 raise AlreadyInitialisedError(
-                    f"run {held!r} in {self.path} has a model already; join it as it is, or use another directory for a new run."
+                    f"run {held!r} in {self.path} has a model already; join it as it is, or use another directory "
+                    "for a new run."
                 )
-            static_file, static_sha256 = self._files.write_static(static)
-            digests = {index: digest(theta) for index, theta in fragments.items()}
+            static_file, static_sha256 = self._files.write_static(model.static)
             rows = []
-            for index, theta in fragments.items():
-                closed = Closed(theta, outer_states[index], None, theta)
-                file, sha256 = self._files.write(index, 0, closed, digests[index])
-                rows.append((Update(index, 0, 0, (), (), 1.0, digests[index], lossless=True), file, sha256))
+            for fragment in model.fragments:
+                first = Update(fragment.fragment, 0, 0, (), (), 1.0, fragment.digest, lossless=True)
+                rows.append((first, *self._files.write(fragment)))
+            plain = json.dumps(method.to_dict()), json.dumps(model.layout.to_dict())
             with self._transaction() as db:
                 db.execute(
-                    "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (run, json.dumps(dict(method)), json.dumps(dict(layout)), source, static_file, static_sha256,
-                     json.dumps(dict(state or {})), time.time()),
-                )  # fmt: skip
+                    "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?)",
+                    (run, *plain, model.source, model.step, model.tokens, static_file, static_sha256, time.time()),
+                )
                 for row in rows:
                     put_version(db, *row, tokens=0, published_at=time.time())
+                self._at("inserted")
         self._at("committed")
-        return digests
 
-    def publish(
-        self,
-        update: Update,
-        closed: Closed,
-        *,
-        tokens: int,
-        ledgers: Mapping[str, Sequence[Ledger]] | None = None,
-        roster: Iterable[RosterRow] | None = None,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Make a version durable. Only after this returns may anyone see it.
-
-        Arguments:
-            update: what is published; its version follows the newest one held, its digest is of the new fragment.
-            closed: the new fragment, its outer state and its residual (the payload is not kept).
-            tokens: trained tokens in the merge, over all contributors.
-            ledgers: learner to its books, one per fragment; those of learners not given stay. They are read when the tensors are
-                on disk, so they must be copies if their owner goes on counting.
-            roster: replaces the roster, in the same transaction, so that books and tokens of a live incarnation agree.
-            state: replaces the JSON that `load` hands back; None leaves it.
+    def publish(self, merged: MergedRound[HeldFragment, Any], record: Json) -> None:
+        """Make a version durable, and the record that belongs to it. Only after this returns may it be seen.
 
         Raises:
             StoreError: the disk refused; the previous version stays the newest and the same call can be repeated.
             VersionError, NotInitialisedError: wrong use.
         """
+        update = merged.update
         with self._writing:
             with self._mapped(f"stored as version {update.version} of fragment {update.fragment}"):
                 self._check_next(update)
-                file, sha256 = self._files.write(update.fragment, update.version, closed, update.digest)
+                file, sha256 = self._files.write(merged.held)
                 with self._transaction() as db:
-                    put_version(db, update, file, sha256, tokens, time.time())
-                    put_ledgers(db, ledgers or {})
-                    if roster is not None:
-                        put_roster(db, roster)
-                    if state is not None:
-                        db.execute("UPDATE run SET state = ?", (json.dumps(dict(state)),))
+                    put_version(db, update, file, sha256, merged.tokens, time.time())
+                    db.execute("UPDATE run SET record = ?", (json.dumps(record),))
                     self._at("inserted")
             self._at("committed")
-            # the version is durable, so nothing here may report failure; what cannot be removed now is removed at the next start
+            # The version is durable, so nothing here may report failure. What cannot be removed now is removed at the
+            # next start.
             with contextlib.suppress(OSError, sqlite3.DatabaseError):
                 with self._using:
                     superseded = file_of(self._db, update.fragment, update.version - KEPT_VERSIONS)
                 if superseded is not None:
                     self._files.remove(superseded)
 
-    def save_roster(self, roster: Iterable[RosterRow], ledgers: Mapping[str, Sequence[Ledger]] | None = None) -> None:
-        """Replace the roster, and the books of the learners given, between publications.
+    def save_record(self, record: Json) -> None:
+        """Replace the record between publications.
 
         Raises:
-            StoreError: the disk refused; what was held stays.
+            StoreError: the disk refused; what was held stays. NotInitialisedError: wrong use.
         """
-        with self._writing, self._mapped("stored as the roster"), self._transaction() as db:
-            put_roster(db, roster)
-            put_ledgers(db, ledgers or {})
+        with self._writing:
+            with self._mapped("stored as the run's record"), self._transaction() as db:
+                if db.execute("UPDATE run SET record = ?", (json.dumps(record),)).rowcount == 0:
+                    raise NotInitialisedError(f"there is no model in {self.path}; initialise the run first.")
+                self._at("inserted")
+            self._at("committed")
 
-    def tidy(self, saved: Saved | None) -> list[Path]:
-        """Remove what is superseded by `saved`, which `load` has read, and set aside what no version names; returns that.
+    def tidy(self, saved: SavedRun[HeldFragment] | None) -> list[Path]:
+        """Remove what is superseded by `saved`, which `load` has read, and set aside what no version names; returns
+        that.
 
         Raises:
             StoreError: the disk refused.
@@ -223,41 +183,42 @@ class Store:
 
     # reading
 
-    def load(self) -> Saved | None:
+    def load(self) -> SavedRun[HeldFragment] | None:
         """The run as last published, every file checked against the hash committed with it; None before `initialise`.
 
         Raises:
-            StoreError: a file is missing or damaged, named with its fragment and version, or the database is. Nothing older is used in
-                its place.
+            StoreError: a file is missing or damaged, named with its fragment and version, or the database is. Nothing
+                older is used in its place.
         """
         with self._mapped("read"), understood(self.path):
             with self._using:
-                runs = self._db.execute(
-                    "SELECT run, method, layout, source, static_file, static_sha256, state FROM run"
-                ).fetchall()
+                run = self._db.execute(
+                    "SELECT run, method, layout, source, step, tokens, static_file, static_sha256, record FROM run"
+                ).fetchone()
                 newest = self._db.execute(
                     "SELECT fragment, version, file, sha256, digest FROM versions AS v WHERE version ="
                     " (SELECT MAX(version) FROM versions WHERE fragment = v.fragment)"
                 ).fetchall()
-                ledgers, roster = read_ledgers(self._db), read_roster(self._db)
-            if not runs:
+                contributors = {row[0]: contributors_of(self._db, *row[:2]) for row in newest}
+            if run is None:
                 return None
-            run, method, layout, source, static_file, static_sha256, state = runs[0]
+            name, method, layout_text, source, step, tokens, static_file, static_sha256, record = run
+            layout = Layout.from_dict(json.loads(layout_text))
             fragments = {row[0]: self._files.read(*row) for row in newest}
-            static = self._files.read_static(static_file, static_sha256)
-            return Saved(
-                run,
-                json.loads(method),
-                json.loads(layout),
+            return SavedRun(
+                name,
+                Method.from_dict(json.loads(method)),
+                layout,
+                tuple(fragments[fragment.index] for fragment in layout.fragments),
+                tuple(contributors[fragment.index] for fragment in layout.fragments),
+                self._files.read_static(static_file, static_sha256),
                 source,
-                fragments,
-                ledgers,
-                roster,
-                json.loads(state),
-                static,
+                int(step),
+                int(tokens),
+                None if record is None else json.loads(record),
             )
 
-    def history(self, since: float = 0.0) -> list[Published]:
+    def history(self, since: float = 0.0) -> list[HistoryLine]:
         """Everything published at or after a time (seconds since the epoch), oldest first."""
         with self._mapped("read"), self._using:
             return read_history(self._db, since)
@@ -309,14 +270,16 @@ class Store:
 
 @contextlib.contextmanager
 def understood(path: Path) -> Iterator[None]:
-    """What is read from the database in this directory makes sense, or is a StoreError: SQLite only sees to it that pages are whole."""
+    """What is read from the database in this directory makes sense, or is a StoreError: SQLite only sees to it that
+    pages are whole."""
     try:
         yield
     except DilocoError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise StoreError(
-            f"{path / DATABASE} is damaged: the run in it cannot be read ({error!r}). Nothing was changed or removed; put it back "
+            f"{path / DATABASE} is damaged: the run in it cannot be read ({error!r}). Nothing was changed or "
+            "removed; put it back "
             f"from a copy of {path}, or start a new run elsewhere."
         ) from error
 

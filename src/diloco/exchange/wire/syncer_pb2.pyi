@@ -41,14 +41,10 @@ class JoinRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., process: _Optional[int] = ..., again: _Optional[bool] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("incarnation", "step", "run_tokens")
+    __slots__ = ("incarnation",)
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
-    step: int
-    run_tokens: int
-    def __init__(self, incarnation: _Optional[int] = ..., step: _Optional[int] = ..., run_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ...) -> None: ...
 
 class InitialiseHeader(_message.Message):
     __slots__ = ("run", "learner", "layout", "source", "step", "tokens", "part_bytes")
@@ -91,7 +87,7 @@ class Discard(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors", "number", "boot")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +102,8 @@ class PushHeader(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -120,17 +118,15 @@ class PushHeader(_message.Message):
     step: int
     part: bool
     tensors: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
+    number: int
+    boot: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., boot: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ("accepted", "reason", "received")
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("received",)
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    accepted: bool
-    reason: str
     received: Received
-    def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ..., received: _Optional[_Union[Received, _Mapping]] = ...) -> None: ...
+    def __init__(self, received: _Optional[_Union[Received, _Mapping]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "fragment", "static", "base", "joining")
@@ -151,7 +147,7 @@ class PullRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., base: _Optional[int] = ..., joining: _Optional[bool] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("fragment", "base", "version", "contributors", "weights", "scale", "digest", "lossless", "num_bytes", "merged_round", "outer_bytes")
+    __slots__ = ("fragment", "base", "version", "contributors", "weights", "scale", "digest", "lossless", "num_bytes", "verdicts", "outer_bytes")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -161,7 +157,7 @@ class PullHeader(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     LOSSLESS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MERGED_ROUND_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
     OUTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     base: int
@@ -172,9 +168,49 @@ class PullHeader(_message.Message):
     digest: str
     lossless: bool
     num_bytes: int
-    merged_round: int
+    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
     outer_bytes: int
-    def __init__(self, fragment: _Optional[int] = ..., base: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., digest: _Optional[str] = ..., lossless: _Optional[bool] = ..., num_bytes: _Optional[int] = ..., merged_round: _Optional[int] = ..., outer_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, fragment: _Optional[int] = ..., base: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., digest: _Optional[str] = ..., lossless: _Optional[bool] = ..., num_bytes: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., outer_bytes: _Optional[int] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("fragment", "number", "reason", "version")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    number: int
+    reason: str
+    version: int
+    def __init__(self, fragment: _Optional[int] = ..., number: _Optional[int] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Call(_message.Message):
+    __slots__ = ("fragment", "version")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("step", "start_step", "run_tokens", "num_live", "sync_every", "versions", "calls", "verdicts")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    START_STEP_FIELD_NUMBER: _ClassVar[int]
+    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LIVE_FIELD_NUMBER: _ClassVar[int]
+    SYNC_EVERY_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    start_step: int
+    run_tokens: int
+    num_live: int
+    sync_every: int
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    calls: _containers.RepeatedCompositeFieldContainer[Call]
+    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation")
@@ -187,22 +223,12 @@ class WatchRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("step", "awaited", "boot")
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    AWAITED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("boot", "standing")
     BOOT_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    awaited: bool
+    STANDING_FIELD_NUMBER: _ClassVar[int]
     boot: int
-    def __init__(self, step: _Optional[int] = ..., awaited: _Optional[bool] = ..., boot: _Optional[int] = ...) -> None: ...
-
-class Published(_message.Message):
-    __slots__ = ("fragment", "version")
-    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    fragment: int
-    version: int
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    standing: Standing
+    def __init__(self, boot: _Optional[int] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
 
 class Evicted(_message.Message):
     __slots__ = ("reason", "replaced")
@@ -212,40 +238,18 @@ class Evicted(_message.Message):
     replaced: bool
     def __init__(self, reason: _Optional[str] = ..., replaced: _Optional[bool] = ...) -> None: ...
 
-class Called(_message.Message):
-    __slots__ = ("fragment", "version")
-    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    fragment: int
-    version: int
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
-
-class Rejected(_message.Message):
-    __slots__ = ("fragment", "round", "reason")
-    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    fragment: int
-    round: int
-    reason: str
-    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
-
 class Notice(_message.Message):
-    __slots__ = ("published", "evicted", "rejected", "welcome", "called")
-    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_FIELD_NUMBER: _ClassVar[int]
-    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("welcome", "standing", "evicted")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
-    CALLED_FIELD_NUMBER: _ClassVar[int]
-    published: Published
-    evicted: Evicted
-    rejected: Rejected
+    STANDING_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
-    called: Called
-    def __init__(self, published: _Optional[_Union[Published, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., called: _Optional[_Union[Called, _Mapping]] = ...) -> None: ...
+    standing: Standing
+    evicted: Evicted
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished")
+    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "settled")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +259,7 @@ class HeartbeatRequest(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -264,23 +269,16 @@ class HeartbeatRequest(_message.Message):
     waiting: bool
     versions: _containers.RepeatedScalarFieldContainer[int]
     finished: bool
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ...) -> None: ...
+    settled: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., settled: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("step", "run_tokens", "versions", "live", "sync_every", "start_step")
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    LIVE_FIELD_NUMBER: _ClassVar[int]
-    SYNC_EVERY_FIELD_NUMBER: _ClassVar[int]
-    START_STEP_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    run_tokens: int
-    versions: _containers.RepeatedScalarFieldContainer[int]
-    live: int
-    sync_every: int
-    start_step: int
-    def __init__(self, step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., live: _Optional[int] = ..., sync_every: _Optional[int] = ..., start_step: _Optional[int] = ...) -> None: ...
+    __slots__ = ("boot", "standing")
+    BOOT_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
+    boot: int
+    standing: Standing
+    def __init__(self, boot: _Optional[int] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "tokens")

@@ -1,10 +1,10 @@
-"""The engine on a disk that is slow, in a process that stands still, and after a restart: nobody is forgotten or given up for it."""
+"""A hosted driver on a disk that is slow, in a process that stands still, and after a restart: no learner is forgotten
+or evicted for it."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,17 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.syncer.runs import RUN, Raw, layout, method, start, train
+from tests.syncer.runs import RUN, Raw, layout, method, start, status_of, train, versions_of
 from tests.syncer.test_faults import syncer_process, until
 
 import diloco
 from diloco import events
-from diloco.core.members import Deadlines
 from diloco.core.contribution import Contribution
+from diloco.core.members import Deadlines
+from diloco.errors import DilocoError, RestartedError
 from diloco.exchange.remote import fetch_status
-from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of
-from diloco.syncer.engine import Engine
+from diloco.syncer.hosting import HostedDriver, SyncerDriver
+from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.spool import Spool
 from diloco.syncer.store import Store
@@ -34,40 +35,59 @@ ONES = diloco.FP32().encode(torch.ones(SIZE))
 
 
 @contextmanager
-def engine_in(directory: Path, at: Callable[[str], None] = lambda _: None) -> Iterator[tuple[Engine, Store]]:
+def driver_in(directory: Path, at: Callable[[str], None] = lambda _: None) -> Iterator[tuple[HostedDriver, Store]]:
     """A run with two learners, "a" and "b"; `at` is told every durable step from then on."""
     tells: list[Callable[[str], None]] = []
     with (
         Store(directory, at=lambda point: [tell(point) for tell in tells] and None) as store,
         events.EventLog(directory / "events.jsonl", who="syncer") as log,
     ):
-        engine = Engine(
-            RUN, method(), store, Spool(directory, 1 << 20), deadlines=Deadlines(), events_log=log, metrics=SyncerMetrics(RUN)
-        )  # fmt: skip
-        thetas = [torch.ones(fragment.numel) for fragment in layout().fragments]
-        engine.initialise(layout(), thetas, b"", learner="a", source="test", step=0, tokens=0)
-        assert engine.join("a", layout()) == engine.join("b", layout()) == 1
+        driver = HostedDriver(
+            RUN,
+            method(),
+            store,
+            Spool(directory, 1 << 20),
+            deadlines=Deadlines(),
+            journal=Journal(log, SyncerMetrics(RUN)),
+        )
+        initialise(driver)
+        assert join(driver, "a") == join(driver, "b") == 1
         tells.append(at)
-        yield engine, store
-        engine.stop()
+        yield driver, store
+        driver.stop()
 
 
-def beat(raw: Raw, step: int, step_s: float = 1.0) -> pb.HeartbeatReply:
-    """A learner's sign of life, at five tokens a step."""
-    request = pb.HeartbeatRequest(
-        run=RUN, learner=raw.name, incarnation=raw.incarnation, step=step, tokens=5 * step, step_s=step_s
-    )
-    return raw.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
+def initialise(driver: HostedDriver) -> None:
+    thetas = [torch.ones(fragment.numel) for fragment in layout().fragments]
+    model = driver.jobs.initial(layout(), thetas, b"", learner="a", source="test")
+
+    def event(it: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
+        it.initialise(model, done)
+
+    assert driver.wait_for(event) is None
 
 
-def contribute(engine: Engine, learner: str, step: int = 2) -> str | None:
-    slot = engine.allocate(0, 4 * SIZE)
-    slot.buffer[:] = bytes_of(ONES)
-    return engine.contribute(Contribution(learner, 1, 0, 0, 0, 5, 1, 5, step=step), slot)
+def join(driver: HostedDriver, learner: str) -> int:
+    def event(it: SyncerDriver, done: Callable[[int], None]) -> None:
+        it.join(learner, layout(), done)
+
+    return driver.wait_for(event)
+
+
+def contribute(driver: HostedDriver, learner: str, step: int = 2) -> None:
+    c = Contribution(learner, 1, 0, 1, 0, 0, 5, 1, 5, step=step)
+    push = driver.ask(lambda it: it.begin_push(c, 4 * SIZE, boot=it.boot))
+    push.slot.buffer[:] = bytes_of(ONES)
+
+    def event(it: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
+        it.complete_push(push, done)
+
+    assert driver.wait_for(event) is None
 
 
 def test_a_slow_disk_holds_up_no_sign_of_life(tmp_path: Path) -> None:
-    """While a version is written, somebody joins and somebody leaves: both go to the same disk, the others do not wait for it."""
+    """While a version is written, one learner joins and another leaves: both go to the same disk, the others do not
+    wait for it."""
     writing, go_on = threading.Event(), threading.Event()
 
     def at(point: str) -> None:
@@ -75,41 +95,45 @@ def test_a_slow_disk_holds_up_no_sign_of_life(tmp_path: Path) -> None:
             writing.set()
             assert go_on.wait(30)
 
-    with engine_in(tmp_path, at) as (engine, _), ThreadPoolExecutor(2) as pool:
-        contribute(engine, "a")
+    with driver_in(tmp_path, at) as (driver, _), ThreadPoolExecutor(2) as pool:
+        contribute(driver, "a")
         assert writing.wait(30)
-        joining = pool.submit(engine.join, "c", layout())
-        until(lambda: "c" in engine.status()["learners"], "c does not join")
-        engine.heartbeat("b", 1, step=1, tokens=5, step_s=0.1, waiting=False)
-        engine.leave("b", 1, tokens=5)
-        assert engine.position()[0] == 2
+        joining = pool.submit(join, driver, "c")
+        until(lambda: "c" in driver.ask(lambda it: it.status())["learners"], "c does not join")
+        driver.ask(lambda it: it.heartbeat("b", 1, step=1, tokens=5, step_s=0.1, waiting=False))
+        gone = threading.Event()
+        driver.ask(lambda it: it.leave("b", 1, gone.set, tokens=5))
+        assert driver.ask(lambda it: it.state.step) == 2
         assert not joining.done()  # it is told only when it would survive a crash
+        assert not gone.is_set()
         go_on.set()
         assert joining.result(timeout=30) == 1
-        engine.drain()
-        assert engine.versions() == [1, 0]
+        driver.drain()
+        assert gone.is_set()
+        assert driver.ask(lambda it: it.state.versions) == (1, 0)
 
 
-def test_books_stored_at_any_moment_agree_with_the_versions(tmp_path: Path) -> None:
-    """Somebody joins between the moment that a version is durable and the moment that it is visible."""
+def test_ledgers_stored_at_any_moment_agree_with_the_versions(tmp_path: Path) -> None:
+    """A learner joins between the moment that a version is durable and the moment that it is visible."""
     with ThreadPoolExecutor(1) as pool:
         joins: list[Any] = []
 
         def at(point: str) -> None:
             if point == "committed" and not joins:
-                joins.append(pool.submit(engine.join, "c", layout()))
-                until(lambda: "c" in engine.status()["learners"], "c does not join")
+                joins.append(pool.submit(join, driver, "c"))
+                until(lambda: "c" in driver.ask(lambda it: it.status())["learners"], "c does not join")
 
-        with engine_in(tmp_path, at) as (engine, store):
-            contribute(engine, "a")
+        with driver_in(tmp_path, at) as (driver, store):
+            contribute(driver, "a")
             until(lambda: bool(joins), "nothing is published")
             joins[0].result(timeout=30)
-            engine.drain()
+            driver.drain()
             saved = store.load()
     assert saved is not None
+    assert saved.record is not None
     assert saved.fragments[0].version == 1
-    assert saved.ledgers["a"][0].merged == 5
-    assert {row.learner for row in saved.roster if row.alive} == {"a", "b", "c"}
+    assert saved.record["accounts"]["a"]["ledgers"][0][:2] == [5, 5]  # trained, merged
+    assert set(saved.record["members"]) == {"a", "b", "c"}
 
 
 def test_a_syncer_that_was_suspended_gives_nobody_up_for_it(tmp_path: Path) -> None:
@@ -133,7 +157,8 @@ def test_a_syncer_that_was_suspended_gives_nobody_up_for_it(tmp_path: Path) -> N
 
 
 def test_a_full_disk_under_the_event_log_stops_no_decision(tmp_path: Path) -> None:
-    """The log takes nothing any more while a learner falls silent: it is given up, and the round that waited for it is merged."""
+    """The log takes nothing any more while a learner falls silent: it is given up, and the round that waited for it is
+    merged."""
     deadlines = Deadlines(lost_floor_s=2.5, lost_cap_s=2.5, stalled_floor_s=60.0, stalled_cap_s=60.0)
     path = tmp_path / "state" / "events.jsonl"
     with start(tmp_path, method(), deadlines=deadlines) as syncer:
@@ -141,16 +166,16 @@ def test_a_full_disk_under_the_event_log_stops_no_decision(tmp_path: Path) -> No
         first.initialise()
         for raw in (first, second):
             raw.join()
-            beat(raw, 1)
-        assert first.push(ONES).accepted
+            raw.beat(1, 5, step_s=1.0)
+        assert first.push(ONES)
         with no_room_for(path):
 
             def is_given_up() -> bool:
-                beat(first, 2)
+                first.beat(2, 10, step_s=1.0)
                 return "second" not in fetch_status(syncer.address, run=RUN)["learners"]
 
             until(is_given_up, "the silent learner is not given up", 20)
-            until(lambda: syncer.engine.versions() == [1, 0], "the round is not merged")
+            until(lambda: versions_of(syncer) == [1, 0], "the round is not merged")
             missing = fetch_status(syncer.address, run=RUN)["missing_events"]
             assert isinstance(missing, int)
             assert missing >= 3  # evicted, merged, published
@@ -209,26 +234,18 @@ class BrokenMetrics(SyncerMetrics):
 
 def test_a_defect_in_what_watches_stops_no_decision(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Store(tmp_path) as store, events.EventLog(tmp_path / "events.jsonl", who="syncer") as log:
-        engine = Engine(
-            RUN, method(), store, Spool(tmp_path, 1 << 20), deadlines=Deadlines(lost_floor_s=1.0), events_log=log,
-            metrics=BrokenMetrics(RUN),
+        driver = HostedDriver(
+            RUN, method(), store, Spool(tmp_path, 1 << 20), deadlines=Deadlines(lost_floor_s=1.0),
+            journal=Journal(log, BrokenMetrics(RUN)),
         )  # fmt: skip
-        engine.initialise(
-            layout(),
-            [torch.ones(it.numel) for it in layout().fragments],
-            b"",
-            learner="a",
-            source="t",
-            step=0,
-            tokens=0,
-        )
-        engine.join("a", layout())
-        engine.join("silent", layout())
-        contribute(engine, "a")
-        until(lambda: engine.versions() == [1, 0], "nothing is merged")
-        until(lambda: "silent" not in engine.status()["learners"], "it is not given up")
-        engine.raise_failure()
-        engine.stop()
+        initialise(driver)
+        join(driver, "a")
+        join(driver, "silent")
+        contribute(driver, "a")
+        until(lambda: driver.ask(lambda it: it.state.versions) == (1, 0), "nothing is merged")
+        until(lambda: "silent" not in driver.ask(lambda it: it.status())["learners"], "it is not given up")
+        driver.raise_failure()
+        driver.stop()
     assert caplog.text.count("Journal.evicted failed; the run goes on without it") == 1
 
 
@@ -239,30 +256,14 @@ def test_measured_step_times_survive_a_restart(tmp_path: Path) -> None:
         raw = Raw(syncer.address)
         raw.initialise()
         raw.join()
-        beat(raw, 1, step_s=10.0)
-        assert raw.push(ONES).accepted  # what is published brings the roster with it
-        syncer.engine.drain()
+        raw.beat(1, 5, step_s=10.0)
+        assert raw.push(ONES)  # what is published brings the roster with it
+        syncer.driver.drain()
         raw.connection.close()
     with start(tmp_path, method(), deadlines=deadlines) as syncer:
         it: Any = fetch_status(syncer.address, run=RUN)
         assert it["learners"]["raw"]["step_s"] == 10.0
         assert 100 < it["learners"]["raw"]["given_up_in_s"] <= 200
-
-
-def test_a_store_of_the_first_format_is_upgraded(tmp_path: Path) -> None:
-    with engine_in(tmp_path) as (engine, _):
-        contribute(engine, "a")
-        engine.drain()
-    database = tmp_path / "store.sqlite"
-    with sqlite3.connect(database) as db:
-        db.executescript(
-            "ALTER TABLE roster DROP COLUMN step_s; ALTER TABLE roster DROP COLUMN sent_steps; PRAGMA user_version = 1;"
-        )
-    db.close()
-    with Store(tmp_path) as store:
-        saved = store.load()
-    assert saved is not None
-    assert {row.learner: (row.alive, row.step_s) for row in saved.roster} == {"a": (True, None), "b": (True, None)}
 
 
 @pytest.mark.parametrize("kind", ["accepted and published", "accepted"])
@@ -277,20 +278,23 @@ def test_what_was_acknowledged_before_a_restart_counts_once(kind: str, tmp_path:
         raw.initialise()
         for each in (raw, other):
             each.join()
-            beat(each, 1)
+            each.beat(1, 5, step_s=1.0)
         for each in (raw, other):
-            beat(each, 6)  # the run clock is past the fragment's first turn
+            each.beat(6, 30, step_s=1.0)  # the run clock is past the fragment's first turn
         push = {"tokens": 30, "steps": 6, "trained": 30, "step": 6}
-        assert raw.push(ONES, **push).accepted
-        syncer.engine.drain()
-        assert syncer.engine.versions() == [1 if kind == "accepted and published" else 0, 0]
+        assert raw.push(ONES, **push)
+        syncer.driver.drain()
+        assert versions_of(syncer) == [1 if kind == "accepted and published" else 0, 0]
         for each in (raw, other):
             each.connection.close()
     with start(tmp_path, given) as syncer:
         raw.connection = Raw(syncer.address).connection
-        versions = syncer.engine.versions()
-        assert raw.push(ONES, **push).accepted
-        syncer.engine.drain()
-        assert syncer.engine.versions() == versions
-        assert syncer.engine.status()["fragments"][0]["ledger"]["merged"] == 30 * versions[0]
+        versions = versions_of(syncer)
+        with pytest.raises(RestartedError):
+            raw.push(ONES, number=1, **push)
+        raw.beat(6, 30, step_s=1.0)
+        assert raw.push(ONES, number=1, **push)
+        syncer.driver.drain()
+        assert versions_of(syncer) == versions
+        assert status_of(syncer)["fragments"][0]["ledger"]["merged"] == 30 * versions[0]
         raw.connection.close()

@@ -1,0 +1,498 @@
+"""The driver of `SyncerCore`: carries out what it decides, for one run.
+
+    from learners        initialise · join · heartbeat · leave · connected, disconnected · fetch
+                         begin_push, then complete_push or cut_push
+    from the clock       tick
+    from the worker      a payload is checked, a round is closed
+    from the disk        a write is durable, or refused
+
+Each call is an event, and none blocks: tensor and disk work goes to a port, whose answer is an event of its own. So a
+driver can be stopped between any two effects, and another one, made from what is durable then (`saved`), goes on. Its
+owner sees to it that one event is over before the next begins. What waits for the disk (a run's beginning, a join, a
+goodbye) is answered by a call of `done`.
+
+The life of a contribution: a push is begun, which makes room for it, and completed, which has its content checked;
+`SyncerCore` accepts or rejects it; its round is closed (`WorkerPort.close`), made durable (`DiskPort.persist_version`),
+and only then visible. A disk that refuses is tried again (`writes.RETRY_S`); meanwhile the version is merged and not
+visible, and contributions wait in the spool.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic
+
+from diloco.core.actions import (
+    Accept,
+    Action,
+    Evict,
+    MergeRound,
+    PersistRecord,
+    PersistVersion,
+    Publish,
+    Reject,
+    Tell,
+    WakeAt,
+)  # fmt: skip
+from diloco.core.contribution import NOT_FINITE, Contribution, Standing
+from diloco.core.members import Deadlines
+from diloco.core.syncer import SyncerCore
+from diloco.errors import (
+    DilocoError,
+    LayoutError,
+    NoRoomError,
+    PayloadError,
+    RestartedError,
+    StaleIncarnationError,
+    StoreError,
+)
+from diloco.run import sense
+from diloco.run.connections import Connections
+from diloco.run.model import Fetched
+from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
+from diloco.run.state import RunState
+from diloco.run.status import RunStatus
+from diloco.run.writes import Write, Writes
+from diloco.watching import only_watching
+
+STOOD_STILL_S = 1.0
+"""A tick that comes later than this says that the whole process stood still."""
+
+COMES_AGAIN_S = 5.0
+"""A contribution that was sent back comes again at least once a second; one that has not for this long waits no
+more."""
+
+
+@dataclass(eq=False)
+class Push(Generic[S]):
+    """A contribution that is coming up. `slot`: the room for its payload."""
+
+    contribution: Contribution
+    num_bytes: int
+    slot: S
+
+
+class Driver(Generic[H, S, P]):
+    """One run.
+
+    Arguments:
+        run: its id.
+        method: its method; a run that is continued must have the same.
+        ports: its world.
+        boot: names this driver among those that served the run before it, other than 0.
+        deadlines: when a silent learner is evicted.
+        saved: what is durable of the run; None: it has no model yet.
+
+    Attributes:
+        state: the run.
+
+    Raises:
+        UnknownRunError: another run is saved. AlreadyInitialisedError: it has another method.
+    """
+
+    def __init__(
+        self, run: str, method: RunMethod, ports: Ports[H, S, P], *, boot: int, deadlines: Deadlines | None = None,
+        saved: SavedRun[H] | None = None,
+    ) -> None:  # fmt: skip
+        self.boot = boot
+        self.state: RunState[H, P] = RunState(run, method, deadlines or Deadlines())
+        self._ports = ports
+        self._clock, self._observer = ports.clock, only_watching(ports.observer)
+        self._connections = Connections()
+        self._writes: Writes[H, P] = Writes()
+        self._status = RunStatus()
+        self._slots: dict[Contribution, S] = {}
+        self._beginnings: deque[tuple[InitialModel[H], Callable[[DilocoError | None], None]]] = deque()
+        self._processes: dict[str, int] = {}  # the newest of each learner, since this driver started
+        self._num_closing = 0
+        self._wake_at_s = math.inf
+        self._no_room: tuple[float, str] = (-math.inf, "")
+        self._is_stopping = False
+        if saved is not None:
+            self.state.restore(saved, self._clock.now_s())
+            self._clock.wake_at(self._clock.now_s())
+
+    # --- what may be asked at any time --------------------------------------------------------------------------------
+
+    @property
+    def core(self) -> SyncerCore:
+        """The state machine. Raises NotInitialisedError: there is no model yet."""
+        return self.state.core
+
+    @property
+    def num_live(self) -> int:
+        """Learners that hold the model and listen, or train, and have not finished."""
+        members = list(self.core.members.values()) if self.state.is_initialised else []
+        trains, finished = {m.learner for m in members if m.ready}, {m.learner for m in members if m.finished}
+        return len((trains | self._connections.learners) - finished)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether tensor work or a write is under way that does not wait for a disk that refused it."""
+        return self._num_closing > 0 or self._writes.are_moving or bool(self._beginnings)
+
+    def standing(self, learner: str) -> Standing:
+        """What stands for a learner that is part of the run."""
+        standing = self.core.standing(learner)
+        return replace(standing, num_live=self.num_live, run_tokens=self.state.run_tokens)
+
+    def fetch(self, fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Fetched[H, P]:
+        """The update that follows version `base`, or the newest whole fragment where that is not kept.
+
+        Arguments:
+            learner, incarnation: for which it is; "": a viewer.
+
+        Raises:
+            LayoutError: no such fragment. NotInitialisedError: there is no model yet. StaleIncarnationError: the
+                incarnation is out.
+        """
+        if learner:
+            self.core.check(learner, incarnation)
+        fetched = self.state.model.fetch(fragment, base)
+        verdicts = self.core.verdicts(learner, fragment, fetched.update.version) if learner else ()
+        return replace(fetched, verdicts=verdicts)
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for `diloco status`."""
+        no_room_at_s, reason = self._no_room
+        waits_for = reason if self._clock.now_s() - no_room_at_s < COMES_AGAIN_S else None
+        state = self.state
+        base = {
+            "run": state.run,
+            "method": state.method.to_dict(),
+            "initialised": state.is_initialised,
+            "step": state.step,
+            "tokens": state.run_tokens,
+            "initial_tokens": state.initial_tokens,
+            "spooled_bytes": self._ports.spool.held_bytes,
+            "waits_for": waits_for,
+        }
+        if not state.is_initialised:
+            return {**base, "learners": {}, "fragments": [], "newest_merge": None}
+        return {**base, **self._status.as_dict(state.core, state.model, self._clock.now_s())}
+
+    # --- a run's beginning --------------------------------------------------------------------------------------------
+
+    def initialise(self, model: InitialModel[H], done: Callable[[DilocoError | None], None]) -> None:
+        """Give the run its model, once. `done`: None once that is durable; AlreadyInitialisedError: it has one, which
+        stays as it is;
+        StoreError: the disk refused, and the run stays without a model.
+
+        Raises:
+            AlreadyInitialisedError: it has a model already.
+            LayoutError: the method cannot train it; nothing is written.
+            PayloadError: what is said of it makes no sense.
+        """
+        sense.check_initial(model)
+        self.state.first_core(model)
+        self._beginnings.append((model, done))
+        if len(self._beginnings) == 1:
+            self._write_beginning()
+
+    def _write_beginning(self) -> None:
+        self._ports.disk.initialise(self.state.run, self.state.method, self._beginnings[0][0], self._initialised)
+
+    def _initialised(self, error: StoreError | None) -> None:
+        model, done = self._beginnings.popleft()
+        if error is None:
+            self.state.begin(model)
+            self._observer.initialised(model)
+        done(error)
+        if error is None:
+            while self._beginnings:
+                self._beginnings.popleft()[1](self.state.already_initialised())
+        elif self._beginnings:
+            self._write_beginning()
+
+    # --- membership ---------------------------------------------------------------------------------------------------
+
+    def join(
+        self, learner: str, layout: ModelLayout, done: Callable[[int], None], *, process: int = 0, again: bool = False,
+        ready: bool = False, overlap: int | None = None,
+    ) -> None:  # fmt: skip
+        """A new incarnation of a learner. `done`: its number, once that would survive a crash.
+
+        Arguments:
+            process: whose it is. again: after an incarnation of the same process was evicted.
+            ready, overlap: as in `SyncerCore.joined`.
+
+        Raises:
+            NotInitialisedError: there is no model yet. LayoutError: it holds another model.
+            StaleIncarnationError: it joins again, but a newer process has its place.
+        """
+        core = self.core
+        sense.check_name(learner)
+        if difference := layout.first_difference(self.state.model.layout):
+            raise LayoutError(f"learner {learner!r} (here) does not hold the run's model (there): {difference}.")
+        if again and self._processes.get(learner, process) != process:
+            raise StaleIncarnationError(
+                f"another process has joined run {self.state.run!r} as {learner!r}; give every learner its own name."
+            )
+        self._processes[learner] = process
+        incarnation, actions = core.joined(self._clock.now_s(), learner, ready=ready, overlap=overlap)
+        self._observer.joined(learner, incarnation, core.step)
+        self._writes.record(self._clock.now_s(), partial(done, incarnation))
+        self._execute(actions)
+
+    def check(self, learner: str, incarnation: int) -> None:
+        """Raises StaleIncarnationError unless this incarnation is part of the run."""
+        self.core.check(learner, incarnation)
+
+    def heartbeat(
+        self, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool,
+        finished: bool = False, versions: Sequence[int] = (), settled: Sequence[int] = (),
+    ) -> Standing:  # fmt: skip
+        """A sign of life; returns what stands.
+
+        Arguments:
+            versions: the newest that the learner has, by fragment.
+            others: as in `SyncerCore.heartbeat`.
+
+        Raises:
+            StaleIncarnationError: the incarnation is out. PayloadError: its numbers make no sense.
+        """
+        core = self.core
+        core.check(learner, incarnation)
+        sense.check_heartbeat(
+            learner, step=step, tokens=tokens, step_s=step_s, num_versions=len(versions), num_settled=len(settled),
+            num_fragments=len(self.state.versions), run_step=core.step,
+        )  # fmt: skip
+        actions = core.heartbeat(
+            self._clock.now_s(), learner, incarnation, step=step, tokens=tokens, step_s=step_s, waiting=waiting,
+            finished=finished, settled=tuple(settled),
+        )  # fmt: skip
+        self._status.heard(learner, incarnation, versions)
+        self._execute(actions)
+        return self.standing(learner)
+
+    def leave(self, learner: str, incarnation: int, done: Callable[[], None], *, tokens: int) -> None:
+        """Goodbye. `done`: once that would survive a crash.
+
+        Raises:
+            StaleIncarnationError: the incarnation is out. PayloadError: its tokens make no sense.
+        """
+        self.core.check(learner, incarnation)
+        sense.check_tokens(learner, tokens)
+        actions = self.core.left(self._clock.now_s(), learner, incarnation, tokens=tokens)
+        self._observer.left(learner, incarnation, tokens)
+        self._connections.end(learner, incarnation)
+        self._writes.record(self._clock.now_s(), done)
+        self._execute(actions)
+
+    def connected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
+        """A learner listens; what stands goes out on the connection at once, and whenever it changes.
+
+        Raises:
+            StaleIncarnationError: the incarnation is out.
+        """
+        self.core.check(learner, incarnation)
+        self._connections.opened(learner, incarnation, connection)
+        connection.standing(self.standing(learner))
+
+    def disconnected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
+        """This connection broke."""
+        if self._connections.broke(learner, incarnation, connection):
+            self._execute(self.core.disconnected(self._clock.now_s(), learner, incarnation))
+
+    # --- contributions ------------------------------------------------------------------------------------------------
+
+    def begin_push(self, contribution: Contribution, num_bytes: int, *, boot: int) -> Push[S]:
+        """A contribution is coming up, with a payload of this many bytes: admit it, and make room. `boot`: the driver
+        that it is meant for.
+
+        Raises:
+            RestartedError: another driver than this one, which may lack what that one had acknowledged.
+            StaleIncarnationError: from an incarnation that is out. PayloadError: its numbers make no sense.
+            LayoutError: no such fragment or tensor. CorruptPayloadError: not the size that its fragment and codec need.
+            NoRoomError: there is none now; the same push is taken once there is.
+        """
+        c = contribution
+        self.core.check(c.learner, c.incarnation)
+        if boot != self.boot:
+            raise RestartedError(
+                "the syncer was started again; what it has not given a verdict on is sent again, the oldest first."
+            )
+        sense.check_contribution(c, self.core.step)
+        self.state.model.held(c.fragment)
+        fragment = self.state.model.layout.fragments[c.fragment]
+        sense.check_size(c, num_bytes, self._ports.worker.contribution_bytes(fragment.numel), len(fragment.tensors))
+        try:
+            return Push(c, num_bytes, self._ports.spool.allocate(num_bytes))
+        except NoRoomError as error:
+            self._sent_back(c, error)
+            raise
+
+    def cut_push(self, push: Push[S], no_room: NoRoomError | None = None) -> None:
+        """It never became complete. `no_room`: because there was none for its payload."""
+        self._ports.spool.release(push.slot)
+        if no_room is not None:
+            self._sent_back(push.contribution, no_room)
+
+    def _sent_back(self, c: Contribution, no_room: NoRoomError) -> None:
+        now_s = self._clock.now_s()
+        if now_s - self._no_room[0] >= COMES_AGAIN_S:
+            self._observer.waits_for_room(no_room)
+        self._no_room = now_s, str(no_room)
+        self._observer.sent_back(c)
+
+    def complete_push(self, push: Push[S], done: Callable[[DilocoError | None], None]) -> None:
+        """All of its payload is here. `done`: None once it is accepted, rejected (its learner's standing says so when
+        that is durable) or known as a duplicate; otherwise what is wrong with it, and the round is as before:
+
+            NonFiniteError, CorruptPayloadError: content that cannot be used. StaleIncarnationError: its incarnation is
+                out by now.
+            VersionError, ConfigError: as `SyncerCore.contributed`.
+        """
+        index = push.contribution.fragment
+        num_elements = self.state.model.layout.fragments[index].numel
+        self._ports.worker.check(push.slot, index, num_elements, partial(self._checked, push, done))
+
+    def _checked(self, push: Push[S], done: Callable[[DilocoError | None], None], error: PayloadError | None) -> None:
+        actions: list[Action] = []
+        try:
+            if error is not None:
+                raise error
+            actions = self.core.contributed(self._clock.now_s(), push.contribution)
+        except DilocoError as refusal:
+            self._ports.spool.release(push.slot)
+            done(refusal)
+            return
+        match actions[0]:
+            case Accept(duplicate=False):
+                self._slots[push.contribution] = push.slot
+                self._observer.contributed(push.contribution, push.num_bytes)
+            case Reject() as reject:
+                self._ports.spool.release(push.slot)
+                self._observer.rejected(reject)
+            case _:
+                self._ports.spool.release(push.slot)
+        self._execute(actions[1:])
+        done(None)
+
+    # --- rounds -------------------------------------------------------------------------------------------------------
+
+    def _close(self, action: MergeRound) -> None:
+        if self._is_stopping:  # the driver that serves the run next gets these contributions again
+            return
+        self._num_closing += 1
+        slots = [self._slots.pop(c) for c in action.contributions]
+        held = self.state.model.held(action.fragment)
+        self._ports.worker.close(action, self.state.model.layout, held, slots, partial(self._closed, action, slots))
+
+    def _closed(self, action: MergeRound, slots: Sequence[S], merged: MergedRound[H, P] | PayloadError) -> None:
+        self._num_closing -= 1
+        for slot in slots:
+            self._ports.spool.release(slot)
+        now_s = self._clock.now_s()
+        if isinstance(merged, PayloadError):
+            self._observer.abandoned(action, merged)
+            self._execute(self.core.abandoned(now_s, action.fragment, NOT_FINITE))
+            return
+        self._observer.merged(merged)
+        self._status.merged(action)
+        self._writes.version(now_s, merged)
+        self._execute(self.core.merged(now_s, action.fragment, merged.refused))
+
+    def _write(self) -> None:
+        """Begin the next write that is due."""
+        if (write := self._writes.begin(self._clock.now_s())) is None:
+            return
+        disk, merged = self._ports.disk, write.merged
+        record = self.core.saved(storing=None if merged is None else merged.update.fragment)
+        done = partial(self._written, write, record.serial)
+        if merged is None:
+            disk.persist_record(record.values, done)
+        else:
+            disk.persist_version(merged, record.values, done)
+
+    def _written(self, write: Write[H, P], serial: int, error: StoreError | None) -> None:
+        now_s = self._clock.now_s()
+        if error is not None:
+            if not write.is_refused:
+                self._observer.waits_for_disk(str(write), error)
+            self._writes.refused(now_s, write)
+            self._execute([])
+            return
+        then = self._writes.ended(write)
+        if write.merged is None:
+            actions = self.core.recorded(now_s, serial)
+        else:
+            self.state.model.take(write.merged)
+            self._observer.published(write.merged, len(self.core.members), now_s - write.wanted_at_s)
+            actions = self.core.stored(now_s, write.merged.update.fragment, serial)
+        self._execute(actions)
+        for each in then:
+            each()
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def tick(self, late_s: float = 0.0) -> None:
+        """The time that was given to `ClockPort.wake_at` has come, or a while has passed.
+
+        Arguments:
+            late_s: how much later than planned this is called; much, where the whole process stood still.
+        """
+        self._wake_at_s = math.inf
+        if not self.state.is_initialised:
+            return
+        core = self.core
+        if late_s > STOOD_STILL_S:  # suspended, or starved: what learners said meanwhile has not been heard yet
+            self._observer.stood_still(late_s)
+            core.stood_still(late_s)
+        self._execute(core.tick(self._clock.now_s()))
+        self._observer.stands(core)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Close no more rounds. What is under way goes on, until `is_busy` is false."""
+        self._is_stopping = True
+
+    def end(self) -> None:
+        """End all connections; learners connect to the driver that serves the run next."""
+        self._connections.end_all()
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def _execute(self, actions: Iterable[Action]) -> None:
+        """Carry out what an event has led to, and see to what is due besides."""
+        told: set[str] = set()
+        for action in actions:
+            match action:
+                case MergeRound():
+                    self._close(action)
+                case Reject(contribution=c):
+                    self._observer.rejected(action)
+                    if (slot := self._slots.pop(c, None)) is not None:
+                        self._ports.spool.release(slot)
+                case PersistRecord():
+                    self._writes.record(self._clock.now_s())
+                case Publish():
+                    told.update(self.core.members)
+                case Tell(learners=learners):
+                    told.update(learners)
+                case Evict():
+                    self._evict(action)
+                case WakeAt(at=at):
+                    self._wake_at_s = at
+                case Accept() | PersistVersion():
+                    pass
+        self._write()
+        self._tell(told)
+        self._clock.wake_at(min(self._wake_at_s, self._writes.next_s))
+
+    def _evict(self, action: Evict) -> None:
+        self._observer.evicted(action)
+        if (connection := self._connections.of(action.learner, action.incarnation)) is not None:
+            connection.evicted(action.reason, replaced=action.replaced)
+        self._connections.end(action.learner, action.incarnation)
+
+    def _tell(self, learners: Iterable[str]) -> None:
+        for learner in sorted(learners):
+            member = self.core.members.get(learner)
+            if member is not None and (connection := self._connections.of(learner, member.incarnation)) is not None:
+                connection.standing(self.standing(learner))

@@ -1,0 +1,115 @@
+"""The global model of a run: each fragment's newest version, and the newest updates that led to it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic
+
+from diloco.core.contribution import Verdict
+from diloco.core.update import Update
+from diloco.errors import LayoutError
+from diloco.run.ports import H, MergedRound, ModelLayout, P
+
+KEPT_UPDATES = 3
+"""Encoded updates of a fragment kept in memory: with an overlap of two intervals a learner may be two behind. A
+lossless update is a whole version, so of those only as many are kept as a schedule makes learners be behind."""
+
+
+@dataclass(frozen=True)
+class Fetched(Generic[H, P]):
+    """What is sent for a fragment.
+
+    Attributes:
+        update: what it says of itself.
+        payload: of the update; None: the whole fragment is sent, losslessly.
+        held: the fragment's newest version.
+        verdicts: on the contributions to the fragment of the learner that fetches it, up to this version.
+    """
+
+    update: Update
+    payload: P | None
+    held: H
+    verdicts: tuple[Verdict, ...] = ()
+
+
+@dataclass
+class _Fragment(Generic[H, P]):
+    held: H
+    contributors: tuple[str, ...]
+    updates: deque[tuple[Update, P]] = field(default_factory=deque)
+
+
+class GlobalModel(Generic[H, P]):
+    """All fragments, and the frozen parameters and buffers.
+
+    Arguments:
+        fragments, contributors: the newest version of each fragment, and the learners whose work it merged.
+        intervals_in_flight: answers that a learner may have outstanding for a fragment when it sends the next
+            contribution.
+
+    Attributes:
+        layout: how it is cut.
+        static: a safetensors file.
+        newest: what this driver has published last.
+    """
+
+    def __init__(
+        self, layout: ModelLayout, static: bytes, fragments: Sequence[H], contributors: Sequence[tuple[str, ...]],
+        *, intervals_in_flight: int = 0,
+    ) -> None:  # fmt: skip
+        self.layout = layout
+        self.static = static
+        self.newest: Update | None = None
+        self._kept_whole = 1 + intervals_in_flight
+        self._fragments: list[_Fragment[H, P]] = [
+            _Fragment(*each) for each in zip(fragments, contributors, strict=True)
+        ]
+
+    def take(self, merged: MergedRound[H, P]) -> None:
+        """A new version is published."""
+        fragment = self._fragments[merged.update.fragment]
+        fragment.held, fragment.contributors = merged.held, merged.update.contributors
+        fragment.updates.append((merged.update, merged.payload))
+        if len(fragment.updates) > (self._kept_whole if merged.update.lossless else KEPT_UPDATES):
+            fragment.updates.popleft()
+        self.newest = merged.update
+
+    def held(self, index: int) -> H:
+        """The newest version of a fragment.
+
+        Raises:
+            LayoutError: there is no such fragment.
+        """
+        if not 0 <= index < len(self._fragments):
+            raise LayoutError(
+                f"the run has fragments 0 to {len(self._fragments) - 1}, not {index}; use the run's layout."
+            )
+        return self._fragments[index].held
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of each fragment, published."""
+        return tuple(fragment.held.version for fragment in self._fragments)
+
+    @property
+    def contributors(self) -> list[tuple[str, ...]]:
+        """Of each fragment's newest version."""
+        return [fragment.contributors for fragment in self._fragments]
+
+    def fetch(self, index: int, base: int) -> Fetched[H, P]:
+        """The update that follows version `base`, as encoded; the newest whole fragment where that is not kept.
+
+        Raises:
+            LayoutError: there is no such fragment.
+        """
+        held = self.held(index)
+        fragment = self._fragments[index]
+        for update, payload in fragment.updates:
+            if update.base == base:
+                return Fetched(update, payload, held)
+        whole = Update(
+            index, held.version - 1, held.version, fragment.contributors, (), 1.0, held.digest, lossless=True
+        )
+        return Fetched(whole, None, held)

@@ -1,0 +1,278 @@
+"""What a driver needs of the world around it. The driver holds tensors as opaque values and hands them from one port to
+another.
+
+Worker and disk do their jobs later, and end each with one call of `done`, which is an event of the driver like any
+other. No port calls the driver from within one of its calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from diloco.core.actions import Evict, MergeRound, Reject
+from diloco.core.contribution import Contribution, Standing
+from diloco.core.rounds.base import Rules
+from diloco.core.syncer import SyncerCore
+from diloco.core.update import Update
+from diloco.errors import NoRoomError, PayloadError, StoreError
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+class FragmentVersion(Protocol):
+    """A fragment at a version: `core.held.HeldFragment`, or what stands for it where there are no tensors."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+
+
+class FragmentLayout(Protocol):
+    """The tensors of a fragment."""
+
+    @property
+    def numel(self) -> int: ...
+    @property
+    def tensors(self) -> Sequence[object]: ...
+
+
+class ModelLayout(Protocol):
+    """How a model is cut: `core.layout.Layout`."""
+
+    @property
+    def fragments(self) -> Sequence[FragmentLayout]: ...
+    def first_difference(self, other: Any) -> str | None: ...
+    def to_dict(self) -> Mapping[str, object]: ...
+    def digest(self) -> str: ...
+
+
+class RunMethod(Protocol):
+    """What a driver needs of a Method."""
+
+    def rules(self, num_fragments: int) -> Rules: ...
+    def difference(self, other: Any) -> str | None: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+H = TypeVar("H", bound=FragmentVersion)
+"""A fragment at a version."""
+S = TypeVar("S")
+"""Room for the payload of a contribution."""
+P = TypeVar("P")
+"""The payload of an update."""
+
+Json = Mapping[str, Any]
+"""Plain values."""
+
+
+@dataclass(frozen=True)
+class InitialModel(Generic[H]):
+    """The model that a run begins with.
+
+    Attributes:
+        fragments: at version 0.
+        static: a safetensors file with the frozen parameters and buffers.
+        learner, source: the learner that brings it, and where it came from ("seed 17", a checkpoint's name).
+        step, tokens: inner steps and tokens trained before the run.
+    """
+
+    layout: ModelLayout
+    fragments: tuple[H, ...]
+    static: bytes
+    learner: str
+    source: str
+    step: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class MergedRound(Generic[H, P]):
+    """A closed round: the fragment's new version, and the update that leads to it.
+
+    Attributes:
+        refused: learners whose contributions the method's screen left out.
+        merge_s: seconds of tensor work.
+    """
+
+    action: MergeRound
+    update: Update
+    held: H
+    payload: P
+    refused: tuple[str, ...] = ()
+    merge_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens whose work is in it."""
+        return sum(c.tokens for c in self.action.contributions if c.learner not in self.refused)
+
+
+@dataclass(frozen=True)
+class SavedRun(Generic[H]):
+    """A run as it was last made durable.
+
+    Attributes:
+        fragments: the newest version of each.
+        contributors: of those versions.
+        static, source, step, tokens: as in `InitialModel`.
+        record: as `SyncerCore.saved` gave it last; None: the run has only been initialised.
+    """
+
+    run: str
+    method: RunMethod
+    layout: ModelLayout
+    fragments: tuple[H, ...]
+    contributors: tuple[tuple[str, ...], ...]
+    static: bytes
+    source: str
+    step: int
+    tokens: int
+    record: Json | None
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
+class ClockPort(Protocol):
+    """Time."""
+
+    def now_s(self) -> float:
+        """Seconds; never less than before."""
+
+    def wake_at(self, at_s: float) -> None:
+        """Call `Driver.tick` at this time at the latest; an earlier `wake_at` is void. Infinite: no call is needed."""
+
+
+class ConnectionPort(Protocol):
+    """One connection to a learner. What is sent on it may be lost with it."""
+
+    def standing(self, standing: Standing) -> None:
+        """Send what stands; it replaces what was given before and has not gone out yet."""
+
+    def evicted(self, reason: str, *, replaced: bool) -> None:
+        """Say that the incarnation is out; nothing but the end follows. `replaced`: a newer one has its place."""
+
+    def end(self) -> None:
+        """End the stream after what was given before."""
+
+
+class SpoolPort(Protocol[S]):
+    """Room for the payloads of contributions."""
+
+    @property
+    def held_bytes(self) -> int:
+        """In memory at the moment."""
+
+    def allocate(self, num_bytes: int) -> S:
+        """Room for a payload. It returns at once: room on a disk is made when the slot is first used.
+
+        Raises:
+            NoRoomError: there is none now, as far as is known at once.
+        """
+
+    def release(self, slot: S) -> None:
+        """The payload is not needed any more."""
+
+
+H_worker = TypeVar("H_worker", bound=FragmentVersion)
+S_contra = TypeVar("S_contra", contravariant=True)
+
+
+class WorkerPort(Protocol[H_worker, S_contra, P]):
+    """Tensor jobs."""
+
+    def contribution_bytes(self, num_elements: int) -> int:
+        """Bytes of a contribution to a fragment of this many elements."""
+
+    def check(
+        self, slot: S_contra, fragment: int, num_elements: int, done: Callable[[PayloadError | None], None]
+    ) -> None:
+        """Whether the payload of a contribution to this fragment can be decoded and is finite."""
+
+    def close(
+        self, action: MergeRound, layout: ModelLayout, held: H_worker, slots: Sequence[S_contra],
+        done: Callable[[MergedRound[H_worker, P] | PayloadError], None],
+    ) -> None:  # fmt: skip
+        """Merge a round's contributions into the next version of a fragment. `slots`: one per contribution of the
+        action."""
+
+
+Done = Callable[[StoreError | None], None]
+"""Told that a write is durable (None), or that the disk refused and nothing of it is."""
+
+
+class DiskPort(Protocol[H, P]):
+    """Makes a run durable. There is one write at a time."""
+
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[H], done: Done) -> None:
+        """Version 0 of every fragment."""
+
+    def persist_version(self, merged: MergedRound[H, P], record: Json, done: Done) -> None:
+        """A version together with the record that belongs to it."""
+
+    def persist_record(self, record: Json, done: Done) -> None:
+        """A record alone; the versions stay."""
+
+
+class Observer(Protocol):
+    """Is told what a run does. `diloco.syncer.journal.Journal` is one."""
+
+    def initialised(self, model: InitialModel[Any]) -> None:
+        """The run has its model."""
+
+    def joined(self, learner: str, incarnation: int, step: int) -> None:
+        """A new incarnation is part of the run."""
+
+    def left(self, learner: str, incarnation: int, tokens: int) -> None:
+        """It has said goodbye."""
+
+    def evicted(self, action: Evict) -> None:
+        """It was given up, or replaced."""
+
+    def contributed(self, c: Contribution, num_bytes: int) -> None:
+        """A contribution was accepted."""
+
+    def rejected(self, action: Reject) -> None:
+        """A contribution will not be merged."""
+
+    def abandoned(self, action: MergeRound, error: PayloadError) -> None:
+        """A round has no usable result."""
+
+    def merged(self, merged: MergedRound[Any, Any]) -> None:
+        """The outer step was taken."""
+
+    def published(self, merged: MergedRound[Any, Any], num_live: int, persist_s: float) -> None:
+        """A version is visible."""
+
+    def waits_for_room(self, error: NoRoomError) -> None:
+        """From here on contributions cannot be taken; they come again."""
+
+    def sent_back(self, c: Contribution) -> None:
+        """There was no room for a contribution."""
+
+    def waits_for_disk(self, what: str, error: StoreError) -> None:
+        """The disk has refused a write, which is tried again."""
+
+    def stood_still(self, late_s: float) -> None:
+        """The process stood still."""
+
+    def stands(self, core: SyncerCore) -> None:
+        """How the run stands, now and then."""
+
+
+class NullObserver(Observer):
+    """Keeps nothing."""
+
+
+@dataclass(frozen=True)
+class Ports(Generic[H, S, P]):
+    """A driver's world."""
+
+    clock: ClockPort
+    spool: SpoolPort[S]
+    worker: WorkerPort[H, S, P]
+    disk: DiskPort[H, P]
+    observer: Observer

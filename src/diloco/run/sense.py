@@ -1,0 +1,118 @@
+"""What a learner says is checked for sense before a number of it is added.
+
+The bounds are orders of magnitude beyond any training, since what they are to catch (an overflow, a sign, a unit) is
+that far off; none could tell a learner that trained on alone for days, or from a checkpoint, from one that lies. What a
+message says twice must agree. Each check raises PayloadError, with one sentence for the sender.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from diloco.core.contribution import OVERLAP, Contribution
+from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
+from diloco.run.ports import InitialModel
+
+MAX_AHEAD = 10**8
+"""Inner steps by which a message may move a run: a hundred a second for eleven days, unheard. A bound on the step
+itself could be reached by one learner, and then all others, who start at the run's step, would be refused."""
+
+MAX_INITIAL_STEP = 10**10
+"""Inner steps that a model was trained for before the run."""
+
+MAX_TOKENS = 10**15
+"""Tokens that one incarnation of a learner trains, and that a model was trained on before."""
+
+MAX_STEP_S = 10.0**6
+"""Seconds that an inner step takes: eleven days."""
+
+MAX_NAME = 200
+"""Characters of a learner's name, or of the place where a model came from."""
+
+
+def check_name(learner: str) -> None:
+    """A learner has a name that fits into a line."""
+    if not learner or len(learner) > MAX_NAME or not learner.isprintable():
+        raise PayloadError(
+            f"a learner cannot be called {learner[:MAX_NAME]!r}; use 1 to {MAX_NAME} printable characters, unique in "
+            "the run."
+        )
+
+
+def check_heartbeat(
+    learner: str, *, step: int, tokens: int, step_s: float | None, num_versions: int, num_settled: int,
+    num_fragments: int, run_step: int,
+) -> None:  # fmt: skip
+    """`run_step`: the highest inner step known. Versions newer than the run's are those of a syncer that was put back
+    to an earlier state; they are shown and no more."""
+    _within(learner, "inner steps", step, run_step + MAX_AHEAD)
+    _within(learner, "trained tokens", tokens, MAX_TOKENS)
+    if step_s is not None and not (math.isfinite(step_s) and 0 <= step_s <= MAX_STEP_S):
+        raise PayloadError(f"{learner!r} says that an inner step takes {step_s} s, which is no duration of a step.")
+    if num_versions > num_fragments:
+        raise PayloadError(f"{learner!r} has versions of {num_versions} fragments, and the run has {num_fragments}.")
+    if num_settled not in (0, num_fragments):
+        raise PayloadError(
+            f"{learner!r} confirms contributions to {num_settled} fragments, and the run has {num_fragments}; "
+            "confirm all or none."
+        )
+
+
+def check_contribution(c: Contribution, run_step: int) -> None:
+    """Of itself; whether its round and base fit is the state machine's to say."""
+    if c.number < 1:
+        raise PayloadError(
+            f"{c.learner!r} numbers a contribution {c.number}; number those to each fragment 1, 2, 3, ..."
+        )
+    _within(c.learner, "inner steps", c.step, run_step + MAX_AHEAD)
+    _within(c.learner, "steps of work", c.steps, c.step)
+    _within(c.learner, "trained tokens", c.trained, MAX_TOKENS)
+    _within(c.learner, "tokens, those discarded included", c.accounted, c.trained)
+    reasons = [reason for reason, _ in c.discarded]
+    if reasons not in ([], [OVERLAP]):
+        raise PayloadError(
+            f"{c.learner!r} discards tokens as {', '.join(map(repr, reasons))}; a learner discards as {OVERLAP!r}, "
+            "once."
+        )
+    if c.tensors is not None and list(c.tensors) != sorted(set(c.tensors)):
+        raise PayloadError(f"{c.learner!r} trains the tensors {list(c.tensors)}; name each once, in ascending order.")
+
+
+def check_size(c: Contribution, num_bytes: int, expected_bytes: int, num_tensors: int) -> None:
+    """A contribution has exactly the size that its fragment and codec need, and no tensor that its fragment does not
+    have.
+
+    Raises:
+        CorruptPayloadError: another size. LayoutError: there is no such tensor.
+    """
+    if num_bytes != expected_bytes:
+        raise CorruptPayloadError(
+            f"a contribution to fragment {c.fragment} has {expected_bytes} bytes, not {num_bytes}; encode it with "
+            "the run's codec."
+        )
+    for index in c.tensors or ():
+        if not 0 <= index < num_tensors:
+            raise LayoutError(
+                f"fragment {c.fragment} has tensors 0 to {num_tensors - 1}, not {index}; use the run's layout."
+            )
+
+
+def check_tokens(learner: str, tokens: int) -> None:
+    """Of a goodbye."""
+    _within(learner, "trained tokens", tokens, MAX_TOKENS)
+
+
+def check_initial(model: InitialModel[Any]) -> None:
+    """What is said of an initial model."""
+    _within(model.learner, "inner steps before the run", model.step, MAX_INITIAL_STEP)
+    _within(model.learner, "tokens before the run", model.tokens, MAX_TOKENS)
+    if len(model.source) > MAX_NAME:
+        raise PayloadError(f"the source of the model has {len(model.source)} characters; use at most {MAX_NAME}.")
+
+
+def _within(who: str, what: str, number: int, most: int) -> None:
+    if number > most:
+        raise PayloadError(
+            f"{who!r} says {number} {what}, where there can be {most} at most; nothing of it was counted."
+        )

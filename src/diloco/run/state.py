@@ -1,0 +1,132 @@
+"""One run, as its driver knows it: its state machine, and what is published."""
+
+from __future__ import annotations
+
+from typing import Any, Generic
+
+from diloco.core.members import Deadlines
+from diloco.core.syncer import SyncerCore
+from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
+from diloco.run.model import GlobalModel
+from diloco.run.ports import H, InitialModel, P, RunMethod, SavedRun
+
+
+class RunState(Generic[H, P]):
+    """A run without a model, until `begin` or `restore`.
+
+    Arguments:
+        run: its id.
+        method: its method.
+        deadlines: when a silent learner is evicted.
+
+    Attributes:
+        initial_tokens: what the model was trained on before the run.
+    """
+
+    def __init__(self, run: str, method: RunMethod, deadlines: Deadlines) -> None:
+        self.run = run
+        self.method = method
+        self.initial_tokens = 0
+        self._deadlines = deadlines
+        self._core: SyncerCore | None = None
+        self._model: GlobalModel[H, P] | None = None
+
+    def require_run(self, run: str) -> None:
+        """Raises UnknownRunError for any other run than this one."""
+        if run != self.run:
+            raise UnknownRunError(
+                f"this syncer serves run {self.run!r}, not {run!r}; check the run's name and the address."
+            )
+
+    @property
+    def is_initialised(self) -> bool:
+        """Whether the run has a model."""
+        return self._core is not None
+
+    @property
+    def core(self) -> SyncerCore:
+        """The state machine.
+
+        Raises:
+            NotInitialisedError: there is no model yet.
+        """
+        if self._core is None:
+            raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner with --initialise.")
+        return self._core
+
+    @property
+    def model(self) -> GlobalModel[H, P]:
+        """What is published. Raises as `core`."""
+        if self._model is None:
+            raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner with --initialise.")
+        return self._model
+
+    @property
+    def step(self) -> int:
+        """The highest inner step known."""
+        return 0 if self._core is None else self._core.step
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens trained by the run, and by its model before."""
+        return 0 if self._core is None else self._core.accounting.run_tokens + self.initial_tokens
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of each fragment, published; empty before there is a model."""
+        return () if self._model is None else self._model.versions
+
+    # --- beginnings ---------------------------------------------------------------------------------------------------
+
+    def begin(self, initial: InitialModel[H]) -> None:
+        """The run begins with this model."""
+        self._core = self.first_core(initial)
+        self._model = GlobalModel(
+            initial.layout, initial.static, initial.fragments, [()] * len(initial.fragments),
+            intervals_in_flight=self._core.rules.schedule.intervals_in_flight,
+        )  # fmt: skip
+        self.initial_tokens = initial.tokens
+
+    def first_core(self, initial: InitialModel[Any]) -> SyncerCore:
+        """The state machine of a run that begins with this model.
+
+        Raises:
+            AlreadyInitialisedError: the run has a model. LayoutError: its method cannot train this one.
+        """
+        if self.is_initialised:
+            raise self.already_initialised()
+        num_fragments = len(initial.layout.fragments)
+        try:
+            rules = self.method.rules(num_fragments)
+        except ConfigError as error:
+            raise LayoutError(f"the run's method cannot train this model: {error}") from error
+        return SyncerCore(rules, [0] * num_fragments, deadlines=self._deadlines, step=initial.step)
+
+    def already_initialised(self) -> AlreadyInitialisedError:
+        """The error of a second beginning."""
+        return AlreadyInitialisedError(
+            f"run {self.run!r} has a model already and keeps it; join it without --initialise."
+        )
+
+    def restore(self, saved: SavedRun[H], now_s: float) -> None:
+        """Continue from what is durable.
+
+        Raises:
+            UnknownRunError: another run is saved. AlreadyInitialisedError: it has another method.
+        """
+        if saved.run != self.run:
+            raise UnknownRunError(f"the state is that of run {saved.run!r}, not {self.run!r}; use another directory.")
+        if difference := self.method.difference(saved.method):
+            raise AlreadyInitialisedError(
+                f"run {self.run!r} was started with another method ({difference}); start a new run to change it."
+            )
+        rules = self.method.rules(len(saved.fragments))
+        versions = [fragment.version for fragment in saved.fragments]
+        core = SyncerCore(rules, versions, deadlines=self._deadlines, step=saved.step)
+        if saved.record is not None:
+            core.restore(now_s, saved.record)
+        self._core, self.initial_tokens = core, saved.tokens
+        self._model = GlobalModel(
+            saved.layout, saved.static, saved.fragments, saved.contributors,
+            intervals_in_flight=rules.schedule.intervals_in_flight,
+        )  # fmt: skip

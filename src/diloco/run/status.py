@@ -1,0 +1,74 @@
+"""What `diloco status` shows: the state machine's own account, and which learners take part in what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.core.actions import MergeRound
+from diloco.core.status import status_of
+from diloco.core.syncer import SyncerCore
+from diloco.run.model import GlobalModel
+
+
+@dataclass
+class _Seen:
+    """What was heard of an incarnation besides the ledger: the versions it has, and how many versions old its last
+    merged work was."""
+
+    versions: Sequence[int] = ()
+    staleness: int | None = None
+
+
+class RunStatus:
+    """After a restart it knows again what learners say."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int], _Seen] = {}
+
+    def heard(self, learner: str, incarnation: int, versions: Sequence[int]) -> None:
+        """A sign of life: the newest versions that it has."""
+        self._of(learner, incarnation).versions = versions
+
+    def merged(self, action: MergeRound) -> None:
+        """A round is closed."""
+        for c in action.contributions:
+            self._of(c.learner, c.incarnation).staleness = action.round - c.base
+
+    def _of(self, learner: str, incarnation: int) -> _Seen:
+        return self._seen.setdefault((learner, incarnation), _Seen())
+
+    def as_dict(self, core: SyncerCore, model: GlobalModel[Any, Any], now_s: float) -> dict[str, Any]:
+        """Plain values.
+
+        Of each learner: `live` (not evicted and connected), `healthy` (live and training), `merged` (fragments whose
+            newest merge
+        has it), `versions_behind` (the newest versions, of the fragment where that is most; None: not heard yet),
+        `staleness` (of its last merged contribution, in versions; None: none yet).
+        """
+        status = status_of(core, now_s)
+        for fragment, contributors in zip(status["fragments"], model.contributors, strict=True):
+            fragment["last_contributors"] = list(contributors)
+        for learner, it in status["learners"].items():
+            member = core.members[learner]
+            seen = self._seen.get((learner, member.incarnation), _Seen())
+            behind = [newest - version for newest, version in zip(model.versions, seen.versions, strict=False)]
+            it["live"] = member.connected
+            it["merged"] = sum(learner in contributors for contributors in model.contributors)
+            it["versions_behind"] = max(0, *behind) if behind else None
+            it["staleness"] = seen.staleness
+        return {"learners": status["learners"], "fragments": status["fragments"], "newest_merge": _newest_merge(model)}
+
+
+def _newest_merge(model: GlobalModel[Any, Any]) -> dict[str, Any] | None:
+    update = model.newest
+    if update is None:
+        return None
+    return {
+        "fragment": update.fragment,
+        "version": update.version,
+        "contributors": list(update.contributors),
+        "weights": list(update.weights),
+        "scale": update.scale,
+    }

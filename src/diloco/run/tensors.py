@@ -1,0 +1,70 @@
+"""The tensor jobs of a run, done where they are called: behind a syncer's threads and in virtual time alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from diloco.core.actions import MergeRound
+from diloco.core.contributions import encoded_of
+from diloco.core.held import HeldFragment, close
+from diloco.core.layout import Layout
+from diloco.core.method import Method
+from diloco.errors import PayloadError
+from diloco.run.ports import InitialModel, MergedRound
+
+
+class TensorSlot(Protocol):
+    """Room for the payload of a contribution, filled."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """uint8."""
+
+
+class TensorJobs:
+    """Arguments:
+    method: the run's.
+    seconds: tells the time for `MergedRound.merge_s`; None: it takes none.
+    """
+
+    def __init__(self, method: Method, seconds: Callable[[], float] | None = time.monotonic) -> None:
+        self._method = method
+        self._seconds = seconds or (lambda: 0.0)
+
+    def contribution_bytes(self, num_elements: int) -> int:
+        """As `ports.WorkerPort.contribution_bytes`."""
+        return self._method.up.encoded_bytes(num_elements)
+
+    def initial(
+        self, layout: Layout, thetas: Sequence[Tensor], static: bytes, *, learner: str, source: str, step: int = 0,
+        tokens: int = 0,
+    ) -> InitialModel[HeldFragment]:  # fmt: skip
+        """The model that a run begins with. `thetas`: fp32 [n] of each fragment."""
+        held = tuple(HeldFragment.first(self._method, index, theta) for index, theta in enumerate(thetas))
+        return InitialModel(layout, held, static, learner, source, step, tokens)
+
+    def check(self, slot: TensorSlot, num_elements: int) -> PayloadError | None:
+        """What is wrong with a payload, if anything."""
+        try:
+            self._method.up.check(slot.tensor, num_elements)
+        except PayloadError as error:
+            return error
+        return None
+
+    def close(
+        self, action: MergeRound, layout: Layout, held: HeldFragment, slots: Sequence[TensorSlot]
+    ) -> MergedRound[HeldFragment, Tensor] | PayloadError:
+        """The round's result, or why there is none that could be used."""
+        began_s = self._seconds()
+        encoded = encoded_of(action.contributions, action.weights, [slot.tensor for slot in slots], action.round)
+        places = layout.fragments[action.fragment].tensors
+        try:
+            closed = close(self._method, held, encoded, places, action.scale)
+        except PayloadError as error:
+            return error
+        merge_s = self._seconds() - began_s
+        return MergedRound(action, closed.update, closed.held, closed.payload, closed.refused, merge_s)

@@ -1,0 +1,261 @@
+"""A driver in a syncer's process: one lock before it, threads behind its ports, and calls that wait for their
+answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from diloco.core.actions import MergeRound
+from diloco.core.held import HeldFragment
+from diloco.core.members import Deadlines
+from diloco.core.method import Method
+from diloco.errors import PayloadError, StoreError, UnreachableError
+from diloco.run.driver import Driver
+from diloco.run.ports import Done, InitialModel, Json, MergedRound, Ports, RunMethod
+from diloco.run.tensors import TensorJobs
+from diloco.syncer.journal import Journal
+from diloco.syncer.spool import Slot, Spool
+from diloco.syncer.store import Store, understood
+from diloco.syncer.ticker import Ticker
+
+log = logging.getLogger("diloco.syncer")
+
+T = TypeVar("T")
+
+SyncerDriver = Driver[HeldFragment, Slot, Tensor]
+
+NUM_CHECKERS = 4
+"""Threads that check payloads at most: each reads a contribution once."""
+
+
+class Threads:
+    """Runs jobs on threads; what a job has found is an event of the driver.
+
+    Arguments:
+        event: enters the driver, one event at a time.
+        failed: told what a job failed with that should not have.
+
+    Attributes:
+        is_stopping: nothing more is begun.
+    """
+
+    def __init__(
+        self, name: str, num_threads: int, event: Callable[[Callable[[], None]], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:  # fmt: skip
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._event = event
+        self._failed = failed
+        self.is_stopping = False
+
+    def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
+        """Do this, and tell the driver."""
+
+        def run() -> None:
+            try:
+                found = job()
+                self._event(lambda: done(found))
+            except BaseException as error:
+                log.critical("a job of the syncer failed", exc_info=error)
+                self._failed(error)
+
+        if not self.is_stopping:
+            self._pool.submit(run)
+
+    def stop(self) -> None:
+        """Finish what has been started."""
+        self._pool.shutdown(wait=True)
+
+
+class ThreadedWorker:
+    """Checks payloads on a few threads, and closes rounds on one."""
+
+    def __init__(self, jobs: TensorJobs, checkers: Threads, merger: Threads) -> None:
+        self._jobs, self._checkers, self._merger = jobs, checkers, merger
+
+    def contribution_bytes(self, num_elements: int) -> int:
+        """As `ports.WorkerPort`."""
+        return self._jobs.contribution_bytes(num_elements)
+
+    def check(self, slot: Slot, fragment: int, num_elements: int, done: Callable[[PayloadError | None], None]) -> None:
+        """As `ports.WorkerPort`."""
+        self._checkers.submit(lambda: self._jobs.check(slot, num_elements), done)
+
+    def close(
+        self, action: MergeRound, layout: Any, held: HeldFragment, slots: Sequence[Slot],
+        done: Callable[[MergedRound[HeldFragment, Tensor] | PayloadError], None],
+    ) -> None:  # fmt: skip
+        """As `ports.WorkerPort`."""
+        self._merger.submit(lambda: self._jobs.close(action, layout, held, slots), done)
+
+
+class ThreadedDisk:
+    """Writes to a store on a thread of its own."""
+
+    def __init__(self, store: Store, threads: Threads) -> None:
+        self._store, self._threads = store, threads
+
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment], done: Done) -> None:
+        """As `ports.DiskPort`."""
+        self._write(lambda: self._store.initialise(run, method, model), done)
+
+    def persist_version(self, merged: MergedRound[HeldFragment, Tensor], record: Json, done: Done) -> None:
+        """As `ports.DiskPort`."""
+        self._write(lambda: self._store.publish(merged, record), done)
+
+    def persist_record(self, record: Json, done: Done) -> None:
+        """As `ports.DiskPort`."""
+        self._write(lambda: self._store.save_record(record), done)
+
+    def _write(self, write: Callable[[], None], done: Done) -> None:
+        def job() -> StoreError | None:
+            try:
+                write()
+            except StoreError as error:
+                return error
+            return None
+
+        self._threads.submit(job, done)
+
+
+class _Clock:
+    """Monotonic time, and a ticker that wakes the driver."""
+
+    def __init__(self, ticker: Ticker) -> None:
+        self._ticker = ticker
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def wake_at(self, at_s: float) -> None:
+        self._ticker.wake_at(at_s)
+
+
+class HostedDriver:
+    """One run in this process. Any thread may call any method.
+
+    Arguments:
+        run: its id.
+        method: its method; a stored run must have the same.
+        store: where it is durable.
+        spool: where contributions wait.
+        deadlines: when a silent learner is evicted.
+        journal: is told what happens.
+
+    Attributes:
+        jobs: the run's tensor jobs.
+
+    Raises:
+        UnknownRunError, AlreadyInitialisedError: the store holds another run, or one with another method. StoreError:
+            it is damaged.
+    """
+
+    def __init__(
+        self, run: str, method: Method, store: Store, spool: Spool, *, deadlines: Deadlines, journal: Journal
+    ) -> None:
+        self.method = method
+        self._changed = threading.Condition(threading.RLock())
+        self._asking: set[Future[Any]] = set()
+        self._is_stopped = False
+        self.failure: BaseException | None = None
+        """What ended the driver: without it no round is merged and no learner evicted."""
+        self.jobs = TensorJobs(method)
+        self._threads = [
+            Threads(f"syncer-{name}", num_threads, self._event, self._failed)
+            for name, num_threads in (("check", min(NUM_CHECKERS, os.cpu_count() or 1)), ("merge", 1), ("store", 1))
+        ]
+        self._ticker = Ticker(lambda late_s: self._event(lambda: self._driver.tick(late_s)))
+        worker = ThreadedWorker(self.jobs, *self._threads[:2])
+        ports = Ports(_Clock(self._ticker), spool, worker, ThreadedDisk(store, self._threads[2]), journal)
+        saved = store.load()
+        with understood(store.path):
+            self._driver = SyncerDriver(
+                run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines, saved=saved
+            )
+        journal.set_aside(store.tidy(saved))
+        self._ticker.start()
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def ask(self, event: Callable[[SyncerDriver], T]) -> T:
+        """One event of the driver; returns or raises what it does."""
+        with self._changed:
+            answer = event(self._driver)
+            self._changed.notify_all()
+            return answer
+
+    def wait_for(self, event: Callable[[SyncerDriver, Callable[[T], None]], None]) -> T:
+        """An event that is answered later, by a call of its second argument; waits for that.
+
+        Raises:
+            UnreachableError: the driver stops before the answer.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            if self._is_stopped:
+                raise _stopped()
+            self._asking.add(future)
+            try:
+                self.ask(lambda driver: event(driver, future.set_result))
+            except BaseException:
+                self._asking.remove(future)
+                raise
+        try:
+            return future.result()
+        finally:
+            with self._changed:
+                self._asking.discard(future)
+
+    def _event(self, event: Callable[[], None]) -> None:
+        with self._changed:
+            if not self._is_stopped:
+                event()
+            self._changed.notify_all()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Wait until nothing is under way but writes that the disk has refused."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None or not self._driver.is_busy)
+
+    def stop(self) -> None:
+        """Finish what is being merged and stored, but do not wait for a disk that refuses; then end the connections and
+        the threads."""
+        self.ask(lambda driver: driver.stop())
+        self.drain()
+        self._ticker.stop()
+        with self._changed:
+            self._is_stopped = True
+            for threads in self._threads:
+                threads.is_stopping = True
+            self._driver.end()
+            for future in self._asking:
+                future.set_exception(_stopped())
+            self._asking.clear()
+        for threads in self._threads:
+            threads.stop()
+
+    def raise_failure(self) -> None:
+        """Raise what a job or a tick failed with, if one did."""
+        failure = self.failure or self._ticker.failure
+        if failure is not None:
+            raise failure
+
+    def _failed(self, error: BaseException) -> None:
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+
+def _stopped() -> UnreachableError:
+    return UnreachableError("the syncer stops; the same call is answered by the one that serves the run next.")

@@ -1,0 +1,84 @@
+"""Values of the state machines as messages of the wire, and back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.exchange.wire import syncer_pb2 as pb
+
+
+def contribution_of(header: pb.PushHeader) -> Contribution:
+    """What a push brings."""
+    return Contribution(
+        header.learner, header.incarnation, header.fragment, header.number, header.round, header.base, header.tokens,
+        header.steps, header.trained, tuple((discard.reason, discard.tokens) for discard in header.discarded),
+        step=header.step, tensors=tuple(header.tensors) if header.part else None,
+    )  # fmt: skip
+
+
+def standing_message(standing: Standing) -> pb.Standing:
+    """What stands for a learner."""
+    return pb.Standing(
+        step=standing.step, start_step=standing.start_step, run_tokens=standing.run_tokens, num_live=standing.num_live,
+        sync_every=standing.sync_every or 0, versions=standing.versions,
+        calls=[pb.Call(fragment=fragment, version=version) for fragment, version in standing.calls],
+        verdicts=[verdict_message(verdict) for verdict in standing.verdicts],
+    )  # fmt: skip
+
+
+def verdict_message(verdict: Verdict) -> pb.Verdict:
+    """What became of a contribution."""
+    return pb.Verdict(fragment=verdict.fragment, number=verdict.number, reason=verdict.reason, version=verdict.version)
+
+
+class WatchStream:
+    """A learner's connection: the notices of one Watch call. A standing that has not gone out is replaced by the next
+    one.
+
+    Arguments:
+        boot: names the driver.
+    """
+
+    def __init__(self, boot: int) -> None:
+        self._boot: int | None = boot  # until the welcome is out
+        self._standing: Standing | None = None
+        self._evicted: pb.Evicted | None = None
+        self._has_ended = False
+        self._changed = threading.Condition()
+
+    def standing(self, standing: Standing) -> None:
+        """As `ports.ConnectionPort`."""
+        with self._changed:
+            self._standing = standing
+            self._changed.notify()
+
+    def evicted(self, reason: str, *, replaced: bool) -> None:
+        """As `ports.ConnectionPort`."""
+        with self._changed:
+            self._evicted = pb.Evicted(reason=reason, replaced=replaced)
+            self._changed.notify()
+
+    def end(self) -> None:
+        """As `ports.ConnectionPort`."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify()
+
+    def notices(self) -> Iterator[pb.Notice]:
+        """What goes out, as it comes, until the end."""
+        while (notice := self._next()) is not None:
+            yield notice
+
+    def _next(self) -> pb.Notice | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._standing or self._evicted or self._has_ended)
+            standing, self._standing = self._standing, None
+            if standing is not None and self._boot is not None:
+                boot, self._boot = self._boot, None
+                return pb.Notice(welcome=pb.Welcome(boot=boot, standing=standing_message(standing)))
+            if standing is not None:
+                return pb.Notice(standing=standing_message(standing))
+            evicted, self._evicted = self._evicted, None
+            return None if evicted is None else pb.Notice(evicted=evicted)

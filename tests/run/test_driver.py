@@ -1,0 +1,580 @@
+"""The driver, one effect after the other: what is visible when, what a kill between any two effects leaves, and a disk
+that refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.run.toy import (
+    LAYOUT,
+    NUM_BYTES,
+    Line,
+    Number,
+    Player,
+    Scene,
+    Sums,
+    contribution,
+    scheduled,
+    started,
+)  # fmt: skip
+
+import diloco
+from diloco.core.actions import MergeRound
+from diloco.core.contribution import MISSED, NOT_FINITE, OUT_OF_STEP
+from diloco.core.layout import Layout, TensorSpec, place
+from diloco.core.members import Deadlines
+from diloco.core.update import Update
+from diloco.errors import (
+    AlreadyInitialisedError,
+    CorruptPayloadError,
+    LayoutError,
+    NonFiniteError,
+    NoRoomError,
+    NotInitialisedError,
+    PayloadError,
+    RestartedError,
+    StaleIncarnationError,
+    StoreError,
+    UnknownRunError,
+)
+from diloco.run.model import GlobalModel
+from diloco.run.ports import InitialModel, MergedRound, NullObserver
+from diloco.run.simulated import POINTS, MemorySpool
+from diloco.run.writes import RETRY_S
+
+# --- effects, one at a time -------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_visible_once_it_is_durable() -> None:
+    scene = started("a", "b")
+    line = scene.listen("a")
+    assert scene.push(contribution("a")) is None
+    assert scene.push(contribution("b"), payload=5) is None
+    for effect in ("close", "write", "written"):
+        assert scene.driver.state.versions == (0, 0)
+        assert [standing.versions for standing in line.heard] == [(0, 0)]
+        scene.next(effect)
+    assert scene.driver.state.versions == (1, 0)
+    assert line.heard[-1].versions == (1, 0)
+    assert [(it.number, it.reason, it.version) for it in line.heard[-1].verdicts] == [(1, None, 1)]
+    assert scene.driver.fetch(0, base=0).held == Number(1, 6)
+    assert scene.spool.held_bytes == 0
+    scene.settle()
+    assert not scene.driver.is_busy
+
+
+def test_a_join_and_a_goodbye_are_answered_once_they_are_durable() -> None:
+    scene, answers = started(), list[Any]()
+    scene.driver.join("a", LAYOUT, answers.append)
+    scene.next("write")
+    assert answers == []
+    scene.next("written")
+    assert answers == [1]
+    scene.driver.leave("a", 1, lambda: answers.append("gone"), tokens=0)
+    scene.next("write")
+    assert answers == [1]
+    scene.next("written")
+    assert answers == [1, "gone"]
+    with pytest.raises(StaleIncarnationError):
+        scene.beat("a", 1)
+
+
+def test_a_rejection_is_told_once_it_is_durable() -> None:
+    scene = started("a", "b")
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.settle()
+    scene.join("c")
+    scene.beat("c", 1)
+    line = scene.listen("c")
+    behind = contribution("c", 1, round_=1, step=2)  # after the same step as the round before: sent back
+    assert scene.push(behind) is None
+    assert scene.spool.held_bytes == 0
+    for effect in ("write", "written"):
+        assert scene.driver.standing("c").verdicts == ()
+        scene.next(effect)
+    assert [(it.number, it.reason) for it in line.heard[-1].verdicts] == [(1, OUT_OF_STEP)]
+    scene.restart()
+    assert [(it.number, it.reason) for it in scene.driver.standing("c").verdicts] == [(1, OUT_OF_STEP)]
+
+
+def test_what_a_broken_connection_loses_is_said_on_the_next_one() -> None:
+    scene = started("a", "b")
+    broken = scene.listen("a")
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.settle()  # all of it went to a connection that was broken by then
+    scene.driver.disconnected("a", 1, broken)
+    line = scene.listen("a")
+    assert (line.heard[0].versions, [it.number for it in line.heard[0].verdicts]) == ((1, 0), [1])
+    standing = scene.beat("a", 4, settled=(1, 0))
+    assert (standing.versions, standing.verdicts) == ((1, 0), ())
+
+
+def test_a_new_connection_ends_the_one_before_and_survives_its_end() -> None:
+    scene = started("a")
+    old, new = scene.listen("a"), scene.listen("a")
+    assert (old.has_ended, new.has_ended) == (True, False)
+    scene.driver.disconnected("a", 1, old)
+    assert scene.driver.status()["learners"]["a"]["live"]
+    scene.driver.disconnected("a", 1, new)
+    assert not scene.driver.status()["learners"]["a"]["live"]
+
+
+def test_one_write_at_a_time_and_records_that_wait_become_one() -> None:
+    scene = started("a", "b")
+    for fragment in (0, 1):
+        for learner in ("a", "b"):
+            scene.push(contribution(learner, fragment=fragment))
+    answers: list[int] = []
+    scene.next("close")
+    for learner in ("c", "d", "e"):  # while the first version is written
+        scene.driver.join(learner, LAYOUT, answers.append)
+    scene.next("close")
+    assert [each[:2] for each in scene.todo] == [("write", 0)]
+    for effect in ("write", "written"):
+        scene.next(effect)
+    assert (scene.driver.state.versions, answers) == ((1, 0), [])
+    for effect in ("write", "written"):
+        scene.next(effect)
+    assert (scene.driver.state.versions, answers) == ((1, 1), [1, 1, 1])  # the second version's record has the joins
+    scene.settle()
+    saved = scene.store.load()
+    assert saved is not None
+    assert saved.record is not None
+    assert set(saved.record["members"]) == {"a", "b", "c", "d", "e"}
+
+
+def test_a_round_without_a_usable_result_costs_its_own_contributions_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sums, "most", 10)
+    scene = started("a", "b")
+    line = scene.listen("a")
+    for learner in ("a", "b"):
+        scene.push(contribution(learner), payload=6)
+    scene.settle()
+    assert scene.driver.state.versions == (0, 0)
+    assert [it.reason for it in line.heard[-1].verdicts] == [NOT_FINITE]
+    assert scene.spool.held_bytes == 0
+    for learner in ("a", "b"):
+        scene.push(contribution(learner, 2, round_=0, step=6))
+    scene.settle()
+    assert scene.driver.state.versions == (1, 0)
+
+
+def test_a_stopped_driver_ends_what_is_under_way_and_begins_nothing() -> None:
+    scene = started("a", "b")
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.driver.stop()
+    for learner in ("a", "b"):
+        scene.push(contribution(learner, fragment=1))
+    assert scene.driver.is_busy
+    scene.settle()
+    assert not scene.driver.is_busy
+    assert scene.driver.state.versions == (1, 0)
+    line = scene.listen("a")
+    scene.driver.end()
+    assert line.has_ended
+
+
+# --- pushes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_push_is_admitted_before_room_is_made_for_it() -> None:
+    scene = started("a", "b")
+    good = contribution("a")
+    for error, c, num_bytes, boot in (
+        (StaleIncarnationError, replace(good, incarnation=2), NUM_BYTES, 1),
+        (RestartedError, good, NUM_BYTES, 7),
+        (PayloadError, replace(good, number=0), NUM_BYTES, 1),
+        (PayloadError, replace(good, tokens=10**6), NUM_BYTES, 1),
+        (LayoutError, replace(good, fragment=2), NUM_BYTES, 1),
+        (LayoutError, replace(good, tensors=(0, 1)), NUM_BYTES, 1),
+        (CorruptPayloadError, good, NUM_BYTES + 1, 1),
+    ):
+        with pytest.raises(error):
+            scene.driver.begin_push(c, num_bytes, boot=boot)
+    assert scene.spool.held_bytes == 0
+    assert scene.todo == []
+
+
+def test_a_push_that_is_cut_or_not_finite_leaves_the_round_as_it_was() -> None:
+    scene = started("a", "b")
+    scene.driver.cut_push(scene.begin(contribution("a")))
+    assert isinstance(scene.push(contribution("a"), payload=-1), NonFiniteError)
+    assert scene.spool.held_bytes == 0
+    assert scene.push(contribution("a")) is None
+    assert scene.spool.held_bytes == NUM_BYTES
+
+
+def test_a_push_that_comes_twice_counts_once() -> None:
+    scene = started("a", "b")
+    for _ in range(2):
+        assert scene.push(contribution("a")) is None
+    assert scene.spool.held_bytes == NUM_BYTES
+    scene.push(contribution("b"))
+    scene.settle()
+    assert scene.push(contribution("a")) is None  # once more, after its version
+    scene.settle()
+    assert scene.spool.held_bytes == 0
+    assert scene.driver.fetch(0, base=0).held == Number(1, 2)
+    assert scene.driver.status()["fragments"][0]["ledger"]["merged"] == 40
+
+
+def test_a_contribution_that_comes_while_its_round_is_closed_is_rejected_with_the_version() -> None:
+    scene = started("a", "b")
+    scene.join("c")
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.beat("c", 1)
+    line = scene.listen("c")
+    assert scene.push(contribution("c")) is None
+    scene.settle()
+    assert [(it.number, it.reason) for it in line.heard[-1].verdicts] == [(1, MISSED)]
+    assert scene.spool.held_bytes == 0
+
+
+def test_a_push_whose_incarnation_ends_while_it_is_checked_is_refused() -> None:
+    scene, answers = started("a", "b"), list[Any]()
+    scene.driver.complete_push(scene.begin(contribution("a")), answers.append)
+    scene.driver.join("a", LAYOUT, answers.append)
+    scene.settle()
+    assert isinstance(answers[0], StaleIncarnationError)
+    assert answers[1] == 2
+    assert scene.spool.held_bytes == 0
+
+
+def test_a_contribution_that_finds_no_room_is_taken_later() -> None:
+    scene = started("a", "b")
+    scene.spool.budget_bytes = NUM_BYTES
+    scene.push(contribution("a"))
+    with pytest.raises(NoRoomError):
+        scene.begin(contribution("b", fragment=1))
+    assert "no room" in str(scene.driver.status()["waits_for"])
+    scene.wait(6.0)
+    assert scene.driver.status()["waits_for"] is None
+
+
+# --- a disk that refuses ----------------------------------------------------------------------------------------------
+
+
+class Complaints(NullObserver):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def waits_for_disk(self, what: str, error: StoreError) -> None:
+        self.said.append(what)
+
+
+@pytest.mark.parametrize("point", POINTS[:-1])
+def test_a_version_waits_for_a_disk_that_refuses_and_nothing_is_lost(point: str) -> None:
+    complaints = Complaints()
+    scene = started("a", "b", observer=complaints)
+    scene.refuse = lambda at: at == point
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.settle()
+    for learner in ("a", "b"):  # meanwhile work on the next fragment is taken, and signs of life are heard
+        scene.push(contribution(learner, fragment=1))
+        assert scene.beat(learner, 4).versions == (0, 0)
+    scene.settle()
+    assert not scene.driver.is_busy
+    scene.wait(3 * RETRY_S)
+    assert scene.driver.state.versions == (0, 0)
+    scene.refuse = lambda _: False
+    scene.wait(RETRY_S)
+    assert scene.driver.state.versions == (1, 1)
+    assert complaints.said == ["version 1 of fragment 0", "version 1 of fragment 1"]
+    assert [ledger["merged"] for ledger in _ledgers(scene)] == [40, 80]
+
+
+def test_a_join_waits_for_a_disk_that_refuses() -> None:
+    scene, answers = started("a"), list[int]()
+    scene.refuse = lambda _: True
+    scene.driver.join("b", LAYOUT, answers.append)
+    scene.settle()
+    scene.wait(2 * RETRY_S)
+    assert answers == []
+    scene.refuse = lambda _: False
+    scene.wait(RETRY_S)
+    assert answers == [1]
+
+
+def test_a_full_disk_that_takes_a_record_lets_a_learner_join() -> None:
+    """A version does not fit; what is small is not held up by it."""
+    scene, answers = started("a", "b"), list[int]()
+    scene.refuse = lambda at: at == "written"
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.driver.join("c", LAYOUT, answers.append)
+    scene.settle()
+    assert (answers, scene.driver.state.versions) == ([1], (0, 0))
+    scene.restart()
+    assert "c" in scene.driver.core.members
+
+
+def test_a_join_that_was_to_be_durable_with_a_version_does_not_wait_for_it() -> None:
+    """The version's record would have brought it, but the version does not fit."""
+    scene, answers = started("a", "b"), list[int]()
+    scene.driver.join("c", LAYOUT, answers.append)  # its write is under way
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    assert scene.next() == "write"
+    scene.next("close")
+    scene.driver.join("d", LAYOUT, answers.append)
+    scene.refuse = lambda at: at == "written"
+    scene.next("written")
+    assert [each[:2] for each in scene.todo] == [("write", 0)]
+    scene.settle()
+    assert (answers, scene.driver.state.versions) == ([1, 1], (0, 0))
+    scene.refuse = lambda _: False
+    scene.wait(RETRY_S)
+    assert scene.driver.state.versions == (1, 0)
+
+
+def test_a_run_that_could_not_begin_begins_later() -> None:
+    scene = Scene()
+    scene.refuse = lambda _: True
+    assert isinstance(scene.initialise(), StoreError)
+    assert not scene.driver.state.is_initialised
+    scene.refuse = lambda _: False
+    assert scene.initialise() is None
+    with pytest.raises(AlreadyInitialisedError):
+        scene.initialise()
+
+
+def test_of_two_that_initialise_at_once_one_does() -> None:
+    for is_refused in (False, True):
+        scene, answers = Scene(), list[Any]()
+        tries = iter([is_refused])
+        scene.refuse = lambda _, tries=tries: next(tries, False)  # type: ignore[misc]
+        for value in (1, 2):
+            model = InitialModel(LAYOUT, (Number(0, value), Number(0, value)), b"", "a", "test")
+            scene.driver.initialise(model, answers.append)
+        scene.settle()
+        assert [type(answer) for answer in answers] == (
+            [StoreError, type(None)] if is_refused else [type(None), AlreadyInitialisedError]
+        )
+        assert scene.driver.state.model.held(0).value == (2 if is_refused else 1)
+
+
+# --- killed between two effects ---------------------------------------------------------------------------------------
+
+NUM_ROUNDS = 3
+
+
+def _play(kills: set[int]) -> tuple[Scene, list[Player]]:
+    """Two learners make their contributions; the driver is killed after these effects, counted from 1."""
+    scene = Scene()
+    assert scene.initialise() is None
+    scene.done.clear()
+    players = [Player(scene, name, NUM_ROUNDS) for name in ("a", "b")]
+    seen: dict[tuple[int, int], str] = {}
+    for _ in range(1000):
+        for player in players:
+            player.act()
+        for index, version in enumerate(
+            scene.driver.state.versions
+        ):  # a version that was seen never changes, and never goes
+            assert seen.setdefault((index, version), scene.driver.state.model.held(index).digest) == (
+                scene.driver.state.model.held(index).digest
+            )
+            assert version == max(each[1] for each in seen if each[0] == index)
+        if all(player.has_finished for player in players) and not scene.todo:
+            return scene, players
+        scene.next()
+        if len(scene.done) in kills:
+            scene.restart()
+    raise AssertionError(f"they do not finish: {scene.driver.status()}")
+
+
+def _ledgers(scene: Scene) -> list[dict[str, Any]]:
+    return [fragment["ledger"] for fragment in scene.driver.status()["fragments"]]
+
+
+NUM_EFFECTS = len(_play(set())[0].done)
+
+
+@pytest.mark.parametrize("second", [None, 1, 2, 5])
+def test_killed_between_any_two_effects_it_goes_on(second: int | None) -> None:
+    """And killed a second time, a few effects later. Each contribution is merged once, whatever was under way."""
+    assert NUM_EFFECTS > 20
+    for first in range(1, NUM_EFFECTS + 1):
+        scene, players = _play({first} if second is None else {first, first + second})
+        assert scene.boot == (2 if second is None else 3) or first + (second or 0) > NUM_EFFECTS
+        assert scene.driver.state.versions == (NUM_ROUNDS, NUM_ROUNDS)
+        assert [scene.driver.state.model.held(index) for index in (0, 1)] == [Number(NUM_ROUNDS, 2 * NUM_ROUNDS)] * 2
+        for player in players:
+            assert sorted(player.merged) == [(f, n) for f in (0, 1) for n in range(1, NUM_ROUNDS + 1)]
+        last = contribution("a", NUM_ROUNDS, 0).tokens
+        assert [ledger["merged"] for ledger in _ledgers(scene)] == [
+            2 * (contribution("a", 1, fragment).tokens + (NUM_ROUNDS - 1) * last) for fragment in (0, 1)
+        ]
+
+
+def test_a_join_that_was_answered_survives_a_kill() -> None:
+    scene = started("a")
+    scene.restart()
+    assert scene.beat("a", 2).versions == (0, 0)
+    scene.driver.join("b", LAYOUT, lambda _: None)
+    scene.next("write")  # durable, and killed before it could be said
+    scene.restart()
+    assert scene.driver.core.members.keys() == {"a", "b"}
+    assert scene.join("b") == 2  # its number is never given again
+    scene.driver.leave("a", 1, lambda: None, tokens=20)
+    scene.settle()
+    scene.restart()
+    assert scene.driver.core.members.keys() == {"b"}
+
+
+def test_what_is_merged_and_not_stored_is_sent_again_after_a_kill() -> None:
+    scene = started("a", "b")
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.next("close")
+    scene.restart()
+    assert scene.driver.state.versions == (0, 0)
+    assert scene.beat("a", 2).verdicts == ()
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.settle()
+    assert scene.driver.state.versions == (1, 0)
+    assert _ledgers(scene)[0]["merged"] == 40
+
+
+def test_what_is_stored_and_not_published_is_said_after_a_kill() -> None:
+    scene = started("a", "b")
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.next("close")
+    scene.next("write")
+    scene.restart()
+    line = scene.listen("a")
+    assert line.heard[0].versions == (1, 0)
+    assert [(it.number, it.reason) for it in line.heard[0].verdicts] == [(1, None)]
+    assert scene.push(contribution("a")) is None  # its answer was lost, so it comes again
+    scene.settle()
+    assert _ledgers(scene)[0]["merged"] == 40
+
+
+def test_another_run_or_method_is_not_continued() -> None:
+    scene = started("a")
+    scene.method = scheduled(at_least=1)
+    with pytest.raises(AlreadyInitialisedError, match="another method"):
+        scene.restart()
+    saved = scene.store.load()
+    assert saved is not None
+    scene.method = scheduled()
+    scene.store._saved = replace(saved, run="other")
+    with pytest.raises(UnknownRunError, match="'other'"):
+        scene.restart()
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lossless", "intervals_in_flight", "oldest"), [(False, 0, 2), (True, 0, 4), (True, 1, 3)])
+def test_updates_are_kept_for_learners_that_are_behind(lossless: bool, intervals_in_flight: int, oldest: int) -> None:
+    """Of five versions, the updates from this base on; what is older is sent as the whole fragment."""
+    model = GlobalModel[Number, int](LAYOUT, b"", [Number(0, 0)] * 2, [()] * 2, intervals_in_flight=intervals_in_flight)
+    for base in range(5):
+        held = Number(base + 1, 0)
+        update = Update(0, base, base + 1, ("a",), (1.0,), 1.0, held.digest, lossless)
+        action = MergeRound(0, base, (), (), 1.0, frozenset())
+        model.take(MergedRound(action, update, held, payload=10 + base))
+    for base in range(5):
+        fetched = model.fetch(0, base)
+        assert fetched.payload == (10 + base if base >= oldest else None)
+        assert fetched.update.version == (base + 1 if base >= oldest else 5)
+        assert fetched.update.contributors == ("a",)
+    with pytest.raises(LayoutError):
+        model.fetch(2, 0)
+
+
+# --- members ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_run_with_a_model_can_be_joined_and_only_with_its_model() -> None:
+    scene = Scene()
+    with pytest.raises(NotInitialisedError):
+        scene.join("a")
+    scene.initialise()
+    other = Layout((place(0, [TensorSpec("w0", (3,), "float32")]),), ())
+    with pytest.raises(LayoutError, match="does not hold the run's model"):
+        scene.driver.join("a", other, lambda _: None)
+    unfit = Scene(diloco.StreamingDiLoCo(sync_every=4, overlap=1, offsets=[1, 2, 3]))
+    with pytest.raises(LayoutError, match="cannot train"):
+        unfit.initialise()
+
+
+def test_a_name_is_not_taken_back_from_a_newer_process() -> None:
+    scene, answers = started(), list[int]()
+    for process in (1, 2):
+        scene.driver.join("a", LAYOUT, answers.append, process=process)
+        scene.settle()
+    with pytest.raises(StaleIncarnationError, match="another process"):
+        scene.driver.join("a", LAYOUT, answers.append, process=1, again=True)
+    assert answers == [1, 2]
+
+
+def test_an_evicted_learner_is_told_and_its_round_goes_on() -> None:
+    scene = started("a", "b", method=scheduled(at_least=1), deadlines=Deadlines())
+    lines: dict[str, Line] = {learner: scene.listen(learner) for learner in ("a", "b")}
+    scene.push(contribution("a"))
+    scene.settle()
+    for second in range(2, 30):
+        scene.wait(1.0)
+        scene.beat("a", 2, waiting=True)
+        if second == 10:
+            assert scene.driver.state.versions == (0, 0)
+    scene.settle()
+    assert lines["b"].evicted_for is not None
+    assert (lines["a"].has_ended, lines["b"].has_ended) == (False, True)
+    assert scene.driver.state.versions == (1, 0)
+    assert lines["a"].heard[-1].versions == (1, 0)
+
+
+def test_a_process_that_stood_still_evicts_no_learner_for_it() -> None:
+    scene = started("a", deadlines=Deadlines())
+    scene.now += 500.0
+    scene.driver.tick(late_s=500.0)
+    assert scene.driver.core.members.keys() == {"a"}
+    scene.now += 500.0
+    scene.driver.tick()
+    assert not scene.driver.core.members
+
+
+def test_learners_that_listen_or_train_are_live_until_they_have_finished() -> None:
+    scene = started("a", "b")
+    assert scene.join("c") == 1
+    assert scene.beat("a", 2).num_live == 2
+    scene.listen("c")
+    assert scene.beat("a", 2).num_live == 3
+    assert scene.beat("b", 2, finished=True).num_live == 2
+
+
+class Broken(NullObserver):
+    def published(self, *_: Any) -> None:
+        raise ArithmeticError("a defect")
+
+    def merged(self, *_: Any) -> None:
+        raise ArithmeticError("a defect")
+
+
+def test_a_defect_in_what_observes_stops_nothing() -> None:
+    scene = started("a", "b", observer=Broken())
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.settle()
+    assert scene.driver.state.versions == (1, 0)
+
+
+def test_a_spool_counts_what_it_holds() -> None:
+    spool = MemorySpool(10)
+    slot = spool.allocate(8)
+    with pytest.raises(NoRoomError):
+        spool.allocate(8)
+    spool.release(slot)
+    assert spool.held_bytes == 0

@@ -1,0 +1,308 @@
+"""A run with numbers for tensors, whose effects happen one at a time: a driver, the disk that outlives it, and two
+learners."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import diloco
+from diloco.core.actions import MergeRound
+from diloco.core.contribution import Contribution, Standing
+from diloco.core.layout import Layout, TensorSpec, place
+from diloco.core.members import Deadlines
+from diloco.core.method import Method
+from diloco.core.update import Update
+from diloco.errors import DilocoError, NonFiniteError, PayloadError
+from diloco.run.driver import Driver, Push
+from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports
+from diloco.run.simulated import MemorySlot, MemorySpool, MemoryStore, SimulatedDisk, SimulatedWorker
+
+RUN = "toy"
+LAYOUT = Layout(tuple(place(index, [TensorSpec(f"w{index}", (2,), "float32")]) for index in range(2)), ())
+NUM_BYTES = 8
+NEVER = Deadlines(lost_floor_s=1e6, lost_cap_s=1e6, stalled_floor_s=1e6, stalled_cap_s=1e6)
+
+
+def scheduled(at_least: int = 2, **keywords: Any) -> Method:
+    """Two fragments, every 4 steps; a round needs both learners."""
+    return diloco.StreamingDiLoCo(
+        sync_every=4, overlap=1, fragments=diloco.Named([["w0"], ["w1"]]), codec="fp32",
+        quorum=diloco.AllLive(at_least=at_least), **keywords,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Number:
+    """A fragment at a version: the sum of all work in it."""
+
+    version: int
+    value: int
+
+    @property
+    def digest(self) -> str:
+        return f"{self.version}:{self.value}"
+
+
+class Sums:
+    """The tensor jobs of numbers. A payload below 0 is not finite; a round whose sum is above `most` has no result."""
+
+    most = 10**9
+
+    def contribution_bytes(self, num_elements: int) -> int:
+        return 4 * num_elements
+
+    def check(self, slot: MemorySlot, num_elements: int) -> PayloadError | None:
+        return NonFiniteError("it is not finite.") if slot.payload < 0 else None
+
+    def close(
+        self, action: MergeRound, layout: Any, held: Number, slots: Sequence[MemorySlot]
+    ) -> MergedRound[Number, int] | PayloadError:
+        value = sum(slot.payload for slot in slots)
+        if value > self.most:
+            return NonFiniteError("the sum is too large.")
+        new = Number(held.version + 1, held.value + value)
+        learners = tuple(dict.fromkeys(c.learner for c in action.contributions))
+        update = Update(
+            action.fragment,
+            held.version,
+            new.version,
+            learners,
+            action.weights,
+            action.scale,
+            new.digest,
+            lossless=False,
+        )
+        return MergedRound(action, update, new, value)
+
+
+@dataclass(eq=False)
+class Line:
+    """A connection: what was sent on it, in order."""
+
+    heard: list[Standing] = field(default_factory=list)
+    evicted_for: str | None = None
+    has_ended: bool = False
+
+    def standing(self, standing: Standing) -> None:
+        assert not self.has_ended
+        self.heard.append(standing)
+
+    def evicted(self, reason: str, *, replaced: bool) -> None:
+        self.evicted_for = reason
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+class Scene:
+    """One driver after the other, over one disk. Effects wait in `todo` until they are let happen.
+
+    Attributes:
+        todo: (what, fragment, call), oldest first.
+        done: what has happened.
+        refuse: whether the disk refuses at a durable step.
+    """
+
+    def __init__(
+        self, method: Method | None = None, *, deadlines: Deadlines = NEVER, observer: Observer | None = None
+    ) -> None:
+        self.method = method or scheduled()
+        self.deadlines = deadlines
+        self.observer = observer or NullObserver()
+        self.now = 0.0
+        self.wake_at_s = 0.0
+        self.todo: list[tuple[str, int | None, Callable[[], None]]] = []
+        self.done: list[tuple[str, int | None]] = []
+        self.refuse: Callable[[str], bool] = lambda _: False
+        self.store = MemoryStore[Number, int](self._at)
+        self.spool = MemorySpool()
+        self.boot = 0
+        self.driver = self.restart()
+
+    def _at(self, point: str) -> None:
+        if self.refuse(point):
+            raise OSError(errno.ENOSPC, f"no space left at {point!r}")
+
+    # the clock, as the driver sees it
+
+    def now_s(self) -> float:
+        return self.now
+
+    def wake_at(self, at_s: float) -> None:
+        self.wake_at_s = at_s
+
+    # what happens
+
+    def restart(self) -> Driver[Number, MemorySlot, int]:
+        """The driver is gone with all that was under way; the next one continues from the disk."""
+        self.todo.clear()
+        self.boot += 1
+        self.spool = MemorySpool()
+        worker = SimulatedWorker[Number, MemorySlot, int](Sums(), self._later)
+        ports = Ports[Number, MemorySlot, int](
+            self, self.spool, worker, SimulatedDisk(self.store, self._later), self.observer
+        )
+        self.driver = Driver(RUN, self.method, ports, boot=self.boot, deadlines=self.deadlines, saved=self.store.load())
+        return self.driver
+
+    def _later(self, what: str, fragment: int | None, do: Callable[[], None]) -> None:
+        self.todo.append((what, fragment, do))
+
+    def next(self, what: str | None = None) -> str:
+        """Let the oldest effect happen, which is of this kind."""
+        kind, fragment, do = self.todo.pop(0)
+        assert what in (None, kind), f"{kind} is next, and not {what}: {[each[:2] for each in self.todo]}"
+        self.done.append((kind, fragment))
+        do()
+        return kind
+
+    def settle(self) -> None:
+        """Let all that is under way happen."""
+        while self.todo:
+            self.next()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass; the driver is woken when it asked for that."""
+        until = self.now + seconds
+        while self.wake_at_s <= until:
+            self.now = max(self.now, self.wake_at_s)
+            self.driver.tick()
+            self.settle()
+        self.now = until
+
+    # what learners do
+
+    def initialise(self) -> DilocoError | None:
+        """The run gets its model; returns the answer."""
+        answers: list[DilocoError | None] = []
+        model = InitialModel(LAYOUT, (Number(0, 0), Number(0, 0)), b"", "a", "test")
+        self.driver.initialise(model, answers.append)
+        self.settle()
+        return answers[0]
+
+    def join(self, learner: str) -> int:
+        """A learner joins; returns its incarnation."""
+        answers: list[int] = []
+        self.driver.join(learner, LAYOUT, answers.append)
+        self.settle()
+        return answers[0]
+
+    def listen(self, learner: str, incarnation: int = 1) -> Line:
+        """A learner opens a connection."""
+        line = Line()
+        self.driver.connected(learner, incarnation, line)
+        return line
+
+    def beat(self, learner: str, step: int, incarnation: int = 1, **fields: Any) -> Standing:
+        """A sign of life, at ten tokens a step."""
+        values = {"step": step, "tokens": 10 * step, "step_s": 1.0, "waiting": False, **fields}
+        return self.driver.heartbeat(learner, incarnation, **values)
+
+    def begin(self, c: Contribution, payload: int = 1) -> Push[MemorySlot]:
+        """A push that has come up whole."""
+        push = self.driver.begin_push(c, NUM_BYTES, boot=self.boot)
+        push.slot.payload = payload
+        return push
+
+    def push(self, c: Contribution, payload: int = 1) -> DilocoError | None:
+        """A push, checked; returns the answer. Other effects that wait stay where they are."""
+        answers: list[DilocoError | None] = []
+        self.driver.complete_push(self.begin(c, payload), answers.append)
+        checks = [index for index, each in enumerate(self.todo) if each[0] == "check"]
+        self.todo.pop(checks[-1])[2]()
+        return answers[0]
+
+
+def contribution(
+    learner: str, number: int = 1, fragment: int = 0, *, round_: int | None = None, step: int | None = None,
+    incarnation: int = 1,
+) -> Contribution:  # fmt: skip
+    """Number n is meant for round n − 1 of its fragment, with ten tokens for each of up to four steps on that
+    version."""
+    version = number - 1 if round_ is None else round_
+    sent_at = 4 * version + 2 * (fragment + 1) if step is None else step
+    steps = min(4, sent_at)
+    return Contribution(
+        learner, incarnation, fragment, number, version, version, 10 * steps, steps, 10 * sent_at, step=sent_at
+    )
+
+
+def started(*learners: str, method: Method | None = None, **fields: Any) -> Scene:
+    """A run whose learners have joined and trained for a step."""
+    scene = Scene(method, **fields)
+    assert scene.initialise() is None
+    for learner in learners:
+        assert scene.join(learner) == 1
+        scene.beat(learner, 1)
+    scene.settle()
+    return scene
+
+
+class Player:
+    """A learner of the scheduled toy run that makes `num_rounds` contributions to each fragment, and sends again what
+    has no verdict whenever the driver is another one."""
+
+    def __init__(self, scene: Scene, name: str, num_rounds: int) -> None:
+        self.scene, self.name, self.num_rounds = scene, name, num_rounds
+        self.line = Line()
+        self.boot = 0
+        self.is_part = self.is_joining = False
+        self.open: dict[tuple[int, int], Contribution] = {}  # by fragment and number
+        self.numbers, self.versions = [0, 0], [0, 0]
+        self.merged: list[tuple[int, int]] = []
+
+    @property
+    def has_finished(self) -> bool:
+        return not self.open and self.numbers == [self.num_rounds] * 2
+
+    def act(self) -> None:
+        """Connect, hear, and send what is due."""
+        if self.boot != self.scene.boot:
+            self.boot, self.is_joining = self.scene.boot, False
+            if self.is_part:
+                self._connect()
+        if not self.is_part:
+            if not self.is_joining:
+                self.is_joining = True
+                self.scene.driver.join(self.name, LAYOUT, self._joined, process=id(self))
+            return
+        self._hear(self.line.heard[-1])
+        for fragment in (0, 1):
+            number = self.numbers[fragment] + 1
+            is_due = number <= min(self.num_rounds, self._turn(fragment), self.versions[fragment] + 1)
+            if is_due and not any(key[0] == fragment for key in self.open):
+                self.numbers[fragment] = number
+                self.open[fragment, number] = contribution(self.name, number, fragment)
+                self._send(self.open[fragment, number])
+
+    def _turn(self, fragment: int) -> int:
+        """In the order of the schedule: fragment 0, fragment 1, fragment 0, …"""
+        return self.numbers[1] + 1 if fragment == 0 else self.numbers[0]
+
+    def _joined(self, incarnation: int) -> None:
+        assert incarnation == 1 or self.scene.boot > 1
+        self.is_part, self.incarnation = True, incarnation
+        self._connect()
+
+    def _connect(self) -> None:
+        self.line = self.scene.listen(self.name, self.incarnation)
+        for key in sorted(self.open, key=lambda key: self.open[key].step):
+            self._send(self.open[key])
+
+    def _send(self, c: Contribution) -> None:
+        c = self.open[c.fragment, c.number] = replace(c, incarnation=self.incarnation)
+        self.scene.driver.complete_push(self.scene.begin(c), self._acknowledged)
+
+    def _acknowledged(self, error: DilocoError | None) -> None:
+        assert error is None
+
+    def _hear(self, standing: Standing) -> None:
+        assert all(new >= old for new, old in zip(standing.versions, self.versions, strict=True))
+        self.versions = list(standing.versions)
+        for verdict in standing.verdicts:
+            if self.open.pop((verdict.fragment, verdict.number), None) is not None:
+                assert verdict.reason is None
+                self.merged.append((verdict.fragment, verdict.number))
