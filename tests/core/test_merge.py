@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
-from diloco.core.contributions import Encoded, encoded_of, shard_of, weights_of
+from diloco.core.contributions import Encoded, encoded_of, shard_of
 from diloco.core.decoding import RUN_SEGMENTS
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merge import Mean
 from diloco.core.merges import merge_from_dict
+from diloco.core.weights import weights_of
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError, NonFiniteError
 
 EVERY_CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)

@@ -22,7 +22,6 @@ from typing import Any, Literal, get_args
 
 from diloco.core.adopt import Adopt, Eager, Replace, adopt_from_dict
 from diloco.core.codecs import FP32, Codec, codec_from_name
-from diloco.core.contributions import WEIGHTS
 from diloco.core.fragments import Fragmentation, Whole, fragmentation_from_dict
 from diloco.core.heloco import HeLoCo
 from diloco.core.merge import Mean, Merge
@@ -32,6 +31,7 @@ from diloco.core.quorum import AllLive, Called, Pushed, Quorum, quorum_from_dict
 from diloco.core.robust import Screen, screen_from_dict
 from diloco.core.schedule import Schedule, SyncEvery, sync_every_of
 from diloco.core.values import fraction, nearest
+from diloco.core.weights import WEIGHTS
 from diloco.errors import ConfigError
 
 Exchanged = Literal["outer gradients", "gradients", "parameters"]

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from diloco.core.contributions import weights_of
 from diloco.core.members import Member
 from diloco.core.quorum import Called, Decision, Pushed, decide_open
 from diloco.core.rounds import Accept, Action, Call, FragmentState, Reject, Round
 from diloco.core.update import LATE, OUTLIER, VERSION, Contribution
+from diloco.core.weights import weights_of
 
 if TYPE_CHECKING:
     from diloco.core.syncer import SyncerCore

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 
 from diloco.core import opened, scheduled
 from diloco.core.books import Books
-from diloco.core.contributions import merge_weights, weights_of
 from diloco.core.ledger import Ledger
 from diloco.core.members import Deadlines, Member
 from diloco.core.method import Method
 from diloco.core.quorum import Decision, Pace
 from diloco.core.rounds import Accept, Action, Evict, FragmentState, Merge, Publish, Reject, Round, Store, WakeAt
 from diloco.core.update import MISSED, OUTLIER, Contribution
+from diloco.core.weights import merge_weights, weights_of
 from diloco.errors import StaleIncarnationError, VersionError
 
 

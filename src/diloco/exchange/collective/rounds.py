@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diloco.core.contributions import Encoded, encoded_of, merge_weights
+from diloco.core.contributions import Encoded, encoded_of
 from diloco.core.fragments import digest
 from diloco.core.method import Method
 from diloco.core.update import OUTLIER, Closed, Contribution, advance, close_round, update_of
+from diloco.core.weights import merge_weights
 from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Event, Rejected
 from diloco.exchange.collective.agreement import agree, attempt, name_of, require_same_digest

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.core.contributions import encoded_of, merge_weights
+from diloco.core.contributions import encoded_of
 from diloco.core.fragments import Layout, digest
 from diloco.core.method import Method
 from diloco.core.update import MISSED, OUTLIER, Contribution, advance, close_round, update_of
+from diloco.core.weights import merge_weights
 from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event, Rejected
 from diloco.exchange.group import Group, split

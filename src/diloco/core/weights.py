@@ -1,0 +1,46 @@
+"""How much each learner's contribution counts in a merge."""
+
+from collections.abc import Sequence
+
+from diloco.core.values import nearest
+from diloco.errors import ConfigError
+
+WEIGHTS = ("uniform", "tokens", "tokens^2/steps", "discounted")
+
+
+def weights_of(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness: Sequence[int]) -> list[float]:
+    """How much each learner's contribution counts.
+
+        "uniform"         1: i.i.d. shards (DiLoCo, arXiv 2311.08105)
+        "tokens"          the tokens it was trained on: unequal shards (same paper, appendix)
+        "tokens^2/steps"  tokens · (tokens / steps), quantity times rate: learners of unequal speed (Decoupled DiLoCo,
+                          arXiv 2604.21428)
+        "discounted"      tokens / (1 + 0.25·staleness): work on older versions counts less
+
+    `staleness` is in versions, all three have one entry per learner. Raises ConfigError for another kind, and for tokens
+    without steps.
+    """
+    match kind:
+        case "uniform":
+            return [1.0 for _ in tokens]
+        case "tokens":
+            return [float(each) for each in tokens]
+        case "tokens^2/steps":
+            return [_tokens_times_rate(*each) for each in zip(tokens, steps, strict=True)]
+        case "discounted":
+            return [each / (1 + 0.25 * age) for each, age in zip(tokens, staleness, strict=True)]
+    raise ConfigError(f"{kind!r} is not a known weight{nearest(kind, WEIGHTS)}")
+
+
+def merge_weights(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness: Sequence[int]) -> list[float]:
+    """`weights_of` those that are merged; if all the weights are 0 (no tokens), each is 1."""
+    weights = weights_of(kind, tokens, steps, staleness)
+    return weights if any(weights) else [1.0 for _ in weights]
+
+
+def _tokens_times_rate(tokens: int, steps: int) -> float:
+    if tokens == 0:
+        return 0.0
+    if steps < 1:
+        raise ConfigError(f"{tokens} tokens in {steps} steps have no rate; report the steps with the tokens.")
+    return tokens * (tokens / steps)
