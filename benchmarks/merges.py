@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import Int4
-from diloco.core.contributions import Encoded
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merge import Mean, Merge
-from diloco.core.merges import MERGES
+from diloco.core.merges import MERGES, Encoded, Mean, Merge, merged_vector
 
 NUM_LEARNERS = 8
 NUM_ELEMENTS = 10_000_000
@@ -40,7 +38,7 @@ def _rows(num_elements: int, repeats: int) -> list[dict[str, Any]]:
     contributions, places, momentum = _inputs(num_elements)
 
     def action(how: Merge) -> Callable[[], Tensor]:
-        return lambda: how.merge(Int4(), contributions, places, num_elements, momentum)
+        return lambda: merged_vector(how, Int4(), contributions, places, num_elements, momentum)
 
     rows: list[dict[str, Any]] = []
     mean = action(Mean())

@@ -15,16 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diloco.core.codecs import SEGMENT_ELEMENTS, Int4
-from diloco.core.contributions import Encoded
-from diloco.core.decoding import RUN_SEGMENTS
-from diloco.core.distances import BLOCK_ELEMENTS, inner_product, norm
+from diloco.core.codecs import Int4
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merge import Merge
-from diloco.core.merges import MERGES
-from diloco.core.robust import _sorted
-
-RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
+from diloco.core.merges import MERGES, Encoded, Merge, merged_vector
+from diloco.core.merges.decoding import RUN_ELEMENTS
+from diloco.core.merges.measures import BLOCK_ELEMENTS, inner_product, norm
+from diloco.core.merges.medians import sorted_vectors
 
 
 @pytest.mark.parametrize("num", range(1, 9))
@@ -32,14 +28,14 @@ def test_a_sorting_network_sorts_every_sequence_of_zeros_and_ones(num: int) -> N
     """Which is enough for it to sort anything (Knuth's 0-1 principle)."""
     columns = torch.tensor(list(itertools.product((0.0, 1.0), repeat=num))).T.contiguous()
     expected = columns.sort(dim=0).values
-    assert torch.equal(torch.stack(_sorted(list(columns))), expected)
+    assert torch.equal(torch.stack(sorted_vectors(list(columns))), expected)
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
-def test_any_number_of_vectors_is_sorted(num: int, seed: int) -> None:
+def test_any_number_of_vectors_issorted_vectors(num: int, seed: int) -> None:
     values = torch.randn(num, 9, generator=torch.Generator().manual_seed(seed))
     expected = values.sort(dim=0).values
-    assert torch.equal(torch.stack(_sorted(list(values))), expected)
+    assert torch.equal(torch.stack(sorted_vectors(list(values))), expected)
 
 
 def halves(block: Tensor) -> float:
@@ -106,7 +102,7 @@ def peak_bytes(how: Merge, num_learners: int, num_elements: int) -> int:
     places = [Placement(TensorSpec("w", (num_elements,), "float32"), 0)]
     memory = Memory([payload, momentum])
     with memory:
-        how.merge(Int4(), contributions, places, num_elements, momentum)
+        merged_vector(how, Int4(), contributions, places, num_elements, momentum)
     return memory.peak_bytes
 
 

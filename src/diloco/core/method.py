@@ -23,12 +23,9 @@ from typing import Any, Literal, get_args
 from diloco.core.adopt import Adopt, Eager, Replace, adopt_from_dict
 from diloco.core.codecs import FP32, Codec, codec_from_name
 from diloco.core.fragments import Fragmentation, Whole, fragmentation_from_dict
-from diloco.core.heloco import HeLoCo
-from diloco.core.merge import Mean, Merge
-from diloco.core.merges import merge_from_dict
+from diloco.core.merges import HeLoCo, Mean, Merge, Screen, merge_from_dict, screen_from_dict
 from diloco.core.outer import SGD, DelayedNesterov, Outer, outer_from_dict
 from diloco.core.quorum import AllLive, Called, Pushed, Quorum, quorum_from_dict
-from diloco.core.robust import Screen, screen_from_dict
 from diloco.core.schedule import Schedule, SyncEvery, sync_every_of
 from diloco.core.values import fraction, nearest
 from diloco.core.weights import WEIGHTS

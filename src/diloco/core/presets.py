@@ -12,11 +12,10 @@ from typing import Any, Literal
 from diloco.core.adopt import Adopt, Eager, Mix, Replace
 from diloco.core.codecs import Codec, codec_from_name
 from diloco.core.fragments import Balanced, ByLayer, Whole
-from diloco.core.merge import Mean, SenderMean
+from diloco.core.merges import Mean, RadialDirectional, SenderMean
 from diloco.core.method import Method, Partial, check_keys, parse_answer
 from diloco.core.outer import SGD, DelayedNesterov, Nesterov
 from diloco.core.quorum import AllLive, Called, Pushed, Quorum
-from diloco.core.radial import RadialDirectional
 from diloco.core.schedule import SyncEvery
 from diloco.core.values import nearest, whole_number
 from diloco.errors import ConfigError

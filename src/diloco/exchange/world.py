@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from diloco.core.contributions import encoded_of
 from diloco.core.fragments import Layout, digest
 from diloco.core.members import Deadlines
+from diloco.core.merges import encoded_of
 from diloco.core.method import Method
 from diloco.core.rounds import Accept, Call, Evict, Merge, Publish, Reject, Store, WakeAt
 from diloco.core.syncer import SyncerCore

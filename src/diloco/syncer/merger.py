@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 
-from diloco.core.contributions import encoded_of
 from diloco.core.fragments import digest
+from diloco.core.merges import encoded_of
 from diloco.core.rounds import Action, Merge
 from diloco.core.update import Closed, Update, close_round, update_of
 from diloco.errors import PayloadError, StoreError

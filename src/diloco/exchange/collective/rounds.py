@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diloco.core.contributions import Encoded, encoded_of
 from diloco.core.fragments import digest
+from diloco.core.merges import Encoded, encoded_of
 from diloco.core.method import Method
 from diloco.core.update import OUTLIER, Closed, Contribution, advance, close_round, update_of
 from diloco.core.weights import merge_weights
