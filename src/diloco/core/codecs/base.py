@@ -120,8 +120,12 @@ class Codec(ABC):
             self.encode_rows(x[elements].view(rows, -1), out[payload_bytes].view(rows, -1), scratch)
         return out
 
-    def decode(self, payload: Tensor, num_elements: int, out: Tensor | None = None) -> Tensor:
+    def decode(
+        self, payload: Tensor, num_elements: int, out: Tensor | None = None, scratch: Scratch | None = None
+    ) -> Tensor:
         """The vector (fp32 [num_elements]) that `payload` (uint8, contiguous) stands for, written into `out` if given.
+
+        `scratch`: of the payload's device, for callers that decode many payloads of one length; None: the call has its own.
 
         Raises CorruptPayloadError on a wrong size or content that is not finite (`out` may be partly written then),
         ConfigError on a wrong tensor.
@@ -130,7 +134,7 @@ class Codec(ABC):
         if out is None:
             out = torch.empty(num_elements, dtype=torch.float32, device=payload.device)
         _require(out, torch.float32, num_elements, "output of decode")
-        scratch = Scratch(payload.device)
+        scratch = scratch or Scratch(payload.device)
         for elements, payload_bytes, rows in self._groups(num_elements, payload.device):
             self.decode_rows(payload[payload_bytes].view(rows, -1), out[elements].view(rows, -1), scratch)
         return out

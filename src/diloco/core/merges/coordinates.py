@@ -33,8 +33,7 @@ class CoordinateMerge(Merge):
         largest = max(each.weight for each in decoder.contributions)
         weights = [each.weight / largest for each in decoder.contributions]
         stretches = [(each.elements, each.counting) for each in means_of(decoder.contributions, decoder.places)]
-        for run in decoder.runs():
-            rows = decoder.read_all(run)
+        for run, rows in decoder.shared_runs():
             for part, counting in within(run, stretches):
                 merged = out[run][part]
                 if not counting:

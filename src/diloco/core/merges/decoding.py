@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
+from diloco.core.codecs.base import Scratch
 from diloco.core.layout import Placement
 from diloco.core.merges.inputs import Encoded
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError
 
-RUN_SEGMENTS = 8
-"""How many segments are decoded at once: enough to spread the cost of a call, few enough for a processor's cache."""
+RUN_SEGMENTS = 16
+"""How many segments of one learner are decoded at once: enough to spread the cost of a call, few enough for a processor's cache."""
 RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
+
+SHARED_RUN_SEGMENTS = 8
+"""The same where all learners are decoded at once. Distances depend on it: their blocks begin with each run."""
 
 T = TypeVar("T")
 
@@ -63,42 +67,43 @@ class Decoder:
         self.momentum = momentum
         self.device = contributions[0].payloads[0].device
         self._codec = codec
-        self._scratch: dict[str, Tensor] = {}
+        self._scratch = Scratch(self.device)
 
-    def runs(self) -> Iterator[slice]:
-        """The elements of each run of RUN_SEGMENTS segments; the last one may be shorter."""
-        for start in range(0, self.num_elements, RUN_ELEMENTS):
-            yield slice(start, min(start + RUN_ELEMENTS, self.num_elements))
+    def runs(self, num_segments: int = RUN_SEGMENTS) -> Iterator[slice]:
+        """The elements of each run of whole segments; the last one may be shorter."""
+        step = num_segments * SEGMENT_ELEMENTS
+        for start in range(0, self.num_elements, step):
+            yield slice(start, min(start + step, self.num_elements))
 
     def read(self, index: int, run: slice, out: Tensor | None = None) -> Tensor:
         """The outer gradient of contribution `index` in this run: the sum over its payloads, in `out` or in scratch.
 
         Raises CorruptPayloadError on inf or NaN; it names the learner.
         """
-        out = self._take("one")[: run.stop - run.start] if out is None else out
+        out = self._take("decoded", run) if out is None else out
         span = self._codec.segment_span(
             self.num_elements, run.start // SEGMENT_ELEMENTS, math.ceil(run.stop / SEGMENT_ELEMENTS)
         )
         contribution = self.contributions[index]
         self._decode(contribution, contribution.payloads[0][span], out)
         for payload in contribution.payloads[1:]:
-            out.add_(self._decode(contribution, payload[span], self._take("late")[: out.numel()]))
+            out.add_(self._decode(contribution, payload[span], self._take("late", run)))
         return out
 
-    def read_all(self, run: slice) -> list[Tensor]:
-        """The outer gradients of all contributions in this run, in scratch."""
-        rows = self._take("all", len(self.contributions)).view(len(self.contributions), -1)
-        return [self.read(index, run, row[: run.stop - run.start]) for index, row in enumerate(rows)]
+    def shared_runs(self) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Each run of SHARED_RUN_SEGMENTS segments with the outer gradients of all contributions in it, in scratch."""
+        num_elements = min(self.num_elements, SHARED_RUN_SEGMENTS * SEGMENT_ELEMENTS)
+        rows = torch.empty(len(self.contributions), num_elements, dtype=torch.float32, device=self.device)
+        for run in self.runs(SHARED_RUN_SEGMENTS):
+            yield run, [self.read(index, run, row[: run.stop - run.start]) for index, row in enumerate(rows)]
 
-    def _take(self, name: str, num_rows: int = 1) -> Tensor:
-        if name not in self._scratch:
-            num_elements = num_rows * min(self.num_elements, RUN_ELEMENTS)
-            self._scratch[name] = torch.empty(num_elements, dtype=torch.float32, device=self.device)
-        return self._scratch[name]
+    def _take(self, name: str, run: slice) -> Tensor:
+        length = min(self.num_elements, RUN_ELEMENTS)
+        return self._scratch.take(name, (length,), torch.float32)[: run.stop - run.start]
 
     def _decode(self, contribution: Encoded, payload: Tensor, out: Tensor) -> Tensor:
         try:
-            return self._codec.decode(payload, out.numel(), out)
+            return self._codec.decode(payload, out.numel(), out, self._scratch)
         except CorruptPayloadError as error:
             raise CorruptPayloadError(
                 f"the contribution of {contribution.learner} cannot be merged: {error}"

@@ -63,11 +63,11 @@ class WideScratch:
     def widen(self, rest: tuple[Tensor, ...], pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What was left of the piece before, then this piece, in fp64."""
         wide = tuple(
-            row[: len(before) + len(piece)] for row, before, piece in zip(self._wide, rest, pieces, strict=False)
+            row[: before.numel() + piece.numel()] for row, before, piece in zip(self._wide, rest, pieces, strict=False)
         )
         for row, before, piece in zip(wide, rest, pieces, strict=True):
-            row[: len(before)].copy_(before)
-            row[len(before) :].copy_(piece)
+            row[: before.numel()].copy_(before)
+            row[before.numel() :].copy_(piece)
         return wide
 
     def block_sums(self, num_blocks: int, *, product: bool) -> list[float]:
@@ -179,8 +179,7 @@ def squared_distances(decoder: Decoder, stretches: Sequence[WeightedSum]) -> lis
     scratch, num = WideScratch(decoder.device), len(decoder.contributions)
     sums = [{(i, j): BlockSums(scratch) for i in each.counting for j in each.counting if j < i} for each in stretches]
     spans = [(stretch.elements, pairs) for stretch, pairs in zip(stretches, sums, strict=True)]
-    for run in decoder.runs():
-        rows = decoder.read_all(run)
+    for run, rows in decoder.shared_runs():
         for part, pairs in within(run, spans):
             for (i, j), sum_ in pairs.items():
                 sum_.add(rows[i][part] - rows[j][part])

@@ -28,8 +28,9 @@ class _Trimmed(CoordinateMerge):
 
     def combine(self, values: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
         cut = self._cut(len(values))
-        out.zero_()
-        for value in sorted_vectors(values)[cut : len(values) - cut]:
+        lowest, *others = sorted_vectors(values)[cut : len(values) - cut]
+        torch.add(lowest, 0.0, out=out)  # a sum of −0 alone is +0
+        for value in others:
             out.add_(value)
         out.div_(torch.tensor(float(len(values) - 2 * cut), device=out.device))
 

@@ -22,6 +22,6 @@ class SenderMean(CoordinateMerge):
         senders = torch.zeros_like(out)
         out.zero_()
         for value, weight in zip(values, weights, strict=True):
-            senders.add_(value.ne(0.0).float().mul_(weight))
+            senders.add_(value.sign().abs_().mul_(weight))  # several times faster than value.ne(0.0).float()
             out.add_(value.mul_(weight))
         out.div_(senders.masked_fill_(senders == 0.0, 1.0))
