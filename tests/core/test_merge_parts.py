@@ -33,7 +33,7 @@ def test_a_sorting_network_sorts_every_sequence_of_zeros_and_ones(num: int) -> N
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
-def test_any_number_of_vectors_issorted_vectors(num: int, seed: int) -> None:
+def test_any_number_of_vectors_is_sorted(num: int, seed: int) -> None:
     values = torch.randn(num, 9, generator=torch.Generator().manual_seed(seed))
     expected = values.sort(dim=0).values
     assert torch.equal(torch.stack(sorted_vectors(list(values))), expected)
