@@ -36,7 +36,7 @@ import diloco
 from benchmarks.processes import SyncerProcess, until
 from diloco.errors import ExchangeError
 from diloco.exchange.remote import fetch_status
-from diloco.timing import Histogram
+from diloco.learner.timing import Histogram
 
 RUN = "unequal"
 H, FRAGMENTS, TOKENS = 8, 3, 5

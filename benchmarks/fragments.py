@@ -22,8 +22,8 @@ import diloco
 from diloco.core.fragments import digest, make_layout
 from diloco.core.outer import OUTER_OPTIMIZERS, Adam
 from diloco.core.update import Closed, Update, flush_denormals
+from diloco.learner.tensors import LearnerTensors
 from diloco.syncer.store import Store
-from diloco.values import Values
 
 WIDTH = 4096
 METHOD = diloco.DiLoCo(sync_every=4, overlap=1)
@@ -74,10 +74,10 @@ def _cases(theta: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
         )
 
 
-def _values(num_elements: int, dtype: torch.dtype, how: Any, origin: Tensor) -> Values:
+def _values(num_elements: int, dtype: torch.dtype, how: Any, origin: Tensor) -> LearnerTensors:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(num_elements // WIDTH, WIDTH, dtype=dtype))
-    values = Values(model, make_layout(model, diloco.Whole()), replace(METHOD, adopt=how))
+    values = LearnerTensors(model, make_layout(model, diloco.Whole()), replace(METHOD, adopt=how))
     values.anchors = [origin]
     return values
 

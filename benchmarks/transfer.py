@@ -34,7 +34,7 @@ from diloco.core.fragments import Fragment, Layout, Placement, TensorSpec
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.outer import SGD, Nesterov
-from diloco.core.quorum import AllLive
+from diloco.core.rounds import AllLive
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames

@@ -12,9 +12,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from diloco.core.choices import Choice
 from diloco.core.codecs import Codec
 from diloco.core.method import Method
-from diloco.core.values import Choice
 from studies import world
 from studies.world import LR
 
@@ -97,7 +97,7 @@ def _sparse(value: Any) -> Any:
 
 def in_flight_at_the_end(method: Method) -> bool:
     """Whether the run has a newer global model at its last step than its learners have adopted."""
-    return method.quorum.scheduled and method.overlap > 0
+    return method.quorum.needs_syncer is None and method.overlap > 0
 
 
 @dataclass(frozen=True)

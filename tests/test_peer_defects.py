@@ -34,7 +34,7 @@ ELSEWHERE = {
     "liveness is reported where participation was meant": "syncer/test_metrics.py::test_a_merge_shows_who_took_part",
     "bulk transfers starve the heartbeats": "syncer/test_engine.py::test_a_slow_disk_holds_up_no_sign_of_life",
     "fixed time-outs kill the faster learner": "core/test_syncer_core.py::test_deadlines_are_measured_in_steps_within_a_floor_and_a_cap",
-    "learners block after an upload": "test_learner_events.py::test_it_waits_only_for_what_is_due_and_says_so",
+    "learners block after an upload": "learner/test_learner_events.py::test_it_waits_only_for_what_is_due_and_says_so",
     "a joiner sends zeros that count in the divisor": "exchange/test_torchft.py::test_a_joiner_is_healed_and_takes_part",
     "a joiner delays everybody": "core/test_syncer_core.py::test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time",
     "after failed exchanges each applies its own gradient": "exchange/test_collective.py::test_a_killed_learner_is_an_error_for_the_others",

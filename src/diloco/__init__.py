@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         SparseLoCo,
         StreamingDiLoCo,
     )
-    from diloco.core.quorum import AllLive, Called, Pushed
+    from diloco.core.rounds import AllLive, Called, Pushed
     from diloco.errors import DilocoError
     from diloco.exchange.collective import Collective
     from diloco.exchange.local import run_local
@@ -82,7 +82,7 @@ _MODULES = {
         "DecoupledDiLoCo",
         "AsyncDiLoCo",
     ),
-    "diloco.core.quorum": ("AllLive", "Called", "Pushed"),
+    "diloco.core.rounds": ("AllLive", "Called", "Pushed"),
     "diloco.core.fragments": ("Whole", "ByLayer", "Balanced", "Named"),
     "diloco.core.outer": ("SGD", "Nesterov", "DelayedNesterov", "Adam"),
     "diloco.core.merges": (

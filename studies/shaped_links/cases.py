@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from diloco.core.quorum import Called
+from diloco.core.rounds import Called
 from diloco.planning.models import Workload
 from diloco.planning.network import Network, Path
 from diloco.planning.rounds import Exchange

@@ -8,10 +8,10 @@ from copy import deepcopy
 
 import pytest
 
-from diloco.core.flights import Send
+from diloco.core.contribution import MISSED, OUT_OF_STEP, OUTLIER, TWICE
+from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
 from diloco.core.schedule import Schedule
-from diloco.core.update import MISSED, OUT_OF_STEP, OUTLIER, TWICE
 from diloco.errors import CheckpointError, VersionError
 
 

@@ -8,12 +8,12 @@ from copy import deepcopy
 
 import pytest
 
+from diloco.core.contribution import OUT_OF_STEP, Contribution
 from diloco.core.ledger import Ledger, total
 from diloco.core.members import Member
 from diloco.core.presets import DiLoCo
 from diloco.core.rounds import Accept, Action, Evict, Reject
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import OUT_OF_STEP, Contribution
 
 
 def test_what_is_not_merged_discarded_or_lost_is_pending() -> None:

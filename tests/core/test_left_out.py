@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from diloco.core.contribution import DROPPED, OUTLIER, Contribution
 from diloco.core.method import Method
 from diloco.core.presets import DecoupledDiLoCo, DiLoCo
-from diloco.core.quorum import AllLive, Called
-from diloco.core.rounds import Accept, Merge, Publish, Reject, Store
+from diloco.core.rounds import Accept, AllLive, Called, Merge, Publish, Reject, Store
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import DROPPED, OUTLIER, Contribution
 
 NEARLY_ALL = 1 - 2**-40
 

@@ -38,7 +38,7 @@ from diloco.core.presets import (
     StreamingDiLoCo,
     method_from_table,
 )
-from diloco.core.quorum import AllLive, Called, Pushed
+from diloco.core.rounds import AllLive, Called, Pushed
 from diloco.core.update import advance, close_round
 from diloco.errors import ConfigError
 

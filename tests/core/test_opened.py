@@ -6,14 +6,28 @@ from dataclasses import replace
 
 import pytest
 
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Whole
 from diloco.core.method import Method
 from diloco.core.outer import DelayedNesterov
 from diloco.core.presets import DecoupledDiLoCo
-from diloco.core.quorum import Called, Pace, Pushed, Quorum, decide_open, quorum_from_dict
-from diloco.core.rounds import Accept, Action, Call, Merge, Publish, Reject, Store, WakeAt
+from diloco.core.rounds import (
+    Accept,
+    Action,
+    Call,
+    Called,
+    Merge,
+    Publish,
+    Pushed,
+    Reject,
+    Store,
+    WakeAt,
+    quorum_from_dict,
+)
+from diloco.core.rounds.base import Quorum
+from diloco.core.rounds.called import Pace
+from diloco.core.rounds.late import decide_open
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import Contribution
 from diloco.errors import ConfigError
 
 NO_GRACE = Called(at_least=1, grace=0.0)

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from diloco.core.quorum import AllLive, decide, quorum_from_dict
+from diloco.core.rounds import AllLive, quorum_from_dict
+from diloco.core.rounds.scheduled import decide
 from diloco.errors import ConfigError
 
 NOW = 10.0

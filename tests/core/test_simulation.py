@@ -9,7 +9,7 @@ from diloco.core.adopt import KeepDisplacement
 from diloco.core.method import Method
 from diloco.core.outer import Nesterov
 from diloco.core.presets import AsyncDiLoCo, DecoupledDiLoCo, StreamingDiLoCo
-from diloco.core.quorum import AllLive, Called, Pushed
+from diloco.core.rounds import AllLive, Called, Pushed
 
 WEATHERS = {
     "kills": Weather(kills=0.02),

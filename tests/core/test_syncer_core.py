@@ -9,14 +9,13 @@ from typing import TypeVar
 
 import pytest
 
+from diloco.core.contribution import Contribution
 from diloco.core.ledger import Ledger
 from diloco.core.members import Deadlines, Member
 from diloco.core.presets import DiLoCo, StreamingDiLoCo
-from diloco.core.quorum import AllLive
-from diloco.core.rounds import Accept, Action, Evict, Merge, Publish, Reject, Store, WakeAt
+from diloco.core.rounds import Accept, Action, AllLive, Evict, Merge, Publish, Reject, Store, WakeAt
 from diloco.core.status import status_of
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import Contribution
 from diloco.errors import ConfigError, StaleIncarnationError, VersionError
 
 A = TypeVar("A", bound=Action)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import diloco
 from diloco.core.method import Method
-from diloco.core.quorum import Called
+from diloco.core.rounds import Called
 from diloco.errors import ConfigError
 from diloco.exchange.delivery import Fault
 from diloco.exchange.local import Local, Lost, run_virtual
@@ -169,7 +169,7 @@ def resuming(method: Method, steps: int, taken: Taken, saved: dict[int, Any]) ->
                 before = exchange.state_dict()
                 taken.exact.append(learner.load_state_dict(saved[index]["learner"]))
                 after = exchange.state_dict()
-                taken.moved += ["clock"] if after["clock"] != before["clock"] else []
+                taken.moved += ["clock"] if after["rounds"]["run"] != before["rounds"]["run"] else []
                 for key in ("version", "theta"):
                     old, new = (each["fragments"]["0"][key] for each in (before, after))
                     taken.moved += [] if torch.equal(torch.as_tensor(old), torch.as_tensor(new)) else [key]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.core.quorum import Called
+from diloco.core.rounds import Called
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.planning.models import PRESETS, Workload

@@ -11,7 +11,7 @@ import torch
 
 import diloco
 from diloco.core.method import Method
-from diloco.core.quorum import Called
+from diloco.core.rounds import Called
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.world import Run, World
 from diloco.planning.rounds import CalledRounds, Exchange

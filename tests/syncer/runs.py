@@ -16,7 +16,7 @@ from torch import nn
 
 import diloco
 from diloco.core.fragments import Layout, make_layout
-from diloco.core.quorum import AllLive
+from diloco.core.rounds import AllLive
 from diloco.exchange.base import Exchange
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb

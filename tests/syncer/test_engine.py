@@ -19,8 +19,8 @@ from tests.syncer.test_faults import syncer_process, until
 
 import diloco
 from diloco import events
+from diloco.core.contribution import Contribution
 from diloco.core.members import Deadlines
-from diloco.core.update import Contribution
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of

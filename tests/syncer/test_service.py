@@ -16,9 +16,9 @@ from tests.syncer.runs import RUN, Net, Raw, layout, method, start, train
 
 import diloco
 from diloco import errors, events
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import make_layout
 from diloco.core.members import Deadlines
-from diloco.core.update import Contribution
 from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.values import Choice, choice_from_dict, fraction
+from diloco.core.choices import Choice, choice_from_dict, fraction
 from diloco.errors import LayoutError
 
 

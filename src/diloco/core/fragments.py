@@ -17,8 +17,8 @@ from typing import Literal
 
 from torch import nn
 
+from diloco.core.choices import Choice, choice_from_dict, whole_number
 from diloco.core.layout import Fragment, Layout, Placement, TensorSpec, digest, gather, place, scatter, spec_of
-from diloco.core.values import Choice, choice_from_dict, whole_number
 from diloco.errors import ConfigError
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""Where every trained token went. Per fragment, a token is pending, merged, discarded (with a reason) or lost with its learner."""
+"""Where every trained token went. Per fragment, a token is pending, merged, discarded (with a reason) or lost with its
+learner."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from dataclasses import dataclass, field
 class Ledger:
     """One learner's tokens for one fragment.
 
-    trained = pending + merged + Σ discarded + lost, always: pending is what the other three leave, and none may exceed trained.
+    trained = pending + merged + Σ discarded + lost, always: pending is what the other three leave, and none may exceed
+    trained.
     """
 
     trained: int = 0

@@ -1,25 +1,24 @@
-"""Who takes part in a run, as its syncer sees it, and when it is given up."""
+"""Membership of a run, as its syncer sees it, and the deadlines of its members."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from diloco.core.values import positive
+from diloco.core.choices import positive
 from diloco.errors import ConfigError
 
 
 @dataclass
 class Member:
-    """A learner that is not given up.
+    """A learner that takes part: it joined, and neither left nor was evicted.
 
     Attributes:
+        overlap: τ, inner steps between its sends and applications; None: the method's.
         broken_at: when its connection broke; None: it was heard since.
-        ready: it has trained since it joined, and will go on; one that is still starting up delays nobody.
+        ready: it has trained since it joined, and will go on; one that is still starting up delays no round.
         finished: it has said that its training is over. It is never ready again, and never stalled.
         ready_step: the inner step known when it became ready: it may have passed that one without contributing.
         tokens: trained by this incarnation.
-        sent_step: by fragment, the inner step after which it last contributed, or joined.
-        sent_work: by fragment, tokens and steps of its last contribution.
     """
 
     learner: str
@@ -27,6 +26,7 @@ class Member:
     step: int
     seen_at: float
     progressed_at: float
+    overlap: int | None = None
     step_s: float | None = None
     waiting: bool = False
     connected: bool = True
@@ -35,8 +35,6 @@ class Member:
     finished: bool = False
     ready_step: int = 0
     tokens: int = 0
-    sent_step: dict[int, int] = field(default_factory=dict)
-    sent_work: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def healthy(self) -> bool:
@@ -44,7 +42,8 @@ class Member:
         return self.connected and self.ready
 
     def heard(self, now: float, step: int, tokens: int) -> int:
-        """It lives, at this step; returns how many steps that is further. Tokens are reported per incarnation and only ever grow."""
+        """It lives, at this step; returns how many steps that is further. Tokens are reported per incarnation and only
+        ever grow."""
         self.seen_at, self.connected, self.broken_at = now, True, None
         if self.tokens == 0 < tokens:  # its first steps, from wherever it started
             self.step = min(self.step, step - 1)
@@ -62,13 +61,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """When a silent learner is given up: a multiple of its own measured step time, within a floor and a cap.
+    """When a silent learner is evicted: a multiple of its own measured step time, within a floor and a cap.
 
     Attributes:
         lost_steps, lost_floor_s, lost_cap_s: nothing was heard of it (no heartbeat) for this many of its steps.
-        reconnect_steps, reconnect_floor_s: its connection has broken, as it does when the process dies, and it did not come back for
-            this many of its steps; never more than silence gives it.
-        stalled_steps, stalled_floor_s, stalled_cap_s: heartbeats arrive, but no step was taken, and it does not wait for an answer.
+        reconnect_steps, reconnect_floor_s: its connection has broken, as it does when the process dies, and it did not
+            come back for this many of its steps; never more than silence gives it.
+        stalled_steps, stalled_floor_s, stalled_cap_s: heartbeats arrive, but no step was taken, and it does not wait
+            for an answer.
     """
 
     lost_steps: float = 20.0

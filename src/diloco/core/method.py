@@ -2,10 +2,10 @@
 
     question                                          fields of `Method`
     how is the model cut?                             fragments
-    when is a fragment sent, when is it applied?      sync_every H, overlap τ, offsets, wait, dynamic_steps
+    when is a fragment sent, when is it applied?      sync_every H, overlap τ, offsets, wait
     what goes on the wire?                            exchanged, up, down, error_feedback
     how much does each contribution count?            weight
-    who calls a merge, and who must be in it?         quorum
+    how are rounds called, and who must be in one?    quorum
     how are contributions merged?                     screen, merge, partial
     what does the global model do with the result?    outer, outer_at
     what does a learner do with the answer?           adopt
@@ -17,17 +17,19 @@ A method has no behaviour of its own: the state machines (`core.learner`, `core.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from diloco.core.adopt import Adopt, Eager, Replace, adopt_from_dict
+from diloco.core.choices import fraction, nearest
 from diloco.core.codecs import FP32, Codec, codec_from_name
 from diloco.core.fragments import Fragmentation, Whole, fragmentation_from_dict
 from diloco.core.merges import HeLoCo, Mean, Merge, Screen, merge_from_dict, screen_from_dict
 from diloco.core.outer import SGD, DelayedNesterov, Outer, outer_from_dict
-from diloco.core.quorum import AllLive, Called, Pushed, Quorum, quorum_from_dict
+from diloco.core.rounds import quorum_from_dict
+from diloco.core.rounds.base import Quorum, Rules
+from diloco.core.rounds.scheduled import AllLive
 from diloco.core.schedule import Schedule, SyncEvery, sync_every_of
-from diloco.core.values import fraction, nearest
 from diloco.core.weights import WEIGHTS
 from diloco.errors import ConfigError
 
@@ -57,24 +59,26 @@ class Method:
             `"parameters"`: as outer gradients, for a method that stands for plain parameter averaging at every step
             and is refused under a stateful inner optimizer.
         fragments: how the model is cut.
-        sync_every: H, inner steps between two sends of one fragment; pairs (from_step, H) where it changes over the run.
-        overlap: τ, inner steps between sending a fragment and applying the answer. Where the syncer calls it only sizes the grace
-            window.
+        sync_every: H, inner steps between two sends of one fragment; pairs (from_step, H) where it changes over the
+            run.
+        overlap: τ, inner steps between sending a fragment and applying the answer. Where the syncer calls it only sizes
+            the grace window.
         offsets: o_p, one per fragment; fragment p is sent after inner steps t ≡ o_p (mod H). None: (p+1)·H/P.
         wait: True: a learner blocks when an answer is due and not there. False: it goes on and adopts it when it comes.
-        dynamic_steps: where learners push, each takes ⌊v/v_max · H⌋ inner steps between two pushes, v its measured speed (DyLU).
-        up, down: codecs towards the merge and back. A lossy `down` carries the encoded change of the global fragment, or the
-            encoded outer gradient where the outer optimizer is on the learners.
-        error_feedback: β; a learner adds β times what its last encodings lost to its next contribution. 0 (False): it does not.
-        weight: how much a contribution counts: "uniform", "tokens", "tokens^2/steps", "discounted" (tokens, by staleness).
-        quorum: who calls a merge, and who must be in it.
+        up, down: codecs towards the merge and back. A lossy `down` carries the encoded change of the global fragment,
+            or the encoded outer gradient where the outer optimizer is on the learners.
+        error_feedback: β; a learner adds β times what its last encodings lost to its next contribution. 0 (False): it
+            does not.
+        weight: how much a contribution counts: "uniform", "tokens", "tokens^2/steps", "discounted" (tokens, by
+            staleness).
+        quorum: how rounds are called, and which learners must be in one (`core.rounds`).
         screen: which contributions are refused for their norm before the merge; None: none.
         merge: how contributions become one outer gradient.
-        partial: "full": the merged outer gradient as it is. "scale": times contributing ÷ live weight, so that part of the learners
-            moves the model by their part.
+        partial: "full": the merged outer gradient as it is. "scale": times contributing ÷ live weight, so that part of
+            the learners moves the model by their part.
         outer: what the global model does with it.
-        outer_at: "syncer": once, and the new global fragment is published. "learners": the merged outer gradient is published, and
-            everybody takes the outer step.
+        outer_at: "syncer": once, and the new global fragment is published. "learners": the merged outer gradient is
+            published, and everybody takes the outer step.
         adopt: what a learner does with a new global fragment.
     """
 
@@ -86,7 +90,6 @@ class Method:
     overlap: int = 0
     offsets: tuple[int, ...] | None = None
     wait: bool = True
-    dynamic_steps: bool = False
     up: Codec = FP32()
     down: Codec = FP32()
     error_feedback: float = 0.0
@@ -112,9 +115,8 @@ class Method:
             if not isinstance(getattr(self, name), kind):
                 kinds = ", ".join(f"{each.__name__}(…)" for each in _leaves(kind))
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; use one of {kinds}.")
-        for name in ("wait", "dynamic_steps"):
-            if type(getattr(self, name)) is not bool:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; use true or false.")
+        if type(self.wait) is not bool:
+            raise ConfigError(f"wait is {self.wait!r}; use true or false.")
         object.__setattr__(self, "sync_every", sync_every_of(self.sync_every))
         object.__setattr__(self, "offsets", None if self.offsets is None else tuple(self.offsets))
         object.__setattr__(self, "error_feedback", _feedback(self.error_feedback))
@@ -132,13 +134,11 @@ class Method:
 
     def _contradictions(self) -> tuple[tuple[bool, str], ...]:
         """Options that would have no effect, or not theirs, together."""
-        quorum = type(self.quorum).__name__
         periods = [self.sync_every] if isinstance(self.sync_every, int) else [every for _, every in self.sync_every]
         return (
+            *self.quorum.contradictions(self),
             (self.overlap > min(periods) and self.outer_at == "syncer",
              f"overlap={self.overlap} exceeds sync_every={min(periods)}; an overlap is at most one period unless outer_at='learners'."),
-            (self.outer_at == "learners" and not self.quorum.scheduled,
-             f"outer_at='learners' needs a schedule that all learners follow, not {quorum}; use AllLive."),
             (self.outer_at == "learners" and not isinstance(self.adopt, Replace | Eager),
              f"outer_at='learners' needs adopt=Replace() or Eager(), not {self.adopt}."),
             (isinstance(self.adopt, Eager) and self.outer_at == "syncer",
@@ -149,26 +149,14 @@ class Method:
              "Eager() replaces its own part of a mean; use merge=Mean() and no screen."),
             (isinstance(self.adopt, Eager) and not self.wait,
              "Eager() steps with the answer that is due; use wait=True."),
-            (isinstance(self.quorum, Pushed) and self.overlap > 0,
-             f"overlap={self.overlap} has no effect where learners push: each adopts an answer when it has come; use overlap=0."),
-            (isinstance(self.quorum, Called) and self.wait,
-             "a learner cannot wait for an answer that the syncer calls for; use wait=False with Called()."),
-            (self.partial == "scale" and self.quorum.scheduled,
-             "partial='scale' is for Called() and Pushed(); a scheduled round takes the mean of those present."),
             (self.partial == "scale" and isinstance(self.outer, DelayedNesterov),
              "DelayedNesterov divides by its buffer, and partial='scale' divides once more; use partial='full' with it."),
             (self.outer.one_at_a_time and self.quorum.at_least > 1,
              f"{type(self.outer).__name__}() takes outer gradients one at a time, and {self.quorum} waits for several; use at_least=1."),
             (self.weight != "uniform" and not self.merge.weighted,
              f"{type(self.merge).__name__}() counts every learner the same; use weight='uniform' with it, not {self.weight!r}."),
-            (self.dynamic_steps and not isinstance(self.quorum, Pushed),
-             f"dynamic_steps lets learners push at their own pace; use quorum=Pushed(), not {quorum}."),
             (isinstance(self.merge, HeLoCo) and self.outer.momentum_of(self.outer.init(0)) is None,
              f"HeLoCo() corrects towards the outer momentum, and {self.outer} has none."),
-            (isinstance(self.quorum, AllLive) and self.quorum.drop > 0 and self.overlap > 0,
-             f"AllLive(drop={getattr(self.quorum, 'drop', 0)}) needs overlap=0, not {self.overlap}."),
-            (self.adopt.needs_origin and not (self.overlap or not self.quorum.scheduled),
-             "KeepDisplacement() keeps the work of an overlap, and there is none; set overlap."),
         )  # fmt: skip
 
     def _require_plain_averaging(self) -> None:
@@ -199,6 +187,37 @@ class Method:
             ConfigError: another number of offsets.
         """
         return Schedule(self.sync_every, num_fragments, self.overlap, self.offsets)
+
+    def with_own_overlap(self, overlap: int) -> Method:
+        """The method as a learner follows it that overlaps τ = `overlap` inner steps, whatever the others do.
+
+        Replicas of different speed may overlap different numbers of steps (Streaming DiLoCo, arXiv 2501.18512).
+
+        Raises:
+            ConfigError: the method's learners have no overlap of their own, or it is not one that they could all have.
+        """
+        if not self.quorum.has_own_overlaps or self.outer_at == "learners" or self.exchanged != "outer gradients":
+            raise ConfigError(
+                f"overlap={overlap} of one learner's own has no meaning with {self.name}; drop it, or use a method whose "
+                "rounds are scheduled and whose outer step is on the syncer."
+            )
+        return replace(self, overlap=overlap)
+
+    def rules(self, num_fragments: int) -> Rules:
+        """What the state machines know of the method, for a model that was cut into `num_fragments` fragments.
+
+        Raises:
+            ConfigError: another number of offsets.
+        """
+        return Rules(
+            self.quorum, self.schedule(num_fragments), self.weight, self.partial, self.wait, self.adopt.keeps_pending,
+            self.outer.one_at_a_time,
+        )  # fmt: skip
+
+    @property
+    def keeps_overlap(self) -> bool:
+        """Whether adoption keeps the work of an overlap, measured from the parameters as they were sent."""
+        return self.adopt.needs_origin
 
     @property
     def needs_whole_fragments(self) -> bool:

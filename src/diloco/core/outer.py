@@ -22,8 +22,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from diloco.core.choices import Choice, choice_from_dict, fraction, positive, whole_number
 from diloco.core.elementwise import blocks
-from diloco.core.values import Choice, choice_from_dict, fraction, positive, whole_number
 from diloco.errors import ConfigError, LayoutError
 
 State = dict[str, Tensor]

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from diloco.core.adopt import Adopt, Eager, Mix, Replace
+from diloco.core.choices import nearest, whole_number
 from diloco.core.codecs import Codec, codec_from_name
 from diloco.core.fragments import Balanced, ByLayer, Whole
 from diloco.core.merges import Mean, RadialDirectional, SenderMean
 from diloco.core.method import Method, Partial, check_keys, parse_answer
 from diloco.core.outer import SGD, DelayedNesterov, Nesterov
-from diloco.core.quorum import AllLive, Called, Pushed, Quorum
+from diloco.core.rounds import AllLive, Called, Pushed
+from diloco.core.rounds.base import Quorum
 from diloco.core.schedule import SyncEvery
-from diloco.core.values import nearest, whole_number
 from diloco.errors import ConfigError
 
 
@@ -216,7 +218,7 @@ def DecoupledDiLoCo(
 
 
 def AsyncDiLoCo(
-    *, learners: int = 4, sync_every: int = 50, dynamic_steps: bool = True, fragments: Any = None, codec: Any = "fp32",
+    *, learners: int = 4, sync_every: int = 50, dynamic_steps: bool | None = None, fragments: Any = None, codec: Any = "fp32",
     outer: Any = None, error_feedback: float = False, weight: str = "tokens", quorum: Any = None, merge: Any = None,
     partial: Partial = "full", adopt: Any = None, wait: bool = False,
 ) -> Method:  # fmt: skip
@@ -225,7 +227,9 @@ def AsyncDiLoCo(
         on the s-th arriving outer gradient g (N = `learners`): buffer += g
             s mod N = 0:  m ← β·m + buffer/N;  Θ ← Θ − lr·((1 − cN + c)·β·m + g/N);  buffer = 0
             otherwise:    Θ ← Θ − lr·(c·β·m + g/N)
-        learner w takes ⌊v_w / max v · H⌋ inner steps between two pushes (`dynamic_steps`), v its measured speed
+        learner w takes ⌊v_w / max v · H⌋ inner steps between two pushes, v its measured speed
+
+    `dynamic_steps` says whether it does; None: as `quorum` says, and without one it does.
 
     `merge=HeLoCo(…)` corrects each outer gradient towards the outer momentum and damps it by age (arXiv 2606.00271).
 
@@ -234,9 +238,12 @@ def AsyncDiLoCo(
     Reference: Liu et al. 2024, Asynchronous Local-SGD Training for Language Modeling, arXiv 2401.09135.
     """
     whole_number("learners", learners, minimum=1)
+    quorum = _or(quorum, Pushed(dynamic_steps=True))
+    if dynamic_steps is not None:
+        quorum = replace(quorum, dynamic_steps=dynamic_steps)
     return _method(
         "AsyncDiLoCo", "arXiv 2401.09135", codec, fragments=_or(fragments, Whole()), sync_every=sync_every, wait=wait,
-        dynamic_steps=dynamic_steps, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, Pushed()),
+        error_feedback=error_feedback, weight=weight, quorum=quorum,
         merge=_or(merge, Mean()), partial=partial, outer=_or(outer, DelayedNesterov(lr=0.7, momentum=0.9, buffer=learners)),
         adopt=_or(adopt, Replace()),
     )  # fmt: skip

@@ -7,14 +7,14 @@ Inner steps count t = 1, 2, 3, …. With H = sync_every, P = num_fragments, τ =
 
 so every fragment is synchronised once in H steps, and a learner keeps training for τ steps while its outer gradient
 travels. Sends are spread evenly by default, o_p = ⌊(p + 1)·H / P⌋: with P = 1 that is DiLoCo, a synchronisation after
-H, 2H, … steps; with P > H several fragments are sent after one step. An offset of 0 is one of H. torchft's convention, which
-counts to the application, is o_p = (p + 1)·H / P − τ.
+H, 2H, … steps; with P > H several fragments are sent after one step. An offset of 0 is one of H. torchft's convention,
+which counts to the application, is o_p = (p + 1)·H / P − τ.
 
 At one boundary (after one inner step) sends come before applications: with τ = H a fragment's next outer gradient is
 measured before the answer to the previous one is applied.
 
-H may change over a run: `sync_every = ((0, 30), (1000, 100))` synchronises every 30 inner steps up to step 1000 and every 100 after
-it. Each piece starts counting at its first step.
+H may change over a run: `sync_every = ((0, 30), (1000, 100))` synchronises every 30 inner steps up to step 1000 and
+every 100 after it. Each piece starts counting at its first step.
 
 Where the outer optimizer is on the learners an overlap may be two intervals, τ = 2H (eager updates, arXiv 2502.12996).
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from math import floor
 from typing import ClassVar, NamedTuple, cast
 
-from diloco.core.values import whole_number
+from diloco.core.choices import whole_number
 from diloco.errors import ConfigError
 
 SyncEvery = int | tuple[tuple[int, int], ...]
@@ -37,7 +37,8 @@ MAX_INTERVALS_IN_FLIGHT = 2
 
 
 def sync_every_of(value: object) -> SyncEvery:
-    """Read H from what a run file or a caller gives: a number, or pairs of from_step and H in ascending order, the first from 0.
+    """Read H from what a run file or a caller gives: a number, or pairs of from_step and H in ascending order, the
+    first from 0.
 
     Raises:
         ConfigError: anything else.
@@ -73,10 +74,12 @@ class Due(NamedTuple):
 class Schedule:
     """The communication pattern of one learner.
 
-    sync_every: H ≥ 1, inner steps between two synchronisations of one fragment, or pieces of it (see above). num_fragments: P ≥ 1.
-    overlap: τ, 0 ≤ τ ≤ 2H, inner steps between sending and applying. offsets: one integer in 0..H per fragment (0 means H);
-    afterwards `offsets` holds the resolved ones of the first piece, in 1..H: the first inner step after which each fragment is sent.
-    When τ > H / P several fragments are in flight at once. Raises ConfigError when the numbers cannot work.
+    sync_every: H ≥ 1, inner steps between two synchronisations of one fragment, or pieces of it (see above).
+        num_fragments: P ≥ 1.
+    overlap: τ, 0 ≤ τ ≤ 2H, inner steps between sending and applying. offsets: one integer in 0..H per fragment (0 means
+    H); afterwards `offsets` holds the resolved ones of the first piece, in 1..H: the first inner step after which each
+    fragment is sent. When τ > H / P several fragments are in flight at once. Raises ConfigError when the numbers cannot
+    work.
 
     >>> schedule = Schedule(sync_every=6, num_fragments=2, overlap=1)
     >>> schedule.offsets
@@ -110,7 +113,11 @@ class Schedule:
     @property
     def intervals_in_flight(self) -> int:
         """How many answers to a fragment may still be on their way when its next outer gradient is sent."""
-        return max(self.overlap // every for _, every in self._pieces)
+        return self.intervals_in(self.overlap)
+
+    def intervals_in(self, overlap: int) -> int:
+        """How many whole intervals an overlap has."""
+        return max(overlap // every for _, every in self._pieces)
 
     def sync_every_at(self, step: int) -> int:
         """H after inner step `step`."""

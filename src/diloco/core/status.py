@@ -14,7 +14,7 @@ def status_of(core: SyncerCore, now: float) -> dict[str, Any]:
         m.learner: {
             "incarnation": m.incarnation,
             "step": m.step,
-            "tokens": core.books.ledgers[m.learner][0].trained,
+            "tokens": core.accounting.accounts[m.learner].ledgers[0].trained,
             "healthy": m.healthy,
             "waiting": m.waiting,
             "step_s": m.step_s,
@@ -26,18 +26,22 @@ def status_of(core: SyncerCore, now: float) -> dict[str, Any]:
     fragments = []
     for index, state in enumerate(core.fragments):
         decision = core.decision(now, index)
-        round_ = state.rounds.get(state.version)
+        if state.closing is None:
+            contributed, members = core.rounds.round_of(index)
+        else:
+            contributed = list(dict.fromkeys(c.learner for c in state.closing.contributions))
+            members = sorted(state.closing.members)
+        waits = "no contribution yet" if state.phase == "open" else state.phase
+        ledgers = [account.ledgers[index] for account in core.accounting.accounts.values()]
         fragments.append(
             {
                 "fragment": index,
                 "version": state.version,
                 "phase": state.phase,
-                "contributed": sorted(round_.contributions) if round_ else [],
-                "members": sorted(round_.members) if round_ else [],
-                "reason": decision.reason
-                if decision
-                else ("no contribution yet" if state.phase == "open" else state.phase),
-                "ledger": total(each[index] for each in core.books.ledgers.values()).as_dict(),
+                "contributed": list(contributed),
+                "members": list(members),
+                "reason": decision.reason if decision else waits,
+                "ledger": total(ledgers).as_dict(),
             }
         )
-    return {"step": core.step, "tokens": core.books.run_tokens, "learners": learners, "fragments": fragments}
+    return {"step": core.step, "tokens": core.accounting.run_tokens, "learners": learners, "fragments": fragments}

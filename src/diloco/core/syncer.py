@@ -1,27 +1,39 @@
-"""What a syncer does when: sans-I/O bookkeeping of members, rounds and versions.
+"""What a syncer does when: sans-I/O bookkeeping of members, versions and contributions.
 
-    events:   joined · left · heartbeat · disconnected · contributed · merged · stored · tick        (each with the time)
-    actions:  Accept · Reject · Call · Merge · Store · Publish · Evict · WakeAt                      (values, carried out by the caller)
+    events:   joined · left · heartbeat · disconnected · contributed · merged · abandoned · stored · recorded · tick     (with the time)
+    actions:  Accept · Reject · MergeRound · PersistVersion · PersistRecord · Publish · Tell · Evict · WakeAt            (`core.actions`)
 
-The life of a round: contributions come in; when `decide()` says so it is merged; the result is stored; only then is it published
-and visible. Who opens a round, who belongs to it and what becomes of late work is in `core.scheduled` for rounds that all learners
-contribute to by schedule, and in `core.opened` for those that nobody blocks on.
+How rounds are called is the method's (`core.rounds`): its half at the syncer says which round a contribution goes into,
+and when a round is closed. What all ways have in common is here. A closed round is merged; the result is stored; only
+then is it published. A contribution is open until it has a verdict, and a verdict is told once it is durable
+(`core.accounting`).
 
-No tensor, clock, socket or thread is in here. `exchange.local` and the syncer process drive it, in lock step or under a lock.
+No tensor, clock, socket or thread is in here; a driver carries the actions out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from diloco.core import opened, scheduled
-from diloco.core.books import Books
-from diloco.core.ledger import Ledger
+from diloco.core.accounting import Accounting
+from diloco.core.actions import (
+    Accept,
+    Action,
+    Evict,
+    MergeRound,
+    PersistRecord,
+    PersistVersion,
+    Publish,
+    Record,
+    Reject,
+    Tell,
+    WakeAt,
+)
+from diloco.core.contribution import OUTLIER, Contribution, Standing, Verdict
 from diloco.core.members import Deadlines, Member
-from diloco.core.method import Method
-from diloco.core.quorum import Decision, Pace
-from diloco.core.rounds import Accept, Action, Evict, FragmentState, Merge, Publish, Reject, Round, Store, WakeAt
-from diloco.core.update import MISSED, OUTLIER, Contribution
+from diloco.core.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.core.weights import merge_weights, weights_of
 from diloco.errors import StaleIncarnationError, VersionError
 
@@ -30,78 +42,102 @@ class SyncerCore:
     """The bookkeeping of one run.
 
     Arguments:
-        method: the run's.
+        rules: the run's method, as the state machines know it.
         versions: the version of each fragment.
-        deadlines: when a silent learner is given up.
-        roster: learners that were live before a restart; they have until their deadline to come back, and rounds wait for them.
-        incarnations: the last incarnation given to each learner ever.
-        ledgers: as `books.durable_ledgers` said, stored together with the roster.
+        deadlines: when a silent learner is evicted.
+        step: the inner step after which the run begins.
+
+    Attributes:
+        members: learners that take part, by id.
+        fragments: the rounds' phases, by fragment.
+        accounting: tokens and verdicts of all learners ever.
+        rounds: the syncer's half of the method's way of calling rounds.
         step: the highest inner step known.
-        round_steps: per fragment, after which inner step the contributions to its version were sent, as `round_steps` said; None: the
-            run begins here, after `step`.
-        clock: the run clock, as `clock` said.
-        merged_rounds: as `books.durable_merged_rounds` said.
     """
 
     def __init__(
-        self,
-        method: Method,
-        versions: Sequence[int],
-        *,
-        deadlines: Deadlines | None = None,
-        roster: Sequence[Member] = (),
-        incarnations: Mapping[str, int] | None = None,
-        ledgers: Mapping[str, Sequence[Ledger]] | None = None,
-        step: int = 0,
-        round_steps: Sequence[int] | None = None,
-        clock: float = 0.0,
-        merged_rounds: Mapping[str, Sequence[tuple[int, int]]] | None = None,
-    ) -> None:
-        self.method = method
-        self.schedule = method.schedule(len(versions))
-        self.clock = clock
-        """The run clock: inner steps that an average live learner has taken. It paces the rounds that the syncer calls."""
-        self.pace = Pace()
+        self, rules: Rules, versions: Sequence[int], *, deadlines: Deadlines | None = None, step: int = 0
+    ) -> None:  # fmt: skip
+        self.rules = rules
         self.deadlines = deadlines or Deadlines()
-        self.fragments = [
-            FragmentState(version, step=sent, turn=opened.next_turn(self, index))
-            for index, (version, sent) in enumerate(zip(versions, round_steps or [step] * len(versions), strict=True))
-        ]
-        self.members: dict[str, Member] = {member.learner: member for member in roster}
-        self.incarnations: dict[str, int] = dict(incarnations or {})
         self.step = step
-        self.books = Books(
-            self.fragments, ledgers=ledgers or {}, merged_rounds=merged_rounds or {},
-            alive={member.learner: member.tokens for member in roster},
-        )  # fmt: skip
+        self.members: dict[str, Member] = {}
+        self.fragments = [FragmentState(version, step) for version in versions]
+        self.accounting = Accounting(len(self.fragments))
+        self.rounds = rules.quorum.syncer_rounds(self)
+        self._serial = 0
+        self._wants_record = False
 
-    def wind(self, clock: float) -> None:
-        """Set the run clock (of a checkpoint), and every fragment's next turn by it."""
-        self.clock = clock
-        for index, state in enumerate(self.fragments):
-            state.turn = opened.next_turn(self, index)
+    # --- saving -----------------------------------------------------------------------------------------------------------
+
+    def saved(self, storing: int | None = None) -> Record:
+        """All that must survive besides the tensors, as it is once the version of the fragment `storing` is published.
+
+        Open rounds are not in it: their contributions are sent again.
+        """
+        self._serial += 1
+        self._wants_record = False
+        steps = [state.step for state in self.fragments]
+        closing = self.fragments[storing].closing if storing is not None else None
+        if storing is not None and closing is not None:
+            steps[storing] = closing.step
+            version = self.fragments[storing].version + 1
+            accounts = self.accounting.saved(self._serial, closing.contributions, closing.rejected, version)
+        else:
+            accounts = self.accounting.saved(self._serial)
+        members = {
+            member.learner: {
+                "step": member.step,
+                "tokens": member.tokens,
+                "overlap": member.overlap,
+                "step_s": member.step_s,
+                "finished": member.finished,
+                "rounds": self.rounds.saved_of(member.learner),
+            }
+            for member in self.members.values()
+        }
+        values = {
+            "step": self.step,
+            "fragment_steps": steps,
+            "members": members,
+            "accounts": accounts,
+            "rounds": self.rounds.saved(),
+        }
+        return Record(self._serial, values)
+
+    def restore(self, now: float, values: Mapping[str, Any]) -> None:
+        """Continue from a record. Members have until their deadline to come back, and rounds wait for them."""
+        self.step = values["step"]
+        for state, step in zip(self.fragments, values["fragment_steps"], strict=True):
+            state.step = step
+        self.accounting.restore(values["accounts"], values["members"])
+        for learner, saved in values["members"].items():
+            incarnation = self.accounting.accounts[learner].incarnation
+            self.members[learner] = Member(
+                learner, incarnation, saved["step"], now, now, saved["overlap"], step_s=saved["step_s"], connected=False,
+                ready=not saved["finished"], finished=saved["finished"], tokens=saved["tokens"],
+            )  # fmt: skip
+            self.rounds.restore_of(learner, saved["rounds"])
+        self.rounds.restore(values["rounds"])
 
     # --- membership -------------------------------------------------------------------------------------------------------
 
-    def joined(self, now: float, learner: str, *, ready: bool = False) -> tuple[int, list[Action]]:
+    def joined(
+        self, now: float, learner: str, *, ready: bool = False, overlap: int | None = None
+    ) -> tuple[int, list[Action]]:
         """A new incarnation of a learner; returns its number. A live older incarnation is replaced.
 
-        `ready`: rounds wait for it from the start (membership is fixed), not only once it has trained.
+        `ready`: rounds wait for it from the start (membership is fixed), not only once it has trained. `overlap`: its
+        own τ, where that is not the method's.
         """
         actions: list[Action] = []
         if learner in self.members:
             actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
-        incarnation = self.incarnations.get(learner, 0) + 1
-        self.incarnations[learner] = incarnation
-        sent_step = dict.fromkeys(range(len(self.fragments)), self.step)
-        self.members[learner] = Member(learner, incarnation, self.step, now, now, ready=ready, sent_step=sent_step)
-        self.books.begin(learner)
+        incarnation = self.accounting.begin(learner)
+        self.members[learner] = Member(learner, incarnation, self.step, now, now, overlap, ready=ready)
+        self.rounds.joined(learner)
+        self._wants_record = True
         return incarnation, actions + self._look_again(now)
-
-    def start_step(self, learner: str) -> int:
-        """The inner step that a learner starts from which has not trained yet: the run's, or less where a round lacks learners."""
-        may_be_less = self.method.quorum.scheduled and self.members[learner].tokens == 0
-        return scheduled.start_step(self) if may_be_less else self.step
 
     def check(self, learner: str, incarnation: int) -> None:
         """Whether this incarnation may speak.
@@ -117,19 +153,27 @@ class SyncerCore:
 
     def heartbeat(
         self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool,
-        finished: bool = False,
+        finished: bool = False, settled: Sequence[int] = (),
     ) -> list[Action]:  # fmt: skip
-        """A sign of life. `tokens`: trained by this incarnation in all; `waiting`: it is blocked on an answer; `finished`: it takes no
-        more steps."""
+        """A sign of life.
+
+        Arguments:
+            tokens: trained by this incarnation in all.
+            step_s: seconds that an inner step takes; None: not measured.
+            waiting: the learner is blocked on an answer.
+            finished: it takes no more steps.
+            settled: per fragment, it knows the verdicts of all its contributions up to this number.
+        """
         self.check(learner, incarnation)
         member = self.members[learner]
         member.waiting, member.step_s = waiting, step_s or member.step_s
-        self._alive(now, member, step, tokens)
+        look = self._alive(now, member, step, tokens) or finished
         if finished:
             member.finished, member.ready = True, False
         if tokens > 0:
             member.trains(member.step)
-        look = waiting or finished or not self.method.quorum.scheduled
+        if settled:
+            self.accounting.confirm(learner, settled)
         return self._look_again(now) if look else self._wake(now)
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:
@@ -149,14 +193,23 @@ class SyncerCore:
         return self._look_again(now)
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed: give up learners whose deadline is over, and look at every open round again."""
+        """Time has passed: evict learners whose deadline is over, and look at every open round again."""
         actions: list[Action] = []
         for member in list(self.members.values()):
             if (reason := self.deadlines.passed(now, member)) is not None:
                 actions += self._evict(member.learner, reason, replaced=False)
         return actions + self._look_again(now)
 
-    # --- rounds -----------------------------------------------------------------------------------------------------------
+    def stood_still(self, seconds: float) -> None:
+        """The syncer did not run for this long: what learners said meanwhile is yet to be heard, so their deadlines
+        move."""
+        for member in self.members.values():
+            member.seen_at += seconds
+            member.progressed_at += seconds
+            if member.broken_at is not None:
+                member.broken_at += seconds
+
+    # --- contributions ----------------------------------------------------------------------------------------------------
 
     def contributed(self, now: float, c: Contribution) -> list[Action]:
         """A complete, valid contribution is here; the first action answers it.
@@ -171,121 +224,136 @@ class SyncerCore:
             raise VersionError(
                 f"there is no fragment {c.fragment}; the run has fragments 0 to {len(self.fragments) - 1}."
             )
-        weights_of(self.method.weight, [c.tokens], [c.steps], [0])
+        weights_of(self.rules.weight, [c.tokens], [c.steps], [0])
         member = self.members[c.learner]
         self._alive(now, member, c.step, c.trained)
         member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
         member.trains(c.step - 1)
-        answer = (scheduled.answer if self.method.quorum.scheduled else opened.answer)(self, now, c)
-        if isinstance(answer, Accept):
-            member.sent_step[c.fragment], member.sent_work[c.fragment] = c.step, (c.tokens, c.steps)
-        return [answer, *self._look_again(now)]
+        if self.accounting.is_known(c):
+            return [Accept(c, duplicate=True), *self._look_again(now)]
+        reason = self.rounds.answer(now, c)
+        if reason is not None:
+            return [self._reject(c, reason), *self._look_again(now)]
+        self.accounting.acknowledge(c)
+        return [Accept(c, duplicate=False), *self._look_again(now)]
 
-    def merged(self, fragment: int, refused: Sequence[str] = ()) -> list[Action]:
-        """The tensor work of the fragment's round is done; its tokens count as merged in the ledgers that are stored with it.
+    def merged(self, now: float, fragment: int, refused: Sequence[str] = ()) -> list[Action]:
+        """The tensor work of the fragment's round is done.
 
         `refused`: learners whose contributions the method's screen left out.
         """
         state = self.fragments[fragment]
-        state.phase = "storing"
-        round_ = state.rounds[state.version]
-        round_.refuse(refused)
-        for c in round_.refused:
-            self.books.discard(c, OUTLIER)
-        self.books.merged(fragment, round_)
-        return [Store(fragment, state.version + 1)]
+        assert state.closing is not None
+        kept = tuple(c for c in state.closing.contributions if c.learner not in refused)
+        outliers = tuple((c, OUTLIER) for c in state.closing.contributions if c.learner in refused)
+        state.closing, state.phase = replace(state.closing, contributions=kept, rejected=outliers), "storing"
+        return [PersistVersion(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The round cannot be merged (its result is not finite): stay at the version, and reject what is in it or counts on it.
-
-        Learners count on rounds that the schedule calls. Where they do not, later rounds are merged in its place.
-        """
+        """The round cannot be merged (its result is not finite): stay at the version, and reject what is in it or
+        counts on it."""
         state = self.fragments[fragment]
-        failed = list(state.rounds.values()) if self.method.quorum.scheduled else [state.rounds[state.version]]
-        later = [round_ for round_ in state.rounds.values() if round_ not in failed]
-        for round_ in later:
-            round_.number -= 1
-        contributions = [c for round_ in failed for c in (*round_.everything, *round_.missed)]
-        state.rounds, state.phase = {round_.number: round_ for round_ in later}, "open"
-        for c in contributions:
-            self.books.discard(c, reason)
-        return [*(Reject(c, reason) for c in contributions), *self._look_again(now)]
+        assert state.closing is not None
+        closed, state.closing, state.phase = state.closing, None, "open"
+        failed = [*closed.contributions, *self.rounds.abandoned(fragment, closed)]
+        return [*(self._reject(c, reason) for c in failed), *self._look_again(now)]
 
-    def stored(self, now: float, fragment: int) -> list[Action]:
-        """The new version is durable: publish it, say who is not in it, and go on with the next round."""
+    def stored(self, now: float, fragment: int, serial: int) -> list[Action]:
+        """The new version and its record are durable: publish it, and go on with the next round."""
         state = self.fragments[fragment]
-        round_ = state.rounds.pop(state.version)
-        state.version, state.step, state.phase = state.version + 1, round_.step, "open"
-        self.books.published(fragment, round_)
+        assert state.closing is not None
+        closed, state.closing = state.closing, None
+        state.version, state.step, state.phase = state.version + 1, closed.step, "open"
+        for c in closed.contributions:
+            self.accounting.merge(c, state.version)
+        for c, reason in closed.rejected:
+            self.accounting.reject(c, reason, state.version, is_durable=True)
+        contributors = tuple(dict.fromkeys(c.learner for c in closed.contributions))
         for member in self.members.values():
-            member.waiting = member.waiting and member.learner not in round_.contributions
-        if round_.closed_at is not None:
-            self.pace.measured(sync_s=now - round_.closed_at)
-        contributors = tuple(sorted(round_.contributions))
-        rejects = [Reject(c, OUTLIER) for c in round_.refused] + [Reject(c, MISSED) for c in round_.missed]
-        for c in round_.missed:
-            self.books.discard(c, MISSED)
-        return [*rejects, Publish(fragment, state.version, contributors), *self._look_again(now)]
+            member.waiting = member.waiting and member.learner not in contributors
+        late = [self._reject(c, reason) for c, reason in self.rounds.stored(now, fragment, closed)]
+        self.accounting.recorded(serial)  # all learners are sent their standing anyway
+        return [*late, Publish(fragment, state.version, contributors), *self._look_again(now)]
 
-    def sync_every_of(self, learner: str) -> int:
-        """Inner steps between two pushes of this learner: ⌊v/v_max · H⌋ by measured speed where the method's steps are dynamic."""
-        every = self.schedule.sync_every_at(self.step + 1)
-        member = self.members.get(learner)
-        step_times = [each.step_s for each in self.members.values() if each.step_s]
-        if not self.method.dynamic_steps or member is None or not member.step_s:
-            return every
-        return max(1, int(min(step_times) / member.step_s * every))
+    def recorded(self, now: float, serial: int) -> list[Action]:
+        """The record with this serial number is durable: tell the learners that have verdicts in it."""
+        learners = sorted(self.accounting.recorded(serial) & self.members.keys())
+        return [Tell(tuple(learners))] if learners else []
+
+    # --- what stands ------------------------------------------------------------------------------------------------------
+
+    def standing(self, learner: str) -> Standing:
+        """What stands for one of the members."""
+        return Standing(
+            self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
+            self.rounds.sync_every(learner), tuple(state.version for state in self.fragments), self.rounds.calls(learner),
+            self.accounting.verdicts(learner),
+        )  # fmt: skip
+
+    def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
+        """What a learner has to know of its contributions to a fragment when it takes in a version of it."""
+        verdicts = self.accounting.verdicts(learner)
+        return tuple(each for each in verdicts if each.fragment == fragment and each.version <= version)
+
+    def start_step(self, learner: str) -> int:
+        """The inner step that a learner starts from which has not trained yet: the run's, or less where a round lacks
+        learners."""
+        start = self.rounds.start_step(learner) if self.members[learner].tokens == 0 else None
+        return self.step if start is None else start
 
     def decision(self, now: float, fragment: int) -> Decision | None:
         """Whether the fragment's open round is merged, and if not, why; None if none is open."""
-        if self.method.quorum.scheduled:
-            return scheduled.decision(self, now, fragment)
-        return opened.decision(self, now, fragment)
+        return self.rounds.decision(now, fragment) if self.fragments[fragment].phase == "open" else None
 
-    def lacks_learners(self, fragment: int) -> int | None:
-        """How many have contributed to the fragment's open round, where that is not enough and no other learner is waited for."""
-        state = self.fragments[fragment]
-        round_ = state.rounds.get(state.version)
-        if not self.method.quorum.scheduled or state.phase != "open" or round_ is None:
-            return None
-        return None if round_.members - round_.contributions.keys() else len(round_.contributions)
-
-    def _look_again(self, now: float) -> list[Action]:
-        before_decisions = scheduled.before_decisions if self.method.quorum.scheduled else opened.before_decisions
-        actions = before_decisions(self, now)
-        for index, state in enumerate(self.fragments):
-            decision = self.decision(now, index)
-            if decision is not None and decision.merge is not None:
-                state.phase = "merging"
-                round_ = state.rounds[state.version]
-                round_.closed_at = now
-                if self.method.quorum.scheduled:
-                    actions += scheduled.leave_out(self, round_)
-                actions.append(self._merge(index, round_))
-        return actions + self._wake(now)
-
-    def _merge(self, fragment: int, round_: Round) -> Merge:
-        everything = round_.everything
-        learners = sorted(round_.contributions)
-        each = [[c for c in everything if c.learner == learner] for learner in learners]
-        weights = merge_weights(
-            self.method.weight,
-            [sum(c.tokens for c in own) for own in each],
-            [sum(c.steps for c in own) for own in each],
-            [max(round_.number - c.base for c in own) for own in each],
-        )
-        scale = opened.scale(self, round_, weights)
-        return Merge(fragment, round_.number, everything, tuple(weights), scale)
-
-    def _wake(self, now: float) -> list[Action]:
-        """At the next deadline of anybody, whether a round waits for it or not, and at the end of the next grace window."""
-        times = [self.deadlines.ends_at(member) for member in self.members.values()]
-        if not self.method.quorum.scheduled:
-            decisions = (self.decision(now, fragment) for fragment in range(len(self.fragments)))
-            times += [d.wait_until for d in decisions if d is not None and d.wait_until is not None]
-        return [WakeAt(min(times))] if times else []
+    def pending_tokens(self, learner: str, fragment: int) -> int:
+        """Tokens whose work on a fragment is on its way into the global model."""
+        return self.accounting.accounts[learner].ledgers[fragment].pending
 
     # --- helpers ----------------------------------------------------------------------------------------------------------
+
+    def _look_again(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        if called := self.rounds.update(now):
+            actions.append(Tell(tuple(sorted(called))))
+        for fragment in self.rounds.open_fragments():
+            decision = self.decision(now, fragment)
+            if decision is not None and decision.merge is not None:
+                actions += self._close(now, fragment, self.fragments[fragment])
+        return actions + self._wake(now)
+
+    def _close(self, now: float, fragment: int, state: FragmentState) -> list[Action]:
+        closed = self.rounds.close(now, fragment)
+        rejects = [self._reject(c, reason) for c, reason in closed.rejected]
+        state.closing, state.phase = replace(closed, rejected=()), "merging"
+        weights = self._weights(closed)
+        scale = self.rounds.scale(fragment, closed, weights)
+        merge = MergeRound(fragment, closed.number, closed.contributions, tuple(weights), scale, closed.members)
+        return [*rejects, merge]
+
+    def _weights(self, closed: ClosedRound) -> list[float]:
+        """One per learner, in merge order: all that it has in the round counts together."""
+        by_learner: dict[str, list[Contribution]] = {}
+        for c in closed.contributions:
+            by_learner.setdefault(c.learner, []).append(c)
+        each = list(by_learner.values())
+        return merge_weights(
+            self.rules.weight,
+            [sum(c.tokens for c in own) for own in each],
+            [sum(c.steps for c in own) for own in each],
+            [max(closed.number - c.base for c in own) for own in each],
+        )
+
+    def _wake(self, now: float) -> list[Action]:
+        """Have a record stored that is needed, and wake at the next deadline of any member and at the end of the next
+        grace window."""
+        times = [self.deadlines.ends_at(member) for member in self.members.values()]
+        times += self.rounds.ends()
+        record: list[Action] = [PersistRecord()] if self._wants_record or self.accounting.needs_record else []
+        return [*record, *([WakeAt(min(times))] if times else [])]
+
+    def _reject(self, c: Contribution, reason: str) -> Reject:
+        self.accounting.reject(c, reason, self.fragments[c.fragment].version)
+        return Reject(c, reason)
 
     def _evict(self, learner: str, reason: str, *, replaced: bool) -> list[Action]:
         member = self.members[learner]
@@ -293,20 +361,15 @@ class SyncerCore:
         return [Evict(learner, member.incarnation, reason, replaced)]
 
     def _remove(self, learner: str) -> None:
-        """No round waits for it any more."""
+        """Rounds do not wait for it any more."""
         del self.members[learner]
-        self.books.end(learner)
+        self.accounting.end(learner)
+        self.rounds.removed(learner)
+        self._wants_record = True
 
-    def _alive(self, now: float, member: Member, step: int, tokens: int) -> None:
-        self.books.trained(member.learner, tokens)  # may refuse, before a number is counted
+    def _alive(self, now: float, member: Member, step: int, tokens: int) -> bool:
+        """Returns whether that may change a round."""
+        self.accounting.trained(member.learner, tokens)  # may refuse, before a number is counted
         steps = member.heard(now, step, tokens)
         self.step = max(self.step, member.step)
-        if steps and not self.method.quorum.scheduled:
-            opened.reported(self, steps)
-
-    @property
-    def round_steps(self) -> list[int]:
-        """Per fragment, the inner step of the round that its version came from; of the version that is being stored, if one is."""
-        return [
-            state.rounds[state.version].step if state.phase == "storing" else state.step for state in self.fragments
-        ]
+        return self.rounds.heard(member, steps)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from diloco.core.values import nearest
+from diloco.core.choices import nearest
 from diloco.errors import ConfigError
 
 WEIGHTS = ("uniform", "tokens", "tokens^2/steps", "discounted")
@@ -17,8 +17,8 @@ def weights_of(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness
                           arXiv 2604.21428)
         "discounted"      tokens / (1 + 0.25·staleness): work on older versions counts less
 
-    `staleness` is in versions, all three have one entry per learner. Raises ConfigError for another kind, and for tokens
-    without steps.
+    `staleness` is in versions, all three have one entry per learner. Raises ConfigError for another kind, and for
+    tokens without steps.
     """
     match kind:
         case "uniform":

@@ -22,9 +22,10 @@ from typing import Any
 
 from torch import Tensor
 
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.update import Contribution, Update
+from diloco.core.update import Update
 from diloco.errors import ConfigError
 
 
@@ -67,21 +68,22 @@ class Arrived:
     Attributes:
         update: what was published.
         theta: the new global fragment.
-        merged_round: this learner's contributions up to that round are in this version or an earlier one; −1: none is.
+        merged: this learner's contributions up to this number are in this version or an earlier one, unless they were rejected; 0: none
+            is.
         mean: the merged outer gradient that led to it, where the outer optimizer is on the learners.
         outer_state: where it is on the learners and the fragment had to be fetched whole: the outer state that belongs to it.
     """
 
     update: Update
     theta: Tensor
-    merged_round: int
+    merged: int
     mean: Tensor | None = None
     outer_state: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
-class Called:
-    """The syncer asks for this learner's work on a fragment that is at this version."""
+class CallForWork:
+    """The syncer calls for this learner's work on a fragment that is at this version."""
 
     fragment: int
     version: int
@@ -89,10 +91,10 @@ class Called:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A contribution will not be merged."""
+    """A contribution of this learner's will not be merged."""
 
     fragment: int
-    round: int
+    number: int
     reason: str
 
 
@@ -104,7 +106,7 @@ class Rejoined:
     reason: str
 
 
-Event = Arrived | Called | Rejected | Rejoined
+Event = Arrived | CallForWork | Rejected | Rejoined
 
 
 @dataclass

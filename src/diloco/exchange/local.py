@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from diloco.core.actions import Accept
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.ledger import Ledger
 from diloco.core.method import Method
-from diloco.core.rounds import Accept
-from diloco.core.update import Contribution
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Report, required_method
 from diloco.exchange.delivery import Direction
@@ -179,7 +179,7 @@ class Local(Exchange):
         versions = tuple(fragment.version for fragment in run.core.fragments)
         states = tuple(run.outer_states) if run.brings_outer_states else ()
         # Who was there when the run began begins with it, however long its model took to come: a scheduled round waits for it.
-        is_late = self._is_again or run.starts_s[self._index] > run.began_s or not run.method.quorum.scheduled
+        is_late = self._is_again or run.starts_s[self._index] > run.began_s or not run.method.wait
         step = run.core.start_step(name) if is_late else run.initial_step
         opened = Opened(
             name, self.incarnation, step, versions, Model(tuple(run.thetas), run.static), self.run_tokens or 0, outer_states=states,
@@ -226,7 +226,7 @@ class Local(Exchange):
 
         def deliver() -> None:
             assert run.core is not None
-            if run.core.incarnations[contribution.learner] == contribution.incarnation:
+            if run.core.accounting.accounts[contribution.learner].incarnation == contribution.incarnation:
                 run.payloads[contribution] = encoded
                 staleness = run.core.fragments[contribution.fragment].version - contribution.base
                 actions = run.core.contributed(run.time.now, contribution)
@@ -274,11 +274,11 @@ class Local(Exchange):
 
     @property
     def sync_every(self) -> int | None:
-        return None if self._run.core is None else self._run.core.sync_every_of(self._name)
+        return None if self._run.core is None else self._run.core.rounds.sync_every(self._name)
 
     @property
     def run_tokens(self) -> int | None:
-        return None if self._run.core is None else self._run.initial_tokens + self._run.core.books.run_tokens
+        return None if self._run.core is None else self._run.initial_tokens + self._run.core.accounting.run_tokens
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
@@ -296,13 +296,12 @@ class Local(Exchange):
                 "theta": run.thetas[f],
                 "outer": dict(run.outer_states[f]),
                 "residual": run.residuals[f],
-                "ledger": asdict(run.core.books.ledgers[name][f]),
-                "sent_step": member.sent_step[f],
-                "sent_work": member.sent_work.get(f),
+                "ledger": asdict(run.core.accounting.accounts[name].ledgers[f]),
             }
             for f, fragment in enumerate(run.core.fragments)
         }
-        return {"clock": run.core.clock, "step": member.step, "fragments": fragments}
+        rounds = {"run": run.core.rounds.saved(), "learner": run.core.rounds.saved_of(name)}
+        return {"rounds": rounds, "step": member.step, "fragments": fragments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Before any learner has trained, the run goes back to the state. Later its model and clock are the others' as well, and stay:
@@ -310,20 +309,18 @@ class Local(Exchange):
         books there already."""
         run, name = self._run, self._name
         assert run.core is not None
-        member, ledgers = run.core.members[name], run.core.books.ledgers[name]
+        member, ledgers = run.core.members[name], run.core.accounting.accounts[name].ledgers
         fragments = [state["fragments"][str(f)] for f in range(len(ledgers))]
         comes_back = self.incarnation > 1 and ledgers[0].trained > 0
         if comes_back or (run.has_trained and not run.stands_at(fragments)):
             member.step = max(member.step, state["step"])  # steps taken before do not move the clock
             return False
         if not run.has_trained:
-            run.restore(state["clock"], fragments)
+            run.restore(state["rounds"]["run"], fragments)
         member.step = state["step"]
         for f, saved in enumerate(fragments):
             ledgers[f] = Ledger(**saved["ledger"])
-            member.sent_step[f] = saved["sent_step"]
-            if saved["sent_work"] is not None:
-                member.sent_work[f] = tuple(saved["sent_work"])
+        run.core.rounds.restore_of(name, state["rounds"]["learner"])
         return True
 
     def close(self) -> None:

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.update import Contribution, Update
+from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError, DilocoError
-from diloco.exchange.base import Arrived, Called, Event, Exchange, Model, Opened, Rejected, Rejoined, Report
+from diloco.exchange.base import Arrived, CallForWork, Event, Exchange, Model, Opened, Rejected, Rejoined, Report
 from diloco.exchange.group import Group, error_of, to_bytes, to_tensor
 
 TIMEOUT_S = 24 * 3600.0
@@ -234,7 +235,7 @@ def _empty(shape: list[int], dtype: str) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
-_KINDS = {kind.__name__: kind for kind in (Arrived, Called, Rejected, Rejoined, Opened, Model, Update)}
+_KINDS = {kind.__name__: kind for kind in (Arrived, CallForWork, Rejected, Rejoined, Opened, Model, Update)}
 
 
 def _out(value: Any, tensors: list[Tensor]) -> Any:

@@ -11,14 +11,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from diloco.core.actions import (
+    Evict,
+    MergeRound,
+    PersistRecord,
+    PersistVersion,
+    Publish,
+    Reject,
+    Tell,
+    WakeAt,
+)
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout, digest
 from diloco.core.members import Deadlines
 from diloco.core.merges import encoded_of
 from diloco.core.method import Method
-from diloco.core.rounds import Accept, Call, Evict, Merge, Publish, Reject, Store, WakeAt
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import Closed, Contribution, Update, close_round, update_of
-from diloco.exchange.base import Arrived, Called, Event, Model, Rejected
+from diloco.core.update import Closed, Update, close_round, update_of
+from diloco.exchange.base import Arrived, CallForWork, Event, Model, Rejected
 from diloco.exchange.delivery import Alarm, Delivery, Fault, Faults, Links
 from diloco.exchange.virtual import StepSeconds, VirtualTime, Watch
 from diloco.watching import only_watching
@@ -56,7 +66,7 @@ class Witness(Protocol):
         """A contribution will not be merged."""
         return
 
-    def merged(self, action: Merge, update: Update, members: Collection[str], merge_s: float) -> None:
+    def merged(self, action: MergeRound, update: Update, members: Collection[str], merge_s: float) -> None:
         """The outer step was taken."""
         return
 
@@ -165,7 +175,7 @@ class Run:
         self.outer_states = [method.outer.init(theta.numel()) for theta in self.thetas]
         self.residuals = [None] * len(self.thetas)
         self.initial_step, self.initial_tokens, self.began_s = step, tokens, self.time.now
-        self.core = SyncerCore(method, [0] * len(self.thetas), deadlines=_NEVER, step=step)
+        self.core = SyncerCore(method.rules(len(self.thetas)), [0] * len(self.thetas), deadlines=_NEVER, step=step)
         num_static_bytes = sum(each.numel() * each.element_size() for each in model.static.values())
         self.witness.initialised(name, "learner", layout, step, tokens, num_static_bytes)
         for each, start in zip(self.names, self.starts_s, strict=True):
@@ -194,10 +204,10 @@ class Run:
             self.carry_out(actions)
         return self.core.members[name].incarnation
 
-    def restore(self, clock: float, fragments: Sequence[Mapping[str, Any]]) -> None:
-        """Take the run back to a checkpoint: its clock, and for each fragment "version", "theta", "outer" and "residual"."""
+    def restore(self, rounds: Mapping[str, Any], fragments: Sequence[Mapping[str, Any]]) -> None:
+        """Take the run back to a checkpoint: its rounds, and for each fragment "version", "theta", "outer" and "residual"."""
         assert self.core is not None
-        self.core.wind(clock)
+        self.core.rounds.restore(rounds)
         for f, saved in enumerate(fragments):
             self.core.fragments[f].version = saved["version"]
             self.thetas[f], self.outer_states[f], self.residuals[f] = saved["theta"], saved["outer"], saved["residual"]
@@ -250,38 +260,46 @@ class Run:
         todo = deque(actions)
         while todo:
             match todo.popleft():
-                case Merge() as merge:
+                case MergeRound() as merge:
                     todo.extend(self._merge(merge))
-                case Store(fragment=fragment):
-                    todo.extend(self.core.stored(self.time.now, fragment))
+                case PersistVersion(fragment=fragment):
+                    todo.extend(self.core.stored(self.time.now, fragment, self.core.saved(fragment).serial))
+                case PersistRecord():
+                    todo.extend(self.core.recorded(self.time.now, self.core.saved().serial))
                 case Publish(fragment=fragment):
                     self._publish(fragment)
-                case Call(fragment=fragment, version=version, learners=learners):
+                case Tell(learners=learners):
                     for learner in learners:
-                        self._tell(learner, Called(fragment, version))
-                case Reject(contribution=c, reason=reason) as reject:
+                        self._tell(learner)
+                case Reject(contribution=c) as reject:
                     self.payloads.pop(c, None)
                     self.witness.rejected(reject)
-                    self._tell(c.learner, Rejected(c.fragment, c.round, reason), c.incarnation)
                 case WakeAt(at=at):
                     self.alarm.next_s = at
                 case Evict() as evict:
                     self.witness.evicted(evict)
-                case Accept() | _:
+                case _:
                     pass
 
-    def _tell(self, learner: str, event: Event, incarnation: int | None = None) -> None:
-        """Something small; nobody hears what is meant for an earlier incarnation."""
+    def _tell(self, learner: str) -> None:
+        """A learner's standing: calls, and rejections."""
+        assert self.core is not None
         index = self.indices[learner]
         end = self.ends[index]
-        if end is not None and incarnation in (None, end.incarnation):
-            self.delivery.tell(index, lambda: self.mail[index].append(event))
+        if end is None or learner not in self.core.members:
+            return
+        standing, incarnation = self.core.standing(learner), self.core.members[learner].incarnation
+        if incarnation != end.incarnation:
+            return
+        news: list[Event] = [CallForWork(fragment, version) for fragment, version in standing.calls]
+        news += [Rejected(it.fragment, it.number, it.reason) for it in standing.verdicts if it.reason is not None]
+        self.delivery.tell(index, lambda: self.mail[index].extend(news))
 
     def _tick(self) -> None:
         assert self.core is not None
         self.carry_out(self.core.tick(self.time.now))
 
-    def _merge(self, merge: Merge) -> Sequence[object]:
+    def _merge(self, merge: MergeRound) -> Sequence[object]:
         assert self.core is not None
         f = merge.fragment
         payloads = [self.payloads.pop(c) for c in merge.contributions]
@@ -292,9 +310,8 @@ class Run:
         )  # fmt: skip
         update = update_of(self.method, f, merge.round, encoded, closed, merge.scale, digest(closed.theta))
         self.closed[f] = update, closed
-        state = self.core.fragments[f]
-        self.witness.merged(merge, update, state.rounds[state.version].members, 0.0)
-        return self.core.merged(f, closed.refused)
+        self.witness.merged(merge, update, merge.members, 0.0)
+        return self.core.merged(self.time.now, f, closed.refused)
 
     def _publish(self, f: int) -> None:
         assert self.core is not None
@@ -305,9 +322,11 @@ class Run:
             mean = self.method.down.decode(closed.payload, closed.theta.numel())
         num_bytes = closed.payload.numel()
         self.witness.published(update, len(self.core.members), num_bytes, merge_s=0.0, persist_s=0.0)
-        for learner, member in self.core.members.items():
-            merged_round = self.core.books.merged_round(learner, member.incarnation, f)
-            self._send(self.indices[learner], Arrived(update, closed.theta, merged_round, mean), num_bytes)
+        for learner in self.core.members:
+            self._tell(learner)
+            verdicts = self.core.verdicts(learner, f, update.version)
+            merged = max((it.number for it in verdicts if it.reason is None), default=0)
+            self._send(self.indices[learner], Arrived(update, closed.theta, merged, mean), num_bytes)
 
     def _send(self, index: int, arrived: Arrived, num_bytes: int) -> None:
         """A notice, the learner's request, and what it asked for."""

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from diloco.core.values import fraction, positive, whole_number
+from diloco.core.choices import fraction, positive, whole_number
 from diloco.errors import ConfigError
 from diloco.planning.units import amount
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
-from diloco.core.quorum import Called, Pace, decide_open
+from diloco.core.rounds import Called
+from diloco.core.rounds.called import Pace
+from diloco.core.rounds.late import decide_open
 from diloco.core.schedule import Schedule
 from diloco.planning.network import Network
 from diloco.planning.stations import Merging, Star, Station

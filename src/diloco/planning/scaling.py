@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from diloco.core.values import whole_number
+from diloco.core.choices import whole_number
 from diloco.planning.units import amount
 
 SEQUENCE_LENGTH = 2048

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.core.quorum import Called
+from diloco.core.rounds import Called
 from diloco.errors import ConfigError
 from diloco.planning.models import Workload
 from diloco.planning.network import Network, Path

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.core.values import positive
+from diloco.core.choices import positive
 from diloco.errors import ConfigError
 from diloco.tables import nearest
 

@@ -179,7 +179,7 @@ class _Learners:
 
         Returns when it closed, the moving average of what a quorum takes to form, and the share of the running learners that are in it.
         """
-        from diloco.core.quorum import EMA
+        from diloco.core.rounds.called import EMA
 
         np, at_s = self._np, self._at_s
         everybody_s = self._everybody()

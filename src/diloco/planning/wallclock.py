@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diloco.core.values import positive, whole_number
+from diloco.core.choices import positive, whole_number
 from diloco.errors import ConfigError
 from diloco.planning.units import amount
 

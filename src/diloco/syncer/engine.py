@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from diloco import events
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.rounds import Accept, Action, Reject
-from diloco.core.update import Contribution
 from diloco.errors import (
     AlreadyInitialisedError,
     LayoutError,

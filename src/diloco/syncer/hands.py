@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from diloco.core.contribution import Contribution
 from diloco.core.rounds import Accept, Action, Call, Evict, Merge, Publish, Reject, Store, WakeAt
-from diloco.core.update import Contribution
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.journal import Journal
 from diloco.syncer.notices import Watches

@@ -9,10 +9,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from diloco import events
+from diloco.core.contribution import Contribution
 from diloco.core.layout import Layout
 from diloco.core.rounds import Evict, Merge, Reject
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import Contribution, Update
+from diloco.core.update import Update
 from diloco.errors import NoRoomError, StoreError
 from diloco.syncer.metrics import LearnerSample, SyncerMetrics
 

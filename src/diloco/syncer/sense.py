@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
+from diloco.core.contribution import OVERLAP
 from diloco.core.layout import Layout
-from diloco.core.update import OVERLAP
 from diloco.errors import CorruptPayloadError, PayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
 

@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
-from diloco.core.update import Contribution
 from diloco.errors import CorruptPayloadError, DilocoError, LayoutError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, filling, frames, read_header, room, tensor_of

@@ -12,7 +12,7 @@ from typing import Any
 from diloco.core.layout import Layout
 from diloco.core.members import Deadlines, Member
 from diloco.core.method import Method
-from diloco.core.quorum import Pace
+from diloco.core.rounds.called import Pace
 from diloco.core.syncer import SyncerCore
 from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
 from diloco.syncer.held import HeldFragment, HeldModel, MergedRounds

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from diloco.core.contribution import Contribution
 from diloco.core.status import status_of
-from diloco.core.update import Contribution
 from diloco.syncer.state import RunState
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from diloco.core.choices import choice_from_dict
 from diloco.core.merges.clipping import MedianNormClip
 from diloco.core.merges.geometric_median import GeometricMedian
 from diloco.core.merges.heloco import HeLoCo
@@ -13,7 +14,6 @@ from diloco.core.merges.merge import Merge, merged_runs, merged_vector
 from diloco.core.merges.radial import RadialDirectional
 from diloco.core.merges.screens import SCREENS, NormOutliers, NormZScore, Screen, refused_by, screen_from_dict
 from diloco.core.merges.sender_mean import SenderMean
-from diloco.core.values import choice_from_dict
 
 __all__ = [
     "MERGES",

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from diloco.core.choices import whole_number
 from diloco.core.merges.decoding import Decoder
 from diloco.core.merges.linear import LinearMerge
 from diloco.core.merges.measures import Matrix, squared_distances
 from diloco.core.merges.weighted_sum import WeightedSum, means_of
-from diloco.core.values import whole_number
 
 _ROUNDING = 1e-8  # a distance below this part of the largest is none: squares have 16 digits
 

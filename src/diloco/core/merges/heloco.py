@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from diloco.core.choices import fraction
 from diloco.core.merges.decoding import Decoder
 from diloco.core.merges.linear import LinearMerge
 from diloco.core.merges.measures import Measured, measure_tensors, norm
 from diloco.core.merges.weighted_sum import WeightedSum
-from diloco.core.values import fraction
 from diloco.errors import ConfigError
 
 

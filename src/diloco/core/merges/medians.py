@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from diloco.core.choices import fraction
 from diloco.core.merges.coordinates import CoordinateMerge
-from diloco.core.values import fraction
 from diloco.errors import ConfigError
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, pstdev
 
+from diloco.core.choices import Choice, choice_from_dict, positive
 from diloco.core.codecs import Codec
 from diloco.core.layout import Placement
 from diloco.core.merges.decoding import Decoder
 from diloco.core.merges.inputs import Encoded
 from diloco.core.merges.measures import contribution_norms
-from diloco.core.values import Choice, choice_from_dict, positive
 from diloco.errors import ConfigError
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.update import Contribution
 from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
 from diloco.exchange.collective.agreement import name_of

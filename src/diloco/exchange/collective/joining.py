@@ -8,7 +8,6 @@ import torch
 
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.quorum import AllLive
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.base import Model
 from diloco.exchange.collective.agreement import name_of
@@ -32,10 +31,8 @@ def compare(group: Group, layout: Layout, method: Method) -> None:
             raise LayoutError(f"{name_of(0)} and {name_of(rank)} do not hold the same model: {difference}.")
     if not method.wait:
         raise ConfigError("wait=False needs a syncer that merges without a late learner; use wait=True over a group.")
-    if not method.quorum.scheduled:
-        raise ConfigError(f"{type(method.quorum).__name__} needs a syncer; use AllLive over a group.")
-    if isinstance(method.quorum, AllLive) and method.quorum.drop > 0:
-        raise ConfigError("AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer.")
+    if (why := method.quorum.needs_syncer) is not None:
+        raise ConfigError(why)
     if method.quorum.at_least > group.size:
         raise ConfigError(
             f"the quorum needs {method.quorum.at_least} learners and the process group has {group.size}; lower at_least."

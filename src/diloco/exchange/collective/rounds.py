@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from diloco.core.contribution import OUTLIER, Contribution
 from diloco.core.fragments import digest
 from diloco.core.merges import Encoded, encoded_of
 from diloco.core.method import Method
-from diloco.core.update import OUTLIER, Closed, Contribution, advance, close_round, update_of
+from diloco.core.update import Closed, advance, close_round, update_of
 from diloco.core.weights import merge_weights
 from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Event, Rejected
@@ -79,11 +80,11 @@ class Rounds:
         held.theta, held.digest, held.version = advanced.theta, update.digest, update.version
         held.outer_state = advanced.outer_state if self._method.outer_at == "learners" else closed.outer_state
         held.residual = closed.residual
-        events: tuple[Event, ...] = (Arrived(update, advanced.theta, c.round, advanced.mean),)
+        events: tuple[Event, ...] = (Arrived(update, advanced.theta, c.number, advanced.mean),)
         if self._group.rank in refused:
             events = (
-                Rejected(c.fragment, c.round, OUTLIER),
-                Arrived(update, advanced.theta, c.round - 1, advanced.mean),
+                Rejected(c.fragment, c.number, OUTLIER),
+                Arrived(update, advanced.theta, c.number - 1, advanced.mean),
             )
         return Round(events, sum(each.trained for each in contributions))
 
@@ -95,7 +96,7 @@ class Rounds:
         require_same_digest(c.fragment, held.version, [frame["digest"] for frame in frames])
         tensors = self._trained_tensors(c, place) if any(frame["part"] for frame in frames) else [None] * len(frames)
         return [
-            Contribution(name_of(rank), 1, c.fragment, c.round, frame["base"], frame["tokens"], frame["steps"], frame["trained"],
+            Contribution(name_of(rank), 1, c.fragment, c.number, c.round, frame["base"], frame["tokens"], frame["steps"], frame["trained"],
                          step=c.step, tensors=tensors[rank])
             for rank, frame in enumerate(frames)
         ]  # fmt: skip

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.update import Contribution
 from diloco.errors import ConfigError, ExchangeError, StaleIncarnationError
 from diloco.exchange.base import Event, Exchange, Model, Opened, Rejoined, Report
 from diloco.exchange.connection import Connection

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from diloco.core.update import Contribution
+from diloco.core.contribution import Contribution
 from diloco.errors import StaleIncarnationError
 from diloco.exchange.base import Rejected
 from diloco.exchange.remote.session import Session, Worker

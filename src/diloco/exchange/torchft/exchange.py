@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.quorum import AllLive
-from diloco.core.update import Contribution
 from diloco.errors import CheckpointError, ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
 from diloco.exchange.group import to_bytes, to_tensor
@@ -54,12 +53,10 @@ class TorchFT(Exchange):
         return required_method(given)
 
     def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
-        if not method.wait or not method.quorum.scheduled:
-            raise ConfigError(
-                f"wait={method.wait} with {type(method.quorum).__name__} needs a syncer; use AllLive and wait=True."
-            )
-        if isinstance(method.quorum, AllLive) and method.quorum.drop > 0:
-            raise ConfigError("AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer.")
+        if (why := method.quorum.needs_syncer) is not None:
+            raise ConfigError(why)
+        if not method.wait:
+            raise ConfigError("wait=False needs a syncer, whose answers learners need not block on; use wait=True.")
         copy = self._copy
         copy.begin(initial(), method)
         self._rounds = Rounds(self._replica, self._quorum, copy, layout, method, self._timeout_s, self._num_bytes)

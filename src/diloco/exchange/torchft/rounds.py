@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.core.contribution import MISSED, OUTLIER, Contribution
 from diloco.core.fragments import Layout, digest
 from diloco.core.merges import encoded_of
 from diloco.core.method import Method
-from diloco.core.update import MISSED, OUTLIER, Contribution, advance, close_round, update_of
+from diloco.core.update import advance, close_round, update_of
 from diloco.core.weights import merge_weights
 from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event, Rejected
@@ -79,16 +80,17 @@ class Rounds:
 
     def _result(self, c: Contribution, held: Held) -> tuple[Event, ...]:
         assert held.update is not None
-        merged_round = held.merged_rounds.get(self._replica, -1)
+        is_merged = held.merged_rounds.get(self._replica, -1) >= c.round
+        merged = c.number if is_merged else c.number - 1  # those before it were told of, in order
         arrived = Arrived(
-            held.update, held.theta, merged_round, held.mean, None if held.mean is not None else held.outer_state
+            held.update, held.theta, merged, held.mean, None if held.mean is not None else held.outer_state
         )
         if self._method.outer_at == "syncer":
-            arrived = Arrived(held.update, held.theta, merged_round)
-        if merged_round >= c.round:
+            arrived = Arrived(held.update, held.theta, merged)
+        if is_merged:
             return (arrived,)
         is_outlier = held.version == c.round + 1 and self._replica in held.refused
-        return Rejected(c.fragment, c.round, OUTLIER if is_outlier else MISSED), arrived
+        return Rejected(c.fragment, c.number, OUTLIER if is_outlier else MISSED), arrived
 
     # --- one quorum -------------------------------------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class Rounds:
         Raises:
             LayoutError, ConfigError: a member has another model or method.
         """
-        wants = None if c is None else [c.fragment, c.round, c.base, c.tokens, c.steps, c.step, c.tensors]
+        wants = None if c is None else [c.fragment, c.round, c.number, c.base, c.tokens, c.steps, c.step, c.tensors]
         mine = {"replica": self._replica, "wants": wants, "versions": self._copy.versions, "step": self._copy.step,
                 "layout": self._layout.to_dict() if c is None else self._layout.digest(), "method": self._method.to_dict()}  # fmt: skip
         frames: list[dict[str, Any]] = group.gather_values(mine, "greeting the others")
@@ -202,9 +204,9 @@ def _brought(
     brought = []
     for frame, part in zip(frames, parts, strict=True):
         if frame["wants"] is not None:
-            _, _, base, tokens, steps, step, tensors = frame["wants"]
+            _, _, number, base, tokens, steps, step, tensors = frame["wants"]
             contribution = Contribution(
-                frame["replica"], 1, fragment, round_, base, tokens, steps, step=step,
+                frame["replica"], 1, fragment, number, round_, base, tokens, steps, step=step,
                 tensors=None if tensors is None else tuple(tensors),
             )  # fmt: skip
             brought.append((contribution, part))

@@ -1,4 +1,4 @@
-"""`Learner` over `run_local`: what users see of it, what it refuses, and that a run can be stopped and resumed to the bit."""
+"""`Learner` over `run_local`: what users see, what it refuses, and that a run can be stopped and resumed to the bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import diloco
 from diloco import Learner, Method
 from diloco.core.adopt import Adopt
-from diloco.core.quorum import AllLive
+from diloco.core.rounds import AllLive
 from diloco.errors import CheckpointError, ConfigError, ExchangeError, LayoutError, NonFiniteError
 from diloco.exchange.base import Exchange
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
@@ -143,9 +143,8 @@ def test_an_error_in_the_block_closes_the_learner() -> None:
 
 
 METRICS = {
-    "learner", "incarnation", "steps", "tokens", "run_tokens", "versions", "updates", "merges", "step_s", "blocked_s", "num_blocked",
-    "blocked_histogram",
-    "num_bytes", "ledger",
+    "learner", "incarnation", "steps", "tokens", "run_tokens", "versions", "updates", "merges", "num_bytes", "ledger",
+    "step_s", "blocked_s", "num_blocked", "blocked_histogram",
 }  # fmt: skip
 
 
@@ -368,8 +367,9 @@ class Teacher(nn.Module):
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_frozen_parameter_that_changes_is_refused_by_name(replace: bool) -> None:
+    model = Teacher(replace)
     with pytest.raises(LayoutError, match=r"'teacher\.weight'"):
-        attach(diloco.DiLoCo(sync_every=2), lambda m: SGD(m.student.parameters(), lr=0.1), Teacher(replace))  # type: ignore[union-attr, arg-type]
+        attach(diloco.DiLoCo(sync_every=2), lambda _: SGD(model.student.parameters(), lr=0.1), model)
 
 
 def test_counting_buffers_may_change() -> None:
@@ -551,17 +551,17 @@ def test_no_token_vanishes(name: str, steps: int) -> None:
             run(learner, index, range(1, steps + 1))
             learner.state_dict()  # waits for what is on its way
             core = learner._core
-            on_its_way = [sum(f.tokens for f in book.flights if not f.listed) for book in core.books]
-            assert on_its_way == [0] * len(core.books)
+            on_its_way = [sum(c.tokens for c in work.in_flight if not c.listed) for work in core.fragments]
+            assert on_its_way == [0] * len(core.fragments)
             metrics = learner.metrics()
             last.append(exchange._run.core)
-            return metrics["tokens"], metrics["ledger"], [book.pending_tokens for book in core.books]
+            return metrics["tokens"], metrics["ledger"], [work.pending_tokens for work in core.fragments]
 
     learners = diloco.run_local(life, learners=3)
     syncer = last[0]
     for index, (tokens, ledgers, pending) in enumerate(learners):
         assert tokens == steps * tokens_of(index)
-        theirs = syncer.books.ledgers[f"learner-00{index}"]
+        theirs = syncer.accounting.accounts[f"learner-00{index}"].ledgers
         assert len(ledgers) == len(theirs) == len(syncer.fragments)
         for fragment, (mine, closed) in enumerate(zip(ledgers, theirs, strict=True)):
             assert mine["trained"] == closed.trained == tokens
@@ -573,7 +573,7 @@ def test_no_token_vanishes(name: str, steps: int) -> None:
                 assert mine["merged"] == closed.merged
                 assert closed.lost == tokens - closed.merged - sum(closed.discarded.values())
                 assert all(closed.discarded[reason] <= mine["discarded"][reason] for reason in closed.discarded)
-    assert syncer.books.run_tokens == sum(tokens for tokens, _, _ in learners)
+    assert syncer.accounting.run_tokens == sum(tokens for tokens, _, _ in learners)
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
@@ -660,7 +660,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(name: str, dtype: t
 
 
 def test_what_training_counts_in_a_buffer_goes_on_counting() -> None:
-    """Frozen parameters and buffers are the run's and stay as they are; a whole number may change, and is each learner's own."""
+    """Frozen parameters and buffers are the run's and must not change; an integer buffer is the learner's own."""
 
     class Counting(nn.Linear):
         def __init__(self) -> None:
@@ -703,7 +703,7 @@ def test_the_cases_have_answers_on_their_way_and_error_feedback() -> None:
         for state in diloco.run_local(life, learners=2):
             assert state["received"]
             assert state["residuals"]
-            assert any(book["flights"] for book in state["core"]["books"])
+            assert any(work["in_flight"] for work in state["core"]["fragments"])
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:

@@ -1,4 +1,8 @@
-"""The tensors of a model that are not exchanged: frozen parameters and persistent buffers. They are the run's, and stay as they are."""
+"""Frozen parameters and persistent buffers: the static tensors of a layout.
+
+They are part of the run's model. Learners receive them when they join and never exchange them, so training must not
+change them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from diloco.core.layout import Layout
 from diloco.errors import LayoutError
 
 
-class StaticTensors:
-    """Takes them over from the run, and notices when training changes one.
+class FrozenState:
+    """The static tensors of one learner's model: loads the run's values, and detects that training changes one.
 
-    A change is found by comparing values with a copy, since code may write through `.data` or put another tensor in its place.
+    Detection compares values with a copy, because code may write through `.data` or replace the tensor.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
@@ -22,22 +26,22 @@ class StaticTensors:
         self._copies: dict[str, Tensor] = {}
 
     def values(self) -> dict[str, Tensor]:
-        """Host copies of all of them as they are now."""
+        """Host copies of the current values, by name."""
         return {name: self._current(name).detach().to("cpu", copy=True) for name in self._places}
 
     def counters(self) -> dict[str, Tensor]:
-        """Host copies of those that training may change: buffers that are no floating-point numbers, such as a number of batches."""
+        """Host copies of the buffers that training may change: those without floating-point values, such as counts."""
         current = {name: self._current(name) for name in self._places if name not in self._copies}
         return {name: each.to("cpu", copy=True) for name, each in current.items() if not isinstance(each, nn.Parameter)}
 
     def load_counters(self, values: Mapping[str, Tensor]) -> None:
-        """They become what `counters` gave."""
+        """Restore what `counters` returned."""
         for name, value in values.items():
             self._current(name).copy_(value)
 
     @torch.no_grad()
     def adopt(self, values: Mapping[str, Tensor]) -> None:
-        """They become the run's."""
+        """Load the run's values."""
         for name, value in values.items():
             self._current(name).copy_(value)
         self._copies = {
@@ -47,10 +51,13 @@ class StaticTensors:
         }
 
     def check(self, part: int, num_parts: int) -> None:
-        """Look at every `num_parts`-th floating-point tensor, from number `part` on, so that the work is spread over the sends of a round.
+        """Compare one part of the floating-point tensors with the run's: each send of a round checks another part.
+
+        Arguments:
+            part: index of the part, from 0 to `num_parts` − 1.
 
         Raises:
-            LayoutError: training changed one, so that learners would silently differ.
+            LayoutError: training changed a tensor, so learners would silently differ.
         """
         for name in list(self._copies)[part::num_parts]:
             if not torch.equal(self._current(name), self._copies[name]):
@@ -67,6 +74,6 @@ class StaticTensors:
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Where a tensor lives, so that it is found without building the model's whole state dict."""
+    """The module and the attribute that hold a tensor, to find it without building the model's state dict."""
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute

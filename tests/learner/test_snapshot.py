@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import diloco
 from diloco.core.fragments import make_layout
-from diloco.snapshot import Snapshots
+from diloco.learner.snapshots import Snapshots
 
 DEVICES = [
     "cpu",

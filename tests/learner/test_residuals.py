@@ -8,14 +8,14 @@ from torch import Tensor
 
 import diloco
 from diloco.core.codecs import codec_from_name, compress
-from diloco.residuals import Residuals, Tentative
+from diloco.learner.error_feedback import ErrorFeedback, TentativeResidual
 
 N = 70_000  # more than two segments of a payload
 CODEC = codec_from_name("int4")
 
 
-def make_residuals(*, error_feedback: float = True) -> Residuals:
-    return Residuals(diloco.DiLoCo(codec="int4", error_feedback=error_feedback), num_fragments=2)
+def make_residuals(*, error_feedback: float = True) -> ErrorFeedback:
+    return ErrorFeedback(diloco.DiLoCo(codec="int4", error_feedback=error_feedback), num_fragments=2)
 
 
 def gradients(count: int) -> list[Tensor]:
@@ -23,11 +23,13 @@ def gradients(count: int) -> list[Tensor]:
     return [torch.randn(N, generator=generator) for _ in range(count)]
 
 
-def residual_of(residuals: Residuals, fragment: int = 0) -> Tensor | None:
+def residual_of(residuals: ErrorFeedback, fragment: int = 0) -> Tensor | None:
     return residuals.state_dict().get(str(fragment))
 
 
-def send(residuals: Residuals, round_: int, gradient: Tensor, fragment: int = 0) -> tuple[Tentative, Tensor]:
+def send(
+    residuals: ErrorFeedback, round_: int, gradient: Tensor, fragment: int = 0
+) -> tuple[TentativeResidual, Tensor]:
     tentative = residuals.offered(fragment, round_)
     return tentative, residuals.encode(tentative, gradient)
 
@@ -111,7 +113,7 @@ def test_two_in_flight(first_settled: str, second_settled: str, order: tuple[int
 @pytest.mark.parametrize("merged", list(itertools.product([True, False], repeat=3)))
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_any_number_in_flight(decay: float, merged: tuple[bool, ...], order: tuple[int, ...]) -> None:
-    """The residual is what it would be, had those that were not merged never been sent, and the others sent what they did."""
+    """The residual is what it would be if the contributions that were not merged had never been sent."""
     residuals = make_residuals(error_feedback=decay)
     start, *deltas = gradients(4)
     send(residuals, 0, start)
@@ -193,7 +195,7 @@ def test_an_earlier_one_is_refused_while_the_next_is_encoded(monkeypatch: pytest
         residuals.roll_back(0, 0)  # meanwhile, on the training thread
         return compress(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("diloco.residuals.compress", encode_slowly)
+    monkeypatch.setattr("diloco.learner.error_feedback.compress", encode_slowly)
     _, payload = send(residuals, 1, second)
     assert residual_of(residuals) is None
     residuals.commit(0, 1)
@@ -204,7 +206,7 @@ def test_an_earlier_one_is_refused_while_the_next_is_encoded(monkeypatch: pytest
 
 
 def test_state_is_kept_apart() -> None:
-    """A saved state does not change when its owner goes on, nor does the owner when the saved tensors are written to."""
+    """A saved state and its owner are independent: changing the one does not change the other."""
     residuals = make_residuals()
     first, second = gradients(2)
     send(residuals, 0, first)

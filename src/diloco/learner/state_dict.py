@@ -1,34 +1,34 @@
-"""A learner in a checkpoint: what `Learner.state_dict` holds, and how a learner goes on from it."""
+"""A learner's part of a checkpoint: what `Learner.state_dict` contains, and how a learner resumes from it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from diloco.boundary import Boundary
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import CheckpointError
 from diloco.exchange.base import Arrived, Opened
+from diloco.learner.boundary import Boundary
 
 KEYS = (
-    "layout", "method", "core", "anchors", "origins", "parameters", "counters", "received", "eager", "residuals", "exchange",
-)  # fmt: skip
+    *("layout", "method", "core", "anchors", "origins", "parameters", "counters"),
+    *("received", "eager", "residuals", "exchange"),
+)
 
 
-def state_of(learner: Boundary) -> dict[str, Any]:
-    """All that makes a learner go on as it would have, when all answers that a schedule has on their way are here.
+def learner_state(learner: Boundary) -> dict[str, Any]:
+    """Wait for the updates of scheduled rounds in flight, then return all that the learner needs to continue exactly.
 
-    The trained parameters are in it: attaching a learner writes the run's model into them, so what the caller has loaded into the
-    model before that is gone.
+    The parameters are part of it: joining a run overwrites those that the caller has loaded into the model before.
     """
-    learner.take_in()
+    learner.receive()
     learner.wait_while(lambda: not _all_answered(learner))
     return {
         "layout": learner.layout.digest(),
         "method": learner.method.to_dict(),
         "core": learner.core.state_dict(),
-        **learner.values.learner_state(),
+        **learner.tensors.state_dict(),
         "received": {f"{f}.{v}": _arrived_out(arrived) for (f, v), arrived in learner.received.items()},
         "eager": {} if learner.eager is None else learner.eager.state_dict(),
         "residuals": learner.residuals.state_dict(),
@@ -37,7 +37,7 @@ def state_of(learner: Boundary) -> dict[str, Any]:
 
 
 def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
-    """Go on from `state_of`, in the run as `opened` found it; see `Learner.load_state_dict`.
+    """Continue from `learner_state` in the run that `opened` describes (`Learner.load_state_dict`).
 
     Raises:
         CheckpointError: the state belongs to another model or method.
@@ -48,8 +48,8 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
         learner.rejoin(opened, step=state["core"]["step"])
         return False
     core.load_state_dict(state["core"])
-    learner.values.load_learner_state(state)
-    learner.values.measure_from(core.forget_flights(keep_work=bool(exchange)), here=not exchange)
+    learner.tensors.load_state_dict(state)
+    learner.tensors.measure_from(core.forget_in_flight(keep_work=bool(exchange)), here=not exchange)
     if not exchange:  # a syncer keeps the books, by incarnation, and this is a new one
         core.reincarnated()
     learner.residuals.load_state_dict(state["residuals"])
@@ -57,14 +57,14 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
         learner.eager.load_state_dict(state["eager"])
     learner.received = {_fragment_and_version(key): _arrived_in(saved) for key, saved in state["received"].items()}
     for fragment, version in learner.received:
-        core.received(fragment, version, -1)  # its flight knows already
+        core.received(fragment, version, 0)  # the contribution in flight knows already
     return True
 
 
 def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
     if missing := [key for key in KEYS if key not in state]:
         raise CheckpointError(
-            f"the checkpoint has no {missing[0]!r}; load what Learner.state_dict of this version gave."
+            f"the checkpoint has no {missing[0]!r}; load what Learner.state_dict of this version of diloco returned."
         )
     if state["layout"] != learner.layout.digest():
         raise CheckpointError(
@@ -77,9 +77,11 @@ def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
 
 
 def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:
-    """Whether the run holds other versions than the learner had heard of. An exchange whose state is in the checkpoint is taken back
-    to it, and may be behind it."""
-    newest = [book["held"] for book in state["core"]["books"]]
+    """Whether the run holds other versions than those that the learner knew of.
+
+    An exchange whose state is in the checkpoint is restored from it, so there the run may also hold earlier versions.
+    """
+    newest = [work["version"] for work in state["core"]["fragments"]]
     for fragment, version in map(_fragment_and_version, state["received"]):
         newest[fragment] = max(newest[fragment], version)
     if any(now > saved for now, saved in zip(opened.versions, newest, strict=True)):
@@ -88,26 +90,21 @@ def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:
 
 
 def _all_answered(learner: Boundary) -> bool:
-    return all(
-        (f, flight.round + 1) in learner.received
-        for f, book in enumerate(learner.core.books)
-        for flight in book.flights
-        if learner.core.mode == "scheduled"  # elsewhere nobody knows when an answer comes
-    )
+    return all(answer in learner.received for answer in learner.core.answers_on_their_way())
 
 
 def _arrived_out(arrived: Arrived) -> dict[str, Any]:
     tensors: dict[str, Any] = {"theta": arrived.theta} | ({} if arrived.mean is None else {"mean": arrived.mean})
     if arrived.outer_state is not None:
         tensors["outer_state"] = dict(arrived.outer_state)
-    return {"update": arrived.update.as_dict(), "merged_round": arrived.merged_round, **tensors}
+    return {"update": arrived.update.as_dict(), "merged": arrived.merged, **tensors}
 
 
 def _arrived_in(saved: Mapping[str, Any]) -> Arrived:
     return Arrived(
         Update.from_dict(saved["update"]),
         saved["theta"],
-        saved["merged_round"],
+        saved["merged"],
         saved.get("mean"),
         saved.get("outer_state"),
     )

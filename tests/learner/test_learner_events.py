@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import diloco
 from diloco import Learner, Method
 from diloco.core.codecs import codec_from_name, compress
+from diloco.core.contribution import MISSED, OUT_OF_STEP, Contribution
 from diloco.core.fragments import Layout
-from diloco.core.update import MISSED, OUT_OF_STEP, Contribution, Update
+from diloco.core.update import Update
 from diloco.errors import ConfigError
 from diloco.exchange.base import (
     Arrived,
-    Called,
+    CallForWork,
     Event,
     Exchange,
     Model,
@@ -29,13 +30,13 @@ from diloco.exchange.base import (
     Report,
     required_method,
 )
-from diloco.resume import _arrived_in, _arrived_out
+from diloco.learner.state_dict import _arrived_in, _arrived_out
 
 FEEDBACK = diloco.DiLoCo(sync_every=2, overlap=1, codec=("int4", "fp32"), error_feedback=True)
 
 
 class Script(Exchange):
-    """The others, as a test tells them: what it says arrives at the learner's next look. Payloads are encoded when it says so."""
+    """An exchange whose events a test scripts: the learner gets them at its next poll. Payloads wait for the test."""
 
     def __init__(self, *, step: int = 0, version: int = 0) -> None:
         self.inbox: deque[Event] = deque()
@@ -78,7 +79,11 @@ class Script(Exchange):
 
     def publish(self, version: int, *contributors: str) -> None:
         update = Update(0, version - 1, version, contributors, (1.0,) * len(contributors), 1.0, "", lossless=True)
-        self.inbox.append(Arrived(update, self.theta(version), version - 1 if "me" in contributors else -1))
+        self.inbox.append(Arrived(update, self.theta(version), self.merged(version, contributors)))
+
+    def merged(self, version: int, contributors: Sequence[str]) -> int:
+        """The newest of this learner's contributions that is in a version with these contributors."""
+        return max((c.number for c, _ in self.offers if c.round < version), default=0) if "me" in contributors else 0
 
 
 def start(method: Method = FEEDBACK, **opened: int) -> tuple[Script, Learner]:
@@ -154,7 +159,7 @@ def test_a_merge_without_it_rolls_back_before_the_state_is_saved() -> None:
 def test_a_refusal_before_the_encoder_got_to_it() -> None:
     script, learner = start()
     step(learner, 2)
-    script.inbox.append(Rejected(0, 0, MISSED))
+    script.inbox.append(Rejected(0, 1, MISSED))
     script.on_wait = lambda: script.publish(1, "you")  # the round's answer is waited for all the same
     step(learner)
     assert stands_at(learner, 1)
@@ -169,7 +174,7 @@ def test_work_that_came_out_of_step_goes_with_the_next_contribution() -> None:
     script, learner = start()
     step(learner, 2)
     script.offers[0][1]()
-    script.inbox.append(Rejected(0, 0, OUT_OF_STEP))
+    script.inbox.append(Rejected(0, 1, OUT_OF_STEP))
     step(learner)
     assert residuals_of(learner) == {}
     assert ledger_of(learner) == {"trained": 30, "pending": 30, "merged": 0, "lost": 0, "discarded": {}}
@@ -186,7 +191,7 @@ def test_work_that_came_out_of_step_is_kept_on_top_of_the_next_version() -> None
     method = replace(diloco.DiLoCo(sync_every=2, overlap=1), adopt=diloco.KeepDisplacement())
     script, learner = start(method)
     step(learner)
-    script.inbox.append(Rejected(0, 0, OUT_OF_STEP))  # heard at the very boundary of the send
+    script.inbox.append(Rejected(0, 1, OUT_OF_STEP))  # heard at the very boundary of the send
     step(learner)
     script.publish(1, "you")
     before = torch.cat([p.detach().flatten() for p in learner.model.parameters()])  # from version 0, which is 0
@@ -252,7 +257,7 @@ def test_given_up_it_starts_again_from_the_newest_model() -> None:
 
 
 def test_given_up_while_a_round_waits_for_it_a_learner_takes_its_steps_again() -> None:
-    """Its contribution after step 2 was lost with its incarnation, and the others cannot go on without one after step 2."""
+    """Its contribution after step 2 was lost with its incarnation, and the others cannot continue without it."""
     script, learner = start()
     step(learner, 2)
     script.inbox.append(
@@ -328,7 +333,7 @@ def test_an_answer_that_was_fetched_whole_is_saved_whole() -> None:
     update = Update(0, 3, 4, ("a", "b"), (1.0, 2.0), 1.0, "", lossless=True)
     arrived = Arrived(update, torch.ones(3), 3, None, {"momentum": torch.rand(3)})
     again = _arrived_in(_arrived_out(arrived))
-    assert (again.update, again.merged_round, again.mean) == (update, 3, None)
+    assert (again.update, again.merged, again.mean) == (update, 3, None)
     assert again.outer_state is not None
     assert torch.equal(again.outer_state["momentum"], arrived.outer_state["momentum"])  # type: ignore[index]
 
@@ -347,7 +352,7 @@ class EagerScript(Script):
         update = Update(0, version - 1, version, contributors, (1.0,) * len(contributors), 1.0, "", lossless=True)
         theta = torch.full((self.num_elements,), 0.0 if start is None else start)
         state = None if start is None else {"momentum": theta}
-        merged = version - 1 if "me" in contributors else -1
+        merged = self.merged(version, contributors)
         given = None if mean is None else torch.full((self.num_elements,), mean)
         self.inbox.append(Arrived(update, theta, merged, given, state))
 
@@ -428,16 +433,16 @@ CALLED = diloco.DecoupledDiLoCo(sync_every=2, fragments=diloco.Whole(), codec="f
 
 @pytest.mark.parametrize("method", [PUSHED, CALLED], ids=["pushed", "called"])
 def test_resumed_it_does_not_wait_for_what_the_old_incarnation_sent(method: Method) -> None:
-    """Nobody says what became of that. Held to it, the learner would never send again, nor adopt anything, and train on alone."""
+    """A contribution without a verdict must not keep the learner from sending and adopting, or it would train alone."""
     script, learner = start(method)
-    script.inbox += [Called(0, 0)] if method is CALLED else []
+    script.inbox += [CallForWork(0, 0)] if method is CALLED else []
     step(learner, 2)
     assert len(script.offers) == 1
     again, resumed = start(method)
     resumed.model.load_state_dict(learner.model.state_dict())
     assert resumed.load_state_dict(learner.state_dict())
     before = torch.cat([p.detach().flatten() for p in resumed.model.parameters()])
-    again.inbox += [Called(0, 0)] if method is CALLED else []
+    again.inbox += [CallForWork(0, 0)] if method is CALLED else []
     step(resumed, 2)
     after = torch.cat([p.detach().flatten() for p in resumed.model.parameters()])
     ((contribution, payload),) = again.offers
@@ -458,7 +463,7 @@ def test_a_residual_is_saved_as_it_was_last_committed(method: Method) -> None:
     script, learner = start(method)
 
     def contribute() -> None:
-        script.inbox += [Called(0, learner.versions[0])] if learner.method.name == "DecoupledDiLoCo" else []
+        script.inbox += [CallForWork(0, learner.versions[0])] if learner.method.name == "DecoupledDiLoCo" else []
         step(learner, 2)
         script.offers[-1][1]()
 

@@ -1,4 +1,4 @@
-"""Snapshots of what is sent: the one thing the training thread pays for."""
+"""Snapshots of the tensors that are sent. Taking one is the training thread's only work for a send."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diloco.core.fragments import Fragment, Layout, gather
 
 @dataclass
 class Snapshot:
-    """A flat fp32 host copy of a fragment, complete once `ready` has happened (None: already)."""
+    """A flat fp32 host copy of a fragment, complete once `ready` has happened; None: it is complete."""
 
     host: Tensor
     ready: torch.cuda.Event | None = None
@@ -22,7 +22,10 @@ class Snapshot:
 
 
 class Snapshots:
-    """Takes snapshots into reused buffers: on CUDA one flat copy on the device, then to pinned memory on a stream of its own."""
+    """Takes snapshots into reused host buffers.
+
+    On CUDA a snapshot is one flat copy on the device, which a side stream then copies to pinned memory.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._free: dict[int, list[Tensor]] = {}
@@ -32,7 +35,7 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, fragment: Fragment, tensors: Mapping[str, Tensor]) -> Snapshot:
-        """Copy a fragment's tensors as they are now; returns before the copy off a CUDA device is done."""
+        """Copy a fragment's tensors. Returns before the copy from a CUDA device to the host is complete."""
         device = tensors[fragment.names[0]].device
         with self._lock:
             free = self._free.setdefault(fragment.numel, [])
@@ -54,7 +57,10 @@ class Snapshots:
 
     @torch.no_grad()
     def displacement(self, fragment: Fragment, anchor: Tensor | None, snapshot: Snapshot) -> Tensor:
-        """Δ = anchor − θ, the anchor rounded to each parameter's dtype; the snapshot itself where there is no anchor."""
+        """Δ = anchor − θ, flat fp32 on the host, in the snapshot's own buffer.
+
+        The anchor is first rounded to each parameter's dtype. Without an anchor the result is the snapshot itself.
+        """
         if snapshot.ready is not None:
             snapshot.ready.synchronize()
         if anchor is None:
@@ -68,6 +74,6 @@ class Snapshots:
         return snapshot.host
 
     def give_back(self, snapshot: Snapshot) -> None:
-        """The snapshot is encoded; its buffer can be used again."""
+        """Return the buffer of a snapshot that is no longer needed."""
         with self._lock:
             self._free[snapshot.host.numel()].append(snapshot.host)

@@ -1,9 +1,10 @@
-"""Eager updates on one learner: its own anchors and outer states, which differ from the run's for a while (arXiv 2502.12996).
+"""Eager updates of one learner: its own anchors and outer states, which differ from the run's (arXiv 2502.12996).
 
-At every send of a fragment a learner takes an outer step by itself, with the mean that is due, in which its own old outer gradient is
-replaced by its newest (`core.adopt.eager_gradient`). A learner adds its newest one with the share of an average live learner, for it
-cannot know its weight in a mean that is not there yet. What it takes away when that mean comes is what it added, whatever part of the
-mean is its own: after any number of rounds it has taken the steps of all means that came, and those of its own work that is on its way.
+At every send of a fragment the learner takes an outer step of its own. The step is along the mean that is due, in which
+the learner's earlier outer gradient is replaced by its newest (`core.adopt.eager_gradient`). The learner cannot know
+its weight in a mean that does not exist yet, so it adds its newest outer gradient with the share of an average live
+learner. When that mean arrives, the learner subtracts exactly what it added, whatever its share of the mean is. After
+any number of rounds it has therefore taken the steps of all means that arrived, and those of its own work in flight.
 """
 
 from __future__ import annotations
@@ -14,48 +15,57 @@ from typing import Any
 from torch import Tensor
 
 from diloco.core.adopt import eager_gradient
-from diloco.core.flights import Send
+from diloco.core.in_flight import Send
 from diloco.core.method import Method
 from diloco.core.update import flush_denormals
 from diloco.exchange.base import Arrived, Opened
 
 
 class EagerSteps:
-    """What a learner keeps for eager updates: per fragment anchor and outer state, fp32 on the host, and what it has sent."""
+    """The anchors and outer states of eager updates, flat fp32 host tensors, and the outer gradients in flight.
+
+    Attributes:
+        anchors: per fragment, what this learner's outer gradients are measured from.
+    """
 
     def __init__(self, method: Method, opened: Opened) -> None:
         self._method = method
         self.anchors = list(opened.model.fragments)
-        """What this learner measures its next outer gradients from."""
         self._states: list[Mapping[str, Tensor]] = list(opened.outer_states)
-        self._newest: dict[int, Tensor] = {}  # by fragment: the outer gradient sent at this boundary, as decoded
+        # By fragment: the outer gradient that is sent at this boundary, as decoded from its payload.
+        self._newest: dict[int, Tensor] = {}
+        # By fragment and round: the outer gradient, times its share, that was added and not yet subtracted.
         self._added: dict[tuple[int, int], Tensor] = {}
-        """By fragment and round: what this learner has added to the means before, times its share, and not yet taken away."""
 
     def sent(self, send: Send, payload: Tensor, num_elements: int) -> None:
-        """An outer gradient goes out, encoded like this."""
+        """Note the payload of an outer gradient that is sent at this boundary."""
         self._newest[send.fragment] = self._method.up.decode(payload, num_elements)
 
     def step(self, fragment: int, send: Send | None, arrived: Arrived | None, num_live: int) -> Tensor:
-        """The outer step of a boundary at which the fragment was sent, a version of it is due, or both; returns the new anchor.
+        """Take the outer step of a boundary at which the fragment was sent, a version of it is due, or both.
 
-        A version that was fetched whole (a restart) starts the fragment again from the run's own values, in which nothing is that this
-        learner has added.
+        A version that was fetched whole (after a restart) replaces anchor and outer state by the run's own, which
+        contain nothing that this learner has added.
 
         Arguments:
-            num_live: learners that take part: what the mean of this send will probably be over.
+            send: what is sent of the fragment at this boundary; None: nothing.
+            arrived: the version that is due; None: none.
+            num_live: live learners; their inverse is the share of this send.
+
+        Returns:
+            The new anchor, flat fp32 on the host.
         """
         if arrived is not None and arrived.outer_state is not None:
             self.anchors[fragment], self._states[fragment] = arrived.theta, arrived.outer_state
             self._added = {key: added for key, added in self._added.items() if key[0] != fragment}
         mean = None if arrived is None else arrived.mean
-        taken_back = None if arrived is None else self._added.pop((fragment, arrived.update.base), None)
+        subtracted = None if arrived is None else self._added.pop((fragment, arrived.update.base), None)
         own = None
         if send is not None:
             own = self._newest.pop(fragment).mul(1.0 / num_live)
-            earlier = self._added.get((fragment, send.round))  # the round is tried again
+            earlier = self._added.get((fragment, send.round))  # the round is repeated
             self._added[fragment, send.round] = own if earlier is None else earlier.add(own)
-        gradient = eager_gradient(own, mean, taken_back)
+        gradient = eager_gradient(own, mean, subtracted)
         if gradient is not None:
             state, anchor = self._states[fragment], self.anchors[fragment]
             new, self._states[fragment] = self._method.outer.step(state, anchor, gradient)
@@ -63,7 +73,7 @@ class EagerSteps:
         return self.anchors[fragment]
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors in nested dicts, from which `load_state_dict` continues exactly."""
+        """Nested dicts of tensors, from which `load_state_dict` continues exactly."""
         return {
             "anchors": {str(f): anchor for f, anchor in enumerate(self.anchors)},
             "states": {str(f): dict(state) for f, state in enumerate(self._states)},
@@ -71,7 +81,7 @@ class EagerSteps:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Restore what `state_dict` returned."""
         self.anchors = [state["anchors"][str(f)] for f in range(len(self.anchors))]
         self._states = [state["states"][str(f)] for f in range(len(self._states))]
         self._added = {(int(f), int(r)): added for key, added in state["added"].items() for f, r in [key.split(".")]}

@@ -1,0 +1,223 @@
+"""A syncer's accounting: where each learner's tokens are, and what became of each contribution.
+
+Per learner and fragment, trained = pending + merged + discarded + lost (`core.ledger`). What the syncer has
+acknowledged is its own until it is merged or rejected, whatever becomes of the learner; all else is the learner's, and
+lost with it.
+
+A contribution is known by its number. It is open from its acknowledgement to its verdict, which is counted once and
+kept until the learner has confirmed it; what is sent again is open, or has a verdict, or is confirmed. A verdict is
+told once it is durable. Open contributions are not saved: their learners send them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.core.contribution import KEPT, Contribution, Verdict
+from diloco.core.ledger import Ledger
+from diloco.errors import PayloadError
+
+MAX_COUNTED_TOKENS = 2**53
+"""Of one learner: JSON and a weight hold the number exactly, and the sum over learners too."""
+
+Key = tuple[str, int, int, int]
+"""Learner, incarnation, fragment and number of a contribution."""
+
+
+def key_of(c: Contribution) -> Key:
+    """What a contribution is known by."""
+    return c.learner, c.incarnation, c.fragment, c.number
+
+
+@dataclass
+class Account:
+    """One learner's, over all its incarnations.
+
+    Attributes:
+        incarnation: the newest.
+        ledgers: one per fragment.
+        earlier_tokens: trained by earlier incarnations.
+        confirmed: per fragment, the newest incarnation knows the verdicts of all its contributions up to this number.
+        verdicts: of the newest incarnation, those not confirmed, by fragment and number.
+    """
+
+    ledgers: list[Ledger]
+    incarnation: int = 0
+    earlier_tokens: int = 0
+    confirmed: list[int] = field(default_factory=list)
+    verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
+
+    def settle(self, c: Contribution, reason: str | None, version: int) -> None:
+        """Count a contribution's tokens, once, and keep the verdict for its learner."""
+        ledger = self.ledgers[c.fragment]
+        for given_up, tokens in c.discarded:
+            ledger.discard(tokens, given_up)
+        if reason is None:
+            ledger.merged += c.tokens
+        elif reason not in KEPT:
+            ledger.discard(c.tokens, reason)
+        if c.incarnation == self.incarnation:
+            self.verdicts[c.fragment, c.number] = Verdict(c.fragment, c.number, reason, version)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values (JSON)."""
+        return {
+            "incarnation": self.incarnation,
+            "earlier_tokens": self.earlier_tokens,
+            "confirmed": list(self.confirmed),
+            "verdicts": [[it.fragment, it.number, it.reason, it.version] for it in self.verdicts.values()],
+            "ledgers": [[it.trained, it.merged, it.lost, dict(it.discarded)] for it in self.ledgers],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Account:
+        """What `as_dict` gave."""
+        ledgers = [
+            Ledger(trained, merged, lost, dict(by_reason)) for trained, merged, lost, by_reason in values["ledgers"]
+        ]
+        verdicts = [Verdict(*each) for each in values["verdicts"]]
+        by_number = {(each.fragment, each.number): each for each in verdicts}
+        return cls(ledgers, values["incarnation"], values["earlier_tokens"], list(values["confirmed"]), by_number)
+
+
+class Accounting:
+    """The accounts of all learners that the run has ever seen.
+
+    Attributes:
+        accounts: by learner id.
+        open: contributions that are acknowledged and have no verdict.
+    """
+
+    def __init__(self, num_fragments: int) -> None:
+        self._num_fragments = num_fragments
+        self.accounts: dict[str, Account] = {}
+        self.open: dict[Key, Contribution] = {}
+        self._untold: dict[Key, int | None] = {}
+        """Verdicts that are not durable, with the serial number of the first record that has them; None: none has."""
+
+    # --- learners ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens trained by all learners, living and gone."""
+        return sum(account.ledgers[0].trained for account in self.accounts.values())
+
+    def begin(self, learner: str) -> int:
+        """A new incarnation, which has trained nothing; returns its number."""
+        account = self.accounts.setdefault(learner, Account([Ledger() for _ in range(self._num_fragments)]))
+        account.incarnation += 1
+        account.earlier_tokens = account.ledgers[0].trained
+        account.confirmed, account.verdicts = [0] * self._num_fragments, {}
+        return account.incarnation
+
+    def trained(self, learner: str, tokens: int) -> None:
+        """The newest incarnation has trained `tokens` in all; they only ever grow.
+
+        Raises:
+            PayloadError: all its learner's incarnations together would have trained more than can be counted.
+        """
+        account = self.accounts[learner]
+        total = account.earlier_tokens + tokens
+        if total > MAX_COUNTED_TOKENS:
+            raise PayloadError(
+                f"{learner!r} would have trained {total} tokens, and {MAX_COUNTED_TOKENS} can be counted."
+            )
+        for ledger in account.ledgers:
+            ledger.trained = max(ledger.trained, total)
+
+    def end(self, learner: str) -> None:
+        """The learner is gone: its acknowledged contributions stay, the rest of its pending tokens is lost."""
+        ledgers = self.accounts[learner].ledgers
+        acknowledged = [0] * self._num_fragments
+        for c in self.open.values():
+            if c.learner == learner:
+                acknowledged[c.fragment] += c.accounted
+        for ledger, tokens in zip(ledgers, acknowledged, strict=True):
+            ledger.lost += ledger.pending - tokens
+
+    # --- contributions ----------------------------------------------------------------------------------------------------
+
+    def is_known(self, c: Contribution) -> bool:
+        """Whether a contribution of the newest incarnation is open or settled already."""
+        account = self.accounts[c.learner]
+        is_settled = c.number <= account.confirmed[c.fragment] or (c.fragment, c.number) in account.verdicts
+        return is_settled or key_of(c) in self.open
+
+    def acknowledge(self, c: Contribution) -> None:
+        """It belongs to the syncer from here on."""
+        self.open[key_of(c)] = c
+
+    def merge(self, c: Contribution, version: int) -> None:
+        """The version that it is merged in is durable."""
+        del self.open[key_of(c)]
+        self.accounts[c.learner].settle(c, None, version)
+
+    def reject(self, c: Contribution, reason: str, version: int, *, is_durable: bool = False) -> None:
+        """It will not be merged; the fragment is at `version`. `is_durable`: the record that is durable has the
+        verdict."""
+        self.open.pop(key_of(c), None)
+        account = self.accounts[c.learner]
+        account.settle(c, reason, version)
+        if c.incarnation == account.incarnation and not is_durable:
+            self._untold[key_of(c)] = None
+
+    # --- verdicts ---------------------------------------------------------------------------------------------------------
+
+    def confirm(self, learner: str, settled: Sequence[int]) -> None:
+        """The newest incarnation knows the verdicts of all its contributions up to these numbers, one per fragment."""
+        account = self.accounts[learner]
+        if list(settled) == account.confirmed:
+            return
+        account.confirmed = [max(each) for each in zip(account.confirmed, settled, strict=True)]
+        account.verdicts = {
+            (fragment, number): verdict
+            for (fragment, number), verdict in account.verdicts.items()
+            if number > account.confirmed[fragment]
+        }
+
+    def verdicts(self, learner: str) -> tuple[Verdict, ...]:
+        """Of the newest incarnation, durable and not confirmed, by fragment and number."""
+        account = self.accounts[learner]
+        return tuple(
+            verdict
+            for (fragment, number), verdict in sorted(account.verdicts.items())
+            if (learner, account.incarnation, fragment, number) not in self._untold
+        )
+
+    @property
+    def needs_record(self) -> bool:
+        """Whether there are verdicts that no record has."""
+        return any(serial is None for serial in self._untold.values())
+
+    def recorded(self, serial: int) -> set[str]:
+        """The record with this serial number is durable. Returns the learners that have verdicts to be told of."""
+        told = {key for key, since in self._untold.items() if since is not None and since <= serial}
+        for key in told:
+            del self._untold[key]
+        return {learner for learner, *_ in told}
+
+    # --- saving -----------------------------------------------------------------------------------------------------------
+
+    def saved(
+        self, serial: int, merged: Iterable[Contribution] = (), rejected: Iterable[tuple[Contribution, str]] = (), version: int = 0
+    ) -> dict[str, Any]:  # fmt: skip
+        """Plain values (JSON) of the record with this serial number, as they are once these contributions have their
+        verdicts."""
+        self._untold = {key: serial if since is None else since for key, since in self._untold.items()}
+        accounts = deepcopy(self.accounts)
+        for c in merged:
+            accounts[c.learner].settle(c, None, version)
+        for c, reason in rejected:
+            accounts[c.learner].settle(c, reason, version)
+        return {learner: account.as_dict() for learner, account in accounts.items()}
+
+    def restore(self, values: Mapping[str, Any], alive: Iterable[str]) -> None:
+        """Continue from `saved`. What is pending of learners that are not in `alive` was acknowledged and not merged:
+        it is lost."""
+        self.accounts = {learner: Account.from_dict(each) for learner, each in values.items()}
+        for learner in self.accounts.keys() - set(alive):
+            for ledger in self.accounts[learner].ledgers:
+                ledger.lose()

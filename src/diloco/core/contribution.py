@@ -1,0 +1,117 @@
+"""What a learner says with an outer gradient, and what its syncer says of it. Plain values: the tensors travel beside
+them.
+
+Each contribution has a number, ascending per incarnation and fragment. Verdicts name it, and a retransmission is known
+by it. A syncer says what stands (`Standing`), whole, on every connection and in every heartbeat: what is lost on the
+way is repaired by the next message, and what is heard twice is no news.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# Why a contribution is sent back: the work stays with the learner, pending, and goes with its next contribution.
+OUT_OF_STEP = "out of step"
+"""The others sent theirs to the round before after this same step of the schedule."""
+DROPPED = "dropped"
+"""It is one of those that `AllLive(drop=…)` leaves out."""
+
+KEPT = (OUT_OF_STEP, DROPPED)
+
+# Why a learner discards tokens by itself.
+OVERLAP = "overlap"
+"""Trained between a send and the adoption that overwrote it."""
+
+# Why a contribution is discarded.
+MISSED = "missed"
+"""Its round is closed. The round's answer comes all the same."""
+TWICE = "twice in one round"
+"""The round has one of an earlier incarnation. The round's answer comes all the same."""
+LATE = "late"
+"""It was measured from an older version than the one it would be merged into, and the quorum's `late` is "drop"."""
+VERSION = "version"
+"""No learner that follows the protocol could send it."""
+OUTLIER = "outlier"
+"""The method's screen refused its norm."""
+NOT_FINITE = "not finite"
+"""The merge that it was in has no finite result."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a learner says with an outer gradient.
+
+    Attributes:
+        learner, incarnation: the learner that measured it.
+        fragment: index of the fragment.
+        number: 1, 2, 3, … of this incarnation and fragment, in the order sent.
+        round: the merge it is meant for; round r takes version r to version r + 1.
+        base: the version the displacement was measured from. Less than `round` where an overlap of a whole interval has
+            the answer to the previous round still on its way.
+        tokens, steps: work in it, since the learner's previous contribution of this fragment.
+        trained: tokens this incarnation has trained in all, when it was sent.
+        discarded: tokens of this fragment that adoption has overwritten since the previous contribution, by reason.
+        step: the inner step after which it was sent. A round does not wait for a learner that has passed its step
+            without it.
+        tensors: indices, in the fragment, of the tensors that this learner trains; None: all of them.
+    """
+
+    learner: str
+    incarnation: int
+    fragment: int
+    number: int
+    round: int
+    base: int
+    tokens: int
+    steps: int
+    trained: int = 0
+    discarded: tuple[tuple[str, int], ...] = ()
+    step: int = field(kw_only=True)
+    tensors: tuple[int, ...] | None = field(default=None, kw_only=True)
+
+    @property
+    def accounted(self) -> int:
+        """Tokens that it accounts for: those whose work is in it, and those given up since the one before."""
+        return self.tokens + sum(tokens for _, tokens in self.discarded)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a contribution.
+
+    Attributes:
+        fragment, number: which one, of an incarnation that is known from where this is said.
+        reason: why it was rejected; None: it is merged.
+        version: the version that it is merged in, or that the fragment had when it was rejected.
+    """
+
+    fragment: int
+    number: int
+    reason: str | None
+    version: int
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What stands for one learner. Saying it again changes nothing.
+
+    Attributes:
+        step: the highest inner step known of any learner.
+        start_step: the inner step that the learner starts from if it has not trained yet; less than `step` where a
+            round waits for its send after that step.
+        run_tokens: tokens trained by the whole run.
+        num_live: learners that take part.
+        sync_every: inner steps between two pushes of this learner; None: the method's H.
+        versions: of each fragment, published.
+        calls: (fragment, version) of the calls for work that it has not answered.
+        verdicts: of its incarnation, those that it has not confirmed, by fragment and number.
+    """
+
+    step: int
+    start_step: int
+    run_tokens: int
+    num_live: int
+    sync_every: int | None
+    versions: tuple[int, ...]
+    calls: tuple[tuple[int, int], ...] = ()
+    verdicts: tuple[Verdict, ...] = ()

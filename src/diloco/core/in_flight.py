@@ -1,0 +1,151 @@
+"""One fragment as one learner sees it: work that is pending, contributions in flight, and where its tokens went.
+
+`core.learner` decides what happens to it when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from diloco.core.contribution import OVERLAP
+from diloco.core.ledger import Ledger
+
+
+@dataclass
+class InFlight:
+    """A contribution that was sent and is not settled: neither adopted with a version that lists it, nor removed by a
+    rejection.
+
+    Attributes:
+        number, round, base, tokens, steps: as in `Contribution`.
+        apply_at: the inner step after which its answer is due.
+        listed: a version that is here has it.
+        is_rejected: it was rejected, and the answer to its round is waited for all the same.
+        kept: it was dropped, and its work stays in the learner's parameters.
+    """
+
+    number: int
+    round: int
+    base: int
+    tokens: int
+    steps: int
+    apply_at: int
+    listed: bool = False
+    is_rejected: bool = False
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Send:
+    """Measure `fragment` now and offer it to merge `round`; the displacement is taken from version `base`.
+
+    `discarded`: tokens given up by adoption since the previous send, by reason.
+    """
+
+    fragment: int
+    number: int
+    round: int
+    base: int
+    tokens: int
+    steps: int
+    discarded: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass
+class FragmentWork:
+    """What a learner has done on a fragment, and what became of it.
+
+    Attributes:
+        version: the one adopted.
+        number: of the newest contribution; 0: none was sent.
+        received: versions that are here and not adopted.
+        in_flight: contributions, oldest first.
+        pending_tokens, pending_steps: work that no contribution has.
+        overwritten_tokens: discarded by adoption and not yet reported.
+        ledger: where the tokens of this incarnation went.
+    """
+
+    version: int
+    number: int = 0
+    received: set[int] = field(default_factory=set)
+    in_flight: list[InFlight] = field(default_factory=list)
+    pending_tokens: int = 0
+    pending_steps: int = 0
+    overwritten_tokens: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def stepped(self, tokens: int) -> None:
+        """One more inner step of work on it."""
+        self.pending_tokens += tokens
+        self.pending_steps += 1
+        self.ledger.trained += tokens
+
+    def offer(self, fragment: int, round_: int, *, apply_at: int) -> Send:
+        """All pending work goes out."""
+        self.number += 1
+        flight = InFlight(self.number, round_, self.version, self.pending_tokens, self.pending_steps, apply_at)
+        self.in_flight.append(flight)
+        discarded = ((OVERLAP, self.overwritten_tokens),) if self.overwritten_tokens else ()
+        self.pending_tokens = self.pending_steps = self.overwritten_tokens = 0
+        return Send(fragment, flight.number, round_, self.version, flight.tokens, flight.steps, discarded)
+
+    def take_back(self, flight: InFlight) -> None:
+        """Its work is pending again."""
+        self.pending_tokens += flight.tokens
+        self.pending_steps += flight.steps
+
+    def arrived(self, version: int, merged: int) -> tuple[InFlight, ...]:
+        """A version is here, and contributions up to number `merged` are in it or an earlier one, unless they were
+        rejected; returns those of which that is news."""
+        if version <= self.version:
+            return ()
+        self.received.add(version)
+        listed = tuple(
+            flight for flight in self.in_flight if flight.number <= merged and not (flight.listed or flight.is_rejected)
+        )
+        for flight in listed:
+            flight.listed = True
+            self.ledger.merged += flight.tokens
+        return listed
+
+    def overwrite(self) -> None:
+        """A version replaces the parameters, and with them what was pending."""
+        self.ledger.discard(self.pending_tokens, OVERLAP)
+        self.overwritten_tokens += self.pending_tokens
+        self.pending_tokens = self.pending_steps = 0
+
+    def forget(self, *, keep_work: bool) -> bool:
+        """Contributions that are not listed are void; whether there was any.
+
+        `keep_work`: theirs is pending again; otherwise the learner's work begins here.
+        """
+        void = [flight for flight in self.in_flight if not flight.listed]
+        self.in_flight = [flight for flight in self.in_flight if flight.listed]
+        for flight in void:
+            if keep_work:
+                self.take_back(flight)
+            else:
+                self.pending_steps = 0
+        return bool(void)
+
+    def forget_tokens(self) -> None:
+        """Under a new incarnation: the work goes on, its numbers begin anew, and its tokens so far are counted
+        elsewhere."""
+        self.number = 0
+        self.pending_tokens = self.overwritten_tokens = 0
+        self.ledger = Ledger()
+        for flight in self.in_flight:
+            flight.tokens = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "received": sorted(self.received)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `as_dict` gave."""
+        ledger = Ledger(**{**values["ledger"], "discarded": dict(values["ledger"]["discarded"])})
+        flights = [InFlight(**flight) for flight in values["in_flight"]]
+        return cls(**{**values, "received": set(values["received"]), "in_flight": flights, "ledger": ledger})

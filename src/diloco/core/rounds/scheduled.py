@@ -1,0 +1,377 @@
+"""Rounds that the schedule calls: every learner that trains contributes to every round, and may block on its answer.
+
+    DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512; eager updates, arXiv 2502.12996
+
+The first contribution opens a round, with all learners that train at that moment as members; the set only shrinks
+(eviction, departure). While one round of a fragment is merged or stored, contributions to the next are kept.
+
+Learners block on the rounds they contributed to, so rounds of several fragments must not wait for each other in a
+circle. All learners send the fragments in one order, that of the inner steps, but one that joins may be a little behind
+the others, or ahead:
+
+    behind: it contributes after a step after which the others contributed to the round before. Its contribution is sent
+            back, it keeps the work, and goes on to the step where the others are.
+    ahead:  it had passed the step of a round before it counted as training. Such a round does not wait for it.
+
+Should there be a circle nevertheless (a restart forgets the learners' positions), all learners are blocked: then a
+round stops waiting for those that are blocked in a round of a later step. All this needs a learner's contributions to
+arrive in order.
+
+Where a round needs `at_least` learners and has lost too many, it waits for a joiner, which therefore starts before that
+round's step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from diloco.core.choices import fraction, whole_number
+from diloco.core.contribution import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, TWICE, VERSION, Contribution
+from diloco.core.in_flight import FragmentWork, InFlight
+from diloco.core.members import Member
+from diloco.core.rounds.base import (
+    Answers,
+    ClosedRound,
+    Decision,
+    LearnerRounds,
+    Quorum,
+    Rules,
+    Run,
+    SyncerRounds,
+)
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AllLive(Quorum):
+    """A scheduled round merges when every healthy learner that was there when it opened has contributed, or is gone.
+
+    Attributes:
+        at_least: never merge fewer contributions than this. 1 lets a lone survivor go on by itself; a higher number
+            makes it wait for others instead of silently becoming a solo run.
+        drop: probability with which a contribution is left out, to study unreliable links; its learner goes on from its
+            own parameters and is measured from the new global model next (DiLoCo, arXiv 2311.08105, section 3.1). Never
+            drops below `at_least`.
+        drop_seed: which ones are left out: a function of it, the learner, the fragment and the round.
+    """
+
+    has_own_overlaps: ClassVar[bool] = True
+
+    drop: float = 0.0
+    drop_seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "drop", fraction("AllLive(drop=…)", self.drop, below_one=True))
+        whole_number("AllLive(drop_seed=…)", self.drop_seed, minimum=0)
+        if self.drop_seed and not self.drop:
+            raise ConfigError(
+                f"AllLive(drop_seed={self.drop_seed}) draws what drop leaves out, and drop is 0; set drop."
+            )
+
+    def drops(self, learner: str, fragment: int, round_: int) -> bool:
+        """Whether this contribution is one of those that are left out."""
+        if self.drop == 0:
+            return False
+        drawn = hashlib.sha256(f"{self.drop_seed}/{learner}/{fragment}/{round_}".encode()).digest()
+        return int.from_bytes(drawn[:8], "big") < self.drop * 2**64
+
+    @property
+    def needs_syncer(self) -> str | None:
+        return (
+            "AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer." if self.drop else None
+        )
+
+    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+        yield (
+            answers.partial == "scale",
+            "partial='scale' is for Called() and Pushed(); a scheduled round takes the mean of those present.",
+        )
+        yield (
+            self.drop > 0 and answers.overlap > 0,
+            f"AllLive(drop={self.drop}) needs overlap=0, not {answers.overlap}.",
+        )
+        yield (
+            answers.keeps_overlap and answers.overlap == 0,
+            "KeepDisplacement() keeps the work of an overlap, and there is none; set overlap.",
+        )
+
+    def syncer_rounds(self, run: Run) -> ScheduledSyncer:
+        return ScheduledSyncer(self, run)
+
+    def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> ScheduledLearner:
+        return ScheduledLearner(rules, fragments)
+
+
+def decide(
+    now: float,
+    contributed: Collection[str],
+    members: Collection[str],
+    deadlines: Mapping[str, float],
+    at_least: int = 1,
+) -> Decision:
+    """Merge a scheduled round, or say which learners it waits for.
+
+    Arguments:
+        now: seconds of the caller's clock.
+        contributed: learners whose contribution to the round was acknowledged.
+        members: learners the round waits for; evicted and departed ones have been taken out.
+        deadlines: for each live learner, when it is evicted if nothing more is heard of it.
+        at_least: the fewest learners to merge.
+
+    Returns:
+        A `Decision`; contributions are merged in learner-id order whatever order they came in.
+    """
+    missing = sorted(set(members) - set(contributed))
+    if missing:
+        first = min(missing, key=lambda learner: deadlines[learner])
+        names = ", ".join(missing)
+        return Decision(
+            None,
+            deadlines[first],
+            f"waiting for {names}; {first} is given up in {max(0.0, deadlines[first] - now):.1f} s",
+        )
+    if len(contributed) < at_least:
+        return Decision(None, None, f"{len(contributed)} of at least {at_least} learners have contributed")
+    return Decision(tuple(sorted(contributed)), None, f"all {len(contributed)} learners of the round have contributed")
+
+
+@dataclass
+class _Round:
+    """An open round, or one that is being merged.
+
+    `step`: the earliest inner step after which one of its contributions was sent. `missed`: what came after it was
+    closed; those learners are told when its version is stored.
+    """
+
+    step: int
+    members: set[str]
+    contributions: dict[str, Contribution] = field(default_factory=dict)
+    missed: list[Contribution] = field(default_factory=list)
+
+
+class ScheduledSyncer(SyncerRounds):
+    """The syncer's half."""
+
+    def __init__(self, quorum: AllLive, run: Run) -> None:
+        self._quorum, self._run = quorum, run
+        self._rounds: list[dict[int, _Round]] = [{} for _ in run.fragments]  # by the version that a round starts from
+
+    def answer(self, now: float, c: Contribution) -> str | None:
+        run, rounds = self._run, self._rounds[c.fragment]
+        state = run.fragments[c.fragment]
+        if not 0 <= c.base <= state.version or not 0 <= c.round - c.base <= self._intervals_in_flight(c.learner):
+            return VERSION
+        if c.round < state.version or (c.round == state.version and state.phase != "open"):
+            return self._too_late(c)
+        if c.round == state.version:
+            after_step: float = state.step
+        else:  # to a round after the one that is open, by a learner that had to contribute to the one before first
+            after_step = rounds[c.round - 1].step if c.round - 1 in rounds else math.inf
+        if c.step <= after_step:
+            return OUT_OF_STEP
+        round_ = rounds.setdefault(c.round, _Round(c.step, set(run.members)))
+        if c.learner in round_.contributions:
+            return TWICE
+        round_.contributions[c.learner] = c
+        round_.step = min(round_.step, c.step)
+        return None
+
+    def _intervals_in_flight(self, learner: str) -> int:
+        """How many of a learner's answers may be on their way when it sends; replicas may overlap different numbers of
+        steps (Streaming DiLoCo, arXiv 2501.18512)."""
+        schedule, overlap = self._run.rules.schedule, self._run.members[learner].overlap
+        return schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
+
+    def _too_late(self, c: Contribution) -> str | None:
+        """Its round is closed. While that is not stored a crash would open the round again, and wait for this
+        contribution."""
+        if self._quorum.drops(c.learner, c.fragment, c.round):
+            return DROPPED
+        if c.round < self._run.fragments[c.fragment].version:
+            return MISSED
+        self._rounds[c.fragment][c.round].missed.append(c)
+        return None
+
+    def update(self, now: float) -> set[str]:
+        """Remove members that left, were evicted or cannot come any more from every open round."""
+        for state, rounds in zip(self._run.fragments, self._rounds, strict=True):
+            for number, round_ in rounds.items():
+                if number == state.version and state.phase != "open":
+                    continue  # it is closed
+                later = [other.contributions.keys() for after, other in rounds.items() if after > number]
+                gone = set[str]().union(*later) - round_.contributions.keys()  # contributions come in order
+                round_.members = {learner for learner in round_.members - gone if self._belongs(learner, round_)}
+        return set()
+
+    def _belongs(self, learner: str, round_: _Round) -> bool:
+        """Whether a member stays one. A lost connection does not matter: until its deadline a learner may come back
+        with its work."""
+        member = self._run.members.get(learner)
+        if member is None or learner in round_.contributions:
+            return member is not None
+        return member.ready and member.ready_step < round_.step and not self._is_in_circle(member, round_)
+
+    def _is_in_circle(self, member: Member, round_: _Round) -> bool:
+        """Whether all learners are blocked, and this one in a round of a later step that those it waits for have not
+        reached."""
+        members = self._run.members
+        if not all(each.waiting for each in members.values() if each.ready):
+            return False
+        for fragment in range(len(self._rounds)):
+            later = self._open(fragment)
+            if later is None or later.step <= round_.step:
+                continue
+            missing = [members[each] for each in later.members - later.contributions.keys() if each in members]
+            if member.learner in later.contributions and all(each.step < later.step for each in missing):
+                return True
+        return False
+
+    def open_fragments(self) -> list[int]:
+        return [fragment for fragment, rounds in enumerate(self._rounds) if rounds and self._open(fragment)]
+
+    def decision(self, now: float, fragment: int) -> Decision | None:
+        round_ = self._open(fragment)
+        if round_ is None:
+            return None
+        deadlines = {learner: self._run.deadlines.ends_at(member) for learner, member in self._run.members.items()}
+        return decide(now, round_.contributions, round_.members, deadlines, self._quorum.at_least)
+
+    def close(self, now: float, fragment: int) -> ClosedRound:
+        """What `AllLive(drop=…)` leaves out is sent back, but never so much that fewer than K remain.
+
+        Not when it comes: the others might leave before they contribute, and no contribution would close the round.
+        What a learner that is gone has brought cannot be sent back.
+        """
+        number, kept, dropped = self._run.fragments[fragment].version, list[Contribution](), list[Contribution]()
+        round_ = self._rounds[fragment][number]
+        left = len(round_.contributions)
+        for learner, c in sorted(round_.contributions.items()):
+            member = self._run.members.get(learner)
+            is_there = member is not None and member.incarnation == c.incarnation
+            if is_there and left > self._quorum.at_least and self._quorum.drops(learner, fragment, number):
+                dropped.append(c)
+                left -= 1
+            else:
+                kept.append(c)
+        rejected = tuple((c, DROPPED) for c in dropped)
+        return ClosedRound(number, tuple(kept), round_.step, frozenset(round_.members), now, rejected)
+
+    def stored(self, now: float, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
+        return [(c, MISSED) for c in self._rounds[fragment].pop(closed.number).missed]
+
+    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
+        """Learners count on the round: what is meant for later ones is measured from its answer."""
+        rounds, self._rounds[fragment] = self._rounds[fragment], {}
+        missed = rounds.pop(closed.number).missed
+        return [*missed, *(c for round_ in rounds.values() for c in round_.contributions.values())]
+
+    def round_of(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+        round_ = self._open(fragment)
+        return (sorted(round_.contributions), sorted(round_.members)) if round_ else ((), ())
+
+    def heard(self, member: Member, steps: int) -> bool:
+        return member.waiting or member.finished
+
+    def start_step(self, learner: str) -> int | None:
+        """The run's step, or the send before the earliest round that would not have its `at_least`.
+
+        The joiner's first send is then that round's: after a later one it would stay a round ahead, and in the end
+        leave the others in a round to which no learner comes any more. Learners whose connection has broken are not
+        counted on, nor are those that have not trained since they joined (after a restart rounds wait for them all the
+        same).
+        """
+        run, at_least = self._run, self._quorum.at_least
+        if at_least == 1:
+            return None
+        schedule = run.rules.schedule
+        connected = {learner for learner, member in run.members.items() if member.healthy and member.tokens > 0}
+        starts = [run.step]
+        for fragment, state in enumerate(run.fragments):
+            is_closing = state.phase != "open"
+            rounds = self._rounds[fragment]
+            round_ = rounds.get(state.version + is_closing)
+            if round_ is None:  # a contribution may be on its way
+                sent = rounds[state.version].step if is_closing else state.step
+                step, present = schedule.next_send(fragment, sent), connected
+            else:
+                step, present = round_.step, round_.contributions.keys() | (round_.members & connected)
+            if step <= run.step and len(present) < at_least:
+                starts.append(schedule.last_send(before=step))
+        return min(starts)
+
+    def lacks_learners(self, fragment: int) -> int | None:
+        round_ = self._open(fragment)
+        if round_ is None or round_.members - round_.contributions.keys():
+            return None
+        return len(round_.contributions)
+
+    def _open(self, fragment: int) -> _Round | None:
+        """The open round that follows the fragment's version."""
+        state = self._run.fragments[fragment]
+        return self._rounds[fragment].get(state.version) if state.phase == "open" else None
+
+
+class ScheduledLearner(LearnerRounds):
+    """The learner's half: a version is adopted τ steps after the send that it answers."""
+
+    def __init__(self, rules: Rules, fragments: Sequence[FragmentWork]) -> None:
+        self._rules, self.fragments = rules, fragments
+
+    def due(self, step: int) -> Sequence[int]:
+        return self._rules.schedule.sends(step)
+
+    def round_of(self, fragment: int) -> int | None:
+        """An overlap of whole intervals keeps their answers on their way while the next displacement is sent. Any
+        further one is late: the work goes with the next send."""
+        work = self.fragments[fragment]
+        round_ = work.in_flight[-1].round + 1 if work.in_flight else work.version
+        return round_ if round_ - work.version <= self._rules.schedule.intervals_in_flight else None
+
+    def waiting(self, step: int) -> tuple[tuple[int, int], ...]:
+        if not self._rules.wait:
+            return ()
+        due = ((f, self._due(work, step)) for f, work in enumerate(self.fragments))
+        return tuple(
+            (f, version)
+            for f, version in due
+            if version is not None and not any(v >= version for v in self.fragments[f].received)
+        )
+
+    def adoption(self, fragment: int, step: int) -> int | None:
+        """A fragment in flight takes exactly the version its contribution is for, when it is due. One with nothing in
+        flight (a joiner between two rounds, a rejected contribution) takes the newest version there is, and so does one
+        whose version will not come any more: a newer one is here that was not this learner's to contribute to."""
+        work = self.fragments[fragment]
+        due, newest = self._due(work, step), max(work.received, default=None)
+        if due is not None and due in work.received:
+            return due
+        is_overtaken = due is not None and newest is not None and newest > due
+        return newest if not work.in_flight or is_overtaken else None
+
+    def settles(self, flight: InFlight, version: int) -> bool:
+        return flight.round < version
+
+    def rejected(self, fragment: int, flight: InFlight, reason: str) -> bool:
+        """Where the round goes on without it, its answer is waited for all the same: a learner that ran ahead would be
+        late again."""
+        if reason not in (DROPPED, MISSED, TWICE, OUTLIER):
+            return False
+        flight.tokens, flight.kept = 0, reason == DROPPED
+        return True
+
+    def keeps_own(self, fragment: int, version: int) -> bool:
+        """Where the contribution was dropped, only what is measured next starts from the new version."""
+        return any(flight.kept and flight.round + 1 == version for flight in self.fragments[fragment].in_flight)
+
+    def answer_to(self, flight: InFlight) -> int | None:
+        return flight.round + 1
+
+    @staticmethod
+    def _due(work: FragmentWork, step: int) -> int | None:
+        """The version that is due for the oldest contribution in flight."""
+        return work.in_flight[0].round + 1 if work.in_flight and work.in_flight[0].apply_at <= step else None

@@ -1,0 +1,58 @@
+"""Whether a model, an inner optimizer, a method and an exchange work together."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from diloco.core.method import Method
+from diloco.errors import ConfigError
+from diloco.exchange.base import Exchange
+
+MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
+
+
+def check_compatible(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, exchange: Exchange) -> None:
+    """Refuse a combination that cannot work, before the learner joins.
+
+    Raises:
+        ConfigError: what does not fit, and what to use instead.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ConfigError("FullyShardedDataParallel (FSDP1) is not supported; use DistributedDataParallel.")
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"parameter {name!r} is sharded (FSDP2), which is not supported; use DistributedDataParallel."
+            )
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    if strangers := [p for p in optimized if id(p) not in trainable]:
+        raise ConfigError(
+            f"the inner optimizer trains {len(strangers)} tensor(s) that are not parameters of the model, such as "
+            "private master weights, so adopting a global value would not reach them; give it model.parameters()."
+        )
+    for attribute in MASTER_WEIGHTS:
+        if any(attribute in state for state in optimizer.state.values()) or hasattr(optimizer, attribute):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps private master weights ({attribute!r}), which adopting a global "
+                "value would not reach; use an optimizer that trains the model's own parameters."
+            )
+    if method.exchanged == "parameters" and not _is_stateless(optimizer):
+        raise ConfigError(
+            "averaging parameters at every step equals data parallel only without optimizer state, and "
+            f"{type(optimizer).__name__} keeps some; use DataParallel(average='gradients'), or DiLoCo."
+        )
+    if method.exchanged == "gradients" and not exchange.gradients:
+        raise ConfigError(
+            "a syncer or an elastic group cannot run DataParallel on gradients: only the learners would hold the "
+            "model, so a lost learner could not rejoin; use Collective over a process group, or a method that "
+            "exchanges outer gradients."
+        )
+
+
+def _is_stateless(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups)

@@ -1,0 +1,195 @@
+"""A learner's tensors: parameters, anchors, origins, frozen tensors, and which of them this learner trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.core.adopt import Adopt, Eager
+from diloco.core.elementwise import blocks
+from diloco.core.fragments import Layout, gather, scatter
+from diloco.core.method import Method
+from diloco.errors import ConfigError
+from diloco.exchange.base import Model
+from diloco.learner.frozen import FrozenState
+from diloco.learner.snapshots import Snapshots
+
+
+class LearnerTensors:
+    """The tensors that one learner holds of its model.
+
+    Attributes:
+        parameters: the trainable parameters of the model, by their names in the layout.
+        anchors: per fragment, the newest value adopted, flat fp32 on the host; outer gradients are measured from it.
+        origins: by fragment, the parameters as they were last sent, flat fp32 on the host; only of fragments that were
+            sent since their last adoption.
+        snapshots: takes snapshots of what is sent.
+        frozen: frozen parameters and buffers.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, method: Method) -> None:
+        self._model, self._layout, self._adopt = model, layout, method.adopt
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.anchors: list[Tensor] = []
+        self.origins: dict[int, Tensor] = {}
+        self.snapshots = Snapshots(layout)
+        self.frozen = FrozenState(model, layout)
+        self._aliases = _aliases(model)
+
+    def own_model(self) -> Model:
+        """The model as it is here; the learner that initialises the run gives it to all."""
+        fragments = tuple(gather(fragment, self.parameters).cpu() for fragment in self._layout.fragments)
+        return Model(fragments, self.frozen.values())
+
+    def load_model(self, model: Model, *, write: bool) -> None:
+        """Start a new incarnation: load the run's anchors, frozen tensors and, with `write`, parameters."""
+        self.anchors = list(model.fragments)
+        self.origins.clear()
+        if write:
+            for fragment, theta in enumerate(model.fragments):
+                self.write(fragment, theta)
+        self.frozen.adopt(model.static)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient of every parameter; a parameter without one gets zeros."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            found[name] = parameter.grad
+        return found
+
+    def adopt(self, fragment: int, theta: Tensor, *, just_sent: bool) -> None:
+        """Apply the method's adoption rule to a fragment's parameters and its new global value.
+
+        Arguments:
+            theta: the global value, flat fp32 on the host.
+            just_sent: the fragment was sent at this boundary, so no work was done since the send.
+        """
+        origin = None
+        if self._adopt.needs_origin and not just_sent:
+            origin = self.origins.get(fragment, self.anchors[fragment])
+        self.write(fragment, theta, how=self._adopt, origin=origin)
+
+    @torch.no_grad()
+    def write(
+        self,
+        fragment: int,
+        flat: Tensor,
+        tensors: Mapping[str, Tensor] | None = None,
+        how: Adopt | None = None,
+        origin: Tensor | None = None,
+    ) -> None:
+        """Set a fragment's tensors in place: to `flat`, or to `how` of their present values and `flat`.
+
+        Arguments:
+            flat: flat fp32.
+            tensors: by name; None: the parameters.
+            origin: what `how` takes for the values at the last send; None: the present values.
+        """
+        tensors = self.parameters if tensors is None else tensors
+        layout = self._layout.fragments[fragment]
+        device = tensors[layout.names[0]].device
+        origins = {} if origin is None else scatter(layout, origin.to(device))
+        for name, value in scatter(layout, flat.to(device)).items():
+            own = tensors[name]
+            if how is None:
+                own.copy_(value)
+            else:
+                _adopt_into(own, how, value.to(own.device), origins.get(name))
+
+    def set_anchor(self, fragment: int, theta: Tensor) -> None:
+        """Measure the fragment's next outer gradients from `theta`, a version that the learner has adopted."""
+        self.anchors[fragment] = theta
+        self.origins.pop(fragment, None)
+
+    def measure_from(self, fragments: Iterable[int], *, here: bool) -> None:
+        """Measure the next outer gradients of these fragments from the present parameters (`here`) or the anchors."""
+        for fragment in fragments:
+            if here:
+                self.origins[fragment] = gather(self._layout.fragments[fragment], self.parameters).cpu()
+            else:
+                self.origins.pop(fragment, None)
+
+    def model_state_dict(self, fragments: Sequence[Tensor] | None) -> dict[str, Tensor]:
+        """The model's `state_dict` with the values of these flat fragments, on the host; None: with its own values."""
+        values: dict[str, Tensor] = {}
+        for layout, flat in zip(self._layout.fragments, fragments or (), strict=fragments is not None):
+            values.update(scatter(layout, flat))
+        state = {}
+        for name, own in self._model.state_dict().items():
+            source = values.get(self._aliases.get(name, name))
+            state[name] = own.to("cpu", copy=True) if source is None else source.to(own.dtype, copy=True)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """This part of `Learner.state_dict`."""
+        return {
+            "anchors": {str(f): anchor for f, anchor in enumerate(self.anchors)},
+            "origins": {str(f): origin for f, origin in self.origins.items()},
+            "parameters": {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()},
+            "counters": self.frozen.counters(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.anchors = [state["anchors"][str(f)] for f in range(len(self.anchors))]
+        self.origins = {int(f): origin for f, origin in state["origins"].items()}
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state["parameters"][name])
+        self.frozen.load_counters(state["counters"])
+
+
+def _adopt_into(own: Tensor, how: Adopt, value: Tensor, origin: Tensor | None) -> None:
+    """Set a parameter to `how` of itself and the global `value`, block by block. No `origin`: the parameter itself."""
+    origin = own if origin is None else origin
+    if own.is_contiguous():  # the blocks of other tensors are whole rows
+        own, value, origin = own.view(-1), value.view(-1), origin.view(-1)
+    for part in blocks(own):
+        mine = own[part]
+        mine.copy_(how.adopt(mine.float(), value[part], origin[part].float()))
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """The further names that tied parameters have in `state_dict`, each with the parameter's name in the layout."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        name: first[id(value)]
+        for name, value in model.state_dict(keep_vars=True).items()
+        if id(value) in first and first[id(value)] != name
+    }
+
+
+def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Method) -> list[tuple[int, ...] | None]:
+    """Which tensors a learner trains.
+
+    Arguments:
+        patterns: of the tensors' names, shell style and case-sensitive; None: all tensors are trained.
+
+    Returns:
+        Per fragment the indices of the tensors trained; None: all of the fragment's.
+
+    Raises:
+        ConfigError: a pattern matches no tensor, or the method needs all tensors trained.
+    """
+    if patterns is None:
+        return [None] * len(layout.fragments)
+    if isinstance(method.adopt, Eager):
+        raise ConfigError(
+            f"trains=… cannot be used with {method.name}, which replaces the learner's own share of every mean: that "
+            "share would differ from tensor to tensor; train the whole model, or use DelayedDiLoCo."
+        )
+    names = [name for fragment in layout.fragments for name in fragment.names]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"trains={pattern!r} matches no parameter of the model; its first is {names[0]!r}.")
+    trained: list[tuple[int, ...] | None] = []
+    for fragment in layout.fragments:
+        found = tuple(i for i, name in enumerate(fragment.names) if any(fnmatchcase(name, each) for each in patterns))
+        trained.append(None if len(found) == len(fragment.names) else found)
+    return trained
