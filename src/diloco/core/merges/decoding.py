@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
-from diloco.core.codecs.base import Scratch
+from diloco.core.codecs.codec import Scratch
 from diloco.core.layout import Placement
 from diloco.core.merges.inputs import Encoded
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError
