@@ -24,7 +24,7 @@ def test_the_page_about_formats_has_them_all_with_their_sizes() -> None:
     for name, (lossless, size, bits) in rows.items():
         assert CODECS[name].lossless == lossless
         assert wire_format(name).encoded_bytes(SEGMENT_ELEMENTS) == size
-        assert wire_format(name).bits_per_value == pytest.approx(bits, abs=5e-5)  # rounded in the docs
+        assert wire_format(name).bits_per_value == pytest.approx(bits, abs=5.1e-5)  # rounded in the docs
 
 
 def test_sizes_of_tails() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merges import Encoded, Mean, encoded_of, merge_from_dict, merged_vector, shard_of
+from diloco.core.merges import MERGES, Encoded, Mean, encoded_of, merged_vector, shard_of
 from diloco.core.merges.decoding import RUN_SEGMENTS
 from diloco.core.weights import weights_of
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError, NonFiniteError
@@ -333,6 +333,6 @@ def test_weights() -> None:
 
 
 def test_merges_survive_json() -> None:
-    assert merge_from_dict(json.loads(json.dumps(Mean().to_dict()))) == Mean()
+    assert MERGES.read(json.loads(json.dumps(Mean().to_dict()))) == Mean()
     with pytest.raises(ConfigError, match="'Meen' is not a known merge; did you mean 'Mean'"):
-        merge_from_dict({"type": "Meen"})
+        MERGES.read({"type": "Meen"})

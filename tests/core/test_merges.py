@@ -32,9 +32,7 @@ from diloco.core.merges import (
     Screen,
     SenderMean,
     TrimmedMean,
-    merge_from_dict,
     merged_vector,
-    screen_from_dict,
     shard_of,
 )
 from diloco.core.merges.decoding import Decoder
@@ -89,7 +87,7 @@ def test_one_learner_gets_its_own_back_to_the_bit(how: Merge) -> None:
 
 @pytest.mark.parametrize("how", ALL, ids=str)
 def test_it_can_be_written_and_read(how: Merge) -> None:
-    assert merge_from_dict(how.to_dict()) == how
+    assert MERGES.read(how.to_dict()) == how
 
 
 @pytest.mark.parametrize("how", ALL, ids=str)
@@ -428,7 +426,7 @@ def test_never_all_are_refused(norms: list[float]) -> None:
 
 @pytest.mark.parametrize("screen", [NormOutliers(2.5), NormZScore(1.5)])
 def test_a_screen_can_be_written_and_read(screen: Screen) -> None:
-    assert screen_from_dict(screen.to_dict()) == screen
+    assert SCREENS.read(screen.to_dict()) == screen
 
 
 def test_norms_are_those_of_what_is_decoded() -> None:

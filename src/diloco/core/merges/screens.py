@@ -2,11 +2,11 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, pstdev
 
-from diloco.core.choices import Choice, choice_from_dict, positive
+from diloco.core.choices import Choice, Registry, positive
 from diloco.core.codecs import Codec
 from diloco.core.layout import Placement
 from diloco.core.merges.decoding import Decoder
@@ -56,12 +56,7 @@ class NormZScore(Screen):
         return tuple(index for index, length in enumerate(norms) if length - mean > self.threshold * deviation > 0)
 
 
-SCREENS: tuple[type[Screen], ...] = (NormOutliers, NormZScore)
-
-
-def screen_from_dict(values: Mapping[str, object]) -> Screen:
-    """Read back `Screen.to_dict()`."""
-    return choice_from_dict("screen", SCREENS, values)
+SCREENS: Registry[Screen] = Registry("screen", NormOutliers, NormZScore)
 
 
 def refused_by(
