@@ -93,7 +93,7 @@ def errors(num_elements: int = 1 << 22) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "bits": codec.bits_per_element,
+            "bits": codec.format.bits_per_value,
             "gaussian": _error(codec, gaussian),
             "heavy": _error(codec, heavy),
         }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import diloco
-from diloco.core.merge import Merge
+from diloco.core.merges import Merge
 from diloco.core.outer import Nesterov
 from studies.arms import Arm
 from studies.gaps import TIE, Gap, Gaps, Holds, below, every

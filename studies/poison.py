@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import diloco
-from diloco.core.merge import Merge
-from diloco.core.robust import Screen
+from diloco.core.merges import Merge, Screen
 from studies.arms import Arm
 from studies.gaps import Gaps, Holds, below, every, opposite
 from studies.report import Row, Study, chosen_outer, main

@@ -10,8 +10,19 @@ if TYPE_CHECKING:
     from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
     from diloco.core.codecs import BF16, E3M0, FP16, FP32, Int4, Int8, SignPruned, TopK, TwoBit
     from diloco.core.fragments import Balanced, ByLayer, Named, Whole
-    from diloco.core.heloco import HeLoCo
-    from diloco.core.merge import Mean, SenderMean
+    from diloco.core.merges import (
+        CoordinateMedian,
+        GeometricMedian,
+        HeLoCo,
+        Mean,
+        MedianNormClip,
+        MultiKrum,
+        NormOutliers,
+        NormZScore,
+        RadialDirectional,
+        SenderMean,
+        TrimmedMean,
+    )
     from diloco.core.method import Method
     from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov
     from diloco.core.presets import (
@@ -27,16 +38,6 @@ if TYPE_CHECKING:
         StreamingDiLoCo,
     )
     from diloco.core.rounds import AllLive, Called, Pushed
-    from diloco.core.radial import RadialDirectional
-    from diloco.core.robust import (
-        CoordinateMedian,
-        GeometricMedian,
-        MedianNormClip,
-        MultiKrum,
-        NormOutliers,
-        NormZScore,
-        TrimmedMean,
-    )
     from diloco.errors import DilocoError
     from diloco.exchange.collective import Collective
     from diloco.exchange.local import run_local
@@ -84,10 +85,11 @@ _MODULES = {
     "diloco.core.rounds": ("AllLive", "Called", "Pushed"),
     "diloco.core.fragments": ("Whole", "ByLayer", "Balanced", "Named"),
     "diloco.core.outer": ("SGD", "Nesterov", "DelayedNesterov", "Adam"),
-    "diloco.core.merge": ("Mean", "SenderMean"),
-    "diloco.core.radial": ("RadialDirectional",),
-    "diloco.core.heloco": ("HeLoCo",),
-    "diloco.core.robust": (
+    "diloco.core.merges": (
+        "Mean",
+        "SenderMean",
+        "RadialDirectional",
+        "HeLoCo",
         "CoordinateMedian",
         "TrimmedMean",
         "GeometricMedian",

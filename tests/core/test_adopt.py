@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from diloco.core.adopt import Adopt, Mix, Replace, adopt_from_dict
+from diloco.core.adopt import ADOPTIONS, Adopt, Mix, Replace
 from diloco.errors import ConfigError, LayoutError
 
 
@@ -53,7 +53,7 @@ def test_only_what_overwrites_discards_the_overlap() -> None:
 
 @pytest.mark.parametrize("adopt", [Replace(), Mix(0.5)], ids=str)
 def test_adoptions_survive_json(adopt: Adopt) -> None:
-    assert adopt_from_dict(json.loads(json.dumps(adopt.to_dict()))) == adopt
+    assert ADOPTIONS.read(json.loads(json.dumps(adopt.to_dict()))) == adopt
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan"), "0.5", True, None])
@@ -64,9 +64,9 @@ def test_alpha_is_between_0_and_1(alpha: object) -> None:
 
 def test_a_typo_is_named() -> None:
     with pytest.raises(ConfigError, match="'Replac' is not a known adoption; did you mean 'Replace'"):
-        adopt_from_dict({"type": "Replac"})
+        ADOPTIONS.read({"type": "Replac"})
     with pytest.raises(ConfigError, match="Mix needs a value for 'alpha'"):
-        adopt_from_dict({"type": "Mix"})
+        ADOPTIONS.read({"type": "Mix"})
 
 
 @pytest.mark.parametrize("adopt", [Replace(), Mix(0.5)], ids=str)

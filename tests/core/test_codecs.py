@@ -424,9 +424,6 @@ def test_names_round_trip(codec: Codec) -> None:
 
 
 def test_the_registry_holds_the_defaults_by_name() -> None:
-    assert list(CODECS) == [
-        "fp32", "bf16", "fp16", "int8", "int4", "e3m0", "2bit", "topk-128", "topk-128-bf16", "topk-128-2bit", "sign-pruned-0.5",
-    ]  # fmt: skip
     assert all(codec.name == name for name, codec in CODECS.items())
     assert codec_from_name("int4:64") == Int4() == codec_from_name("int4")
     assert Int4(block=128).name == "int4:128"
@@ -468,14 +465,6 @@ def test_the_registry_holds_the_defaults_by_name() -> None:
 def test_unusable_names_are_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         codec_from_name(name)
-
-
-def test_bits_per_element() -> None:
-    assert {name: codec.bits_per_element for name, codec in CODECS.items()} == {
-        "fp32": 32, "bf16": 16, "fp16": 16, "int8": 8.0625, "int4": 4.25, "e3m0": 4.25,
-        "2bit": 2.015625, "topk-128": 1.21875, "topk-128-bf16": 0.71875, "topk-128-2bit": 0.296875, "sign-pruned-0.5": 17,
-    }  # fmt: skip
-    assert Int4().encoded_bytes(65) == 2 + 2 + 32 + 1
 
 
 # ----------------------------------------------------------------------------------------------------------- reference

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from diloco.core.codecs import CODECS, FP32, Codec, SignPruned, TopK, TwoBit
-from diloco.core.codecs.base import Scratch
-from diloco.core.codecs.positions import Bitmap, EliasFano, smallest_positions
+from diloco.core.codecs.codec import Scratch
+from diloco.core.codecs.positions import Bitmap, EliasFano, positions_of
 from diloco.errors import ConfigError, CorruptPayloadError
 
 CHUNK = 4096
@@ -259,7 +259,7 @@ def test_among_equal_magnitudes_the_first_are_kept() -> None:
 def test_top_k_sends_fewer_bytes_than_twelve_bits_a_position_or_a_bitmap() -> None:
     assert TopK(values="2bit").chunk_bytes(4096) == 112 + 8 + 32
     for k in range(8, 4096, 8):
-        assert smallest_positions(4096, k).num_bytes <= min(math.ceil(k * 12 / 8), 512)
+        assert positions_of(4096, k).num_bytes <= min(math.ceil(k * 12 / 8), 512)
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (9, 3), (100, 1), (100, 50), (4095, 128), (4096, 33), (4096, 900)])
@@ -297,8 +297,8 @@ def test_damaged_positions_are_refused() -> None:
         assert way.decode(written(wrong), scratch) is None
     codec, x = TopK(k=3), random(100)
     payload = codec.encode(x)
-    assert codec.chunk_bytes(100) == smallest_positions(100, 3).num_bytes + 12
-    for bit in range(8 * smallest_positions(100, 3).num_bytes):
+    assert codec.chunk_bytes(100) == positions_of(100, 3).num_bytes + 12
+    for bit in range(8 * positions_of(100, 3).num_bytes):
         damaged = payload.clone()
         damaged[bit // 8] ^= 1 << bit % 8
         try:
@@ -313,7 +313,7 @@ def test_damaged_positions_are_refused() -> None:
 
 def test_a_bitmap_with_bits_beyond_the_chunk_is_refused() -> None:
     codec, x = TopK(k=60), random(100)
-    assert isinstance(smallest_positions(100, 60), Bitmap)
+    assert isinstance(positions_of(100, 60), Bitmap)
     payload = codec.encode(x)
     first = next(i for i in range(13) if payload[i] & 1)
     payload[first] -= 1
@@ -363,7 +363,7 @@ def test_as_many_are_pruned_as_stated(fraction: float, num_elements: int) -> Non
 @pytest.mark.parametrize("make", [lambda f: SignPruned(fraction=f), lambda f: SignPruned(fraction=f, values="bf16")])
 def test_fractions_cost_what_they_keep(make: Callable[[float], Codec]) -> None:
     bits = 32 if make(0).lossless else 16
-    assert [make(fraction).bits_per_element for fraction in (0, 0.25, 0.5, 0.75)] == [
+    assert [make(fraction).format.bits_per_value for fraction in (0, 0.25, 0.5, 0.75)] == [
         bits, 1 + 0.75 * bits, 1 + 0.5 * bits, 1 + 0.25 * bits,
     ]  # fmt: skip
 

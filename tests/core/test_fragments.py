@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from diloco.core.fragments import (
+    FRAGMENTATIONS,
     Balanced,
     ByLayer,
     Fragmentation,
@@ -20,7 +21,6 @@ from diloco.core.fragments import (
     Whole,
     describe,
     digest,
-    fragmentation_from_dict,
     gather,
     layout_of,
     make_layout,
@@ -228,7 +228,7 @@ def test_an_unknown_pattern_is_refused() -> None:
     "fragmentation", [Whole(), ByLayer(), ByLayer(2, "sequential"), Balanced(8), Named([["a.*", "b"], ["c"]])]
 )
 def test_fragmentations_survive_json(fragmentation: Fragmentation) -> None:
-    again = fragmentation_from_dict(json.loads(json.dumps(fragmentation.to_dict())))
+    again = FRAGMENTATIONS.read(json.loads(json.dumps(fragmentation.to_dict())))
     assert again == fragmentation
     assert hash(again) == hash(fragmentation)
 
@@ -246,7 +246,7 @@ def test_fragmentations_survive_json(fragmentation: Fragmentation) -> None:
 )
 def test_a_typo_in_a_description_is_named(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        fragmentation_from_dict(values)
+        FRAGMENTATIONS.read(values)
 
 
 @st.composite

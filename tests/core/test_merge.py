@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
-from diloco.core.contributions import Encoded, encoded_of, shard_of
-from diloco.core.decoding import RUN_SEGMENTS
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merge import Mean
-from diloco.core.merges import merge_from_dict
+from diloco.core.merges import MERGES, Encoded, Mean, encoded_of, merged_vector, shard_of
+from diloco.core.merges.decoding import RUN_SEGMENTS
 from diloco.core.weights import weights_of
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError, NonFiniteError
 
@@ -39,7 +37,7 @@ def tensors(*sizes: int) -> tuple[Placement, ...]:
 
 def mean(codec: Codec, payloads: list[Tensor], weights: list[float], num_elements: int) -> Tensor:
     brought = [Encoded(f"learner-{i}", (each,), w) for i, (each, w) in enumerate(zip(payloads, weights, strict=True))]
-    return Mean().merge(codec, brought, whole(num_elements), num_elements)
+    return merged_vector(Mean(), codec, brought, whole(num_elements), num_elements)
 
 
 def exact_mean(codec: Codec, payloads: list[Tensor], weights: list[float], num_elements: int) -> tuple[Tensor, Tensor]:
@@ -195,7 +193,7 @@ def test_each_tensor_is_the_mean_of_those_who_train_it(codec: Codec, data: st.Da
         Encoded(f"learner-{i}", (payload,), weight, tensors=own)
         for i, (payload, weight, own) in enumerate(zip(payloads, weights, trained, strict=True))
     ]
-    merged = Mean().merge(codec, brought, places, num_elements)
+    merged = merged_vector(Mean(), codec, brought, places, num_elements)
     for index, place in enumerate(places):
         elements = slice(place.offset, place.offset + place.spec.numel)
         who = [i for i, own in enumerate(trained) if own is None or index in own]
@@ -212,7 +210,7 @@ def test_a_tensor_whose_learners_count_for_nothing_gets_nothing() -> None:
         Encoded("a", (payloads[0],), 0.0, tensors=frozenset({0, 1})),
         Encoded("b", (payloads[1],), 2.0, tensors=frozenset({1})),
     ]
-    merged = Mean().merge(FP32(), brought, tensors(10, 10), 20)
+    merged = merged_vector(Mean(), FP32(), brought, tensors(10, 10), 20)
     assert not merged[:10].any()
     assert torch.equal(merged[10:], FP32().decode(payloads[1], 20)[10:])
 
@@ -221,12 +219,14 @@ def test_a_tensor_whose_learners_count_for_nothing_gets_nothing() -> None:
 def test_late_and_fresh_work_of_one_learner_add_up(codec: Codec) -> None:
     late, fresh, other = encoded(codec, 3, 70000)
     total = codec.decode(late, 70000) + codec.decode(fresh, 70000)
-    alone = Mean().merge(codec, [Encoded("a", (late, fresh), 2.0)], whole(70000), 70000)
+    alone = merged_vector(Mean(), codec, [Encoded("a", (late, fresh), 2.0)], whole(70000), 70000)
     assert torch.equal(alone, total)
-    both = Mean().merge(codec, [Encoded("a", (late, fresh), 1.0), Encoded("b", (other,), 1.0)], whole(70000), 70000)
+    both = merged_vector(
+        Mean(), codec, [Encoded("a", (late, fresh), 1.0), Encoded("b", (other,), 1.0)], whole(70000), 70000
+    )
     assert torch.equal(both, (total + codec.decode(other, 70000)) / 2)
-    other_first = Mean().merge(
-        codec, [Encoded("a", (other,), 1.0), Encoded("b", (late, fresh), 1.0)], whole(70000), 70000
+    other_first = merged_vector(
+        Mean(), codec, [Encoded("a", (other,), 1.0), Encoded("b", (late, fresh), 1.0)], whole(70000), 70000
     )
     assert torch.equal(other_first, (codec.decode(other, 70000) + total) / 2)
 
@@ -240,8 +240,12 @@ def test_shards_of_partial_learners_get_the_bits_of_the_whole(data: st.DataObjec
     stop = data.draw(st.integers(start + 1, num_segments), "stop")
     own = data.draw(st.frozensets(st.integers(0, len(sizes) - 1)), "tensors")
     payloads = encoded(codec, 2, num_elements)
-    everything = Mean().merge(
-        codec, [Encoded("a", (payloads[0],), 1.0, tensors=own), Encoded("b", (payloads[1],), 2.0)], places, num_elements
+    everything = merged_vector(
+        Mean(),
+        codec,
+        [Encoded("a", (payloads[0],), 1.0, tensors=own), Encoded("b", (payloads[1],), 2.0)],
+        places,
+        num_elements,
     )
     elements = slice(start * SEGMENT_ELEMENTS, min(stop * SEGMENT_ELEMENTS, num_elements))
     span = codec.segment_span(num_elements, start, stop)
@@ -249,7 +253,7 @@ def test_shards_of_partial_learners_get_the_bits_of_the_whole(data: st.DataObjec
     contributions = [Said("a", tensors=tuple(own)), Said("b")]
     brought = encoded_of(contributions, [1.0, 2.0], [payload[span] for payload in payloads], 0, indices)
     expected = everything[elements]
-    assert torch.equal(Mean().merge(codec, brought, clipped, expected.numel()), expected)
+    assert torch.equal(merged_vector(Mean(), codec, brought, clipped, expected.numel()), expected)
 
 
 def test_a_shard_has_the_tensors_that_lie_in_it() -> None:
@@ -272,19 +276,19 @@ def test_a_shard_has_the_tensors_that_lie_in_it() -> None:
 def test_places_must_fit(sizes: tuple[int, ...], own: int | None, message: str) -> None:
     brought = Encoded("a", (encoded(FP32(), 1, 20)[0],), 1.0, tensors=None if own is None else frozenset({own}))
     with pytest.raises(LayoutError, match=message):
-        Mean().merge(FP32(), [brought], tensors(*sizes), 20)
+        merged_vector(Mean(), FP32(), [brought], tensors(*sizes), 20)
 
 
 def test_places_have_no_gaps() -> None:
     one, two = tensors(10, 10)
     brought = Encoded("a", (encoded(FP32(), 1, 20)[0],), 1.0)
     with pytest.raises(LayoutError, match="'w1' begins at element 10, and the one before ends at 0"):
-        Mean().merge(FP32(), [brought], [two, one], 20)
+        merged_vector(Mean(), FP32(), [brought], [two, one], 20)
 
 
 def test_a_learner_without_a_payload_is_refused() -> None:
     with pytest.raises(ConfigError, match="a brings no payload"):
-        Mean().merge(FP32(), [Encoded("a", (), 1.0)], whole(10), 10)
+        merged_vector(Mean(), FP32(), [Encoded("a", (), 1.0)], whole(10), 10)
 
 
 # --- who brings what, and how much it counts ----------------------------------------------------------------------------
@@ -329,6 +333,6 @@ def test_weights() -> None:
 
 
 def test_merges_survive_json() -> None:
-    assert merge_from_dict(json.loads(json.dumps(Mean().to_dict()))) == Mean()
+    assert MERGES.read(json.loads(json.dumps(Mean().to_dict()))) == Mean()
     with pytest.raises(ConfigError, match="'Meen' is not a known merge; did you mean 'Mean'"):
-        merge_from_dict({"type": "Meen"})
+        MERGES.read({"type": "Meen"})

@@ -6,6 +6,7 @@ import itertools
 import math
 import weakref
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,16 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diloco.core.codecs import SEGMENT_ELEMENTS, Int4
-from diloco.core.contributions import Encoded
-from diloco.core.decoding import RUN_SEGMENTS
-from diloco.core.distances import BLOCK_ELEMENTS, inner_product, norm
+from diloco.core.codecs import FP32, SEGMENT_ELEMENTS, Int4
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merge import Merge
-from diloco.core.merges import MERGES
-from diloco.core.robust import _sorted
-
-RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
+from diloco.core.merges import MERGES, Encoded, Mean, Merge, MultiKrum, RadialDirectional, merged_runs, merged_vector
+from diloco.core.merges.decoding import RUN_ELEMENTS
+from diloco.core.merges.measures import BLOCK_ELEMENTS, inner_product, norm
+from diloco.core.merges.medians import sorted_vectors
 
 
 @pytest.mark.parametrize("num", range(1, 9))
@@ -32,14 +29,14 @@ def test_a_sorting_network_sorts_every_sequence_of_zeros_and_ones(num: int) -> N
     """Which is enough for it to sort anything (Knuth's 0-1 principle)."""
     columns = torch.tensor(list(itertools.product((0.0, 1.0), repeat=num))).T.contiguous()
     expected = columns.sort(dim=0).values
-    assert torch.equal(torch.stack(_sorted(list(columns))), expected)
+    assert torch.equal(torch.stack(sorted_vectors(list(columns))), expected)
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
 def test_any_number_of_vectors_is_sorted(num: int, seed: int) -> None:
     values = torch.randn(num, 9, generator=torch.Generator().manual_seed(seed))
     expected = values.sort(dim=0).values
-    assert torch.equal(torch.stack(_sorted(list(values))), expected)
+    assert torch.equal(torch.stack(sorted_vectors(list(values))), expected)
 
 
 def halves(block: Tensor) -> float:
@@ -106,7 +103,7 @@ def peak_bytes(how: Merge, num_learners: int, num_elements: int) -> int:
     places = [Placement(TensorSpec("w", (num_elements,), "float32"), 0)]
     memory = Memory([payload, momentum])
     with memory:
-        how.merge(Int4(), contributions, places, num_elements, momentum)
+        merged_vector(how, Int4(), contributions, places, num_elements, momentum)
     return memory.peak_bytes
 
 
@@ -116,3 +113,87 @@ def test_memory_is_a_few_fragments_and_a_run_of_every_learner_at_most(how: Merge
     few, many = (peak_bytes(how, num_learners, num_elements) for num_learners in (3, 9))
     assert 4 * num_elements <= few <= 8 * 4 * num_elements
     assert many - few <= 6 * 4 * RUN_ELEMENTS + 2**17  # a run of each, where values are compared, and small change
+
+
+# --- run by run ---------------------------------------------------------------------------------------------------------
+
+
+SIZES = (RUN_ELEMENTS - 5, 77, 2 * RUN_ELEMENTS + 4099, 3)
+"""Tensors that end within a run, lie in one, and go on over several."""
+
+
+def tensors(*sizes: int) -> list[Placement]:
+    offsets = itertools.accumulate(sizes, initial=0)
+    return [
+        Placement(TensorSpec(f"w{i}", (size,), "float32"), at)
+        for i, (size, at) in enumerate(zip(sizes, offsets, strict=False))
+    ]
+
+
+def random_contributions(num: int, num_elements: int) -> list[Encoded]:
+    vectors = torch.randn(num, num_elements, generator=torch.Generator().manual_seed(num))
+    return [Encoded(str(i), (Int4().encode(vector),), 1.0 + i) for i, vector in enumerate(vectors)]
+
+
+@pytest.mark.parametrize("how", [kind() for kind in MERGES], ids=str)
+def test_a_run_is_final_when_it_is_yielded(how: Merge) -> None:
+    """Overwriting it, as an outer step does, changes nothing of what comes after it."""
+    places, num_elements = tensors(*SIZES), sum(SIZES)
+    contributions, momentum = random_contributions(3, num_elements), torch.randn(num_elements)
+    whole = merged_vector(how, Int4(), contributions, places, num_elements, momentum)
+    out, end = torch.empty(num_elements), 0
+    for run, part in merged_runs(how, Int4(), contributions, places, num_elements, momentum, out):
+        assert run.start == end
+        assert run.start % SEGMENT_ELEMENTS == 0
+        assert part.data_ptr() == out[run].data_ptr()
+        assert torch.equal(part, whole[run])
+        part.fill_(math.nan)
+        end = run.stop
+    assert end == num_elements
+
+
+def test_lengths_are_those_of_tensors_over_all_their_runs() -> None:
+    places, num_elements = tensors(*SIZES), sum(SIZES)
+    contributions = random_contributions(4, num_elements)
+    merged = merged_vector(RadialDirectional(), Int4(), contributions, places, num_elements)
+    decoded = [Int4().decode(each.payloads[0], num_elements) for each in contributions]
+    for place in places:
+        lengths = [
+            each.weight * norm(vector[place.elements]) for each, vector in zip(contributions, decoded, strict=True)
+        ]
+        expected = math.fsum(lengths) / math.fsum(each.weight for each in contributions)
+        assert norm(merged[place.elements]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_directions_that_cancel_over_several_runs_give_the_mean() -> None:
+    places, num_elements = tensors(*SIZES), sum(SIZES)
+    vector = torch.randn(num_elements)
+    other = vector.clone()
+    other[places[2].elements] *= -0.5  # the tensor that goes on over several runs
+    contributions = [Encoded(str(i), (FP32().encode(each),), 1.0) for i, each in enumerate((vector, other))]
+    merged, mean = (
+        merged_vector(how, FP32(), contributions, places, num_elements) for how in (RadialDirectional(), Mean())
+    )
+    assert torch.equal(merged[places[2].elements], mean[places[2].elements])
+    torch.testing.assert_close(merged, mean, rtol=1e-5, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class Counting(Int4):
+    """Counts the elements that are decoded."""
+
+    decoded: list[int] = field(default_factory=list)
+
+    def decode_rows(self, payload: Tensor, out: Tensor, scratch: Any) -> None:
+        self.decoded.append(out.numel())
+        super().decode_rows(payload, out, scratch)
+
+
+@pytest.mark.parametrize("how", [kind() for kind in MERGES], ids=str)
+def test_contributions_are_decoded_once_or_twice(how: Merge) -> None:
+    codec, num_elements = Counting(), sum(SIZES)
+    merged_vector(
+        how, codec, random_contributions(3, num_elements), tensors(*SIZES), num_elements, torch.randn(num_elements)
+    )
+    measured, kept = 0 if how.elementwise else 3, 2 if isinstance(how, MultiKrum) else 3
+    assert sum(codec.decoded) == (measured + kept) * num_elements

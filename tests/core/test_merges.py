@@ -14,26 +14,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.core.codecs import FP32, SEGMENT_ELEMENTS, Int4
-from diloco.core.contributions import Encoded, shard_of
-from diloco.core.distances import inner_product, norm, norms_of
-from diloco.core.heloco import HeLoCo
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merge import Mean, Merge, SenderMean
-from diloco.core.merges import MERGES, merge_from_dict
-from diloco.core.method import Method
-from diloco.core.radial import RadialDirectional
-from diloco.core.robust import (
+from diloco.core.merges import (
+    MERGES,
     SCREENS,
     CoordinateMedian,
+    Encoded,
     GeometricMedian,
+    HeLoCo,
+    Mean,
     MedianNormClip,
+    Merge,
     MultiKrum,
     NormOutliers,
     NormZScore,
+    RadialDirectional,
     Screen,
+    SenderMean,
     TrimmedMean,
-    screen_from_dict,
+    merged_vector,
+    shard_of,
 )
+from diloco.core.merges.decoding import Decoder
+from diloco.core.merges.measures import contribution_norms, inner_product, norm
+from diloco.core.method import Method
 from diloco.errors import ConfigError, CorruptPayloadError
 
 ALL = [kind() for kind in MERGES]
@@ -68,7 +72,7 @@ def encoded(values: Sequence[Tensor], weights: Sequence[float] | None = None, **
 
 
 def merge(how: Merge, values: Sequence[Tensor], weights: Sequence[float] | None = None, **more: object) -> Tensor:
-    return how.merge(FP32(), encoded(values, weights, **more), PLACES, NUM)
+    return merged_vector(how, FP32(), encoded(values, weights, **more), PLACES, NUM)
 
 
 # --- what holds for all -------------------------------------------------------------------------------------------------
@@ -83,7 +87,7 @@ def test_one_learner_gets_its_own_back_to_the_bit(how: Merge) -> None:
 
 @pytest.mark.parametrize("how", ALL, ids=str)
 def test_it_can_be_written_and_read(how: Merge) -> None:
-    assert merge_from_dict(how.to_dict()) == how
+    assert MERGES.read(how.to_dict()) == how
 
 
 @pytest.mark.parametrize("how", ALL, ids=str)
@@ -98,7 +102,7 @@ def test_late_and_fresh_work_of_one_learner_is_added(how: Merge) -> None:
     one, two, other = vectors(3)
     codec = FP32()
     late = [Encoded("a", (codec.encode(one), codec.encode(two)), 1.0), Encoded("b", (codec.encode(other),), 1.0)]
-    assert torch.equal(how.merge(codec, late, PLACES, NUM), merge(how, [one + two, other]))
+    assert torch.equal(merged_vector(how, codec, late, PLACES, NUM), merge(how, [one + two, other]))
 
 
 @pytest.mark.parametrize("how", ALL, ids=str)
@@ -110,14 +114,14 @@ def test_a_tensor_counts_those_who_train_it(how: Merge) -> None:
         Encoded("b", contributions[1].payloads, 1.0, tensors=frozenset({0, 2})),
         Encoded("c", contributions[2].payloads, 1.0, tensors=frozenset({0})),
     ]
-    merged = how.merge(FP32(), alone, PLACES, NUM)
+    merged = merged_vector(how, FP32(), alone, PLACES, NUM)
     if not isinstance(
         how, SenderMean | GeometricMedian | MultiKrum | MedianNormClip
     ):  # (those look at whole fragments)
         assert torch.equal(merged[5000:35000], values[0][5000:35000])
     nobody = [Encoded(each.learner, each.payloads, 1.0, tensors=frozenset({0, 1, 2})) for each in contributions]
     if not isinstance(how, SenderMean):  # it goes by what is not zero
-        assert not how.merge(FP32(), nobody, PLACES, NUM)[-7:].any()
+        assert not merged_vector(how, FP32(), nobody, PLACES, NUM)[-7:].any()
 
 
 @pytest.mark.parametrize("how", ALL, ids=str)
@@ -130,7 +134,7 @@ def test_what_a_payload_says_of_tensors_that_its_learner_does_not_train_counts_f
 
     def merged(values: Sequence[Tensor]) -> Tensor:
         brought = [replace(each, tensors=theirs) for each, theirs in zip(encoded(values), own, strict=True)]
-        return how.merge(FP32(), brought, PLACES, NUM)
+        return merged_vector(how, FP32(), brought, PLACES, NUM)
 
     assert torch.equal(merged(noisy), merged(values))
     assert merged(values)[5000:35000].any()
@@ -158,8 +162,8 @@ def test_some_count_everybody_the_same(how: Merge) -> None:
 def test_who_trains_nothing_of_a_fragment_changes_nothing(how: Merge, num_idle: int) -> None:
     values, codec = vectors(3), FP32()
     idle = [Encoded(f"z{i}", (codec.encode(torch.zeros(NUM)),), 1.0, tensors=frozenset()) for i in range(num_idle)]
-    assert torch.equal(how.merge(codec, [*encoded(values), *idle], PLACES, NUM), merge(how, values))
-    assert not how.merge(codec, idle, PLACES, NUM).any()
+    assert torch.equal(merged_vector(how, codec, [*encoded(values), *idle], PLACES, NUM), merge(how, values))
+    assert not merged_vector(how, codec, idle, PLACES, NUM).any()
 
 
 @pytest.mark.parametrize("how", [RadialDirectional(()), HeLoCo(0.9)], ids=str)
@@ -168,13 +172,13 @@ def test_very_short_vectors_are_vectors(how: Merge, scale: float) -> None:
     """Their directions are longer than they by more than fp32 can say."""
     one, two = vectors(2)
     momentum = scale * (one + 3 * torch.randn(NUM, generator=torch.Generator().manual_seed(3)))
-    merged = how.merge(FP32(), encoded([one, two]), PLACES, NUM, momentum)
+    merged = merged_vector(how, FP32(), encoded([one, two]), PLACES, NUM, momentum)
     if isinstance(how, HeLoCo):  # only the direction of the momentum counts; 1e-42 has a few bits left
         assert torch.isfinite(merged).all()
-        same = how.merge(FP32(), encoded([one, two]), PLACES, NUM, momentum / scale)
+        same = merged_vector(how, FP32(), encoded([one, two]), PLACES, NUM, momentum / scale)
         assert norm(merged - same) < (0.01 if scale == 1e-42 else 1e-5) * norm(same)
-    short = how.merge(FP32(), encoded([scale * one, scale * two], [1e11, 1e11]), PLACES, NUM)
-    expected = scale * how.merge(FP32(), encoded([one, two]), PLACES, NUM)
+    short = merged_vector(how, FP32(), encoded([scale * one, scale * two], [1e11, 1e11]), PLACES, NUM)
+    expected = scale * merged_vector(how, FP32(), encoded([one, two]), PLACES, NUM)
     assert norm(short - expected) <= (0.01 if scale < 1e-37 else 1e-5) * norm(expected)  # denormals have fewer bits
 
 
@@ -184,13 +188,13 @@ def test_shards_give_the_bits_of_the_whole(how: Merge) -> None:
     values, codec = vectors(4, size=size), Int4()
     spots = places({"a": 40000, "b": size - 40000})
     payloads = [codec.encode(value) for value in values]
-    whole = how.merge(codec, [Encoded(str(i), (p,), 1.0 + i) for i, p in enumerate(payloads)], spots, size)
+    whole = merged_vector(how, codec, [Encoded(str(i), (p,), 1.0 + i) for i, p in enumerate(payloads)], spots, size)
     for first, last in ((0, 1), (1, 4)):
         elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, size))
         span = codec.segment_span(size, first, last)
         inside, _ = shard_of(spots, elements)
         part = [Encoded(str(i), (p[span],), 1.0 + i) for i, p in enumerate(payloads)]
-        merged = how.merge(codec, part, inside, elements.stop - elements.start)
+        merged = merged_vector(how, codec, part, inside, elements.stop - elements.start)
         assert torch.equal(merged, whole[elements])
 
 
@@ -199,7 +203,7 @@ def test_a_damaged_contribution_is_refused_with_its_learner_named(how: Merge) ->
     contributions = encoded(vectors(3))
     contributions[1].payloads[0][:4] = 255
     with pytest.raises(CorruptPayloadError, match="learner-1"):
-        how.merge(FP32(), contributions, PLACES, NUM)
+        merged_vector(how, FP32(), contributions, PLACES, NUM)
 
 
 # --- against references ------------------------------------------------------------------------------------------------------
@@ -287,7 +291,9 @@ def test_krum_compares_learners_over_what_both_train() -> None:
     values = [-10 * value if i in bad else value for i, value in enumerate(honest)]
     brought = [replace(each, tensors=own) for each, own in zip(encoded(values), halves, strict=True)]
     good = [each for i, each in enumerate(brought) if i not in bad]
-    assert torch.equal(MultiKrum(2).merge(FP32(), brought, PLACES, NUM), Mean().merge(FP32(), good, PLACES, NUM))
+    assert torch.equal(
+        merged_vector(MultiKrum(2), FP32(), brought, PLACES, NUM), merged_vector(Mean(), FP32(), good, PLACES, NUM)
+    )
 
 
 def test_lengths_of_parts_are_compared_with_those_of_wholes() -> None:
@@ -297,8 +303,10 @@ def test_lengths_of_parts_are_compared_with_those_of_wholes() -> None:
         replace(each, tensors=own)
         for each, own in zip(encoded(values), [None, frozenset({1}), frozenset({0, 2})], strict=True)
     ]
-    assert norms_of(FP32(), brought, NUM, PLACES) == pytest.approx([math.sqrt(NUM) * i for i in (1, 2, 3)], rel=1e-12)
-    clipped = MedianNormClip().merge(FP32(), brought, PLACES, NUM)
+    assert contribution_norms(Decoder(FP32(), brought, PLACES, NUM)) == pytest.approx(
+        [math.sqrt(NUM) * i for i in (1, 2, 3)], rel=1e-12
+    )
+    clipped = merged_vector(MedianNormClip(), FP32(), brought, PLACES, NUM)
     torch.testing.assert_close(clipped[5000:35000], torch.full((30000,), 1.5), rtol=1e-6, atol=0)
     torch.testing.assert_close(clipped[:5000], torch.full((5000,), 1.5), rtol=1e-6, atol=0)  # 3 is clipped to 2
 
@@ -365,7 +373,7 @@ def test_heloco_turns_towards_the_momentum(threshold: float) -> None:
         part = slice(place.offset, place.offset + place.spec.numel)
         turned = [corrected(value[part], momentum[part], threshold) for value in values]
         expected[part] = torch.stack(turned).mean(0)
-    merged = HeLoCo(threshold, damping=0.0).merge(FP32(), encoded(values), PLACES, NUM, momentum)
+    merged = merged_vector(HeLoCo(threshold, damping=0.0), FP32(), encoded(values), PLACES, NUM, momentum)
     torch.testing.assert_close(merged.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -373,7 +381,7 @@ def test_heloco_without_momentum_is_the_damped_mean() -> None:
     values = vectors(2)
     old = [Encoded("a", (FP32().encode(values[0]),), 1.0, staleness=4), *encoded([values[1]])]
     for momentum in (None, torch.zeros(NUM)):
-        merged = HeLoCo(damping=0.25).merge(FP32(), old, PLACES, NUM, momentum)
+        merged = merged_vector(HeLoCo(damping=0.25), FP32(), old, PLACES, NUM, momentum)
         torch.testing.assert_close(merged, (values[0] / 2 + values[1]) / 2, rtol=1e-6, atol=1e-6)
 
 
@@ -418,13 +426,16 @@ def test_never_all_are_refused(norms: list[float]) -> None:
 
 @pytest.mark.parametrize("screen", [NormOutliers(2.5), NormZScore(1.5)])
 def test_a_screen_can_be_written_and_read(screen: Screen) -> None:
-    assert screen_from_dict(screen.to_dict()) == screen
+    assert SCREENS.read(screen.to_dict()) == screen
 
 
 def test_norms_are_those_of_what_is_decoded() -> None:
     values = vectors(2, size=2 * SEGMENT_ELEMENTS + 5)
     contributions = [Encoded(str(i), (Int4().encode(value),), 1.0) for i, value in enumerate(values)]
-    for each, found in zip(contributions, norms_of(Int4(), contributions, len(values[0])), strict=True):
+    spots = places({"w": len(values[0])})
+    for each, found in zip(
+        contributions, contribution_norms(Decoder(Int4(), contributions, spots, len(values[0]))), strict=True
+    ):
         decoded = Int4().decode(each.payloads[0], len(values[0]))
         assert found == pytest.approx(float(decoded.double().norm()), rel=1e-12)
     assert inner_product(values[0], values[1]) == pytest.approx(

@@ -11,11 +11,18 @@ import torch
 
 from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
 from diloco.core.codecs import BF16, CODECS, E3M0, FP32, Int4, codec_from_name
-from diloco.core.contributions import Encoded
 from diloco.core.fragments import Balanced, ByLayer, Named, Whole
-from diloco.core.heloco import HeLoCo
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merge import SenderMean
+from diloco.core.merges import (
+    CoordinateMedian,
+    Encoded,
+    HeLoCo,
+    MultiKrum,
+    NormOutliers,
+    RadialDirectional,
+    SenderMean,
+    TrimmedMean,
+)
 from diloco.core.method import Method
 from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov, Outer
 from diloco.core.presets import (
@@ -32,8 +39,6 @@ from diloco.core.presets import (
 )
 from diloco.core.rounds.called import Called
 from diloco.core.rounds.scheduled import AllLive
-from diloco.core.radial import RadialDirectional
-from diloco.core.robust import CoordinateMedian, MultiKrum, NormOutliers, TrimmedMean
 from diloco.core.update import advance, close_round
 from diloco.errors import ConfigError
 

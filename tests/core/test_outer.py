@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov, Outer, State, outer_from_dict
+from diloco.core.outer import OUTER_OPTIMIZERS, SGD, Adam, DelayedNesterov, Nesterov, Outer, State
 from diloco.errors import ConfigError, LayoutError
 
 IN_TORCH = [SGD(1.0), SGD(0.7), Nesterov(), Nesterov(0.4, 0.5), Adam(0.3), Adam(0.01, (0.5, 0.999), 1e-8)]
@@ -170,7 +170,7 @@ def test_an_empty_fragment_is_stepped(outer: Outer) -> None:
 
 @pytest.mark.parametrize("outer", OUTERS, ids=str)
 def test_outer_optimizers_survive_json(outer: Outer) -> None:
-    again = outer_from_dict(json.loads(json.dumps(outer.to_dict())))
+    again = OUTER_OPTIMIZERS.read(json.loads(json.dumps(outer.to_dict())))
     assert again == outer
     assert hash(again) == hash(outer)
 
@@ -198,11 +198,14 @@ def test_numbers_are_kept_as_floats() -> None:
         (lambda: DelayedNesterov(c=-0.1), r"DelayedNesterov\(c=…\) must be a number from 0 to 1, not -0.1"),
         (lambda: Adam(0.1, eps=0.0), r"Adam\(eps=…\) must be a finite number above 0"),
         (
-            lambda: outer_from_dict({"type": "Nestrov"}),
+            lambda: OUTER_OPTIMIZERS.read({"type": "Nestrov"}),
             "'Nestrov' is not a known outer optimizer; did you mean 'Nesterov'",
         ),
-        (lambda: outer_from_dict({"type": "Nesterov", "moment": 0.9}), "no field 'moment'; did you mean 'momentum'"),
-        (lambda: outer_from_dict({"type": "SGD"}), "SGD needs a value for 'lr'"),
+        (
+            lambda: OUTER_OPTIMIZERS.read({"type": "Nesterov", "moment": 0.9}),
+            "no field 'moment'; did you mean 'momentum'",
+        ),
+        (lambda: OUTER_OPTIMIZERS.read({"type": "SGD"}), "SGD needs a value for 'lr'"),
     ],
 )
 def test_wrong_arguments_are_refused(make: object, message: str) -> None:

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
-from diloco.core.contributions import Encoded
 from diloco.core.fragments import digest
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merge import Mean
+from diloco.core.merges import Encoded, Mean, NormOutliers
 from diloco.core.method import Method, Partial
 from diloco.core.outer import SGD, Adam, Nesterov, Outer
 from diloco.core.presets import DataParallel, DecoupledDiLoCo, DiLoCo, LocalSGD
-from diloco.core.robust import NormOutliers
 from diloco.core.update import Closed, Update, advance, close_round, flush_denormals, update_of
 from diloco.errors import CorruptPayloadError, NonFiniteError
 

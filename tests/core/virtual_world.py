@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
+from diloco.core.contribution import Contribution
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore, mode_of
 from diloco.core.ledger import Ledger
@@ -20,7 +21,6 @@ from diloco.core.method import Method
 from diloco.core.rounds import Accept, Action, Call, Evict, Merge, Publish, Reject, Store, WakeAt
 from diloco.core.status import status_of
 from diloco.core.syncer import SyncerCore
-from diloco.core.contribution import Contribution
 from diloco.errors import StaleIncarnationError
 
 DEADLINES = Deadlines(lost_floor_s=6.0, stalled_floor_s=60.0)

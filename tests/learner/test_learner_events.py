@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import diloco
 from diloco import Learner, Method
 from diloco.core.codecs import codec_from_name, compress
-from diloco.core.fragments import Layout
 from diloco.core.contribution import MISSED, OUT_OF_STEP, Contribution
+from diloco.core.fragments import Layout
 from diloco.core.update import Update
 from diloco.errors import ConfigError
 from diloco.exchange.base import (

@@ -10,14 +10,13 @@ does not have. The anchor becomes Θ whatever is adopted: the next outer gradien
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from diloco.core.choices import Choice, choice_from_dict, fraction
+from diloco.core.choices import Choice, Registry, fraction
 from diloco.errors import LayoutError
 
 
@@ -145,12 +144,7 @@ def eager_gradient(own: Tensor | None, mean: Tensor | None, added: Tensor | None
     return others if own is None else others.add(own)
 
 
-ADOPTIONS: tuple[type[Adopt], ...] = (Replace, Mix, KeepDisplacement, Eager)
-
-
-def adopt_from_dict(values: Mapping[str, object]) -> Adopt:
-    """Read back `Adopt.to_dict()`, e.g. `{"type": "Mix", "alpha": 0.5}`. Raises ConfigError naming a typo."""
-    return choice_from_dict("adoption", ADOPTIONS, values)
+ADOPTIONS: Registry[Adopt] = Registry("adoption", Replace, Mix, KeepDisplacement, Eager)
 
 
 def _check_fit(local: Tensor, global_: Tensor) -> None:

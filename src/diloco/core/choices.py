@@ -8,8 +8,8 @@ import dataclasses
 import difflib
 import math
 from abc import ABC
-from collections.abc import Iterable, Mapping
-from typing import TypeGuard, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Generic, TypeGuard, TypeVar
 
 from diloco.errors import ConfigError
 
@@ -24,30 +24,43 @@ class Choice(ABC):  # noqa: B024 - each question's own base class declares the a
         return {"type": type(self).__name__, **fields}
 
 
-ChoiceT = TypeVar("ChoiceT", bound=Choice)
+ChoiceT_co = TypeVar("ChoiceT_co", bound=Choice, covariant=True)
 
 
-def choice_from_dict(what: str, kinds: Iterable[type[ChoiceT]], values: Mapping[str, object]) -> ChoiceT:
-    """Read back what `to_dict` wrote.
+class Registry(Generic[ChoiceT_co]):
+    """The known answers to one question: types of choices, by name.
 
-    `what` names the question in errors ("outer optimizer"); `kinds` are the known answers. Raises ConfigError on an
-    unknown type or field (naming the nearest known one), on a missing field, and on a value that the type itself
-    refuses.
+    Arguments:
+        what: the question, in errors ("outer optimizer").
+        kinds: the answers.
     """
-    known = {kind.__name__: kind for kind in kinds}
-    name = values.get("type")
-    if not isinstance(name, str) or name not in known:
-        raise ConfigError(f"{name!r} is not a known {what}{nearest(str(name), known)}")
-    kind = known[name]
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    arguments = {key: value for key, value in values.items() if key != "type"}
-    for key in arguments:
-        if key not in fields:
-            raise ConfigError(f"{what} {name} has no field {key!r}{nearest(key, fields)}")
-    for key, field in fields.items():
-        if key not in arguments and field.default is dataclasses.MISSING:
-            raise ConfigError(f"{what} {name} needs a value for {key!r}.")
-    return kind(**arguments)
+
+    def __init__(self, what: str, *kinds: type[ChoiceT_co]) -> None:
+        self._what = what
+        self._kinds = {kind.__name__: kind for kind in kinds}
+
+    def __iter__(self) -> Iterator[type[ChoiceT_co]]:
+        return iter(self._kinds.values())
+
+    def read(self, values: object) -> ChoiceT_co:
+        """Read back what `to_dict` wrote, e.g. `{"type": "Nesterov", "lr": 0.7}`.
+
+        Raises ConfigError on an unknown type or field (naming the nearest known one), on a missing field, and on a value that the type
+        itself refuses.
+        """
+        name = values.get("type") if isinstance(values, Mapping) else values
+        kind = self._kinds.get(name) if isinstance(name, str) else None
+        if kind is None or not isinstance(values, Mapping):
+            raise ConfigError(f"{name!r} is not a known {self._what}{nearest(str(name), self._kinds)}")
+        fields = {field.name: field for field in dataclasses.fields(kind)}
+        arguments = {key: value for key, value in values.items() if key != "type"}
+        for key in arguments:
+            if key not in fields:
+                raise ConfigError(f"{self._what} {name} has no field {key!r}{nearest(key, fields)}")
+        for key, field in fields.items():
+            if key not in arguments and field.default is dataclasses.MISSING:
+                raise ConfigError(f"{self._what} {name} needs a value for {key!r}.")
+        return kind(**arguments)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -10,20 +10,20 @@ sequential; Decoupled DiLoCo (arXiv 2604.21428) balances them by size.
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import nn
 
-from diloco.core.choices import Choice, choice_from_dict, whole_number
+from diloco.core.choices import Choice, Registry, whole_number
 from diloco.core.layout import Fragment, Layout, Placement, TensorSpec, digest, gather, place, scatter, spec_of
 from diloco.errors import ConfigError
 
 __all__ = [
     "Balanced", "ByLayer", "Fragment", "Fragmentation", "Layout", "Named", "Placement", "TensorSpec", "Whole", "describe",
-    "digest", "fragmentation_from_dict", "gather", "layout_of", "make_layout", "scatter",
+    "digest", "gather", "layout_of", "make_layout", "scatter",
 ]  # fmt: skip
 
 TRAINABLE_DTYPES = ("float32", "bfloat16", "float16")
@@ -200,12 +200,7 @@ class Named(Fragmentation):
         )
 
 
-FRAGMENTATIONS: tuple[type[Fragmentation], ...] = (Whole, ByLayer, Balanced, Named)
-
-
-def fragmentation_from_dict(values: Mapping[str, object]) -> Fragmentation:
-    """Read back `Fragmentation.to_dict()`, e.g. `{"type": "Balanced", "num_fragments": 8}`; ConfigError on a typo."""
-    return choice_from_dict("fragmentation", FRAGMENTATIONS, values)
+FRAGMENTATIONS: Registry[Fragmentation] = Registry("fragmentation", Whole, ByLayer, Balanced, Named)
 
 
 _FIRST_NUMBER = re.compile(r"(?:(.*?)\.)??(\d+)\.")

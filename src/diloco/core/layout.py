@@ -42,6 +42,11 @@ class Placement:
     spec: TensorSpec
     offset: int
 
+    @property
+    def elements(self) -> slice:
+        """Its elements of the flat vector."""
+        return slice(self.offset, self.offset + self.spec.numel)
+
 
 @dataclass(frozen=True)
 class Fragment:

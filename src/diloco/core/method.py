@@ -16,20 +16,17 @@ A method has no behaviour of its own: the state machines (`core.learner`, `core.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from diloco.core.adopt import Adopt, Eager, Replace, adopt_from_dict
-from diloco.core.choices import fraction, nearest
+from diloco.core.adopt import ADOPTIONS, Adopt, Eager, Replace
+from diloco.core.choices import Choice, Registry, fraction, nearest
 from diloco.core.codecs import FP32, Codec, codec_from_name
-from diloco.core.fragments import Fragmentation, Whole, fragmentation_from_dict
-from diloco.core.heloco import HeLoCo
-from diloco.core.merge import Mean, Merge
-from diloco.core.merges import merge_from_dict
-from diloco.core.outer import SGD, DelayedNesterov, Outer, outer_from_dict
-from diloco.core.robust import Screen, screen_from_dict
-from diloco.core.rounds import quorum_from_dict
+from diloco.core.fragments import FRAGMENTATIONS, Fragmentation, Whole
+from diloco.core.merges import MERGES, SCREENS, HeLoCo, Mean, Merge, Screen
+from diloco.core.outer import OUTER_OPTIMIZERS, SGD, DelayedNesterov, Outer
+from diloco.core.rounds import QUORUMS
 from diloco.core.rounds.base import Quorum, Rules
 from diloco.core.rounds.scheduled import AllLive
 from diloco.core.schedule import Schedule, SyncEvery, sync_every_of
@@ -47,6 +44,11 @@ PARTIAL: tuple[Partial, ...] = get_args(Partial)
 
 _KINDS: dict[str, type] = {
     "fragments": Fragmentation, "up": Codec, "down": Codec, "quorum": Quorum, "merge": Merge, "outer": Outer, "adopt": Adopt,
+}  # fmt: skip
+
+_REGISTRIES: Mapping[str, Registry[Choice]] = {
+    "fragments": FRAGMENTATIONS, "quorum": QUORUMS, "screen": SCREENS, "merge": MERGES, "outer": OUTER_OPTIMIZERS,
+    "adopt": ADOPTIONS,
 }  # fmt: skip
 
 
@@ -276,9 +278,8 @@ def _plain(value: Any) -> Any:
 
 def parse_answer(key: str, value: Any) -> Any:
     """The answer to one question of a Method from plain values."""
-    parsers: dict[str, Callable[[Any], Any]] = {
-        "fragments": fragmentation_from_dict, "up": codec_from_name, "down": codec_from_name, "quorum": quorum_from_dict,
-        "merge": merge_from_dict, "outer": outer_from_dict, "adopt": adopt_from_dict, "sync_every": sync_every_of,
-        "screen": lambda screen: None if screen is None else screen_from_dict(screen),
-    }  # fmt: skip
-    return parsers[key](value) if key in parsers else value
+    if key in ("up", "down"):
+        return codec_from_name(value)
+    if key == "sync_every":
+        return sync_every_of(value)
+    return value if value is None or key not in _REGISTRIES else _REGISTRIES[key].read(value)

@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.choices import Choice, choice_from_dict, fraction, positive, whole_number
+from diloco.core.choices import Choice, Registry, fraction, positive, whole_number
 from diloco.core.elementwise import blocks
 from diloco.errors import ConfigError, LayoutError
 
@@ -220,12 +220,7 @@ class Adam(Outer):
         return state["first_moment"]
 
 
-OUTER_OPTIMIZERS: tuple[type[Outer], ...] = (SGD, Nesterov, DelayedNesterov, Adam)
-
-
-def outer_from_dict(values: Mapping[str, object]) -> Outer:
-    """Read back `Outer.to_dict()`, e.g. `{"type": "Nesterov", "lr": 0.7}`. Raises ConfigError naming a typo."""
-    return choice_from_dict("outer optimizer", OUTER_OPTIMIZERS, values)
+OUTER_OPTIMIZERS: Registry[Outer] = Registry("outer optimizer", SGD, Nesterov, DelayedNesterov, Adam)
 
 
 def _betas(value: object) -> tuple[float, float]:

@@ -14,10 +14,9 @@ from diloco.core.adopt import Adopt, Eager, Mix, Replace
 from diloco.core.choices import nearest, whole_number
 from diloco.core.codecs import Codec, codec_from_name
 from diloco.core.fragments import Balanced, ByLayer, Whole
-from diloco.core.merge import Mean, SenderMean
+from diloco.core.merges import Mean, RadialDirectional, SenderMean
 from diloco.core.method import Method, Partial, check_keys, parse_answer
 from diloco.core.outer import SGD, DelayedNesterov, Nesterov
-from diloco.core.radial import RadialDirectional
 from diloco.core.rounds import AllLive, Called, Pushed
 from diloco.core.rounds.base import Quorum
 from diloco.core.schedule import SyncEvery

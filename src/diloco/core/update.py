@@ -25,10 +25,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from diloco.core.contributions import Encoded
-from diloco.core.distances import norms_of
 from diloco.core.elementwise import blocks
 from diloco.core.layout import Placement
+from diloco.core.merges import Encoded, merged_vector, refused_by
 from diloco.core.method import Method
 
 _EXPONENT = 0x7F800000
@@ -98,7 +97,7 @@ def close_round(
         outer_state: of `method.outer`, flat fp32 [n] each.
         residual: fp32 [n], what earlier lossy updates left out; None stands for zeros.
         contributions: one of each learner, encoded with `method.up`, in learner-id order.
-        places: the tensors of the fragment, or of the shard (`core.contributions.shard_of`).
+        places: the tensors of the fragment, or of the shard (`core.merges.shard_of`).
         scale: multiplies the merged outer gradient once, before the outer step: the part of the live weight that is in `contributions`.
             Those that the screen refuses do not contribute.
 
@@ -107,24 +106,21 @@ def close_round(
     """
     refused: tuple[str, ...] = ()
     if method.screen is not None:
-        # Who brings nothing is not judged: with it, the median norm may be 0 and the only work there is an outlier.
-        judged = [each for each in contributions if each.counts]
-        norms = norms_of(method.up, judged, theta.numel(), places)
-        refused = tuple(judged[index].learner for index in method.screen.refused(norms)) if judged else ()
+        refused = refused_by(method.screen, method.up, contributions, places, theta.numel())
         scale = _scale_without(method, contributions, refused, scale)
         contributions = [each for each in contributions if each.learner not in refused]
     momentum = method.outer.momentum_of(outer_state)
-    merged = method.merge.merge(method.up, contributions, places, theta.numel(), momentum)
+    mean = merged_vector(method.merge, method.up, contributions, places, theta.numel(), momentum)
     if scale != 1.0:
-        merged = merged.mul_(scale)
+        mean.mul_(scale)
     if method.outer_at == "learners":
-        payload, residual, mean = _encoded(method, merged, residual)
+        payload, residual, mean = _encoded(method, mean, residual)
         taken = _outer_step(method, theta, outer_state, mean)
         return Closed(taken.theta, taken.outer_state, residual, payload, refused)
     if method.exchanged == "gradients":  # the answer is the mean itself, a change from nothing
-        theta, target = torch.zeros_like(theta), merged
+        theta, target = torch.zeros_like(theta), mean
     else:
-        target, outer_state = method.outer.step(outer_state, theta, merged, out=merged)
+        target, outer_state = method.outer.step(outer_state, theta, mean, out=mean)
     if method.down.lossless:
         new = flush_denormals(target)
         return Closed(new, outer_state, None, method.down.encode(new), refused)

@@ -22,9 +22,9 @@ from diloco.core.actions import (
     WakeAt,
 )
 from diloco.core.contribution import Contribution
-from diloco.core.contributions import encoded_of
 from diloco.core.fragments import Layout, digest
 from diloco.core.members import Deadlines
+from diloco.core.merges import encoded_of
 from diloco.core.method import Method
 from diloco.core.syncer import SyncerCore
 from diloco.core.update import Closed, Update, close_round, update_of

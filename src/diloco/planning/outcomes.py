@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from diloco.core.formats import wire_format
 from diloco.planning.candidates import Candidate
 from diloco.planning.models import Workload
 from diloco.planning.penalty import Penalty, Term, expected_penalty
@@ -19,7 +20,6 @@ from diloco.planning.rounds import Exchange
 from diloco.planning.site import Learner, Site
 from diloco.planning.site_tables import BudgetTable
 from diloco.planning.star import Prediction, exchange_of, predict
-from diloco.planning.wire import wire_format
 
 LOST_STEPS, LOST_FLOOR_S, LOST_CAP_S = 20.0, 6.0, 120.0
 """When a syncer gives up a silent learner, by the defaults of a run file's `[syncer]`."""

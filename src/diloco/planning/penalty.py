@@ -19,8 +19,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from diloco.core.formats import wire_format
 from diloco.planning.settings import Setting
-from diloco.planning.wire import wire_format
 
 LEARNERS = (1, 2, 4, 8)
 STUDY_PARAMETERS = 165_056

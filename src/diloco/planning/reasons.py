@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from diloco.core.formats import wire_format
 from diloco.planning.outcomes import (
     Case,
     Outcome,
@@ -15,7 +16,6 @@ from diloco.planning.outcomes import (
 )
 from diloco.planning.penalty import Term
 from diloco.planning.units import PRICE_PER_BYTE, RATE, SIZE, TIME, significant
-from diloco.planning.wire import wire_format
 
 ROUNDING = 1e-9
 """Of times that events add up to."""

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from diloco.core.formats import wire_format
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.planning.models import Workload
-from diloco.planning.wire import wire_format
 
 MethodName = Literal["data-parallel", "diloco", "streaming", "eager", "decoupled"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)

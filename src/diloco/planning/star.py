@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diloco.core.formats import wire_format
 from diloco.core.rounds import Called
 from diloco.errors import ConfigError
 from diloco.planning.models import Workload
@@ -19,7 +20,6 @@ from diloco.planning.rounds import CalledRounds, Exchange, Scheduled
 from diloco.planning.settings import Setting
 from diloco.planning.stations import Activity, Merging
 from diloco.planning.utilization import strided
-from diloco.planning.wire import wire_format
 
 SETTLED = 1e-9
 """Windows whose durations differ by less than this are the same but for rounding."""

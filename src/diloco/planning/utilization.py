@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from diloco.core.formats import wire_format
 from diloco.errors import ConfigError
 from diloco.planning.dag import Costs, Pattern, steady_utilization
 from diloco.planning.models import Workload
 from diloco.planning.settings import Setting
-from diloco.planning.wire import wire_format
 
 PRECISION = 1e-6
 """Of a bandwidth that is searched for, relative."""

@@ -8,7 +8,7 @@ from tests.core.rounds.asynchronous import Run, contributors, is_accepted, metho
 
 from diloco.core.actions import Accept, MergeRound, Publish, Reject, Tell, WakeAt
 from diloco.core.contribution import Contribution, Verdict
-from diloco.core.rounds import quorum_from_dict
+from diloco.core.rounds import QUORUMS
 from diloco.core.rounds.called import Called, CalledSyncer, Pace
 from diloco.errors import ConfigError
 
@@ -408,7 +408,7 @@ def test_with_partial_full_a_merge_is_not_scaled() -> None:
 
 def test_a_quorum_can_be_written_and_read() -> None:
     quorum = Called(2, grace=0.3, grace_cap_s=4.0, late="drop")
-    assert quorum_from_dict(quorum.to_dict()) == quorum
+    assert QUORUMS.read(quorum.to_dict()) == quorum
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
 from diloco.core.outer import DelayedNesterov
 from diloco.core.presets import AsyncDiLoCo, DelayedDiLoCo, method_from_table
-from diloco.core.rounds import quorum_from_dict
+from diloco.core.rounds import QUORUMS
 from diloco.core.rounds.pushed import Pushed
 from diloco.core.rounds.scheduled import AllLive
 from diloco.errors import ConfigError
@@ -229,7 +229,7 @@ def test_a_pace_of_its_own_sets_the_next_push() -> None:
 
 def test_a_quorum_can_be_written_and_read() -> None:
     quorum = Pushed(3, late="drop", dynamic_steps=True)
-    assert quorum_from_dict(quorum.to_dict()) == quorum
+    assert QUORUMS.read(quorum.to_dict()) == quorum
 
 
 @pytest.mark.parametrize(

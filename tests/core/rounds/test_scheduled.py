@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from diloco.core.rounds import quorum_from_dict
+from diloco.core.rounds import QUORUMS
 from diloco.core.rounds.scheduled import AllLive, decide
 from diloco.errors import ConfigError
 
@@ -51,6 +51,6 @@ def test_a_quorum_of_no_learner_is_refused(at_least: object) -> None:
 
 
 def test_a_quorum_is_a_value() -> None:
-    assert quorum_from_dict(AllLive(at_least=3).to_dict()) == AllLive(at_least=3)
+    assert QUORUMS.read(AllLive(at_least=3).to_dict()) == AllLive(at_least=3)
     with pytest.raises(ConfigError, match="did you mean 'at_least'"):
-        quorum_from_dict({"type": "AllLive", "atleast": 3})
+        QUORUMS.read({"type": "AllLive", "atleast": 3})

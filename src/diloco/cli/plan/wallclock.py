@@ -58,10 +58,10 @@ def command(
 
     The model of the scaling-law paper (arXiv 2503.09799), in which nothing overlaps.
     """
+    from diloco.core.formats import wire_format
     from diloco.planning.pictures import require
     from diloco.planning.units import COMPUTE, RATE, TIME
     from diloco.planning.wallclock import Job, Link, wall_clock
-    from diloco.planning.wire import wire_format
 
     if out is not None:
         require()

@@ -1,14 +1,14 @@
 """Wire codecs: fp32 vectors as bytes of an exactly known size. The formats are written down in docs/wire-formats.md."""
 
-import difflib
+from importlib import import_module
 
-from diloco.core.codecs.base import SEGMENT_ELEMENTS, Codec, compress
 from diloco.core.codecs.bins import TwoBit
-from diloco.core.codecs.blocks import ScaledBlocks
+from diloco.core.codecs.codec import Codec, compress
 from diloco.core.codecs.e3m0 import E3M0
 from diloco.core.codecs.floats import BF16, FP16, FP32
 from diloco.core.codecs.integers import Int4, Int8
 from diloco.core.codecs.sparse import SignPruned, TopK
+from diloco.core.formats import FAMILIES, SEGMENT_ELEMENTS, wire_format
 from diloco.errors import ConfigError
 
 __all__ = [
@@ -28,37 +28,19 @@ __all__ = [
     "compress",
 ]
 
-CODECS: dict[str, Codec] = {
-    codec.name: codec
-    for codec in (
-        FP32(), BF16(), FP16(), Int8(), Int4(), E3M0(), TwoBit(),
-        TopK(), TopK(values="bf16"), TopK(values="2bit"), SignPruned(),
-    )
-}  # fmt: skip
-"""Every codec with its default parameters, by name; the sparse ones with each format of values in use."""
 
-_PATTERNS = (TwoBit, TopK, SignPruned)
-
-
-def codec_from_name(name: str) -> Codec:
+def codec_from_name(name: object) -> Codec:
     """The codec of a name such as "int4", or of other parameters than the defaults: "int4:128", "topk-64-2bit", "sign-pruned-0.25".
 
-    Raises ConfigError on a name that no codec has.
+    Raises ConfigError on a name that no codec has, and on a parameter that it cannot have.
     """
-    for kind in _PATTERNS:
-        if match := kind.pattern.fullmatch(name):
-            return kind.from_match(match)
-    family, colon, parameter = name.partition(":")
-    codec = CODECS.get(family)
-    if codec is None:
-        nearest = difflib.get_close_matches(family.lower(), CODECS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"there is no codec {name!r}; did you mean {nearest!r}? (known: {', '.join(CODECS)})")
-    if not colon:
-        return codec
-    if not isinstance(codec, ScaledBlocks | TwoBit):
-        raise ConfigError(f"the codec {family!r} takes no parameter, but {name!r} gives one; write {family!r}")
-    if not (parameter.isascii() and parameter.isdecimal()):
-        raise ConfigError(
-            f"the block size in {name!r} is not a whole number; write for example '{family}:{codec.block}'"
-        )
-    return type(codec)(block=int(parameter))
+    if not isinstance(name, str):
+        raise ConfigError(f"a codec is named by a text such as 'int4', not by {name!r}")
+    format_ = wire_format(name)
+    module, kind = format_.codec.split(".")
+    codec: Codec = getattr(import_module(f"{__name__}.{module}"), kind)(**format_.parameters)
+    return codec
+
+
+CODECS: dict[str, Codec] = {name: codec_from_name(name) for family in FAMILIES for name in family.names}
+"""Every codec with its default parameters, by name; the sparse ones with each format of values in use."""

@@ -1,34 +1,22 @@
 """Two bits per value: four bins over ±3σ, their means as the codebook of a block."""
 
-import math
-import re
 from dataclasses import dataclass
-from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.base import Scratch
-from diloco.core.codecs.chunks import Chunked, corrupt, require_chunk, short
+from diloco.core.codecs.chunks import Chunked, corrupt, short
+from diloco.core.codecs.codec import Scratch
 from diloco.core.codecs.packing import pack, unpack
 from diloco.core.codecs.sums import fold, scaled, unscale
-from diloco.errors import ConfigError
-
-CODEBOOK_BYTES = 8
-"""Four means in bf16, in the order of their bins."""
-PAPER_RANGE_SIGMAS = 6.0
+from diloco.core.formats import CODEBOOK_BYTES, PAPER_RANGE_SIGMAS, TWO_BIT_BLOCK
 
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST_BF16 = (2 - 2**-7) * 2.0**127
 
 
-def bins_bytes(num_elements: int) -> int:
-    """Exact bytes of a block of `num_elements` elements: a codebook, then four codes a byte."""
-    return CODEBOOK_BYTES + math.ceil(num_elements / 4)
-
-
 def encode_bins(x: Tensor, out: Tensor, range_sigmas: float, scratch: Scratch) -> None:
-    """Encode blocks: x fp32 [blocks, n] into out uint8 [blocks, bins_bytes(n)]; NonFiniteError on inf or NaN.
+    """Encode blocks: x fp32 [blocks, n] into out uint8 [blocks, bytes]; NonFiniteError on inf or NaN.
 
     With σ the root mean square of a block and t = range_sigmas / 4 · σ, the bins are x < −t, −t ≤ x < 0, 0 ≤ x ≤ t and
     t < x; a code is a bin's number and stands for the mean of what is in it. Arithmetic is fp32 after scaling by a power
@@ -63,7 +51,7 @@ def encode_bins(x: Tensor, out: Tensor, range_sigmas: float, scratch: Scratch) -
 
 
 def decode_bins(payload: Tensor, out: Tensor, name: str, scratch: Scratch) -> None:
-    """Decode blocks: payload uint8 [blocks, bins_bytes(n)] into out fp32 [blocks, n]; raises as `checked_codebooks`."""
+    """Decode blocks: payload uint8 [blocks, bytes] into out fp32 [blocks, n]; raises as `checked_codebooks`."""
     codebooks = checked_codebooks(payload, name, scratch).float()
     codes = unpack(payload[:, CODEBOOK_BYTES:], 2, scratch)
     index = scratch.take("code index", tuple(codes.shape), torch.int64).copy_(codes)
@@ -97,32 +85,13 @@ class TwoBit(Chunked):
     range of 4) are near the best ones for Gaussian values.
     """
 
-    block: int = 4096
+    block: int = TWO_BIT_BLOCK
     range_sigmas: float = PAPER_RANGE_SIGMAS
-    pattern: ClassVar[re.Pattern[str]] = re.compile(r"2bit(?:-(\d+(?:\.\d+)?)sigma)?(?::(\d+))?", re.ASCII)
-
-    def __post_init__(self) -> None:
-        require_chunk("block", self.block, 8)
-        if not 1 <= self.range_sigmas <= 16:
-            raise ConfigError(f"a range of {self.range_sigmas} sigmas is not within 1 to 16; 6 is the papers'")
-
-    @classmethod
-    def from_match(cls, match: re.Match[str]) -> Self:
-        """The codec of a name that `pattern` matches."""
-        sigmas, block = match.groups()
-        return cls(int(block or cls.block), float(sigmas or cls.range_sigmas))
 
     @property
     def name(self) -> str:
         sigmas = "" if self.range_sigmas == PAPER_RANGE_SIGMAS else f"-{short(self.range_sigmas)}sigma"
-        return f"2bit{sigmas}" + ("" if self.block == TwoBit.block else f":{self.block}")
-
-    @property
-    def chunk_elements(self) -> int:
-        return self.block
-
-    def chunk_bytes(self, num_elements: int) -> int:
-        return bins_bytes(num_elements)
+        return f"2bit{sigmas}" + ("" if self.block == TWO_BIT_BLOCK else f":{self.block}")
 
     def encode_chunks(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         encode_bins(x, out, self.range_sigmas, scratch)

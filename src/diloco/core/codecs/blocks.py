@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.base import SEGMENT_ELEMENTS, Codec, Scratch, magnitude_bits, refuse_nonfinite
-from diloco.errors import ConfigError, CorruptPayloadError
+from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
+from diloco.core.formats import SCALE_BYTES
+from diloco.errors import CorruptPayloadError
 
-SCALE_BYTES = 2
 SMALLEST_SCALE = 2.0**-120
 """Blocks that would need a smaller scale are sent as zeros: devices differ in how they treat subnormal values."""
 _SMALLEST_SCALE_BITS = (127 - 120) << 7
@@ -36,21 +36,9 @@ class ScaledBlocks(Codec):
     levels: ClassVar[float]
     largest_scale: ClassVar[float]
 
-    def __post_init__(self) -> None:
-        if self.block < 2 or SEGMENT_ELEMENTS % self.block:
-            raise ConfigError(
-                f"a block of {self.block} does not divide a segment of {SEGMENT_ELEMENTS}; "
-                f"use a power of two from 2 to {SEGMENT_ELEMENTS}"
-            )
-
     @property
     def name(self) -> str:
         return self.family if self.block == self.default_block else f"{self.family}:{self.block}"
-
-    def segment_bytes(self, num_elements: int) -> int:
-        num_full, tail = divmod(num_elements, self.block)
-        codes = num_full * self.block * self.code_bits // 8 + math.ceil(tail * self.code_bits / 8)
-        return math.ceil(num_elements / self.block) * SCALE_BYTES + codes
 
     @abstractmethod
     def _encode_blocks(self, x: Tensor, divisor: Tensor, codes: Tensor, scratch: Scratch) -> None:

@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from diloco.core.codecs.base import SEGMENT_ELEMENTS, Codec, Scratch
-from diloco.errors import ConfigError, CorruptPayloadError
+from diloco.core.codecs.codec import Codec, Scratch
+from diloco.core.formats import SEGMENT_ELEMENTS
+from diloco.errors import CorruptPayloadError
 
 # Elements whose scratch stays near a core; measured, see benchmarks/codecs.py.
 _CPU_CACHED_ELEMENTS = 8 * SEGMENT_ELEMENTS
@@ -15,20 +16,19 @@ _CPU_CACHED_ELEMENTS = 8 * SEGMENT_ELEMENTS
 class Chunked(Codec):
     """A segment's elements form chunks of `chunk_elements`; only the last one of a segment can be shorter.
 
-    A concrete codec says how many bytes a chunk takes and how equally long chunks, one a row, are encoded, decoded and
-    checked.
+    A concrete codec says how equally long chunks, one a row, are encoded, decoded and checked.
     """
 
     cpu_group_segments: ClassVar[int] = 64
 
     @property
-    @abstractmethod
     def chunk_elements(self) -> int:
         """Elements of a whole chunk; divides SEGMENT_ELEMENTS."""
+        return self.format.layout.block
 
-    @abstractmethod
     def chunk_bytes(self, num_elements: int) -> int:
         """Exact bytes of a chunk of 1 ≤ `num_elements` ≤ `chunk_elements` elements."""
+        return self.format.layout.block_bytes(num_elements)
 
     @abstractmethod
     def encode_chunks(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
@@ -41,10 +41,6 @@ class Chunked(Codec):
     @abstractmethod
     def check_chunks(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
         """CorruptPayloadError unless every chunk (uint8 [chunks, chunk_bytes(n)]) decodes to finite numbers only."""
-
-    def segment_bytes(self, num_elements: int) -> int:
-        num_full, tail = divmod(num_elements, self.chunk_elements)
-        return num_full * self.chunk_bytes(self.chunk_elements) + (self.chunk_bytes(tail) if tail else 0)
 
     def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         for width, elements, payload_bytes in self._chunks(x.shape[1]):
@@ -78,15 +74,6 @@ class Chunked(Codec):
         """A few chunks at a time, so that their scratch stays in cache."""
         step = max(1, _CPU_CACHED_ELEMENTS // width) if chunks.device.type == "cpu" else len(chunks)
         return tuple(chunks[first : first + step] for first in range(0, len(chunks), step))
-
-
-def require_chunk(role: str, num_elements: int, smallest: int) -> None:
-    """ConfigError unless chunks of `num_elements` divide a segment and are not too small."""
-    if num_elements < smallest or SEGMENT_ELEMENTS % num_elements:
-        raise ConfigError(
-            f"a {role} of {num_elements} does not divide a segment of {SEGMENT_ELEMENTS}; "
-            f"use a power of two from {smallest} to {SEGMENT_ELEMENTS}"
-        )
 
 
 def corrupt(name: str, what: str) -> CorruptPayloadError:

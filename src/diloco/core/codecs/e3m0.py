@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.base import Scratch
 from diloco.core.codecs.blocks import ScaledBlocks, pack_halves, unpack_halves
+from diloco.core.codecs.codec import Scratch
+from diloco.core.formats import NIBBLE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class E3M0(ScaledBlocks):
     their sign.
     """
 
-    block: int = 64
-    default_block: ClassVar[int] = 64
+    block: int = NIBBLE_BLOCK
+    default_block: ClassVar[int] = NIBBLE_BLOCK
     family: ClassVar[str] = "e3m0"
     code_bits: ClassVar[int] = 4
     levels: ClassVar[float] = 1.0

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.base import Codec, Scratch, magnitude_bits, refuse_nonfinite
+from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
 from diloco.errors import CorruptPayloadError, NonFiniteError
 
 
@@ -15,9 +15,6 @@ class _Cast(Codec):
     """Elements cast to one dtype, in order."""
 
     dtype: ClassVar[torch.dtype]
-
-    def segment_bytes(self, num_elements: int) -> int:
-        return num_elements * self.dtype.itemsize
 
     @abstractmethod
     def _largest_bits(self, cast: Tensor, scratch: Scratch) -> int:

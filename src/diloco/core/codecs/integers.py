@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.base import Scratch
 from diloco.core.codecs.blocks import ScaledBlocks, pack_halves, unpack_halves
+from diloco.core.codecs.codec import Scratch
+from diloco.core.formats import INT8_BLOCK, NIBBLE_BLOCK
 
 
 def _nearest_integers(x: Tensor, step: Tensor, levels: float, scratch: Scratch) -> Tensor:
@@ -22,8 +23,8 @@ def _nearest_integers(x: Tensor, step: Tensor, levels: float, scratch: Scratch) 
 class Int8(ScaledBlocks):
     """Codes −127 to 127 in two's complement, one a byte; value = code · step; 8.0625 bits per element at block 256."""
 
-    block: int = 256
-    default_block: ClassVar[int] = 256
+    block: int = INT8_BLOCK
+    default_block: ClassVar[int] = INT8_BLOCK
     family: ClassVar[str] = "int8"
     code_bits: ClassVar[int] = 8
     levels: ClassVar[float] = 127.0
@@ -42,8 +43,8 @@ class Int8(ScaledBlocks):
 class Int4(ScaledBlocks):
     """Codes −7 to 7 in two's complement, two a byte; value = code · step; 4.25 bits per element at block 64."""
 
-    block: int = 64
-    default_block: ClassVar[int] = 64
+    block: int = NIBBLE_BLOCK
+    default_block: ClassVar[int] = NIBBLE_BLOCK
     family: ClassVar[str] = "int4"
     code_bits: ClassVar[int] = 4
     levels: ClassVar[float] = 7.0

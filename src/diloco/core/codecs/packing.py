@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.base import Scratch
+from diloco.core.codecs.codec import Scratch
 
 
 def pack(codes: Tensor, bits: int, out: Tensor, scratch: Scratch) -> None:

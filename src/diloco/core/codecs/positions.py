@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.base import Scratch
+from diloco.core.codecs.codec import Scratch
 from diloco.core.codecs.packing import pack, unpack
+from diloco.core.formats import smallest_positions
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class EliasFano(Positions):
 
 
 @functools.lru_cache(maxsize=256)
-def smallest_positions(n: int, k: int) -> Positions:
-    """The way with the fewest bytes; the bitmap, then fewer low bits, where they are equal."""
-    ways: list[Positions] = [Bitmap(n, k), *(EliasFano(n, k, low_bits) for low_bits in range(1, n.bit_length()))]
-    return min(ways, key=lambda way: way.num_bytes)
+def positions_of(n: int, k: int) -> Positions:
+    """The way with the fewest bytes."""
+    _, low_bits = smallest_positions(n, k)
+    return EliasFano(n, k, low_bits) if low_bits else Bitmap(n, k)

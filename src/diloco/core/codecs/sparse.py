@@ -1,26 +1,21 @@
 """Sparse formats: of each chunk of 4096 elements a fixed number is kept, and the positions of those are sent."""
 
-import math
-import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.base import Codec, Scratch, magnitude_bits, refuse_nonfinite
 from diloco.core.codecs.bins import TwoBit
 from diloco.core.codecs.chunks import Chunked, corrupt, short
+from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
 from diloco.core.codecs.floats import BF16, FP32
-from diloco.core.codecs.positions import smallest_positions
+from diloco.core.codecs.positions import positions_of
 from diloco.core.codecs.sums import fold, scaled
+from diloco.core.formats import CHUNK_ELEMENTS, Sparse
 from diloco.errors import ConfigError, CorruptPayloadError
-
-CHUNK_ELEMENTS = 4096
-"""SparseLoCo's: positions of 12 bits, and what is kept is spread over the vector."""
 
 _VALUE_CODECS: dict[str, Codec] = {"fp32": FP32(), "bf16": BF16(), "2bit": TwoBit(block=CHUNK_ELEMENTS)}
 _GROUP = 8
@@ -36,9 +31,11 @@ class _Sparse(Chunked):
 
     values: str
 
-    @abstractmethod
     def num_kept(self, num_elements: int) -> int:
         """k ≥ 1 of a chunk of 1 ≤ `num_elements` ≤ CHUNK_ELEMENTS elements."""
+        layout = self.format.layout
+        assert isinstance(layout, Sparse)
+        return layout.num_kept(num_elements)
 
     @abstractmethod
     def _keys(self, x: Tensor, scratch: Scratch) -> Tensor:
@@ -48,20 +45,12 @@ class _Sparse(Chunked):
     def lossless(self) -> bool:
         return self.values == "fp32" and self.num_kept(CHUNK_ELEMENTS) == CHUNK_ELEMENTS
 
-    @property
-    def chunk_elements(self) -> int:
-        return CHUNK_ELEMENTS
-
-    def chunk_bytes(self, num_elements: int) -> int:
-        k = self.num_kept(num_elements)
-        return self._positions_bytes(num_elements) + _VALUE_CODECS[self.values].segment_bytes(k)
-
     def encode_chunks(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         n, k, num_bytes = x.shape[1], self.num_kept(x.shape[1]), self._positions_bytes(x.shape[1])
         kept = x
         if k < n:
             chosen = largest(self._keys(x, scratch), k, scratch)
-            kept = smallest_positions(n, k).encode(chosen, x, out[:, :num_bytes], scratch)
+            kept = positions_of(n, k).encode(chosen, x, out[:, :num_bytes], scratch)
         _VALUE_CODECS[self.values].encode_rows(kept.contiguous(), out[:, num_bytes:], scratch)
 
     def decode_chunks(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
@@ -71,7 +60,7 @@ class _Sparse(Chunked):
             _VALUE_CODECS[self.values].decode_rows(payload[:, num_bytes:], kept, scratch)
         if k < n:
             positions = self._checked_positions(payload, n, scratch)
-            smallest_positions(n, k).spread(positions, kept, out, scratch)
+            positions_of(n, k).spread(positions, kept, out, scratch)
 
     def check_chunks(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
         k, num_bytes = self.num_kept(num_elements), self._positions_bytes(num_elements)
@@ -81,13 +70,12 @@ class _Sparse(Chunked):
             self._checked_positions(payload, num_elements, scratch)
 
     def _positions_bytes(self, num_elements: int) -> int:
-        k = self.num_kept(num_elements)
-        return smallest_positions(num_elements, k).num_bytes if k < num_elements else 0
+        return self.chunk_bytes(num_elements) - _VALUE_CODECS[self.values].encoded_bytes(self.num_kept(num_elements))
 
     def _checked_positions(self, payload: Tensor, num_elements: int, scratch: Scratch) -> Tensor:
         k = self.num_kept(num_elements)
         own = payload[:, : self._positions_bytes(num_elements)]
-        positions = smallest_positions(num_elements, k).decode(own, scratch)
+        positions = positions_of(num_elements, k).decode(own, scratch)
         if positions is None:
             raise corrupt(self.name, f"positions that are not {k} ascending ones below {num_elements}")
         return positions
@@ -100,9 +88,10 @@ class _Sparse(Chunked):
         except CorruptPayloadError as error:
             raise CorruptPayloadError(f"values of a {self.name} payload are damaged: {error}") from error
 
-    def _require_values(self) -> None:
+    def __post_init__(self) -> None:
         if self.values not in _VALUE_CODECS:
             raise ConfigError(f"values of {self.values!r} are unknown; use one of {', '.join(_VALUE_CODECS)}")
+        super().__post_init__()
 
     @property
     def _suffix(self) -> str:
@@ -121,26 +110,10 @@ class TopK(_Sparse):
 
     k: int = 128
     values: str = "fp32"
-    pattern: ClassVar[re.Pattern[str]] = re.compile(r"topk-(\d+)(?:-(bf16|2bit))?", re.ASCII)
-
-    def __post_init__(self) -> None:
-        self._require_values()
-        if not 1 <= self.k <= CHUNK_ELEMENTS:
-            raise ConfigError(
-                f"top-k cannot keep {self.k} of a chunk of {CHUNK_ELEMENTS}; use k from 1 to {CHUNK_ELEMENTS}"
-            )
-
-    @classmethod
-    def from_match(cls, match: re.Match[str]) -> Self:
-        """The codec of a name that `pattern` matches."""
-        return cls(int(match[1]), match[2] or cls.values)
 
     @property
     def name(self) -> str:
         return f"topk-{self.k}{self._suffix}"
-
-    def num_kept(self, num_elements: int) -> int:
-        return min(self.k, num_elements)
 
     def _keys(self, x: Tensor, scratch: Scratch) -> Tensor:
         magnitudes = magnitude_bits(x, scratch)
@@ -165,24 +138,10 @@ class SignPruned(_Sparse):
 
     fraction: float = 0.5
     values: str = "fp32"
-    pattern: ClassVar[re.Pattern[str]] = re.compile(r"sign-pruned-(\d+(?:\.\d+)?(?:e-\d+)?)(?:-(bf16|2bit))?", re.ASCII)
-
-    def __post_init__(self) -> None:
-        self._require_values()
-        if not 0 <= self.fraction < 1:
-            raise ConfigError(f"sign pruning cannot prune {self.fraction} of a chunk; use a fraction from 0 to below 1")
-
-    @classmethod
-    def from_match(cls, match: re.Match[str]) -> Self:
-        """The codec of a name that `pattern` matches."""
-        return cls(float(match[1]), match[2] or cls.values)
 
     @property
     def name(self) -> str:
         return f"sign-pruned-{short(self.fraction)}{self._suffix}"
-
-    def num_kept(self, num_elements: int) -> int:
-        return num_elements - math.floor(self.fraction * num_elements)
 
     def _keys(self, x: Tensor, scratch: Scratch) -> Tensor:
         y, _ = scaled(x, scratch)

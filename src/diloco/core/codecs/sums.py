@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.base import Scratch, magnitude_bits, refuse_nonfinite
+from diloco.core.codecs.codec import Scratch, magnitude_bits, refuse_nonfinite
 
 
 def scaled(x: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:

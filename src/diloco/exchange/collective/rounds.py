@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from diloco.core.contribution import OUTLIER, Contribution
-from diloco.core.contributions import Encoded, encoded_of
 from diloco.core.fragments import digest
+from diloco.core.merges import Encoded, encoded_of
 from diloco.core.method import Method
 from diloco.core.update import Closed, advance, close_round, update_of
 from diloco.core.weights import merge_weights

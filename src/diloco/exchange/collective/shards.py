@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
-from diloco.core.contributions import shard_of
 from diloco.core.fragments import digest
 from diloco.core.layout import Fragment, Placement
+from diloco.core.merges import shard_of
 from diloco.core.method import Method
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from diloco.core.contribution import MISSED, OUTLIER, Contribution
-from diloco.core.contributions import encoded_of
 from diloco.core.fragments import Layout, digest
+from diloco.core.merges import encoded_of
 from diloco.core.method import Method
 from diloco.core.update import advance, close_round, update_of
 from diloco.core.weights import merge_weights

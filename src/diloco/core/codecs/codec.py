@@ -3,15 +3,14 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from diloco.core.formats import SEGMENT_ELEMENTS, WireFormat, wire_format
 from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
-
-SEGMENT_ELEMENTS = 32768
-"""A payload joins independently encoded segments of this many elements; the last one may be shorter."""
 
 # Equal segments are handled several at a time: enough to spread what calling torch costs, few enough to stay in cache.
 # Other devices take many, since there the launches cost. Bits do not depend on the grouping.
@@ -48,12 +47,17 @@ class Scratch:
 class Codec(ABC):
     """A wire format for fp32 vectors; concrete codecs are frozen dataclasses, so equal parameters mean equal codecs.
 
-    A concrete codec says how many bytes a segment takes (`segment_bytes`) and how equally long segments, one a row,
-    are encoded, decoded and checked (`encode_rows`, `decode_rows`, `check_rows`). Encoding is deterministic, and
+    `core.formats` knows the name and how many bytes a segment takes. A concrete codec says how equally long segments, one a row, are
+    encoded, decoded and checked (`encode_rows`, `decode_rows`, `check_rows`). Encoding is deterministic, and
     decoding gives the same bits on every device.
+
+    Raises ConfigError on parameters that its format cannot have.
     """
 
     cpu_group_segments: ClassVar[int] = _CPU_GROUP_SEGMENTS
+
+    def __post_init__(self) -> None:
+        wire_format(self.name)
 
     @property
     @abstractmethod
@@ -65,33 +69,26 @@ class Codec(ABC):
         """Whether decoding gives back every vector bit for bit."""
         return False
 
-    @property
-    def bits_per_element(self) -> float:
-        """Bits on the wire per element of a long vector."""
-        return self.segment_bytes(SEGMENT_ELEMENTS) * 8 / SEGMENT_ELEMENTS
+    @cached_property
+    def format(self) -> WireFormat:
+        """What its name says, sizes among it."""
+        return wire_format(self.name)
 
-    @abstractmethod
-    def segment_bytes(self, num_elements: int) -> int:
-        """Exact payload bytes of one segment of `num_elements` ≤ SEGMENT_ELEMENTS elements."""
+    def encoded_bytes(self, num_elements: int) -> int:
+        """Exact payload bytes of a vector, or a segment of one, of `num_elements` elements; 0 for none."""
+        return self.format.encoded_bytes(num_elements)
 
     @abstractmethod
     def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """Encode segments: x fp32 [rows, m] into out uint8 [rows, segment_bytes(m)]; NonFiniteError on inf or NaN."""
+        """Encode segments: x fp32 [rows, m] into out uint8 [rows, encoded_bytes(m)]; NonFiniteError on inf or NaN."""
 
     @abstractmethod
     def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """Decode segments: payload uint8 [rows, segment_bytes(m)] into out fp32 [rows, m]; raises as `check_rows`."""
+        """Decode segments: payload uint8 [rows, encoded_bytes(m)] into out fp32 [rows, m]; raises as `check_rows`."""
 
     @abstractmethod
     def check_rows(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
-        """CorruptPayloadError unless every row (uint8 [rows, segment_bytes(m)]) decodes to finite numbers only."""
-
-    def encoded_bytes(self, num_elements: int) -> int:
-        """Exact payload bytes of a vector of `num_elements` elements; 0 for none."""
-        if num_elements < 0:
-            raise ConfigError(f"a vector cannot have {num_elements} elements; give a count of 0 or more")
-        num_full, tail = divmod(num_elements, SEGMENT_ELEMENTS)
-        return num_full * self.segment_bytes(SEGMENT_ELEMENTS) + (self.segment_bytes(tail) if tail else 0)
+        """CorruptPayloadError unless every row (uint8 [rows, encoded_bytes(m)]) decodes to finite numbers only."""
 
     def segment_span(self, num_elements: int, start_segment: int, stop_segment: int) -> slice:
         """Where segments start ≤ i < stop lie in a payload; those bytes are the payload of those elements."""
@@ -120,8 +117,12 @@ class Codec(ABC):
             self.encode_rows(x[elements].view(rows, -1), out[payload_bytes].view(rows, -1), scratch)
         return out
 
-    def decode(self, payload: Tensor, num_elements: int, out: Tensor | None = None) -> Tensor:
+    def decode(
+        self, payload: Tensor, num_elements: int, out: Tensor | None = None, scratch: Scratch | None = None
+    ) -> Tensor:
         """The vector (fp32 [num_elements]) that `payload` (uint8, contiguous) stands for, written into `out` if given.
+
+        `scratch`: of the payload's device, for callers that decode many payloads of one length; None: the call has its own.
 
         Raises CorruptPayloadError on a wrong size or content that is not finite (`out` may be partly written then),
         ConfigError on a wrong tensor.
@@ -130,7 +131,7 @@ class Codec(ABC):
         if out is None:
             out = torch.empty(num_elements, dtype=torch.float32, device=payload.device)
         _require(out, torch.float32, num_elements, "output of decode")
-        scratch = Scratch(payload.device)
+        scratch = scratch or Scratch(payload.device)
         for elements, payload_bytes, rows in self._groups(num_elements, payload.device):
             self.decode_rows(payload[payload_bytes].view(rows, -1), out[elements].view(rows, -1), scratch)
         return out
@@ -154,14 +155,14 @@ class Codec(ABC):
         """(elements, payload bytes, rows) of each group of equally long segments."""
         group = self.cpu_group_segments if device.type == "cpu" else _DEVICE_GROUP_SEGMENTS
         num_full, tail = divmod(num_elements, SEGMENT_ELEMENTS)
-        segment_bytes = self.segment_bytes(SEGMENT_ELEMENTS)
+        segment_bytes = self.encoded_bytes(SEGMENT_ELEMENTS)
         for first in range(0, num_full, group):
             last = min(first + group, num_full)
             elements = slice(first * SEGMENT_ELEMENTS, last * SEGMENT_ELEMENTS)
             yield elements, slice(first * segment_bytes, last * segment_bytes), last - first
         if tail:
             start = num_full * segment_bytes
-            yield slice(num_full * SEGMENT_ELEMENTS, num_elements), slice(start, start + self.segment_bytes(tail)), 1
+            yield slice(num_full * SEGMENT_ELEMENTS, num_elements), slice(start, start + self.encoded_bytes(tail)), 1
 
 
 def compress(codec: Codec, x: Tensor, residual: Tensor | None, decay: float = 1.0) -> tuple[Tensor, Tensor]:

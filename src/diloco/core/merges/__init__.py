@@ -1,0 +1,51 @@
+"""How the outer gradients of several learners become one: a file per merge, and all merges by name."""
+
+from diloco.core.choices import Registry
+from diloco.core.merges.clipping import MedianNormClip
+from diloco.core.merges.geometric_median import GeometricMedian
+from diloco.core.merges.heloco import HeLoCo
+from diloco.core.merges.inputs import Encoded, encoded_of, shard_of
+from diloco.core.merges.krum import MultiKrum
+from diloco.core.merges.mean import Mean
+from diloco.core.merges.medians import CoordinateMedian, TrimmedMean
+from diloco.core.merges.merge import Merge, merged_runs, merged_vector
+from diloco.core.merges.radial import RadialDirectional
+from diloco.core.merges.screens import SCREENS, NormOutliers, NormZScore, Screen, refused_by
+from diloco.core.merges.sender_mean import SenderMean
+
+__all__ = [
+    "MERGES",
+    "SCREENS",
+    "CoordinateMedian",
+    "Encoded",
+    "GeometricMedian",
+    "HeLoCo",
+    "Mean",
+    "MedianNormClip",
+    "Merge",
+    "MultiKrum",
+    "NormOutliers",
+    "NormZScore",
+    "RadialDirectional",
+    "Screen",
+    "SenderMean",
+    "TrimmedMean",
+    "encoded_of",
+    "merged_vector",
+    "merged_runs",
+    "refused_by",
+    "shard_of",
+]
+
+MERGES: Registry[Merge] = Registry(
+    "merge",
+    Mean,
+    SenderMean,
+    RadialDirectional,
+    HeLoCo,
+    CoordinateMedian,
+    TrimmedMean,
+    GeometricMedian,
+    MultiKrum,
+    MedianNormClip,
+)

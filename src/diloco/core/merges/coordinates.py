@@ -1,0 +1,45 @@
+"""Merges that take every coordinate by itself and need the values of all learners at once."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from diloco.core.merges.decoding import Decoder, within
+from diloco.core.merges.merge import Merge
+from diloco.core.merges.weighted_sum import means_of
+
+BLOCK_ELEMENTS = 16384
+"""How much of every vector is combined at once, so that all of them stay in a processor's cache."""
+
+
+class CoordinateMerge(Merge):
+    """A function of the values and weights of one coordinate; a run of all learners is decoded at a time."""
+
+    elementwise: ClassVar[bool] = True
+
+    @abstractmethod
+    def combine(self, values: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """Merge a block, coordinate by coordinate.
+
+        Arguments:
+            values: fp32 [n], one vector per learner that trains the block and counts, in merge order; they may be overwritten.
+            weights: of those learners, divided by the largest of the whole merge.
+            out: fp32 [n], written.
+        """
+
+    def merge_runs(self, decoder: Decoder, out: Tensor) -> Iterator[slice]:
+        largest = max(each.weight for each in decoder.contributions)
+        weights = [each.weight / largest for each in decoder.contributions]
+        stretches = [(each.elements, each.counting) for each in means_of(decoder.contributions, decoder.places)]
+        for run, rows in decoder.shared_runs():
+            for part, counting in within(run, stretches):
+                merged = out[run][part]
+                if not counting:
+                    merged.zero_()
+                    continue
+                values = [rows[index][part].split(BLOCK_ELEMENTS) for index in counting]
+                for block, *own in zip(merged.split(BLOCK_ELEMENTS), *values, strict=True):
+                    self.combine(own, [weights[index] for index in counting], block)
+            yield run

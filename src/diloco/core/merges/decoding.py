@@ -1,0 +1,146 @@
+"""How a merge reads its contributions: checked once, then decoded a run of whole segments at a time into scratch that is used again."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
+from diloco.core.codecs.codec import Scratch
+from diloco.core.layout import Placement
+from diloco.core.merges.inputs import Encoded
+from diloco.errors import ConfigError, CorruptPayloadError, LayoutError
+
+RUN_SEGMENTS = 16
+"""How many segments of one learner are decoded at once: enough to spread the cost of a call, few enough for a processor's cache."""
+RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
+
+SHARED_RUN_SEGMENTS = 8
+"""The same where all learners are decoded at once. Distances depend on it: their blocks begin with each run."""
+
+T = TypeVar("T")
+
+
+def within(run: slice, spans: Sequence[tuple[slice, T]]) -> Iterator[tuple[slice, T]]:
+    """The parts of `spans`, which are in order and do not overlap, that lie in a run; relative to its start."""
+    for index in range(bisect_right(spans, run.start, key=lambda span: span[0].stop), len(spans)):
+        elements, value = spans[index]
+        if elements.start >= run.stop:
+            return
+        first, last = max(elements.start, run.start), min(elements.stop, run.stop)
+        if first < last:
+            yield slice(first - run.start, last - run.start), value
+
+
+class Decoder:
+    """The contributions of one merge.
+
+    Attributes:
+        contributions: one of each learner, in learner-id order.
+        places: the tensors of the vector that is merged.
+        num_elements: its length.
+        momentum: fp32 [num_elements], that of the outer optimizer, where it keeps one.
+        device: of the payloads; everything is computed there.
+
+    Raises:
+        ConfigError: unusable weights, or a contribution without a payload.
+        LayoutError: places that do not cover the elements, or a contribution that names a tensor that is not there.
+        CorruptPayloadError: a payload of the wrong size; names the learner.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        contributions: Sequence[Encoded],
+        places: Sequence[Placement],
+        num_elements: int,
+        momentum: Tensor | None = None,
+    ) -> None:
+        _check(contributions, places, num_elements)
+        _check_sizes(codec, contributions, num_elements)
+        self.contributions = contributions
+        self.places = places
+        self.num_elements = num_elements
+        self.momentum = momentum
+        self.device = contributions[0].payloads[0].device
+        self._codec = codec
+        self._scratch = Scratch(self.device)
+
+    def runs(self, num_segments: int = RUN_SEGMENTS) -> Iterator[slice]:
+        """The elements of each run of whole segments; the last one may be shorter."""
+        step = num_segments * SEGMENT_ELEMENTS
+        for start in range(0, self.num_elements, step):
+            yield slice(start, min(start + step, self.num_elements))
+
+    def read(self, index: int, run: slice, out: Tensor | None = None) -> Tensor:
+        """The outer gradient of contribution `index` in this run: the sum over its payloads, in `out` or in scratch.
+
+        Raises CorruptPayloadError on inf or NaN; it names the learner.
+        """
+        out = self._take("decoded", run) if out is None else out
+        span = self._codec.segment_span(
+            self.num_elements, run.start // SEGMENT_ELEMENTS, math.ceil(run.stop / SEGMENT_ELEMENTS)
+        )
+        contribution = self.contributions[index]
+        self._decode(contribution, contribution.payloads[0][span], out)
+        for payload in contribution.payloads[1:]:
+            out.add_(self._decode(contribution, payload[span], self._take("late", run)))
+        return out
+
+    def shared_runs(self) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Each run of SHARED_RUN_SEGMENTS segments with the outer gradients of all contributions in it, in scratch."""
+        num_elements = min(self.num_elements, SHARED_RUN_SEGMENTS * SEGMENT_ELEMENTS)
+        rows = torch.empty(len(self.contributions), num_elements, dtype=torch.float32, device=self.device)
+        for run in self.runs(SHARED_RUN_SEGMENTS):
+            yield run, [self.read(index, run, row[: run.stop - run.start]) for index, row in enumerate(rows)]
+
+    def _take(self, name: str, run: slice) -> Tensor:
+        length = min(self.num_elements, RUN_ELEMENTS)
+        return self._scratch.take(name, (length,), torch.float32)[: run.stop - run.start]
+
+    def _decode(self, contribution: Encoded, payload: Tensor, out: Tensor) -> Tensor:
+        try:
+            return self._codec.decode(payload, out.numel(), out, self._scratch)
+        except CorruptPayloadError as error:
+            raise CorruptPayloadError(
+                f"the contribution of {contribution.learner} cannot be merged: {error}"
+            ) from error
+
+
+def _check(contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int) -> None:
+    if not contributions:
+        raise ConfigError("a merge needs at least one contribution.")
+    for each in contributions:
+        if not math.isfinite(each.weight) or each.weight < 0:
+            raise ConfigError(f"the weight of {each.learner} must be finite and not negative, not {each.weight!r}.")
+        if not each.payloads:
+            raise ConfigError(f"{each.learner} brings no payload to the merge; leave it out.")
+        for index in each.tensors or ():
+            if not 0 <= index < len(places):
+                raise LayoutError(
+                    f"{each.learner} trains tensor {index}, and there are tensors 0 to {len(places) - 1}."
+                )
+    if not any(each.weight for each in contributions):
+        raise ConfigError(f"the weights of all {len(contributions)} contributions are 0; at least one must count.")
+    end = 0
+    for place in places:
+        if place.offset != end:
+            raise LayoutError(
+                f"tensor {place.spec.name!r} begins at element {place.offset}, and the one before ends at {end}."
+            )
+        end = place.elements.stop
+    if end != num_elements:
+        raise LayoutError(f"the tensors of a merge have {end} elements together, and its contributions {num_elements}.")
+
+
+def _check_sizes(codec: Codec, contributions: Sequence[Encoded], num_elements: int) -> None:
+    expected_bytes = codec.encoded_bytes(num_elements)
+    for learner, payload in ((each.learner, payload) for each in contributions for payload in each.payloads):
+        if payload.dtype != torch.uint8 or payload.shape != (expected_bytes,):
+            raise CorruptPayloadError(
+                f"the contribution of {learner} is {tuple(payload.shape)} {str(payload.dtype).removeprefix('torch.')},"
+                f" and {num_elements} elements in {codec.name} are {expected_bytes} bytes."
+            )

@@ -1,0 +1,75 @@
+"""Multi-Krum: the mean of the contributions that lie nearest to others. Blanchard et al. 2017, arXiv 1703.02757."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from diloco.core.choices import whole_number
+from diloco.core.merges.decoding import Decoder
+from diloco.core.merges.linear import LinearMerge
+from diloco.core.merges.measures import Matrix, squared_distances
+from diloco.core.merges.weighted_sum import WeightedSum, means_of
+
+
+@dataclass(frozen=True)
+class MultiKrum(LinearMerge[Sequence[Matrix]]):
+    """The mean of the n − f contributions whose n − f − 2 nearest others are nearest; f = `num_byzantine`.
+
+    Its guarantee needs n ≥ 2f + 3 learners. With fewer it looks at as many others as there are left, at least one. A learner that trains
+    what no other does cannot be judged, and is kept. A weight is what a learner says of itself, so every learner counts the same.
+    """
+
+    elementwise: ClassVar[bool] = False
+    weighted: ClassVar[bool] = False
+
+    num_byzantine: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number("MultiKrum(num_byzantine=…)", self.num_byzantine, minimum=0)
+
+    def measure(self, decoder: Decoder) -> Sequence[Matrix]:
+        judged = _counting(decoder)
+        if len(judged) <= 2 or not self.num_byzantine:
+            return []
+        return squared_distances(decoder, _equal_means(decoder, judged))
+
+    def coefficients(self, decoder: Decoder, measured: Sequence[Matrix]) -> list[WeightedSum]:
+        kept = _counting(decoder)
+        if measured:
+            stretches = _equal_means(decoder, kept)
+            looked_at = max(1, len(kept) - self.num_byzantine - 2)
+            scores = {
+                i: _score(
+                    [_between(i, j, measured, stretches, decoder.num_elements) for j in kept if j != i], looked_at
+                )
+                for i in kept
+            }
+            kept = sorted(kept, key=lambda i: (scores[i], i))[: max(1, len(kept) - self.num_byzantine)]
+        return _equal_means(decoder, kept)
+
+
+def _counting(decoder: Decoder) -> list[int]:
+    return [index for index, each in enumerate(decoder.contributions) if each.counts]
+
+
+def _equal_means(decoder: Decoder, kept: Sequence[int]) -> list[WeightedSum]:
+    """The plain mean of some of the contributions; the others are as if they trained nothing."""
+    equal = [
+        replace(each, weight=1.0) if index in kept else replace(each, tensors=frozenset())
+        for index, each in enumerate(decoder.contributions)
+    ]
+    return means_of(equal, decoder.places)
+
+
+def _between(i: int, j: int, squared: Sequence[Matrix], stretches: Sequence[WeightedSum], num_elements: int) -> float:
+    """The squared distance of two contributions, from those of the stretches; inf if they train nothing in common."""
+    common = [s for s, each in enumerate(stretches) if i in each.counting and j in each.counting]
+    shared = sum(stretches[s].num_elements for s in common)
+    return math.fsum(squared[s][i][j] for s in common) * (num_elements / shared) if shared else math.inf
+
+
+def _score(squared: Sequence[float], looked_at: int) -> float:
+    """The sum of the smallest; where there are fewer to look at, as if there were enough; 0 without any."""
+    nearest = sorted(each for each in squared if each < math.inf)[:looked_at]
+    return math.fsum(nearest) * (looked_at / len(nearest)) if nearest else 0.0

@@ -1,0 +1,74 @@
+"""Radial-directional averaging: the mean of the lengths in the direction of the mean of the directions. Decoupled DiLoCo, arXiv 2604.21428.
+
+The mean of M nearly orthogonal outer gradients is shorter than each of them by √M; this merge keeps its norm independent of M. What
+differs from the paper: where the directions cancel, its formula is not defined, and the weighted mean is taken.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+from diloco.core.merges.decoding import Decoder
+from diloco.core.merges.linear import LinearMerge
+from diloco.core.merges.measures import Measured, measure_tensors
+from diloco.core.merges.weighted_sum import WeightedSum, mean_of
+
+CANCELLED = 1e-3
+"""If the mean direction is shorter than this, the directions cancel."""
+
+Norms = Mapping[tuple[int, int], Measured]
+
+
+@dataclass(frozen=True)
+class RadialDirectional(LinearMerge[Norms]):
+    """Per tensor: RDA = (Σ w‖v‖ / Σ w) · φ(Σ w φ(v)), with φ(x) = x/‖x‖ and φ(0) = 0.
+
+    Attributes:
+        averaged: tensors whose name matches one of these patterns (shell style) are averaged instead: embeddings, whose rows are
+            trained by different learners at different times.
+
+    A tensor that one learner alone trains is that learner's, bit for bit. Two passes over the contributions: norms, then the sum of
+    directions, whose length is taken while it is added up.
+    """
+
+    elementwise: ClassVar[bool] = False
+
+    averaged: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "averaged", tuple(self.averaged))
+
+    def measure(self, decoder: Decoder) -> Norms:
+        return measure_tensors(decoder, self._directed(decoder))
+
+    def coefficients(self, decoder: Decoder, measured: Norms) -> list[WeightedSum]:
+        directed, contributions = self._directed(decoder), decoder.contributions
+        sums = []
+        for index, place in enumerate(decoder.places):
+            learners = directed.get(index, [])
+            norms = {i: measured[index, i].norm for i in learners}
+            if not any(norms.values()):
+                trained_by = [i for i, each in enumerate(contributions) if each.trains(index)]
+                sums.append(mean_of(contributions, trained_by, place.elements))
+                continue
+            total = math.fsum(contributions[i].weight for i in learners)
+            sums.append(
+                WeightedSum(
+                    place.elements,
+                    {i: contributions[i].weight / length for i, length in norms.items() if length},
+                    length=math.fsum(contributions[i].weight * length for i, length in norms.items()) / total,
+                    shortest=CANCELLED * total,
+                )
+            )
+        return sums
+
+    def _directed(self, decoder: Decoder) -> dict[int, list[int]]:
+        """The tensors that are merged by direction, with the contributions that count for them."""
+        directed = {}
+        for index, place in enumerate(decoder.places):
+            learners = [i for i, each in enumerate(decoder.contributions) if each.weight > 0 and each.trains(index)]
+            if len(learners) > 1 and not any(fnmatchcase(place.spec.name, pattern) for pattern in self.averaged):
+                directed[index] = learners
+        return directed

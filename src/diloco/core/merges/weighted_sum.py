@@ -1,0 +1,62 @@
+"""What a linear merge is made of: for each stretch of elements, the factor of every contribution."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from diloco.core.layout import Placement
+from diloco.core.merges.inputs import Encoded
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """(Σ_m factor_m·v_m + Σ_m toward_m·momentum) / divisor over neighbouring elements; 0 without factors.
+
+    Attributes:
+        elements: of the merged vector.
+        factors: by index of the contribution, in merge order.
+        divisor: of the sum.
+        towards: factors of the outer momentum, by contribution; one is added after its contribution.
+        length: what the sum is scaled to in the end; None: it stays as it is.
+        shortest: a sum that is shorter has no direction, and the weighted mean takes its place (where `length` is given).
+    """
+
+    elements: slice
+    factors: Mapping[int, float]
+    divisor: float = 1.0
+    towards: Mapping[int, float] = field(default_factory=dict)
+    length: float | None = None
+    shortest: float = 0.0
+
+    @property
+    def counting(self) -> list[int]:
+        """The contributions whose factor is not 0."""
+        return [index for index, factor in self.factors.items() if factor > 0]
+
+    @property
+    def num_elements(self) -> int:
+        return int(self.elements.stop - self.elements.start)
+
+
+def mean_of(contributions: Sequence[Encoded], trained_by: Sequence[int], elements: slice) -> WeightedSum:
+    """The weighted mean of those that train these elements.
+
+    Weights are divided by the largest, so equal ones are exactly 1. Without any weight there is nothing to add.
+    """
+    largest = max((contributions[i].weight for i in trained_by), default=0.0)
+    if largest == 0:
+        return WeightedSum(elements, {})
+    shares = {i: contributions[i].weight / largest for i in trained_by}
+    return WeightedSum(elements, shares, math.fsum(shares.values()))
+
+
+def means_of(contributions: Sequence[Encoded], places: Sequence[Placement]) -> list[WeightedSum]:
+    """The weighted mean, for each stretch of neighbouring tensors that the same learners train."""
+    stretches: list[tuple[list[int], slice]] = []
+    for index, place in enumerate(places):
+        trained_by = [i for i, each in enumerate(contributions) if each.trains(index)]
+        if stretches and stretches[-1][0] == trained_by:
+            stretches[-1] = trained_by, slice(stretches[-1][1].start, place.elements.stop)
+        else:
+            stretches.append((trained_by, place.elements))
+    return [mean_of(contributions, trained_by, elements) for trained_by, elements in stretches]
