@@ -161,7 +161,11 @@ class Life:
             if state.phase == "merging":
                 action, _refused = self.closing[fragment]
                 learners = sorted({c.learner for c in action.contributions})
-                refused = frozenset(learners[:1]) if refuse and len(learners) > 1 and self.random.random() < 0.2 else frozenset()
+                refused = (
+                    frozenset(learners[:1])
+                    if refuse and len(learners) > 1 and self.random.random() < 0.2
+                    else frozenset()
+                )
                 self.closing[fragment] = action, refused
                 self.act(self.core.merged(self.now, fragment, sorted(refused)))
                 return

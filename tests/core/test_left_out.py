@@ -19,7 +19,9 @@ NEARLY_ALL = 1 - 2**-40
 def contribution(learner: str, round_: int, *, base: int | None = None, step: int | None = None) -> Contribution:
     """10 tokens a step, 4 steps."""
     step = 4 * (round_ + 1) if step is None else step
-    return Contribution(learner, 1, 0, round_ + 1, round_, round_ if base is None else base, 40, 4, 10 * step, step=step)
+    return Contribution(
+        learner, 1, 0, round_ + 1, round_, round_ if base is None else base, 40, 4, 10 * step, step=step
+    )
 
 
 # --- dropped ----------------------------------------------------------------------------------------------------------------

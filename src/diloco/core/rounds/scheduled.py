@@ -229,7 +229,9 @@ class ScheduledSyncer(SyncerRounds):
             if later is None or later.step <= round_.step:
                 continue
             missing = [members[each] for each in later.members - later.contributions.keys() if each in members]
-            if member.learner in later.contributions and not any(self._may_have_sent(each, later.step) for each in missing):
+            if member.learner in later.contributions and not any(
+                self._may_have_sent(each, later.step) for each in missing
+            ):
                 return True
         return False
 
