@@ -19,8 +19,9 @@ import safetensors.torch
 import torch
 
 from diloco.core.fragments import digest
+from diloco.core.held import HeldFragment
 from diloco.core.ledger import Ledger
-from diloco.core.update import Closed, Update
+from diloco.core.update import Update
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
 from diloco.syncer.store import RosterRow, Store
 
@@ -34,10 +35,10 @@ def theta_of(fragment: int, version: int) -> torch.Tensor:
     return torch.arange(NUM_ELEMENTS, dtype=torch.float32) + 1000.0 * fragment + version / 8
 
 
-def closed_of(fragment: int, version: int) -> Closed:
+def held_of(fragment: int, version: int) -> HeldFragment:
     theta = theta_of(fragment, version)
     state = {"momentum": -theta, "steps": torch.tensor(version)}
-    return Closed(theta, state, theta / 3, torch.empty(0, dtype=torch.uint8))
+    return HeldFragment(fragment, version, theta, state, theta / 3, digest(theta))
 
 
 def update_of(fragment: int, version: int) -> Update:
@@ -54,12 +55,13 @@ def update_of(fragment: int, version: int) -> Update:
 
 
 def initialise(store: Store, run: str = "demo") -> None:
-    fragments = {index: theta_of(index, 0) for index in (0, 1)}
-    store.initialise(run, METHOD, LAYOUT, fragments, {0: {}, 1: {}}, STATIC, "seed 17", state={"step": 0})
+    thetas = [theta_of(index, 0) for index in (0, 1)]
+    fragments = [HeldFragment(index, 0, theta, {}, None, digest(theta)) for index, theta in enumerate(thetas)]
+    store.initialise(run, METHOD, LAYOUT, fragments, STATIC, "seed 17", state={"step": 0})
 
 
 def publish(store: Store, fragment: int, version: int) -> None:
-    store.publish(update_of(fragment, version), closed_of(fragment, version), tokens=96, state={"step": version})
+    store.publish(update_of(fragment, version), held_of(fragment, version), tokens=96, state={"step": version})
 
 
 def check(store: Store, versions: dict[int, int]) -> None:
@@ -105,7 +107,7 @@ def test_nothing_is_there_before_initialise(tmp_path: Path) -> None:
 def test_a_run_comes_back_after_reopening(store: Store) -> None:
     ledgers = {"site-a": [Ledger(100, 60, 0, {"overlap": 5}), Ledger(100, 0, 0)], "site-b": [Ledger(), Ledger(7, 0, 7)]}
     roster = (RosterRow("site-a", 2, 40, 100, alive=True), RosterRow("site-b", 1, 3, 7, alive=False))
-    store.publish(update_of(1, 1), closed_of(1, 1), tokens=96, ledgers=ledgers, roster=roster, state={"step": 40})
+    store.publish(update_of(1, 1), held_of(1, 1), tokens=96, ledgers=ledgers, roster=roster, state={"step": 40})
     store.close()
     with Store(store.path) as again:
         saved = again.load()
@@ -254,8 +256,8 @@ def test_a_flipped_bit_anywhere_in_a_version_is_found(store: Store, place: str) 
 
 
 def test_a_versions_file_is_bound_to_the_digest_it_is_published_with(store: Store) -> None:
-    other = replace(update_of(0, 1), digest=digest(theta_of(0, 2)))
-    store.publish(other, closed_of(0, 1), tokens=96)
+    other = digest(theta_of(0, 2))
+    store.publish(replace(update_of(0, 1), digest=other), replace(held_of(0, 1), digest=other), tokens=96)
     with pytest.raises(StoreError, match=r"\(fragment 0, version 1\) is damaged"):
         store.load()
 

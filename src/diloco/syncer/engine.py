@@ -14,6 +14,7 @@ from torch import Tensor
 
 from diloco import events
 from diloco.core.fragments import Layout
+from diloco.core.held import HeldFragment
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.rounds import Accept, Action, Reject
@@ -27,7 +28,7 @@ from diloco.errors import (
 )
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.hands import Hands
-from diloco.syncer.held import HeldFragment, HeldModel, Pulled
+from diloco.syncer.held import HeldModel, Pulled
 from diloco.syncer.journal import Journal
 from diloco.syncer.merger import Merger
 from diloco.syncer.metrics import SyncerMetrics
@@ -156,14 +157,15 @@ class Engine:
                     f"run {state.run!r} has a model already and keeps it; join it without --initialise."
                 )
             core = state.beginning(layout, step=step)  # what cannot be trained is refused before anything is written
-            outer_states = {f: self.method.outer.init(theta.numel()) for f, theta in enumerate(thetas)}
-            digests = self._store.initialise(
-                state.run, self.method.to_dict(), layout.to_dict(), dict(enumerate(thetas)), outer_states, static, source,
+            fragments = [HeldFragment.first(self.method, f, theta) for f, theta in enumerate(thetas)]
+            self._store.initialise(
+                state.run, self.method.to_dict(), layout.to_dict(), fragments, static, source,
                 state={"step": step, "initial_tokens": tokens, "round_steps": core.round_steps, "clock": core.clock},
             )  # fmt: skip
-            fragments = [HeldFragment(0, theta, outer_states[f], None, digests[f]) for f, theta in enumerate(thetas)]
+            num = len(fragments)
+            model = HeldModel(self.method, layout, static, fragments, [()] * num, [{} for _ in range(num)])
             with self._lock:
-                state.begin(core, HeldModel(self.method, layout, static, fragments), tokens=tokens)
+                state.begin(core, model, tokens=tokens)
         self._journal.initialised(learner, source, layout, step, tokens, len(static))
 
     def join(self, learner: str, layout: Layout, *, process: int = 0, again: bool = False) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco.core.update import Closed
+from diloco.core.held import HeldFragment
 from diloco.errors import StoreError
 from diloco.syncer.durable import (
     TEMPORARY_PREFIX,
@@ -16,7 +16,7 @@ from diloco.syncer.durable import (
     write_bytes,
     write_tensors,
 )
-from diloco.syncer.records import DATABASE, SavedFragment
+from diloco.syncer.records import DATABASE
 
 _OUTER = "outer."
 
@@ -38,19 +38,19 @@ class TensorFiles:
         self.directory = path / "tensors"
         self.set_aside_directory = path / "set-aside"
 
-    def write(self, fragment: int, version: int, closed: Closed, digest: str) -> tuple[str, str]:
-        """A version's tensors; returns the file's name and its hash. `digest`: of theta, which is not hashed again."""
-        tensors = {"theta": closed.theta, **{_OUTER + name: value for name, value in closed.outer_state.items()}}
-        if closed.residual is not None:
-            tensors["residual"] = closed.residual
-        stem = f"{_prefix(fragment)}v{version:09d}"
-        return write_tensors(self.directory, stem, tensors, self._at, {"theta": digest})
+    def write(self, held: HeldFragment) -> tuple[str, str]:
+        """A version's tensors; returns the file's name and its hash. Its digest is theta's hash, which is not taken again."""
+        tensors = {"theta": held.theta, **{_OUTER + name: value for name, value in held.outer_state.items()}}
+        if held.residual is not None:
+            tensors["residual"] = held.residual
+        stem = f"f{held.fragment:05d}-v{held.version:09d}"
+        return write_tensors(self.directory, stem, tensors, self._at, {"theta": held.digest})
 
     def write_static(self, data: bytes) -> tuple[str, str]:
         """Frozen parameters and buffers, a safetensors file already; returns as `write`."""
         return write_bytes(self.directory, "static", data, self._at)
 
-    def read(self, fragment: int, version: int, file: str, sha256: str, digest: str) -> SavedFragment:
+    def read(self, fragment: int, version: int, file: str, sha256: str, digest: str) -> HeldFragment:
         """What `write` has written.
 
         Raises:
@@ -63,7 +63,7 @@ class TensorFiles:
             raise self._damaged(path, holds)
         theta, residual = tensors.pop("theta"), tensors.pop("residual", None)
         outer_state = {name.removeprefix(_OUTER): tensor for name, tensor in tensors.items()}
-        return SavedFragment(version, theta, outer_state, residual, digest)
+        return HeldFragment(fragment, version, theta, outer_state, residual, digest)
 
     def read_static(self, file: str, sha256: str) -> bytes:
         """What `write_static` has written; raises as `read`."""
@@ -125,7 +125,3 @@ class TensorFiles:
             f"{path} ({holds}) is damaged: its hash is not the one committed; put it back from a copy of "
             f"{self._path}, or start a new run elsewhere."
         )
-
-
-def _prefix(fragment: int) -> str:
-    return f"f{fragment:05d}-"

@@ -6,15 +6,18 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from diloco.core.held import Closed, HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
-from diloco.core.update import Closed, Update
+from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, LayoutError
 
 KEPT_UPDATES = 3
-"""Encoded updates of a fragment kept in memory: with an overlap of two intervals a learner may be two behind."""
+"""Updates of a fragment kept encoded in memory, for learners that are behind. A lossless one is a whole version: of those only as many are
+kept as a schedule lets learners be behind."""
 
 MergedRounds = Mapping[str, tuple[int, int]]
 """By learner: incarnation and round of its newest contribution that is in a version or an earlier one."""
@@ -43,44 +46,31 @@ class Pulled:
 
 
 @dataclass
-class HeldFragment:
-    """One fragment at `version`, and the newest updates that led to it (oldest first)."""
-
-    version: int
-    theta: Tensor
-    outer_state: Mapping[str, Tensor]
-    residual: Tensor | None
-    digest: str
-    contributors: tuple[str, ...] = ()
-    merged: MergedRounds = field(default_factory=dict)
-    updates: deque[Pulled] = field(default_factory=lambda: deque(maxlen=KEPT_UPDATES))
-
-    def take(self, update: Update, closed: Closed, merged: MergedRounds) -> None:
-        """A new version is published."""
-        self.version, self.digest, self.contributors, self.merged = (
-            update.version,
-            update.digest,
-            update.contributors,
-            merged,
-        )
-        self.theta, self.outer_state, self.residual = closed.theta, closed.outer_state, closed.residual
-        self.updates.append(Pulled(update, closed.payload, merged))
-
-
-@dataclass
 class HeldModel:
-    """The whole model: `static` is a safetensors file with the frozen parameters and buffers, `newest` what this process has published
-    last."""
+    """The whole model: `static` is a safetensors file with the frozen parameters and buffers, `contributors` and `merged` are of each
+    fragment's newest version, `newest` is what this process has published last."""
 
     method: Method
     layout: Layout
     static: bytes
     fragments: list[HeldFragment]
+    contributors: list[tuple[str, ...]]
+    merged: list[MergedRounds]
     newest: Update | None = None
 
-    def take(self, update: Update, closed: Closed, merged: MergedRounds) -> None:
+    def __post_init__(self) -> None:
+        in_flight = self.method.schedule(len(self.fragments)).intervals_in_flight if self.method.quorum.scheduled else 0
+        self._kept_whole = 1 + in_flight
+        self._updates: list[deque[Pulled]] = [deque() for _ in self.fragments]  # oldest first
+
+    def take(self, closed: Closed, merged: MergedRounds) -> None:
         """A new version is published."""
-        self.fragments[update.fragment].take(update, closed, merged)
+        update, f = closed.update, closed.update.fragment
+        self.fragments[f], self.contributors[f], self.merged[f] = closed.held, update.contributors, merged
+        updates = self._updates[f]
+        updates.append(Pulled(update, closed.payload, merged))
+        if len(updates) > (self._kept_whole if update.lossless else KEPT_UPDATES):
+            updates.popleft()
         self.newest = update
 
     def fragment(self, index: int) -> HeldFragment:
@@ -121,9 +111,10 @@ class HeldModel:
             LayoutError: no such fragment.
         """
         held = self.fragment(index)
-        for kept in held.updates:
+        for kept in self._updates[index]:
             if kept.update.base == base:
                 return kept
-        update = Update(index, held.version - 1, held.version, held.contributors, (), 1.0, held.digest, lossless=True)
+        contributors = self.contributors[index]
+        update = Update(index, held.version - 1, held.version, contributors, (), 1.0, held.digest, lossless=True)
         outer_state = held.outer_state if self.method.outer_at == "learners" else {}
-        return Pulled(update, held.theta, held.merged, outer_state)
+        return Pulled(update, held.theta.view(torch.uint8), self.merged[index], outer_state)

@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 
-from diloco.core.fragments import digest
+from diloco.core.held import Closed, close
 from diloco.core.merges import encoded_of
 from diloco.core.rounds import Action, Merge
-from diloco.core.update import Closed, Update, close_round, update_of
+from diloco.core.update import Update
 from diloco.errors import PayloadError, StoreError
 from diloco.syncer.journal import Journal
 from diloco.syncer.spool import Slot, Spool
@@ -31,9 +31,12 @@ class _Result:
     """A closed round that is not visible yet."""
 
     action: Merge
-    update: Update
     closed: Closed
     merge_s: float
+
+    @property
+    def update(self) -> Update:
+        return self.closed.update
 
     @property
     def tokens(self) -> int:
@@ -104,8 +107,7 @@ class Merger:
         held, places = self._state.model.fragments[f], self._state.model.layout.fragments[f].tensors
         encoded = encoded_of(action.contributions, action.weights, [slot.tensor for slot in slots], action.round)
         try:
-            closed = close_round(method, held.theta, held.outer_state, held.residual, encoded, places, action.scale)
-            update = update_of(method, f, action.round, encoded, closed, action.scale, digest(closed.theta))
+            closed = close(method, held, encoded, places, action.scale)
         except PayloadError as error:
             with self._state.lock:
                 self._carry_out(self._state.core.abandoned(time.monotonic(), f, "not finite"))
@@ -115,7 +117,7 @@ class Merger:
             encoded.clear()
             for slot in slots:
                 self._spool.release(slot)
-        return _Result(action, update, closed, time.monotonic() - started)
+        return _Result(action, closed, time.monotonic() - started)
 
     def _publish(self, result: _Result) -> None:
         """Durable before visible. A disk that refuses is tried again until it has room or the syncer stops."""
@@ -150,7 +152,7 @@ class Merger:
                 self._state.to_save(),
             )
         self._store.publish(
-            result.update, result.closed, tokens=result.tokens, ledgers=ledgers, roster=roster, state=state
+            result.update, result.closed.held, tokens=result.tokens, ledgers=ledgers, roster=roster, state=state
         )
 
     def _show(self, result: _Result) -> None:
@@ -158,7 +160,7 @@ class Merger:
         f = result.update.fragment
         with self._state.lock:
             actions = self._state.core.stored(time.monotonic(), f)
-            self._state.model.take(result.update, result.closed, self._state.merged_rounds(f))
+            self._state.model.take(result.closed, self._state.merged_rounds(f))
             self._carry_out(actions)
 
     def _note_failure(self, future: Future[None]) -> None:

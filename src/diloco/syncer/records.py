@@ -10,8 +10,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from diloco.core.held import HeldFragment
 from diloco.core.ledger import Ledger
 from diloco.core.update import Update
 from diloco.errors import StoreError
@@ -63,17 +62,6 @@ class RosterRow:
 
 
 @dataclass(frozen=True)
-class SavedFragment:
-    """The newest version of a fragment, on the CPU: theta and residual flat fp32 [n], and the outer optimizer's state."""
-
-    version: int
-    theta: Tensor
-    outer_state: dict[str, Tensor]
-    residual: Tensor | None
-    digest: str
-
-
-@dataclass(frozen=True)
 class Saved:
     """A run as it was last published. `state` is whatever JSON the publisher passed; `static` is a safetensors file."""
 
@@ -81,7 +69,7 @@ class Saved:
     method: dict[str, Any]
     layout: dict[str, Any]
     source: str
-    fragments: dict[int, SavedFragment]
+    fragments: dict[int, HeldFragment]
     ledgers: dict[str, list[Ledger]]  # per learner, one per fragment
     roster: tuple[RosterRow, ...]
     state: dict[str, Any]

@@ -15,7 +15,7 @@ from diloco.core.method import Method
 from diloco.core.quorum import Pace
 from diloco.core.syncer import SyncerCore
 from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
-from diloco.syncer.held import HeldFragment, HeldModel, MergedRounds
+from diloco.syncer.held import HeldModel, MergedRounds
 from diloco.syncer.store import RosterRow, Saved, Store, understood
 
 
@@ -108,13 +108,12 @@ class RunState:
         layout = Layout.from_dict(saved.layout)
         merged = {learner: [(i, r) for i, r in rounds] for learner, rounds in state.get("merged_rounds", {}).items()}
         contributors = {it.fragment: it.contributors for it in store.history()}
-        fragments = [
-            HeldFragment(
-                it.version, it.theta, it.outer_state, it.residual, it.digest, contributors.get(f, ()), _of(merged, f)
-            )
-            for f, it in ((f, saved.fragments[f]) for f in range(len(layout.fragments)))
-        ]
-        self._model = HeldModel(self.method, layout, saved.static, fragments)
+        indices = range(len(layout.fragments))
+        fragments = [saved.fragments[f] for f in indices]
+        self._model = HeldModel(
+            self.method, layout, saved.static, fragments, [contributors.get(f, ()) for f in indices],
+            [_of(merged, f) for f in indices],
+        )  # fmt: skip
         now = time.monotonic()
         self._core = SyncerCore(
             self.method,

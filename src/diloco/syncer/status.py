@@ -61,15 +61,15 @@ class Status:
         if not state.is_initialised:
             return {**base, "learners": {}, "fragments": [], "newest_merge": None}
         status = status_of(state.core, time.monotonic())
-        fragments = state.model.fragments
-        for fragment, held in zip(status["fragments"], fragments, strict=True):
-            fragment["last_contributors"] = list(held.contributors)
+        fragments, contributors = state.model.fragments, state.model.contributors
+        for fragment, names in zip(status["fragments"], contributors, strict=True):
+            fragment["last_contributors"] = list(names)
         for learner, it in status["learners"].items():
             member = state.core.members[learner]
             seen = self._seen.get((learner, member.incarnation), Seen())
             behind = [held.version - version for held, version in zip(fragments, seen.versions, strict=False)]
             it["live"] = member.connected
-            it["merged"] = sum(learner in held.contributors for held in fragments)
+            it["merged"] = sum(learner in names for names in contributors)
             it["versions_behind"] = max(0, *behind) if behind else None
             it["staleness"] = seen.staleness
         tokens = status["tokens"] + state.initial_tokens

@@ -27,11 +27,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from torch import Tensor
-
-from diloco.core.fragments import digest
+from diloco.core.held import HeldFragment
 from diloco.core.ledger import Ledger
-from diloco.core.update import Closed, Update
+from diloco.core.update import Update
 from diloco.errors import AlreadyInitialisedError, DilocoError, NotInitialisedError, StoreError, VersionError
 from diloco.syncer.durable import ignore_point, lock_directory
 from diloco.syncer.files import TensorFiles
@@ -40,7 +38,6 @@ from diloco.syncer.records import (
     Published,
     RosterRow,
     Saved,
-    SavedFragment,
     connect,
     file_of,
     is_named,
@@ -54,7 +51,7 @@ from diloco.syncer.records import (
     read_roster,
 )
 
-__all__ = ["KEPT_VERSIONS", "Published", "RosterRow", "Saved", "SavedFragment", "Store"]
+__all__ = ["KEPT_VERSIONS", "Published", "RosterRow", "Saved", "Store"]
 
 KEPT_VERSIONS = 2  # files of a fragment: the newest and the one before it
 
@@ -107,18 +104,16 @@ class Store:
         run: str,
         method: Mapping[str, Any],
         layout: Mapping[str, Any],
-        fragments: Mapping[int, Tensor],
-        outer_states: Mapping[int, Mapping[str, Tensor]],
+        fragments: Sequence[HeldFragment],
         static: bytes,
         source: str,
         *,
         state: Mapping[str, Any] | None = None,
-    ) -> dict[int, str]:
-        """Give the run its model, once: every fragment at version 0. Returns the digest of each.
+    ) -> None:
+        """Give the run its model, once.
 
         Arguments:
-            fragments: fragment index to flat fp32 [n].
-            outer_states: fragment index to the outer optimizer's state.
+            fragments: every one, at version 0.
             static: frozen parameters and buffers, a safetensors file.
             source: where the model came from, for people: "seed 17", a checkpoint's name.
             state: JSON that `load` hands back; each `publish` may replace it.
@@ -133,12 +128,10 @@ class Store:
                     f"run {held!r} in {self.path} has a model already; join it as it is, or use another directory for a new run."
                 )
             static_file, static_sha256 = self._files.write_static(static)
-            digests = {index: digest(theta) for index, theta in fragments.items()}
             rows = []
-            for index, theta in fragments.items():
-                closed = Closed(theta, outer_states[index], None, theta)
-                file, sha256 = self._files.write(index, 0, closed, digests[index])
-                rows.append((Update(index, 0, 0, (), (), 1.0, digests[index], lossless=True), file, sha256))
+            for first in fragments:
+                update = Update(first.fragment, 0, 0, (), (), 1.0, first.digest, lossless=True)
+                rows.append((update, *self._files.write(first)))
             with self._transaction() as db:
                 db.execute(
                     "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -148,12 +141,11 @@ class Store:
                 for row in rows:
                     put_version(db, *row, tokens=0, published_at=time.time())
         self._at("committed")
-        return digests
 
     def publish(
         self,
         update: Update,
-        closed: Closed,
+        held: HeldFragment,
         *,
         tokens: int,
         ledgers: Mapping[str, Sequence[Ledger]] | None = None,
@@ -163,8 +155,8 @@ class Store:
         """Make a version durable. Only after this returns may anyone see it.
 
         Arguments:
-            update: what is published; its version follows the newest one held, its digest is of the new fragment.
-            closed: the new fragment, its outer state and its residual (the payload is not kept).
+            update: what is published; its version follows the newest one stored.
+            held: the version that it leads to.
             tokens: trained tokens in the merge, over all contributors.
             ledgers: learner to its books, one per fragment; those of learners not given stay. They are read when the tensors are
                 on disk, so they must be copies if their owner goes on counting.
@@ -178,7 +170,7 @@ class Store:
         with self._writing:
             with self._mapped(f"stored as version {update.version} of fragment {update.fragment}"):
                 self._check_next(update)
-                file, sha256 = self._files.write(update.fragment, update.version, closed, update.digest)
+                file, sha256 = self._files.write(held)
                 with self._transaction() as db:
                     put_version(db, update, file, sha256, tokens, time.time())
                     put_ledgers(db, ledgers or {})

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
 
-import torch
 from safetensors.torch import load
-from torch import Tensor
 
-from diloco.core.fragments import digest
-from diloco.core.update import Update, advance
-from diloco.errors import DigestError, StaleIncarnationError
+from diloco.core.held import Advanced, HeldFragment, advance
+from diloco.core.update import Update
+from diloco.errors import CorruptPayloadError, StaleIncarnationError, VersionError
 from diloco.exchange.base import Arrived
 from diloco.exchange.remote.sending import Sending
 from diloco.exchange.remote.session import Session, Worker
@@ -23,27 +19,18 @@ from diloco.exchange.wire.frames import tensor_of
 log = logging.getLogger("diloco")
 
 
-@dataclass(frozen=True)
-class Holding:
-    """A global fragment, flat fp32; with its outer state, where the outer optimizer is on the learners."""
-
-    version: int
-    theta: Tensor
-    outer_state: Mapping[str, Tensor]
-
-
 class Receiving:
     """The newest global fragments, and how to get newer ones.
 
     Attributes:
-        newest: per fragment; only the receiver replaces them.
+        newest: per fragment, with its outer state where the outer optimizer is on the learners; only the receiver replaces them.
         worker: the receiver.
     """
 
     def __init__(self, session: Session, sending: Sending) -> None:
         self._session = session
         self._sending = sending
-        self.newest: list[Holding] = []
+        self.newest: list[HeldFragment] = []
         self.worker = Worker(session, "diloco-receive")
         self._wanted: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -76,43 +63,28 @@ class Receiving:
         held = self.newest[fragment]
         header, buffer = self._pull(self._request(fragment, base=held.version), "updates")
         try:
-            new, mean = self._decode(fragment, held, header, buffer)
-        except DigestError as error:
+            advanced = self._advance(held, header, buffer)
+        except (VersionError, CorruptPayloadError) as error:
             log.error("%s; fetching it whole", error)
             header, buffer = self._pull(self._request(fragment, base=-1), "updates")
-            new, mean = self._decode(fragment, held, header, buffer)
-        self.newest[fragment] = new
+            advanced = self._advance(held, header, buffer)
+        new = self.newest[fragment] = advanced.held
         starts_again = self._session.method.outer_at == "learners" and header.lossless
-        return Arrived(_update(header), new.theta, header.merged_round, mean, new.outer_state if starts_again else None)
+        return Arrived(
+            _update(header), new.theta, header.merged_round, advanced.mean, new.outer_state if starts_again else None
+        )
 
-    def _decode(
-        self, fragment: int, held: Holding, header: pb.PullHeader, buffer: memoryview
-    ) -> tuple[Holding, Tensor | None]:
-        """What a reply brings, and the merged outer gradient where it brings that.
-
-        Raises:
-            DigestError: it is not what the syncer published.
-        """
+    def _advance(self, held: HeldFragment, header: pb.PullHeader, buffer: memoryview) -> Advanced:
+        """Raises as `core.held.advance`."""
         if header.lossless:
-            num_theta_bytes = header.num_bytes - header.outer_bytes
-            outer_state = load(bytes(buffer[num_theta_bytes:])) if header.outer_bytes else {}
-            new, mean = Holding(header.version, tensor_of(buffer[:num_theta_bytes], torch.float32), outer_state), None
-        else:
-            advanced = advance(self._session.method, held.theta, held.outer_state, tensor_of(buffer))
-            new, mean = Holding(header.version, advanced.theta, advanced.outer_state), advanced.mean
-        if new.theta.numel() != self._session.layout.fragments[fragment].numel or digest(new.theta) != header.digest:
-            raise DigestError(
-                f"version {header.version} of fragment {fragment} is not what the syncer published (digest {header.digest[:12]}); "
-                "check both machines' memory and disks."
-            )
-        return new, mean
+            return Advanced(whole_of(header, buffer, held.theta.numel()))
+        return advance(self._session.method, held, _update(header), tensor_of(buffer))
 
     def fetch_all(self) -> bytes:
         """As a joiner: every fragment whole, into `newest`; returns the static tensors as a safetensors file."""
         fragments = self._session.layout.fragments
         pulled = [self._pull(self._request(it.index, base=-1, joining=True), "joins") for it in fragments]
-        nothing = Holding(-1, torch.empty(0), {})
-        newest = [self._decode(it.index, nothing, *reply)[0] for it, reply in zip(fragments, pulled, strict=True)]
+        newest = [whole_of(*reply, it.numel) for it, reply in zip(fragments, pulled, strict=True)]
         _, static = self._pull(self._request(None, base=-1, joining=True), "joins")
         self.newest = newest
         return bytes(static)
@@ -133,6 +105,17 @@ class Receiving:
         header, buffer = self._session.retry(lambda: self._session.connection.pull(channel, request))
         self._session.num_bytes[channel] += len(buffer)
         return header, buffer
+
+
+def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int) -> HeldFragment:
+    """A version that was sent losslessly, in the memory of the buffer; with its outer state, where that was sent too.
+
+    Raises:
+        CorruptPayloadError, DigestError: it is not what the syncer published.
+    """
+    num_theta_bytes = header.num_bytes - header.outer_bytes
+    outer_state = load(bytes(buffer[num_theta_bytes:])) if header.outer_bytes else {}
+    return HeldFragment.received(_update(header), tensor_of(buffer[:num_theta_bytes]), num_elements, outer_state)
 
 
 def _update(header: pb.PullHeader) -> Update:
