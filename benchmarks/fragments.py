@@ -10,7 +10,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import diloco
+from diloco.core.elementwise import flush_denormals
 from diloco.core.fragments import digest, make_layout
+from diloco.core.held import HeldFragment
 from diloco.core.outer import OUTER_OPTIMIZERS, Adam
-from diloco.core.update import Closed, Update, flush_denormals
+from diloco.core.update import Update
 from diloco.learner.tensors import LearnerTensors
 from diloco.syncer.store import Store
 
@@ -67,11 +69,9 @@ def _cases(theta: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"outer step, {kind.__name__}", partial(outer.step, outer.init(theta.numel()), theta, delta, out=delta)
     yield "flush of denormals", partial(flush_denormals, other)
     with tempfile.TemporaryDirectory() as folder, Store(folder) as store:
-        store.initialise("benchmark", {}, {}, {0: torch.zeros(1)}, {0: {}}, b"", "nothing")
-        yield (
-            "digest and publishing, with momentum",
-            _publishing(store, Closed(theta, {"momentum": other}, None, theta)),
-        )
+        first = torch.zeros(1)
+        store.initialise("benchmark", {}, {}, [HeldFragment(0, 0, first, {}, None, digest(first))], b"", "nothing")
+        yield "digest and publishing, with momentum", _publishing(store, theta, {"momentum": other})
 
 
 def _values(num_elements: int, dtype: torch.dtype, how: Any, origin: Tensor) -> LearnerTensors:
@@ -82,11 +82,12 @@ def _values(num_elements: int, dtype: torch.dtype, how: Any, origin: Tensor) -> 
     return values
 
 
-def _publishing(store: Store, closed: Closed) -> Callable[[], None]:
+def _publishing(store: Store, theta: Tensor, outer_state: Mapping[str, Tensor]) -> Callable[[], None]:
     def publish() -> None:
         version = len(store.history())
-        update = Update(0, version - 1, version, (), (), 1.0, digest(closed.theta), lossless=True)
-        store.publish(update, closed, tokens=0)
+        held = HeldFragment(0, version, theta, outer_state, None, digest(theta))
+        update = Update(0, version - 1, version, (), (), 1.0, held.digest, lossless=True)
+        store.publish(update, held, tokens=0)
 
     return publish
 

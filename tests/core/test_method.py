@@ -12,6 +12,7 @@ import torch
 from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
 from diloco.core.codecs import BF16, CODECS, E3M0, FP32, Int4, codec_from_name
 from diloco.core.fragments import Balanced, ByLayer, Named, Whole
+from diloco.core.held import HeldFragment, advance, close
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merges import (
     CoordinateMedian,
@@ -39,7 +40,6 @@ from diloco.core.presets import (
 )
 from diloco.core.rounds.called import Called
 from diloco.core.rounds.scheduled import AllLive
-from diloco.core.update import advance, close_round
 from diloco.errors import ConfigError
 
 # Quorums as tables: a way of calling rounds can be taken out of the package without this file.
@@ -122,17 +122,9 @@ def test_a_method_survives_json(method: Method) -> None:
 def test_every_preset_takes_every_codec(name: str, codec: str) -> None:
     method = PRESETS[name](codec=codec)
     assert (method.up, method.down) == (CODECS[codec], CODECS[codec])
-    theta, payload = torch.zeros(70), method.up.encode(torch.ones(70))
-    state = method.outer.init(70)
-    closed = close_round(
-        method,
-        theta,
-        state,
-        None,
-        [Encoded("a", (payload,), 1.0)],
-        [Placement(TensorSpec("w", (70,), "float32"), 0)],
-    )
-    assert torch.equal(advance(method, theta, state, closed.payload).theta, closed.theta)
+    held, payload = HeldFragment.first(method, 0, torch.zeros(70)), method.up.encode(torch.ones(70))
+    closed = close(method, held, [Encoded("a", (payload,), 1.0)], [Placement(TensorSpec("w", (70,), "float32"), 0)])
+    assert advance(method, held, closed.update, closed.payload).held.digest == closed.held.digest
 
 
 def test_codecs_may_differ_by_direction() -> None:

@@ -132,7 +132,7 @@ def notices_different_bits(rank: int) -> dict[str, Any]:
     """A bit of the copy of the fragment that learner 1 holds has flipped."""
     trainer = Trainer(rank, diloco.DiLoCo(sync_every=2, codec="e3m0"), steps=2)
     if rank == 1:
-        trainer.exchange._fragments[0].theta[5] += 1.0
+        trainer.exchange._fragments[0].whole.theta[5] += 1.0
     error = error_of(lambda: trainer.train(2))
     again = error_of(trainer.exchange.poll)
     trainer.learner.close()

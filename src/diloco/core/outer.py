@@ -44,18 +44,21 @@ class Outer(Choice):
         """`step` on one block of elements, as the formula says; nothing is checked and no argument written to."""
 
     def step(
-        self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor, *, out: Tensor | None = None
-    ) -> tuple[Tensor, State]:
+        self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor, *,
+        out: Tensor | None = None, new_state: State | None = None,
+    ) -> tuple[Tensor, State]:  # fmt: skip
         """One outer step, block by block.
 
         `params` (Θ) and `delta` (the merged outer gradient Δ) are flat fp32 vectors of one length, `state` comes from
         `init` or the step before. Returns the new parameters and the new state; the arguments are left as they are.
         The new parameters are written into `out` when it is given; it may be `delta` where that is not needed any more.
+        The new state is written into `new_state` when that is given, shaped as `state`.
         Raises LayoutError when lengths or dtypes do not fit.
         """
         _check_fit(self, state, params, delta)
         new = torch.empty_like(params) if out is None else out
-        new_state = {name: torch.empty_like(each) for name, each in state.items()}
+        if new_state is None:
+            new_state = {name: torch.empty_like(each) for name, each in state.items()}
         for part in blocks(params):
             held = {name: each[part] if each.dim() else each for name, each in state.items()}
             values, made = self.step_block(held, params[part], delta[part])

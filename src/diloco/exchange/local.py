@@ -178,12 +178,11 @@ class Local(Exchange):
             self._move("down", run.num_model_bytes)
         self.incarnation = run.join(self._index, again=self._is_again)
         versions = tuple(fragment.version for fragment in run.core.fragments)
-        states = tuple(run.outer_states) if run.brings_outer_states else ()
         # Who was there when the run began begins with it, however long its model took to come: a scheduled round waits for it.
         is_late = self._is_again or run.starts_s[self._index] > run.began_s or not run.method.wait
         step = run.core.start_step(name) if is_late else run.initial_step
         opened = Opened(
-            name, self.incarnation, step, versions, Model(tuple(run.thetas), run.static), self.run_tokens or 0, outer_states=states,
+            name, self.incarnation, step, versions, Model(run.thetas, run.static), self.run_tokens or 0, outer_states=run.outer_states,
             awaited=is_late and step < run.core.step,
         )  # fmt: skip
         run.mail[self._index].clear()  # it has the newest of everything
@@ -293,13 +292,10 @@ class Local(Exchange):
         member = run.core.members[name]
         fragments = {
             str(f): {
-                "version": fragment.version,
-                "theta": run.thetas[f],
-                "outer": dict(run.outer_states[f]),
-                "residual": run.residuals[f],
+                **held.state_dict(),
                 "ledger": asdict(run.core.accounting.accounts[name].ledgers[f]),
             }
-            for f, fragment in enumerate(run.core.fragments)
+            for f, held in enumerate(run.fragments)
         }
         rounds = {"run": run.core.rounds.saved(), "learner": run.core.rounds.saved_of(name)}
         return {"rounds": rounds, "step": member.step, "fragments": fragments}

@@ -22,12 +22,13 @@ from diloco.core.actions import (
     WakeAt,
 )
 from diloco.core.contribution import Contribution
-from diloco.core.fragments import Layout, digest
+from diloco.core.fragments import Layout
+from diloco.core.held import Closed, HeldFragment, close, published_mean
 from diloco.core.members import Deadlines
 from diloco.core.merges import encoded_of
 from diloco.core.method import Method
 from diloco.core.syncer import SyncerCore
-from diloco.core.update import Closed, Update, close_round, update_of
+from diloco.core.update import Update
 from diloco.exchange.base import Arrived, CallForWork, Event, Model, Rejected
 from diloco.exchange.delivery import Alarm, Delivery, Fault, Faults, Links
 from diloco.exchange.virtual import StepSeconds, VirtualTime, Watch
@@ -146,11 +147,9 @@ class Run:
         self.method: Method
         self.layout: Layout
         self.static: Mapping[str, Tensor] = {}
-        self.thetas: list[Tensor] = []
-        self.outer_states: list[Mapping[str, Tensor]] = []
-        self.residuals: list[Tensor | None] = []
+        self.fragments: list[HeldFragment] = []
         self.payloads: dict[Contribution, Tensor] = {}
-        self.closed: dict[int, tuple[Update, Closed]] = {}
+        self.closed: dict[int, Closed] = {}
         """Merged and not yet published, by fragment."""
         self.initial_step = self.initial_tokens = 0
         self.began_s = 0.0
@@ -171,11 +170,11 @@ class Run:
     def start(self, name: str, layout: Layout, method: Method, model: Model, step: int, tokens: int) -> None:
         """Once, by the learner that comes first, when its model is here. Those who have started by then are members from the beginning."""
         self.first, self.method, self.layout, self.static = name, method, layout, model.static
-        self.thetas = list(model.fragments)
-        self.outer_states = [method.outer.init(theta.numel()) for theta in self.thetas]
-        self.residuals = [None] * len(self.thetas)
+        self.fragments = [HeldFragment.first(method, f, theta) for f, theta in enumerate(model.fragments)]
         self.initial_step, self.initial_tokens, self.began_s = step, tokens, self.time.now
-        self.core = SyncerCore(method.rules(len(self.thetas)), [0] * len(self.thetas), deadlines=_NEVER, step=step)
+        self.core = SyncerCore(
+            method.rules(len(self.fragments)), [0] * len(self.fragments), deadlines=_NEVER, step=step
+        )
         num_static_bytes = sum(each.numel() * each.element_size() for each in model.static.values())
         self.witness.initialised(name, "learner", layout, step, tokens, num_static_bytes)
         for each, start in zip(self.names, self.starts_s, strict=True):
@@ -186,13 +185,18 @@ class Run:
     @property
     def num_model_bytes(self) -> int:
         """Of the global model as a joiner fetches it."""
-        states = [state for outer in self.outer_states for state in outer.values()] if self.brings_outer_states else []
+        states = [state for outer in self.outer_states for state in outer.values()]
         return model_bytes([*self.thetas, *states], self.static)
 
     @property
-    def brings_outer_states(self) -> bool:
-        """Whether learners have to know them."""
-        return self.method.outer_at == "learners"
+    def thetas(self) -> tuple[Tensor, ...]:
+        """The global model."""
+        return tuple(held.theta for held in self.fragments)
+
+    @property
+    def outer_states(self) -> tuple[Mapping[str, Tensor], ...]:
+        """Those that learners have to know."""
+        return tuple(held.outer_state for held in self.fragments) if self.method.outer_at == "learners" else ()
 
     def join(self, index: int, *, again: bool) -> int:
         """This learner's incarnation; a later one joins here."""
@@ -210,7 +214,7 @@ class Run:
         self.core.rounds.restore(rounds)
         for f, saved in enumerate(fragments):
             self.core.fragments[f].version = saved["version"]
-            self.thetas[f], self.outer_states[f], self.residuals[f] = saved["theta"], saved["outer"], saved["residual"]
+            self.fragments[f] = HeldFragment.from_state_dict(f, saved)
 
     def stands_at(self, fragments: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the run's model is a checkpoint's, in version and bits."""
@@ -304,29 +308,24 @@ class Run:
         f = merge.fragment
         payloads = [self.payloads.pop(c) for c in merge.contributions]
         encoded = encoded_of(merge.contributions, merge.weights, payloads, merge.round)
-        closed = close_round(
-            self.method, self.thetas[f], self.outer_states[f], self.residuals[f], encoded, self.layout.fragments[f].tensors,
-            merge.scale,
-        )  # fmt: skip
-        update = update_of(self.method, f, merge.round, encoded, closed, merge.scale, digest(closed.theta))
-        self.closed[f] = update, closed
-        self.witness.merged(merge, update, merge.members, 0.0)
+        closed = self.closed[f] = close(
+            self.method, self.fragments[f], encoded, self.layout.fragments[f].tensors, merge.scale
+        )
+        self.witness.merged(merge, closed.update, merge.members, 0.0)
         return self.core.merged(self.time.now, f, closed.refused)
 
     def _publish(self, f: int) -> None:
         assert self.core is not None
-        update, closed = self.closed.pop(f)
-        self.thetas[f], self.outer_states[f], self.residuals[f] = closed.theta, closed.outer_state, closed.residual
-        mean = None
-        if self.method.outer_at == "learners":
-            mean = self.method.down.decode(closed.payload, closed.theta.numel())
+        closed = self.closed.pop(f)
+        self.fragments[f], update, theta = closed.held, closed.update, closed.held.theta
+        mean = published_mean(self.method, closed.payload, theta.numel())
         num_bytes = closed.payload.numel()
         self.witness.published(update, len(self.core.members), num_bytes, merge_s=0.0, persist_s=0.0)
         for learner in self.core.members:
             self._tell(learner)
             verdicts = self.core.verdicts(learner, f, update.version)
             merged = max((it.number for it in verdicts if it.reason is None), default=0)
-            self._send(self.indices[learner], Arrived(update, closed.theta, merged, mean), num_bytes)
+            self._send(self.indices[learner], Arrived(update, theta, merged, mean), num_bytes)
 
     def _send(self, index: int, arrived: Arrived, num_bytes: int) -> None:
         """A notice, the learner's request, and what it asked for."""

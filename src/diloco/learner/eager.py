@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from diloco.core.adopt import eager_gradient
+from diloco.core.elementwise import flush_denormals
 from diloco.core.in_flight import Send
 from diloco.core.method import Method
-from diloco.core.update import flush_denormals
 from diloco.exchange.base import Arrived, Opened
 
 

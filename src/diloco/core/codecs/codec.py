@@ -103,8 +103,10 @@ class Codec(ABC):
         )
         return slice(start, stop)
 
-    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def encode(self, x: Tensor, out: Tensor | None = None, scratch: Scratch | None = None) -> Tensor:
         """The payload (uint8 [encoded_bytes(n)]) of x (fp32 [n], contiguous), written into `out` if given.
+
+        `scratch`: of x's device, for callers that encode many vectors of one length; None: the call has its own.
 
         Raises NonFiniteError on inf or NaN and on values the format cannot hold, ConfigError on a wrong tensor.
         """
@@ -112,7 +114,7 @@ class Codec(ABC):
         if out is None:
             out = torch.empty(self.encoded_bytes(x.numel()), dtype=torch.uint8, device=x.device)
         _require(out, torch.uint8, self.encoded_bytes(x.numel()), "output of encode")
-        x, scratch = x.detach(), Scratch(x.device)
+        x, scratch = x.detach(), scratch or Scratch(x.device)
         for elements, payload_bytes, rows in self._groups(x.numel(), x.device):
             self.encode_rows(x[elements].view(rows, -1), out[payload_bytes].view(rows, -1), scratch)
         return out

@@ -93,7 +93,7 @@ class Collective(Exchange):
         ]
         self._rounds = Rounds(self._group, method, self._fragments, self._num_bytes)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-collective")
-        states = tuple(held.outer_state for held in self._fragments) if method.outer_at == "learners" else ()
+        states = tuple(held.whole.outer_state for held in self._fragments) if method.outer_at == "learners" else ()
         return Opened(name_of(self._group.rank), 1, 0, tuple(0 for _ in layout.fragments), model, outer_states=states)
 
     # --- the training thread ----------------------------------------------------------------------------------------------
@@ -180,6 +180,6 @@ class Collective(Exchange):
         return True
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        restore(self._group, self._fragments, state, self._num_bytes)
+        restore(self._group, self._method, self._fragments, state, self._num_bytes)
         self._run_tokens = state["run_tokens"]
         self._heard = deque((self._boundaries + tag, tokens) for tag, tokens in state["heard"])

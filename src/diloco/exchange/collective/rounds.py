@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from diloco.core.contribution import OUTLIER, Contribution
-from diloco.core.fragments import digest
-from diloco.core.merges import Encoded, encoded_of
+from diloco.core.held import advance, close
+from diloco.core.merges import encoded_of
 from diloco.core.method import Method
-from diloco.core.update import Closed, advance, close_round, update_of
+from diloco.core.update import Update
 from diloco.core.weights import merge_weights
 from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Event, Rejected
@@ -63,37 +62,31 @@ class Rounds:
         )  # fmt: skip
         parts = self._scatter(held.shards, encoded, f"the contribution {place}")
         mine = encoded_of(contributions, weights, parts, c.round, held.tensors)
-        closed, error = attempt(lambda: self._close(held, mine))
-        refused = (
-            []
-            if closed is None
-            else [rank for rank, each in enumerate(contributions) if each.learner in closed.refused]
-        )
-        told = agree(self._group, self._num_bytes, f"the merge {place}", {"refused": refused}, error)
-        refused = sorted({rank for frame in told for rank in frame["refused"]})
+        closed, error = attempt(lambda: close(self._method, held.own, mine, held.places))
+        said = {"refused": [] if closed is None else list(closed.refused)}
+        told = agree(self._group, self._num_bytes, f"the merge {place}", said, error)
+        refused = {learner for frame in told for learner in frame["refused"]}
         answer = self._gather(held.shards, closed.payload, f"the merge {place}")
-        advanced = advance(self._method, held.theta, held.outer_state, answer)
-        closed = replace(closed, refused=tuple(name_of(rank) for rank in refused))
-        update = update_of(self._method, c.fragment, c.round, mine, closed, 1.0, digest(advanced.theta))
+        advanced = advance(self._method, held.whole, closed.update, answer, verify=False)
+        update = replace(_without(closed.update, refused), digest=advanced.held.digest)
         results = agree(self._group, self._num_bytes, f"the result {place}", {"digest": update.digest})
         require_same_digest(c.fragment, update.version, [frame["digest"] for frame in results])
-        held.theta, held.digest, held.version = advanced.theta, update.digest, update.version
-        held.outer_state = advanced.outer_state if self._method.outer_at == "learners" else closed.outer_state
-        held.residual = closed.residual
-        events: tuple[Event, ...] = (Arrived(update, advanced.theta, c.number, advanced.mean),)
-        if self._group.rank in refused:
+        held.take(advanced.held, closed.held)
+        theta = advanced.held.theta
+        events: tuple[Event, ...] = (Arrived(update, theta, c.number, advanced.mean),)
+        if name_of(self._group.rank) in refused:
             events = (
                 Rejected(c.fragment, c.number, OUTLIER),
-                Arrived(update, advanced.theta, c.number - 1, advanced.mean),
+                Arrived(update, theta, c.number - 1, advanced.mean),
             )
         return Round(events, sum(each.trained for each in contributions))
 
     def _greet(self, c: Contribution, held: Held, place: str, error: DilocoError | None) -> list[Contribution]:
         """What every rank brings, once all are known to hold the same version; `error`: what kept this one from encoding."""
-        said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.digest,
+        said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.whole.digest,
                 "part": c.tensors is not None}  # fmt: skip
         frames = agree(self._group, self._num_bytes, f"the contribution {place}", said, error)
-        require_same_digest(c.fragment, held.version, [frame["digest"] for frame in frames])
+        require_same_digest(c.fragment, held.whole.version, [frame["digest"] for frame in frames])
         tensors = self._trained_tensors(c, place) if any(frame["part"] for frame in frames) else [None] * len(frames)
         return [
             Contribution(name_of(rank), 1, c.fragment, c.number, c.round, frame["base"], frame["tokens"], frame["steps"], frame["trained"],
@@ -107,17 +100,6 @@ class Rounds:
         sizes = [len(json.dumps(each)) + FRAME_BYTES for each in told]
         self._num_bytes["control"] += sizes[self._group.rank] * (self._group.size - 2) + sum(sizes)
         return [None if each is None else tuple(each) for each in told]
-
-    def _close(self, held: Held, contributions: Sequence[Encoded]) -> Closed:
-        """As the syncer of this rank's shard."""
-        own = held.shards.elements(self._group.rank)
-        theta = held.theta[own]
-        if theta.numel() == 0:
-            return Closed(theta, held.outer_state, None, torch.empty(0, dtype=torch.uint8))
-        state = held.outer_state
-        if self._method.outer_at == "learners":
-            state = {name: value[own] if value.dim() else value for name, value in state.items()}
-        return close_round(self._method, theta, state, held.residual, contributions, held.places)
 
     def _scatter(self, shards: Shards, payload: Tensor, what: str) -> list[Tensor]:
         """Part r of the payload to rank r; returns everybody's part of this rank's shard."""
@@ -133,3 +115,10 @@ class Rounds:
         joined = self._group.gather(part, sizes, what)
         self._num_bytes["updates"] += part.numel() * (self._group.size - 1) + sum(sizes) - part.numel()
         return joined
+
+
+def _without(update: Update, refused: Collection[str]) -> Update:
+    """Leave out the learners that the owner of another shard has refused."""
+    kept = [pair for pair in zip(update.contributors, update.weights, strict=True) if pair[0] not in refused]
+    learners, weights = tuple(learner for learner, _ in kept), tuple(weight for _, weight in kept)
+    return replace(update, contributors=learners, weights=weights)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
-from diloco.core.fragments import digest
+from diloco.core.held import HeldFragment
 from diloco.core.layout import Fragment, Placement
 from diloco.core.merges import shard_of
 from diloco.core.method import Method
@@ -45,26 +44,31 @@ class Shards:
 
 @dataclass
 class Held:
-    """What this rank keeps of a fragment: the whole of it, and of its own shard (`places`, `tensors`: `shard_of`) what a syncer keeps.
+    """What this rank keeps of a fragment: all of it, as a learner (`whole`), and what a syncer keeps of its own shard (`own`).
 
-    Where the outer optimizer is on the learners, every rank keeps its whole state.
+    Where the outer optimizer is on the learners, `whole` has an outer state too. `own.theta` is a view of `whole.theta`.
+    `places`, `tensors`: of the own shard, as `shard_of` gives them.
     """
 
     shards: Shards
-    version: int
-    theta: Tensor
-    digest: str
-    outer_state: Mapping[str, Tensor]
+    elements: slice
     places: tuple[Placement, ...]
     tensors: range
-    residual: Tensor | None = None
+    whole: HeldFragment
+    own: HeldFragment
+
+    def take(self, whole: HeldFragment, own: HeldFragment) -> None:
+        """A new version."""
+        self.whole, self.own = whole, replace(own, theta=whole.theta[self.elements])
 
 
 def first_held(method: Method, fragment: Fragment, theta: Tensor, rank: int, num_ranks: int) -> Held:
     """What `rank` keeps of a fragment at version 0, `theta`."""
     owner = fragment.index % num_ranks if method.needs_whole_fragments else None
     shards = Shards(theta.numel(), num_ranks, owner)
-    own = shards.elements(rank)
-    outer_state = method.outer.init(theta.numel() if method.outer_at == "learners" else own.stop - own.start)
-    places, tensors = shard_of(fragment.tensors, own)
-    return Held(shards, 0, theta, digest(theta), outer_state, places, tensors)
+    elements = shards.elements(rank)
+    whole = HeldFragment.first(method, fragment.index, theta)
+    if method.outer_at == "syncer":
+        whole = replace(whole, outer_state={})
+    own = HeldFragment.first(method, fragment.index, theta[elements])
+    return Held(shards, elements, *shard_of(fragment.tensors, elements), whole, own)

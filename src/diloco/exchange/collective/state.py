@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from diloco.core.fragments import digest
+from diloco.core.held import HeldFragment
+from diloco.core.method import Method
 from diloco.errors import CheckpointError
 from diloco.exchange.collective.agreement import agree, attempt, name_of
 from diloco.exchange.collective.shards import Held
@@ -20,17 +23,14 @@ def state_of(group: Group, fragments: Sequence[Held]) -> dict[str, Any]:
     """Tensors and plain values, and which rank's they are."""
     saved = {}
     for index, held in enumerate(fragments):
-        own = held.shards.elements(group.rank)
-        saved[str(index)] = {
-            "version": held.version,
-            "theta": held.theta[own].clone(),
-            "outer": dict(held.outer_state),
-            "residual": held.residual,
-        }
+        outer_state = held.whole.outer_state or held.own.outer_state
+        saved[str(index)] = {**held.own.state_dict(), "theta": held.own.theta.clone(), "outer": dict(outer_state)}
     return {"world_size": group.size, "rank": group.rank, "fragments": saved}
 
 
-def restore(group: Group, fragments: Sequence[Held], state: Mapping[str, Any], num_bytes: dict[str, int]) -> None:
+def restore(
+    group: Group, method: Method, fragments: Sequence[Held], state: Mapping[str, Any], num_bytes: dict[str, int]
+) -> None:
     """The fragments become what `state_of` gave; every rank calls it with its own, and they give each other their shards.
 
     `num_bytes`: bytes by kind; those that cross are added under "joins".
@@ -54,9 +54,13 @@ def restore(group: Group, fragments: Sequence[Held], state: Mapping[str, Any], n
         sizes = [4 * (part.stop - part.start) for part in parts]
         joined = group.gather(as_bytes(saved["theta"].contiguous()), sizes, doing)
         num_bytes["joins"] += sizes[group.rank] * (group.size - 2) + sum(sizes)
-        held.theta = joined.view(torch.float32)
-        held.version, held.digest = saved["version"], digest(held.theta)
-        held.outer_state, held.residual = saved["outer"], saved["residual"]
+        theta = joined.view(torch.float32)
+        steps = method.outer_at == "learners"
+        outer_state = saved["outer"] if steps else {}
+        whole = HeldFragment(index, saved["version"], theta, outer_state, None, digest(theta))
+        own = whole.part(held.elements)
+        outer_state = own.outer_state if steps else saved["outer"]
+        held.take(whole, replace(own, outer_state=outer_state, residual=saved["residual"]))
 
 
 def _check(group: Group, fragments: Sequence[Held], state: Mapping[str, Any]) -> None:
@@ -66,7 +70,6 @@ def _check(group: Group, fragments: Sequence[Held], state: Mapping[str, Any]) ->
             f"{group.size}; resume every learner from its own checkpoint, with as many learners as before."
         )
     for index, held in enumerate(fragments):
-        own = held.shards.elements(group.rank)
         saved = state["fragments"].get(str(index))
-        if saved is None or saved["theta"].shape != (own.stop - own.start,):
+        if saved is None or saved["theta"].shape != held.own.theta.shape:
             raise CheckpointError(f"the checkpoint does not fit fragment {index}; it is of another model or method.")

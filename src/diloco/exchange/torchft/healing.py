@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from diloco.core.fragments import digest
 from diloco.exchange.group import Group, to_bytes, to_tensor
 from diloco.exchange.torchft.held import Copy
 
@@ -19,8 +19,7 @@ def adopt_first(group: Group, copy: Copy, frames: Sequence[dict[str, Any]], num_
         num_bytes: bytes by kind; those that cross are added under "joins".
     """
     copy.load(_from_rank(group, 0, copy.as_bytes() if group.rank == 0 else b"", "the first model", num_bytes))
-    for held in copy.fragments:
-        held.version, held.digest = 0, digest(held.theta)
+    copy.fragments = [replace(held, version=0) for held in copy.fragments]
     for frame in frames:
         frame["versions"] = [0] * len(copy.fragments)
 

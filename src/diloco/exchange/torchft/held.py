@@ -11,25 +11,27 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from diloco.core.fragments import digest
+from diloco.core.held import HeldFragment
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.exchange.base import Model
 from diloco.exchange.group import to_bytes, to_tensor
 
 
-@dataclass
-class Held:
-    """What every member keeps of a fragment, and how its version came about."""
+@dataclass(frozen=True)
+class Result:
+    """The round that led to a fragment's version.
 
-    version: int
-    theta: Tensor
-    outer_state: Mapping[str, Tensor]
-    residual: Tensor | None
-    digest: str
-    update: Update | None = None
+    Attributes:
+        merged_rounds: by replica, the newest round of a contribution that is in this version or an earlier one.
+        refused: replicas whose contributions the screen left out.
+        mean: the merged outer gradient, where that is published and this member has merged it.
+    """
+
+    update: Update
+    merged_rounds: Mapping[str, int]
+    refused: tuple[str, ...]
     mean: Tensor | None = None
-    merged_rounds: dict[str, int] = field(default_factory=dict)
-    refused: tuple[str, ...] = ()
 
 
 @dataclass
@@ -38,11 +40,13 @@ class Copy:
 
     Attributes:
         fragments: by index.
+        results: by fragment, where it has been merged.
         static: the tensors that training leaves alone.
-        step: the newest inner step that anybody is known to have sent a contribution after.
+        step: the newest inner step that any member is known to have sent a contribution after.
     """
 
-    fragments: list[Held] = field(default_factory=list)
+    fragments: list[HeldFragment] = field(default_factory=list)
+    results: dict[int, Result] = field(default_factory=dict)
     static: Mapping[str, Tensor] = field(default_factory=dict)
     step: int = 0
 
@@ -50,7 +54,7 @@ class Copy:
         """This member's own model, of version −1: before any that the run has."""
         self.static = model.static
         self.fragments = [
-            Held(-1, theta.contiguous(), method.outer.init(theta.numel()), None, "") for theta in model.fragments
+            HeldFragment.first(method, f, theta.contiguous(), version=-1) for f, theta in enumerate(model.fragments)
         ]
 
     @property
@@ -67,9 +71,13 @@ class Copy:
             tensors[f"{f}.theta"] = held.theta
             tensors |= {f"{f}.outer.{name}": value for name, value in held.outer_state.items()}
             tensors |= {} if held.residual is None else {f"{f}.residual": held.residual}
-            update = None if held.update is None else held.update.as_dict()
-            told[str(f)] = {"version": held.version, "update": update, "merged_rounds": held.merged_rounds,
-                            "refused": held.refused}  # fmt: skip
+            told[str(f)] = {"version": held.version}
+            if (result := self.results.get(f)) is not None:
+                told[str(f)] |= {
+                    "update": result.update.as_dict(),
+                    "merged_rounds": result.merged_rounds,
+                    "refused": result.refused,
+                }
         text = to_tensor(json.dumps(told).encode())
         return save({name: value.contiguous() for name, value in tensors.items()} | {"told": text})
 
@@ -78,19 +86,15 @@ class Copy:
         tensors = load(raw)
         told = json.loads(to_bytes(tensors.pop("told")))
         self.static = _under("static.", tensors)
-        for key, values in told.items():
-            theta = tensors[f"{key}.theta"]
-            self.fragments[int(key)] = Held(
-                values["version"],
-                theta,
-                _under(f"{key}.outer.", tensors),
-                tensors.get(f"{key}.residual"),
-                digest(theta),
-                None if values["update"] is None else Update.from_dict(values["update"]),
-                None,
-                values["merged_rounds"],
-                tuple(values["refused"]),
+        for key, told_of in told.items():
+            f, theta = int(key), tensors[f"{key}.theta"]
+            outer_state = _under(f"{key}.outer.", tensors)
+            self.fragments[f] = HeldFragment(
+                f, told_of["version"], theta, outer_state, tensors.get(f"{key}.residual"), digest(theta)
             )
+            if "update" in told_of:
+                update, refused = Update.from_dict(told_of["update"]), tuple(told_of["refused"])
+                self.results[f] = Result(update, told_of["merged_rounds"], refused)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from diloco.core.contribution import MISSED, OUTLIER, Contribution
-from diloco.core.fragments import Layout, digest
+from diloco.core.fragments import Layout
+from diloco.core.held import close, published_mean
 from diloco.core.merges import encoded_of
 from diloco.core.method import Method
-from diloco.core.update import advance, close_round, update_of
 from diloco.core.weights import merge_weights
 from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event, Rejected
 from diloco.exchange.group import Group, split
 from diloco.exchange.torchft.healing import adopt_first, heal
-from diloco.exchange.torchft.held import Copy, Held
+from diloco.exchange.torchft.held import Copy, Result
 from diloco.exchange.torchft.quorum import HEARTBEAT_S, Quorum
 
 log = logging.getLogger("diloco")
@@ -70,26 +70,23 @@ class Rounds:
         while True:
             try:
                 frames = self._meet(c, encoded)
-                held = self._copy.fragments[c.fragment]
-                if held.version > c.round:  # merged now, or before by those who had everything, or without this learner
-                    return self._result(c, held)
+                # merged now, or before by those who had everything, or without this learner
+                if self._copy.fragments[c.fragment].version > c.round:
+                    return self._events(c)
                 if sum(frame["wants"] is not None for frame in frames) < self._method.quorum.at_least:
                     self._quorum.closing.wait(HEARTBEAT_S)
             except ExchangeError as error:
                 self._give_up_after(started, error)
 
-    def _result(self, c: Contribution, held: Held) -> tuple[Event, ...]:
-        assert held.update is not None
-        is_merged = held.merged_rounds.get(self._replica, -1) >= c.round
+    def _events(self, c: Contribution) -> tuple[Event, ...]:
+        held, result = self._copy.fragments[c.fragment], self._copy.results[c.fragment]
+        is_merged = result.merged_rounds.get(self._replica, -1) >= c.round
         merged = c.number if is_merged else c.number - 1  # those before it were told of, in order
-        arrived = Arrived(
-            held.update, held.theta, merged, held.mean, None if held.mean is not None else held.outer_state
-        )
-        if self._method.outer_at == "syncer":
-            arrived = Arrived(held.update, held.theta, merged)
+        starts_again = self._method.outer_at == "learners" and result.mean is None
+        arrived = Arrived(result.update, held.theta, merged, result.mean, held.outer_state if starts_again else None)
         if is_merged:
             return (arrived,)
-        is_outlier = held.version == c.round + 1 and self._replica in held.refused
+        is_outlier = held.version == c.round + 1 and self._replica in result.refused
         return Rejected(c.fragment, c.number, OUTLIER if is_outlier else MISSED), arrived
 
     # --- one quorum -------------------------------------------------------------------------------------------------------
@@ -171,30 +168,20 @@ class Rounds:
             [each.round - each.base for each in contributions],
         )  # fmt: skip
         brought = encoded_of(contributions, weights, payloads, round_)
-        closed = close_round(
-            self._method, held.theta, held.outer_state, held.residual, brought, self._layout.fragments[fragment].tensors
-        )
-        update = update_of(self._method, fragment, round_, brought, closed, 1.0, digest(closed.theta))
-        said = group.gather_frames({"digest": update.digest}, f"the result of {place}")
-        for frame in said:
-            if frame["digest"] != update.digest:
+        closed = close(self._method, held, brought, self._layout.fragments[fragment].tensors)
+        update, digest = closed.update, closed.held.digest
+        for frame in group.gather_frames({"digest": digest}, f"the result of {place}"):
+            if frame["digest"] != digest:
                 raise DigestError(
                     f"learners hold version {update.version} of fragment {fragment} with different bits (digests "
-                    f"{update.digest[:12]} and {frame['digest'][:12]}); start them again from one checkpoint."
+                    f"{digest[:12]} and {frame['digest'][:12]}); start them again from one checkpoint."
                 )
-        mean = advance(self._method, held.theta, held.outer_state, closed.payload).mean
-        merged = dict(held.merged_rounds) | dict.fromkeys(update.contributors, round_)
-        self._copy.fragments[fragment] = Held(
-            update.version,
-            closed.theta,
-            closed.outer_state,
-            closed.residual,
-            update.digest,
-            update,
-            mean,
-            merged,
-            closed.refused,
-        )
+        before = self._copy.results.get(fragment)
+        merged = {} if before is None else dict(before.merged_rounds)
+        merged |= dict.fromkeys(update.contributors, round_)
+        mean = published_mean(self._method, closed.payload, held.theta.numel())
+        self._copy.fragments[fragment] = closed.held
+        self._copy.results[fragment] = Result(update, merged, closed.refused, mean)
 
 
 def _brought(

@@ -1,4 +1,4 @@
-"""The arithmetic of a round: what is published is what its owner holds, whole or in shards, and nothing is written to."""
+"""Closing and advancing: what is published is what its owner holds, whole or in shards, and nothing is written to."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
+from diloco.core.elementwise import flush_denormals
 from diloco.core.fragments import digest
+from diloco.core.held import Closed, HeldFragment, advance, close, published_mean
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merges import Encoded, Mean, NormOutliers
-from diloco.core.method import Method, Partial
+from diloco.core.method import Method, OuterAt, Partial
 from diloco.core.outer import SGD, Adam, Nesterov, Outer
 from diloco.core.presets import DataParallel, DecoupledDiLoCo, DiLoCo, LocalSGD
-from diloco.core.update import Closed, Update, advance, close_round, flush_denormals, update_of
-from diloco.errors import CorruptPayloadError, NonFiniteError
+from diloco.core.update import Update
+from diloco.errors import CorruptPayloadError, DigestError, NonFiniteError, VersionError
 
 N = 2 * SEGMENT_ELEMENTS + 1001
 LEARNERS = 3
@@ -45,26 +47,31 @@ def brought(payloads: list[Tensor], weights: list[float] | None = None) -> list[
     ]
 
 
+def held_of(theta: Tensor, state: Mapping[str, Tensor] | None = None, residual: Tensor | None = None) -> HeldFragment:
+    return HeldFragment(0, 0, theta, state or {}, residual, digest(theta))
+
+
+def advanced(method: Method, theta: Tensor, closed: Closed) -> Tensor:
+    """By another holder of the version before."""
+    return advance(
+        method, replace(held_of(theta), version=closed.update.base), closed.update, closed.payload
+    ).held.theta
+
+
 @pytest.mark.parametrize("down", CODECS)
 @pytest.mark.parametrize("up", CODECS)
 def test_every_holder_of_a_version_has_the_same_bits(up: str, down: str) -> None:
     """Over several rounds, `advance` from the payload gives the owner's theta bit for bit, for every pair of codecs."""
     how = method(up, down)
-    theta = anchor = torch.randn(1003)
-    closed = Closed(theta, how.outer.init(theta.numel()), None, torch.empty(0, dtype=torch.uint8))
-    for _ in range(4):
-        closed = close_round(
-            how,
-            closed.theta,
-            closed.outer_state,
-            closed.residual,
-            brought(payloads(how.up, 1003), [1.0, 2.0, 1.0]),
-            places(1003),
-        )
+    theta = torch.randn(1003)
+    held, other = HeldFragment.first(how, 0, theta), held_of(theta)
+    for version in range(1, 5):
+        closed = close(how, held, brought(payloads(how.up, 1003), [1.0, 2.0, 1.0]), places(1003))
         assert closed.payload.numel() == how.down.encoded_bytes(1003)
-        anchor = advance(how, anchor, {}, closed.payload).theta
-        assert digest(anchor) == digest(closed.theta)
-        assert (closed.residual is None) == how.down.lossless
+        held, other = closed.held, advance(how, other, closed.update, closed.payload).held
+        assert (held.version, other.version) == (version, version)
+        assert held.digest == other.digest == digest(other.theta) == digest(held.theta)
+        assert (held.residual is None) == how.down.lossless
 
 
 @pytest.mark.parametrize("outer", OUTERS, ids=lambda outer: type(outer).__name__)
@@ -73,30 +80,22 @@ def test_shards_give_the_bits_of_the_whole(up: str, down: str, outer: Outer) -> 
     """Every rank of a process group closes the round of its own run of segments; joined, they are the round of the whole."""
     how = method(up, down, outer)
     theta, contributions = torch.randn(N), payloads(how.up, N)
-    whole = close_round(how, theta, outer.init(N), None, brought(contributions), places(N))
+    held = HeldFragment.first(how, 0, theta)
+    whole = close(how, held, brought(contributions), places(N))
     cuts = [(0, 1), (1, 2), (2, 3)]
     parts = []
     for first, last in cuts:
-        elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, N))
+        shard = held.part(slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, N)))
         span = how.up.segment_span(N, first, last)
-        shard = theta[elements]
-        parts.append(
-            close_round(
-                how,
-                shard,
-                outer.init(shard.numel()),
-                None,
-                brought([each[span] for each in contributions]),
-                places(shard.numel()),
-            )
-        )
-    assert torch.equal(torch.cat([part.theta for part in parts]), whole.theta)
+        parts.append(close(how, shard, brought([each[span] for each in contributions]), places(shard.theta.numel())))
+    assert torch.equal(torch.cat([part.held.theta for part in parts]), whole.held.theta)
     assert torch.equal(torch.cat([part.payload for part in parts]), whole.payload)
-    for name, value in whole.outer_state.items():
-        pieces = [part.outer_state[name] for part in parts]
+    for name, value in whole.held.outer_state.items():
+        pieces = [part.held.outer_state[name] for part in parts]
         assert torch.equal(torch.cat(pieces) if value.dim() else pieces[0], value)
-    if whole.residual is not None:
-        assert torch.equal(torch.cat([part.residual for part in parts if part.residual is not None]), whole.residual)
+    if whole.held.residual is not None:
+        residuals = [part.held.residual for part in parts if part.held.residual is not None]
+        assert torch.equal(torch.cat(residuals), whole.held.residual)
 
 
 @pytest.mark.parametrize("down", [name for name, codec in CODECS.items() if not codec.lossless])
@@ -106,19 +105,18 @@ def test_what_a_lossy_update_leaves_out_comes_with_a_later_one(down: str) -> Non
     The exact one takes the same merged outer gradients; SGD, because its steps do not depend on where the model is.
     """
     how = method("fp32", down, SGD(lr=1.0))
-    theta = exact = torch.randn(501)
-    state: Mapping[str, Tensor] = {}
-    residual: Tensor | None = None
+    exact = torch.randn(501)
+    held = held_of(exact)
     worst = 0.0
     for _ in range(60):
         delta = 0.01 * torch.randn(501)
         exact = exact - delta
-        closed = close_round(how, theta, state, residual, brought([how.up.encode(delta)]), places(501))
-        theta, residual = closed.theta, closed.residual
+        held = close(how, held, brought([how.up.encode(delta)]), places(501)).held
+        residual = held.residual
         assert residual is not None
         worst = max(worst, float(residual.abs().max()))
         # 60 fp32 additions of numbers below 4, each off by at most 2⁻²³ · 4 / 2, on either side
-        torch.testing.assert_close(theta + residual, exact, rtol=0, atol=60 * 2 * 2.0**-22)
+        torch.testing.assert_close(held.theta + residual, exact, rtol=0, atol=60 * 2 * 2.0**-22)
     assert worst < 0.08  # and what is owed stays of the order of one change (0.01 a coordinate, 4 bits in blocks)
 
 
@@ -146,38 +144,39 @@ def test_only_denormals_and_minus_zero_are_flushed_whatever_the_length(num_eleme
 def test_published_values_hold_no_denormals(down: str) -> None:
     how = method("fp32", down, SGD(lr=1.0))
     theta = torch.tensor([2.0**-126, 1.0])
-    closed = close_round(how, theta, {}, None, brought([how.up.encode(torch.tensor([2.0**-127, 0.0]))]), places(2))
-    assert closed.theta[0] in (0.0, 2.0**-126)
-    assert digest(advance(how, theta, {}, closed.payload).theta) == digest(closed.theta)
+    closed = close(how, held_of(theta), brought([how.up.encode(torch.tensor([2.0**-127, 0.0]))]), places(2))
+    assert closed.held.theta[0] in (0.0, 2.0**-126)
+    assert digest(advanced(how, theta, closed)) == closed.held.digest
 
 
 @pytest.mark.parametrize("down", ["fp32", "int8"])
 def test_with_gradients_the_answer_is_their_mean(down: str) -> None:
     how = DataParallel(codec=("fp32", down))
     gradients = [torch.randn(70) for _ in range(LEARNERS)]
-    closed = close_round(how, torch.randn(70), {}, None, brought([how.up.encode(g) for g in gradients]), places(70))
+    closed = close(how, held_of(torch.randn(70)), brought([how.up.encode(g) for g in gradients]), places(70))
+    held = closed.held
     mean = (gradients[0] + gradients[1] + gradients[2]) / 3
     if how.down.lossless:
-        assert torch.equal(closed.theta, mean)
+        assert torch.equal(held.theta, mean)
     else:
-        assert closed.residual is not None
-        torch.testing.assert_close(closed.theta + closed.residual, mean, rtol=0, atol=2.0**-22)  # one rounding each way
-    assert digest(advance(how, torch.randn(70), {}, closed.payload).theta) == digest(closed.theta)  # whatever is held
+        assert held.residual is not None
+        torch.testing.assert_close(held.theta + held.residual, mean, rtol=0, atol=2.0**-22)  # one rounding each way
+    assert digest(advanced(how, torch.randn(70), closed)) == held.digest  # whatever is held
 
 
 def test_the_scale_multiplies_the_merged_outer_gradient_once() -> None:
     how = method("fp32", "fp32", SGD(lr=1.0))
     theta, delta = torch.randn(10), torch.randn(10)
-    closed = close_round(how, theta, {}, None, brought([how.up.encode(delta)]), places(10), scale=0.25)
-    assert torch.equal(closed.theta, theta - 0.25 * delta)
+    closed = close(how, held_of(theta), brought([how.up.encode(delta)]), places(10), scale=0.25)
+    assert torch.equal(closed.held.theta, theta - 0.25 * delta)
 
 
 def test_one_learner_of_lr_1_publishes_its_own_parameters() -> None:
     """LocalSGD with M = 1: Θ − (Θ − θ). Not bit for bit θ: the displacement is rounded once."""
     how = LocalSGD()
     theta, local = torch.randn(100), torch.randn(100)
-    closed = close_round(how, theta, {}, None, brought([how.up.encode(theta - local)]), places(100))
-    torch.testing.assert_close(closed.theta, local, rtol=0, atol=2.0**-21)  # one rounding of a number below 8
+    closed = close(how, held_of(theta), brought([how.up.encode(theta - local)]), places(100))
+    torch.testing.assert_close(closed.held.theta, local, rtol=0, atol=2.0**-21)  # one rounding of a number below 8
 
 
 def bits(tensors: list[Tensor]) -> list[bytes]:
@@ -200,14 +199,12 @@ def test_inputs_stay_as_they_are_whatever_comes_of_it(bad: str, outer: Outer, do
     values = [theta, *state.values(), *([] if residual is None else [residual]), *contributions]
     before = bits(values)
 
-    def close() -> Closed:
-        return close_round(how, theta, state, residual, brought(contributions), places(64))
-
+    held = held_of(theta, state, residual)
     if bad == "none":
-        assert torch.isfinite(close().theta).all()
+        assert torch.isfinite(close(how, held, brought(contributions), places(64)).held.theta).all()
     else:
         with pytest.raises((NonFiniteError, CorruptPayloadError)):
-            close()
+            close(how, held, brought(contributions), places(64))
     assert bits(values) == before
 
 
@@ -215,27 +212,92 @@ def test_inputs_stay_as_they_are_whatever_comes_of_it(bad: str, outer: Outer, do
 def test_an_outer_step_that_overflows_is_refused(down: str) -> None:
     how = method("fp32", down, SGD(lr=100.0))
     with pytest.raises(NonFiniteError):
-        close_round(how, torch.zeros(4), {}, None, brought([how.up.encode(torch.full((4,), 3e37))]), places(4))
+        close(how, held_of(torch.zeros(4)), brought([how.up.encode(torch.full((4,), 3e37))]), places(4))
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_damaged_update_is_refused(name: str) -> None:
     how = method("fp32", name)
-    closed = close_round(how, torch.randn(64), how.outer.init(64), None, brought(payloads(how.up, 64)), places(64))
+    held = HeldFragment.first(how, 0, torch.randn(64))
+    closed = close(how, held, brought(payloads(how.up, 64)), places(64))
     with pytest.raises(CorruptPayloadError):
-        advance(how, torch.randn(64), {}, closed.payload[:-1])
+        advance(how, held, closed.update, closed.payload[:-1])
+
+
+@pytest.mark.parametrize("down", ["fp32", "int8"])
+@pytest.mark.parametrize("outer_at", ["syncer", "learners"])
+def test_other_bits_than_were_published_are_refused(down: str, outer_at: OuterAt) -> None:
+    how = replace(method("fp32", down), outer_at=outer_at)
+    held = HeldFragment.first(how, 0, torch.randn(64))
+    closed = close(how, held, brought(payloads(how.up, 64)), places(64))
+    damaged = closed.payload.clone()
+    damaged[-1] ^= 1
+    with pytest.raises(DigestError, match="version 1 of fragment 0"):
+        advance(how, held, closed.update, damaged)
+    other = replace(held, theta=held.theta + 1)
+    if closed.update.lossless:
+        assert advance(how, other, closed.update, closed.payload).held.digest == closed.held.digest
+    else:
+        with pytest.raises(DigestError):
+            advance(how, other, closed.update, closed.payload)
+
+
+def test_a_change_applies_to_its_base_only() -> None:
+    """A lossless update needs no base, and a version that is far behind may become it."""
+    for down in ("fp32", "int8"):
+        how = method("fp32", down)
+        held = HeldFragment.first(how, 0, torch.randn(64), version=4)
+        closed = close(how, held, brought(payloads(how.up, 64)), places(64))
+        behind = replace(held, version=2)
+        if how.down.lossless:
+            assert advance(how, behind, closed.update, closed.payload).held.version == 5
+        else:
+            with pytest.raises(VersionError, match="version 4 to 5, and version 2 is held"):
+                advance(how, behind, closed.update, closed.payload)
+
+
+@pytest.mark.parametrize("down", ["fp32", "e3m0"])
+def test_what_is_published_of_a_mean_is_what_every_holder_steps_with(down: str) -> None:
+    how = replace(method("int8", down), outer_at="learners")
+    held = HeldFragment.first(how, 0, torch.randn(N))
+    closed = close(how, held, brought(payloads(how.up, N)), places(N))
+    other = advance(how, held, closed.update, closed.payload)
+    mean = published_mean(how, closed.payload, N)
+    assert mean is not None
+    assert other.mean is not None
+    assert torch.equal(other.mean, mean)
+    assert torch.equal(other.held.outer_state["momentum"], closed.held.outer_state["momentum"])
+    assert published_mean(method("int8", down), closed.payload, N) is None
+
+
+def test_lossless_updates_are_not_copied() -> None:
+    """The payload is the new version itself, for its author and for its receivers."""
+    how = method("int8", "fp32")
+    held = HeldFragment.first(how, 0, torch.randn(N))
+    closed = close(how, held, brought(payloads(how.up, N)), places(N))
+    other = advance(how, held, closed.update, closed.payload).held
+    assert closed.payload.data_ptr() == closed.held.theta.data_ptr() == other.theta.data_ptr()
+
+
+def test_a_version_survives_a_checkpoint() -> None:
+    how = method("int8", "int8")
+    held = close(how, HeldFragment.first(how, 3, torch.randn(64)), brought(payloads(how.up, 64)), places(64)).held
+    again = HeldFragment.from_state_dict(3, held.state_dict())
+    assert (again.fragment, again.version, again.digest) == (3, 1, held.digest)
+    assert held.residual is not None
+    assert again.residual is not None
+    assert torch.equal(again.residual, held.residual)
+    assert torch.equal(again.outer_state["momentum"], held.outer_state["momentum"])
 
 
 def test_an_update_may_be_kept_while_the_next_is_computed() -> None:
     """theta is published: what comes later must not change it."""
     how = replace(method("fp32", "fp32"), weight="uniform")
-    first = close_round(how, torch.randn(64), how.outer.init(64), None, brought(payloads(how.up, 64)), places(64))
-    kept = first.theta.clone()
-    advanced = advance(how, torch.zeros(64), {}, first.payload).theta
-    close_round(how, first.theta, first.outer_state, None, brought(payloads(how.up, 64)), places(64))
-    assert torch.equal(first.theta, kept)
-    first.payload.zero_()
-    assert torch.equal(advanced, kept)
+    first = close(how, HeldFragment.first(how, 0, torch.randn(64)), brought(payloads(how.up, 64)), places(64))
+    kept = first.held.theta.clone()
+    close(how, first.held, brought(payloads(how.up, 64)), places(64))
+    assert torch.equal(first.held.theta, kept)
+    assert torch.equal(advanced(how, torch.zeros(64), first), kept)
 
 
 def test_an_update_survives_as_plain_values_and_as_json() -> None:
@@ -253,7 +315,7 @@ def screened(contributions: list[Encoded], num_elements: int = 40) -> Closed:
         Placement(TensorSpec("a", (30,), "float32"), 0),
         Placement(TensorSpec("b", (num_elements - 30,), "float32"), 30),
     )
-    return close_round(how, torch.zeros(num_elements), how.outer.init(num_elements), None, contributions, two)
+    return close(how, HeldFragment.first(how, 0, torch.zeros(num_elements)), contributions, two)
 
 
 def test_a_round_goes_on_without_those_that_are_refused() -> None:
@@ -263,7 +325,7 @@ def test_a_round_goes_on_without_those_that_are_refused() -> None:
     assert closed.refused == ("learner-1",)
     without = screened([each for each in brought(sent) if each.learner != "learner-1"])
     assert without.refused == ()
-    assert torch.equal(closed.theta, without.theta)
+    assert torch.equal(closed.held.theta, without.held.theta)
 
 
 @pytest.mark.parametrize(("partial", "scale"), [("scale", 0.5 * 4 / 12), ("full", 1.0)])
@@ -275,11 +337,10 @@ def test_who_is_refused_does_not_contribute_to_the_scale(partial: Partial, scale
     sent = [torch.ones(40), torch.full((40,), 100.0), torch.ones(40)]
     contributions = brought([FP32().encode(each) for each in sent], [3.0, 8.0, 1.0])
     given = 0.5 if partial == "scale" else 1.0
-    closed = close_round(how, torch.zeros(40), {}, None, contributions, places(40), given)
+    closed = close(how, held_of(torch.zeros(40)), contributions, places(40), given)
     assert closed.refused == ("learner-1",)
-    assert torch.equal(closed.theta, torch.full((40,), -torch.tensor(scale).item()))
-    update = update_of(how, 0, 0, contributions, closed, given, digest(closed.theta))
-    assert (update.contributors, update.scale) == (("learner-0", "learner-2"), scale)
+    assert torch.equal(closed.held.theta, torch.full((40,), -torch.tensor(scale).item()))
+    assert (closed.update.contributors, closed.update.scale) == (("learner-0", "learner-2"), scale)
 
 
 def test_who_brings_nothing_is_no_yardstick() -> None:
@@ -290,7 +351,7 @@ def test_who_brings_nothing_is_no_yardstick() -> None:
         contributions = [each if i == 2 else replace(each, **idle) for i, each in enumerate(contributions)]
         closed = screened(contributions)
         assert closed.refused == ()
-        assert torch.equal(closed.theta, screened([contributions[2]]).theta)
+        assert torch.equal(closed.held.theta, screened([contributions[2]]).held.theta)
 
 
 def test_who_trains_a_part_is_judged_by_that_part() -> None:

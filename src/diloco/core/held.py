@@ -1,0 +1,329 @@
+"""A fragment at a version, and the two ways to its next version: from contributions, or from the update that another holder made of them.
+
+    Δ̄ = scale · Merge({decode(payload_m)}, w)                 merge, in learner-id order, fp32
+    Θ* = OuterOpt(Θ, Δ̄)                                        outer step
+    lossless `down`:  Θ' = Θ*, the payload is Θ' itself
+    lossy `down`:     payload = encode(Θ* − Θ + e);  Θ' = Θ + decode(payload);  e' = (Θ* − Θ + e) − decode(payload)
+
+Where the outer optimizer is on the learners (`outer_at="learners"`: delayed and eager updates) the merged outer gradient itself is
+published, and every holder of the fragment takes the same outer step:
+
+    payload = encode(Δ̄ + e);  Δ̄' = decode(payload);  Θ' = OuterOpt(Θ, Δ̄');  e' = Δ̄ + e − Δ̄'
+
+`close` does all of it; `advance` computes Θ' from the payload, so all holders of a version hold the same bits. Both go run by run of
+segments (`codecs.SEGMENT_ELEMENTS`): besides the old and the new version they need memory for one run. All tensors are flat fp32 on the
+host: a whole fragment, or a shard of it that starts at a segment boundary. Every operation is elementwise or within a segment, so shards
+give the bits of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from diloco.core.codecs import SEGMENT_ELEMENTS
+from diloco.core.codecs.base import Scratch
+from diloco.core.elementwise import flush_denormals
+from diloco.core.layout import Digest, Placement, digest
+from diloco.core.merges import Encoded, merged_runs, refused_by
+from diloco.core.method import Method
+from diloco.core.update import Update
+from diloco.errors import CorruptPayloadError, DigestError, NonFiniteError, VersionError
+
+_RUN_ELEMENTS = 8 * SEGMENT_ELEMENTS
+"""What `advance` decodes at once: enough to spread the cost of a call, few enough for a processor's cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldFragment:
+    """A global fragment at a version, or a shard of one. Its tensors are never written to.
+
+    Attributes:
+        fragment: index of the fragment.
+        version: 0 is the initial model; −1 stands for none.
+        theta: fp32 [n].
+        outer_state: of `method.outer`, flat fp32 [n] each and 0-dimensional counters; empty for a holder that takes no outer steps.
+        residual: fp32 [n], what lossy updates have left out so far; None stands for zeros.
+        digest: of `theta` (`layout.Digest`).
+    """
+
+    fragment: int
+    version: int
+    theta: Tensor
+    outer_state: Mapping[str, Tensor]
+    residual: Tensor | None
+    digest: str
+
+    @classmethod
+    def first(cls, method: Method, fragment: int, theta: Tensor, version: int = 0) -> Self:
+        """The initial model's, as its owner holds it."""
+        return cls(fragment, version, theta, method.outer.init(theta.numel()), None, digest(theta))
+
+    @classmethod
+    def received(
+        cls, update: Update, payload: Tensor, num_elements: int, outer_state: Mapping[str, Tensor], *, verify: bool = True
+    ) -> Self:  # fmt: skip
+        """From a lossless update, whatever was held before; `theta` is the payload's memory. `verify`: as of `advance`.
+
+        Raises:
+            CorruptPayloadError: not the bytes of `num_elements` fp32 numbers. DigestError: other bits than were published.
+        """
+        _require_size(update, payload, 4 * num_elements)
+        theta = payload.view(torch.float32)
+        new = cls(update.fragment, update.version, theta, outer_state, None, digest(theta))
+        if verify:
+            _require_digest(update, new.digest)
+        return new
+
+    def part(self, elements: slice) -> Self:
+        """A shard of it."""
+        theta, residual = self.theta[elements], None if self.residual is None else self.residual[elements]
+        state = _within(self.outer_state, elements)
+        return replace(self, theta=theta, outer_state=state, residual=residual, digest=digest(theta))
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: tensors, not copied, and plain values."""
+        state = {"version": self.version, "theta": self.theta, "residual": self.residual}
+        return {**state, "outer": dict(self.outer_state)}
+
+    @classmethod
+    def from_state_dict(cls, fragment: int, state: Mapping[str, Any]) -> Self:
+        """What `state_dict` gave."""
+        theta = state["theta"]
+        return cls(fragment, state["version"], theta, state["outer"], state["residual"], digest(theta))
+
+
+@dataclass(frozen=True, eq=False)
+class Closed:
+    """A merged round: the next version, and what is published of it.
+
+    Attributes:
+        held: the next version.
+        update: what is said of it; learners whose contributions were refused are not in it.
+        payload: uint8, as it goes over the wire; the memory of `held.theta` where the update is lossless.
+        refused: learners whose contributions the method's screen has left out.
+    """
+
+    held: HeldFragment
+    update: Update
+    payload: Tensor
+    refused: tuple[str, ...] = ()
+
+
+def close(
+    method: Method, held: HeldFragment, contributions: Sequence[Encoded], places: Sequence[Placement], scale: float = 1.0
+) -> Closed:  # fmt: skip
+    """Merge, take the outer step and encode the answer.
+
+    Arguments:
+        contributions: one of each learner, encoded with `method.up`, in learner-id order.
+        places: the tensors of the fragment, or of the shard (`core.merges.shard_of`).
+        scale: multiplies the merged outer gradient once, before the outer step: the part of the live weight that is in `contributions`.
+            Those that the screen refuses do not contribute.
+
+    Raises:
+        NonFiniteError, CorruptPayloadError: a payload that cannot be used, or a result that fp32 or `method.down` cannot hold.
+    """
+    num_elements = held.theta.numel()
+    refused: tuple[str, ...] = ()
+    if method.screen is not None:
+        refused = refused_by(method.screen, method.up, contributions, places, num_elements)
+    kept = [each for each in contributions if each.learner not in refused]
+    scale = _scale_without(method, contributions, kept, scale)
+    momentum = method.outer.momentum_of(held.outer_state)
+    closing = _Closing(method, held)
+    for run, merged in merged_runs(method.merge, method.up, kept, places, num_elements, momentum, out=closing.theta):
+        if scale != 1.0:
+            merged.mul_(scale)
+        closing.close(run)
+    new = closing.made(held.version + 1)
+    learners, weights = tuple(each.learner for each in kept), tuple(each.weight for each in kept)
+    update = Update(
+        held.fragment, held.version, new.version, learners, weights, scale, new.digest, lossless=_sends_theta(method)
+    )
+    return Closed(new, update, closing.payload, refused)
+
+
+def _sends_theta(method: Method) -> bool:
+    """Whether an update's payload is the new fragment itself."""
+    return method.down.lossless and method.outer_at == "syncer"
+
+
+def _scale_without(method: Method, contributions: Sequence[Encoded], kept: Sequence[Encoded], scale: float) -> float:
+    """Refused contributions are of learners that live and do not contribute."""
+    if method.partial == "full" or len(kept) == len(contributions):
+        return scale
+    return scale * (math.fsum(each.weight for each in kept) / math.fsum(each.weight for each in contributions))
+
+
+@dataclass(frozen=True, eq=False)
+class Advanced:
+    """The version after an update. `mean`: the merged outer gradient, fp32 [n], where that is what is published."""
+
+    held: HeldFragment
+    mean: Tensor | None = None
+
+
+def advance(
+    method: Method, held: HeldFragment, update: Update, payload: Tensor, *, verify: bool = True
+) -> Advanced:  # fmt: skip
+    """The version that an update leads to, in the bits of `close`. What only the updates' author holds (its error feedback, and its outer
+    state where the outer optimizer is on the syncer) stays as it is in `held`.
+
+    Arguments:
+        verify: False: the digest is of a shard only; the caller compares the result's with the other holders'.
+
+    Raises:
+        VersionError: an update of another version than is held, which is not lossless.
+        CorruptPayloadError: a payload of the wrong size or with non-finite content.
+        DigestError: other bits than were published.
+    """
+    num_elements = held.theta.numel()
+    if update.lossless:
+        return Advanced(HeldFragment.received(update, payload, num_elements, held.outer_state, verify=verify))
+    if update.base != held.version:
+        raise VersionError(
+            f"the update of fragment {update.fragment} takes version {update.base} to {update.version}, and version "
+            f"{held.version} is held; fetch the fragment whole."
+        )
+    _require_size(update, payload, method.down.encoded_bytes(num_elements))
+    next_ = _NextVersion(method, held, steps=method.outer_at == "learners")
+    mean = torch.empty_like(held.theta) if method.outer_at == "learners" else None
+    for start in range(0, num_elements, _RUN_ELEMENTS):
+        run = slice(start, min(start + _RUN_ELEMENTS, num_elements))
+        if mean is not None:
+            next_.step(run, next_.decode(payload, run, mean[run]))
+        elif method.exchanged == "gradients":  # the update is the mean itself, a change from nothing
+            next_.decode(payload, run, next_.theta[run])
+        else:
+            next_.decode(payload, run, next_.theta[run]).add_(held.theta[run])
+        next_.finish(run)
+    new = next_.made(update.version)
+    if verify:
+        _require_digest(update, new.digest)
+    return Advanced(new, mean)
+
+
+def published_mean(method: Method, payload: Tensor, num_elements: int) -> Tensor | None:
+    """The merged outer gradient that a payload says, fp32 [num_elements], where that is what is published."""
+    return method.down.decode(payload, num_elements) if method.outer_at == "learners" else None
+
+
+class _NextVersion:
+    """The version after `held` while it is made, run by run of whole segments and in order. An outer state that is not stepped, and a
+    residual, pass through.
+
+    Attributes:
+        theta: the new one.
+    """
+
+    def __init__(self, method: Method, held: HeldFragment, *, steps: bool) -> None:
+        self._method, self._held = method, held
+        self._digest = Digest()
+        self._scratch = Scratch(held.theta.device)
+        self._outer_state = _like(held.outer_state) if steps else held.outer_state
+        self._residual = held.residual
+        self.theta = torch.empty_like(held.theta)
+
+    def decode(self, payload: Tensor, run: slice, out: Tensor) -> Tensor:
+        """What the payload says of a run."""
+        return self._method.down.decode(payload[self._span(run)], out.numel(), out, self._scratch)
+
+    def step(self, run: slice, delta: Tensor) -> Tensor:
+        """The outer step of a run, into `theta` and the new outer state. `delta` may be that part of `theta`."""
+        held, new = self._held, self.theta[run]
+        state, new_state = _within(held.outer_state, run), _within(self._outer_state, run)
+        return self._method.outer.step(state, held.theta[run], delta, out=new, new_state=new_state)[0]
+
+    def finish(self, run: slice) -> None:
+        """A run of `theta` is there."""
+        self._digest.update(flush_denormals(self.theta[run]))
+
+    def made(self, version: int) -> HeldFragment:
+        """All runs are there."""
+        return HeldFragment(
+            self._held.fragment, version, self.theta, self._outer_state, self._residual, self._digest.hex()
+        )
+
+    def _span(self, run: slice) -> slice:
+        """The bytes of a run in a payload."""
+        first, last = run.start // SEGMENT_ELEMENTS, -(-run.stop // SEGMENT_ELEMENTS)
+        return self._method.down.segment_span(self.theta.numel(), first, last)
+
+
+class _Closing(_NextVersion):
+    """The next version from merged outer gradients, with the payload that says so."""
+
+    def __init__(self, method: Method, held: HeldFragment) -> None:
+        super().__init__(method, held, steps=method.exchanged != "gradients")
+        down = method.down
+        self._encoding = Scratch(held.theta.device)
+        self._residual = None if down.lossless else torch.empty_like(held.theta)
+        if _sends_theta(method):
+            self.payload = self.theta.view(torch.uint8)
+        else:
+            self.payload = torch.empty(down.encoded_bytes(held.theta.numel()), dtype=torch.uint8)
+
+    def close(self, run: slice) -> None:
+        """One run, whose merged outer gradient is in `theta`."""
+        method, held, new = self._method, self._held.theta[run], self.theta[run]
+        if method.outer_at == "learners":
+            self.step(run, self._send(run, new))
+        elif method.exchanged == "gradients":  # the answer is the mean itself, a change from nothing
+            if not _sends_theta(method):
+                new.copy_(self._send(run, new))
+        else:
+            self.step(run, new)
+            if not _sends_theta(method):
+                torch.add(self._send(run, new.sub_(held)), held, out=new)
+        self._require_finite(new)
+        self.finish(run)
+
+    def _send(self, run: slice, change: Tensor) -> Tensor:
+        """Put a run of the change, and of what earlier updates have left out of it, into the payload; returns what that says."""
+        if (earlier := self._held.residual) is not None:
+            change.add_(earlier[run])
+        self._method.down.encode(change, self.payload[self._span(run)], self._encoding)
+        sent = self.decode(self.payload, run, self._scratch.take("sent", (change.numel(),), torch.float32))
+        if self._residual is not None:
+            torch.sub(change, sent, out=self._residual[run])
+        return sent
+
+    def _require_finite(self, new: Tensor) -> None:
+        low, high = torch.aminmax(new)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise NonFiniteError(
+                f"the outer step of fragment {self._held.fragment} from version {self._held.version} overflows fp32; find the "
+                "learner that diverged, or lower the outer learning rate."
+            )
+
+
+def _like(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Room for the next outer state: a copy of its counters, and vectors to be written to."""
+    return {name: torch.empty_like(each) if each.dim() else each.clone() for name, each in state.items()}
+
+
+def _within(state: Mapping[str, Tensor], elements: slice) -> dict[str, Tensor]:
+    """The part of an outer state that belongs to these elements."""
+    return {name: each[elements] if each.dim() else each for name, each in state.items()}
+
+
+def _require_size(update: Update, payload: Tensor, num_bytes: int) -> None:
+    if payload.dtype != torch.uint8 or payload.shape != (num_bytes,):
+        raise CorruptPayloadError(
+            f"the update of fragment {update.fragment} to version {update.version} is {tuple(payload.shape)} {payload.dtype}, and "
+            f"it has {num_bytes} bytes; fetch it again."
+        )
+
+
+def _require_digest(update: Update, found: str) -> None:
+    if found != update.digest:
+        raise DigestError(
+            f"version {update.version} of fragment {update.fragment} is not what was published (digest {update.digest[:12]}, here "
+            f"{found[:12]}); check both machines' memory and disks."
+        )
