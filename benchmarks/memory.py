@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diloco.syncer.engine import Engine
 
 import diloco
 from diloco import events
 from diloco.core.codecs import SEGMENT_ELEMENTS
+from diloco.core.contribution import Contribution
 from diloco.core.layout import Layout, TensorSpec, place
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
-from diloco.core.update import Contribution
 from diloco.exchange.wire.frames import bytes_of
-from diloco.syncer.engine import Engine
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.spool import Spool
 from diloco.syncer.store import Store

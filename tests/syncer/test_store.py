@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from diloco.core.held import HeldFragment
 
 import diloco
 from diloco.core.actions import MergeRound
 from diloco.core.contribution import Contribution
+from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout, TensorSpec, digest, place
 from diloco.core.update import Update
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError

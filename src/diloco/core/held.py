@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS
-from diloco.core.codecs.base import Scratch
+from diloco.core.codecs.codec import Scratch
 from diloco.core.elementwise import flush_denormals
 from diloco.core.layout import Digest, Placement, digest
 from diloco.core.merges import Encoded, merged_runs, refused_by

@@ -15,7 +15,7 @@ from statistics import median
 
 from diloco.core.rounds import Called
 from diloco.core.rounds.called import Pace
-from diloco.core.rounds.late import decide_open
+from diloco.core.rounds.late import decide
 from diloco.core.schedule import Schedule
 from diloco.planning.network import Network
 from diloco.planning.stations import Merging, Star, Station
@@ -285,9 +285,9 @@ class CalledRounds(Star):
             return
         names = self._names
         grace_s = self._quorum.grace_s(self._schedule.overlap, self._pace)
-        decision = decide_open(
-            self.now_s, [names[i] for i in turn.contributed], [names[i] for i in turn.fresh], names, self._quorum,
-            quorum_at=turn.quorum_at, grace_s=grace_s,
+        decision = decide(
+            self.now_s, [names[i] for i in turn.contributed], [names[i] for i in turn.fresh], names,
+            self._quorum.at_least, enough_at=turn.quorum_at, grace_s=grace_s,
         )  # fmt: skip
         if decision.merge is not None:
             turn.is_open, turn.closed_at = False, self.now_s

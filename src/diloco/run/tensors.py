@@ -9,9 +9,9 @@ from typing import Protocol
 from torch import Tensor
 
 from diloco.core.actions import MergeRound
-from diloco.core.contributions import encoded_of
 from diloco.core.held import HeldFragment, close
 from diloco.core.layout import Layout
+from diloco.core.merges import encoded_of
 from diloco.core.method import Method
 from diloco.errors import PayloadError
 from diloco.run.ports import InitialModel, MergedRound

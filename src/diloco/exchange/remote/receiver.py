@@ -10,11 +10,12 @@ from safetensors.torch import load
 from torch import Tensor
 
 from diloco.core.contribution import Verdict
-from diloco.core.fragments import Layout, digest
+from diloco.core.fragments import Layout
+from diloco.core.held import Advanced, HeldFragment, advance
 from diloco.core.method import Method
 from diloco.core.session import calls
-from diloco.core.update import Update, advance
-from diloco.errors import DigestError
+from diloco.core.update import Update
+from diloco.errors import CorruptPayloadError, DigestError, VersionError
 from diloco.exchange.base import Arrived, Model
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.messages import pull_request, update_of, verdicts_of
@@ -23,22 +24,10 @@ from diloco.exchange.wire.frames import tensor_of
 
 
 @dataclass(frozen=True)
-class Holding:
-    """A global fragment, flat fp32; with its outer state, where the outer optimizer is on the learners."""
-
-    version: int
-    theta: Tensor
-    outer_state: Mapping[str, Tensor]
-
-
-NOTHING = Holding(-1, torch.empty(0), {})
-
-
-@dataclass(frozen=True)
 class Fetched:
     """What a fetch has brought: a fragment at a version, or the static tensors (`held` None)."""
 
-    held: Holding | None
+    held: HeldFragment | None
     update: Update
     mean: Tensor | None
     starts_again: bool
@@ -56,12 +45,13 @@ class Receiver:
     """The newest global fragments, and how to get newer ones. `fetch` runs on one thread; the rest is guarded by the caller.
 
     Attributes:
-        newest: per fragment.
+        newest: per fragment, with its outer state where the outer optimizer is on the learners.
         num_bytes: received as a joiner, and as a member of the run.
     """
 
     def __init__(self, connection: Connection, layout: Layout, method: Method) -> None:
-        self.newest = [NOTHING for _ in layout.fragments]
+        nothing = torch.empty(0)
+        self.newest = [HeldFragment(it.index, -1, nothing, {}, None, "") for it in layout.fragments]
         self.num_bytes = {"joins": 0, "updates": 0}
         self._connection, self._layout, self._method = connection, layout, method
         self._static: Mapping[str, Tensor] = {}
@@ -78,9 +68,12 @@ class Receiver:
         verdicts, update = verdicts_of(header.verdicts), update_of(header)
         if call.fragment is None:
             return Fetched(None, update, None, False, load(bytes(buffer)), verdicts)
-        held, mean = self._decode(call.fragment, header, buffer)
-        starts_again = self._method.outer_at == "learners" and header.lossless
-        return Fetched(held, update, mean, starts_again, {}, verdicts)
+        try:
+            advanced = self._advance(call.fragment, update, header, buffer)
+        except (VersionError, CorruptPayloadError) as error:
+            raise DigestError(str(error)) from error  # whatever is wrong with it: the fragment is fetched whole
+        starts_again = self._method.outer_at == "learners" and update.lossless
+        return Fetched(advanced.held, update, advanced.mean, starts_again, {}, verdicts)
 
     def take(self, fetched: Fetched) -> None:
         """Hold what was fetched."""
@@ -99,20 +92,19 @@ class Receiver:
         """By fragment, where the outer optimizer is on the learners; elsewhere empty."""
         return tuple(held.outer_state for held in self.newest) if self._method.outer_at == "learners" else ()
 
-    def _decode(self, fragment: int, header: pb.PullHeader, buffer: memoryview) -> tuple[Holding, Tensor | None]:
-        """The new fragment, and the merged outer gradient where the reply brings that."""
-        mean = None
-        if header.lossless:
-            num_theta_bytes = header.num_bytes - header.outer_bytes
-            outer_state = load(bytes(buffer[num_theta_bytes:])) if header.outer_bytes else {}
-            new = Holding(header.version, tensor_of(buffer[:num_theta_bytes], torch.float32), outer_state)
-        else:
-            held = self.newest[fragment]
-            advanced = advance(self._method, held.theta, held.outer_state, tensor_of(buffer))
-            new, mean = Holding(header.version, advanced.theta, advanced.outer_state), advanced.mean
-        if new.theta.numel() != self._layout.fragments[fragment].numel or digest(new.theta) != header.digest:
-            raise DigestError(
-                f"version {header.version} of fragment {fragment} is not what the syncer published (digest "
-                f"{header.digest[:12]}); check both machines' memory and disks."
-            )
-        return new, mean
+    def _advance(self, fragment: int, update: Update, header: pb.PullHeader, buffer: memoryview) -> Advanced:
+        """Raises as `core.held.advance`."""
+        if update.lossless:
+            return Advanced(whole_of(header, buffer, self._layout.fragments[fragment].numel))
+        return advance(self._method, self.newest[fragment], update, tensor_of(buffer))
+
+
+def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int) -> HeldFragment:
+    """A version that was sent losslessly, in the memory of the buffer; with its outer state, where that was sent too.
+
+    Raises:
+        CorruptPayloadError, DigestError: it is not what the syncer published.
+    """
+    num_theta_bytes = header.num_bytes - header.outer_bytes
+    outer_state = load(bytes(buffer[num_theta_bytes:])) if header.outer_bytes else {}
+    return HeldFragment.received(update_of(header), tensor_of(buffer[:num_theta_bytes]), num_elements, outer_state)
