@@ -1,0 +1,5 @@
+"""A learner's end of a syncer, without sockets, threads and clocks."""
+
+from diloco.core.session.session_core import SessionCore
+
+__all__ = ["SessionCore"]

@@ -1,0 +1,226 @@
+"""What a learner's end of a syncer is to do, as plain values: calls to the syncer, and news for the learner.
+
+Tensors stay with the executor. It keeps payloads under (incarnation, fragment, number) of their contribution, and
+fetched fragments under (fragment, version).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco.core.contribution import Contribution, Verdict
+from diloco.errors import DilocoError
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which learner speaks, as every request names it.
+
+    Attributes:
+        run, learner: names.
+        process: a random number of the learner's process; tells it from another one with the same name.
+        incarnation: given by the syncer at each join; 0 before the first.
+    """
+
+    run: str
+    learner: str
+    process: int
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a learner says of itself in its heartbeats.
+
+    Attributes:
+        step: inner steps taken, as the run counts them.
+        tokens: trained by this incarnation.
+        step_s: seconds of an inner step; None: not measured yet.
+        waiting: it is blocked on an answer.
+        finished: it takes no more steps.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    step_s: float | None = None
+    waiting: bool = False
+    finished: bool = False
+
+
+# --- calls to the syncer: each ends in exactly one event, its own or `failed` -----------------------------------------
+
+
+@dataclass(frozen=True)
+class Describe:
+    """Ask over this control connection whether the run has a model; then call `described`."""
+
+    connection: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Initialise:
+    """Upload this learner's model as the run's; then call `initialised`."""
+
+    who: Identity
+
+
+@dataclass(frozen=True)
+class Join:
+    """Ask for a new incarnation; then call `joined`. `again`: it follows an eviction and must not replace another
+    process."""
+
+    who: Identity
+    again: bool
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Fetch what follows version `base` of a fragment, decode and verify it; then call `fetched`.
+
+    Attributes:
+        fragment: None: the tensors that training leaves alone.
+        base: the version held; −1: none, fetch the whole fragment.
+        joining: the learner is not part of the run yet.
+    """
+
+    who: Identity
+    fragment: int | None
+    base: int
+    joining: bool = False
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Open a stream of notices over this control connection. Call `welcomed`, `heard` and `evicted` for the notices,
+    and `failed` or `ended` once, when the stream is over."""
+
+    who: Identity
+    connection: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Send a heartbeat over this control connection; then call `beaten`, or `failed` after `timeout_s` without an
+    answer.
+
+    Attributes:
+        versions: of each fragment, the newest that this learner has.
+        settled: by fragment, the verdicts on all contributions up to this number are known.
+    """
+
+    who: Identity
+    connection: int
+    timeout_s: float
+    report: Report
+    versions: tuple[int, ...]
+    settled: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Push:
+    """Upload a contribution, which is meant for this process of the syncer; then call `pushed`."""
+
+    who: Identity
+    contribution: Contribution
+    boot: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Say goodbye over this control connection; then call `left`, or `failed` after `timeout_s` without an answer."""
+
+    who: Identity
+    connection: int
+    timeout_s: float
+    tokens: int
+
+
+# --- the executor's own resources -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """Close a control connection; what is open on it fails."""
+
+    connection: int
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Forget the payload of a contribution: it will not be sent again."""
+
+    contribution: Contribution
+
+
+@dataclass(frozen=True)
+class Warn:
+    """Log a warning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Close:
+    """The learner has left: close all connections."""
+
+
+# --- news for the learner, in order -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TellStart:
+    """The learner starts as this incarnation, from the fragments as they are held now; unread news of an earlier one is
+    void.
+
+    Attributes:
+        step: the inner step to start from.
+        awaited: a round waits for its send after that step.
+        versions: of each fragment.
+        run_tokens: tokens trained by the run so far.
+        reason: why the incarnation before was evicted; None: there was none.
+    """
+
+    who: Identity
+    step: int
+    awaited: bool
+    versions: tuple[int, ...]
+    run_tokens: int
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class TellArrival:
+    """A version is here. `merged`: the learner's contributions up to this number are in it or an earlier one, unless
+    rejected."""
+
+    fragment: int
+    version: int
+    merged: int
+
+
+@dataclass(frozen=True)
+class TellCall:
+    """The syncer calls for work on a fragment, which is at this version."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True)
+class TellRejection:
+    """A contribution will not be merged."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Fail:
+    """What was asked cannot be had: raise this in the learner."""
+
+    error: DilocoError
+
+
+Call = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Leave
+News = TellStart | TellArrival | TellCall | TellRejection | Fail
+SessionAction = Call | HangUp | Drop | Warn | Close | News

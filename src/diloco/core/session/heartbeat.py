@@ -1,0 +1,80 @@
+"""When a learner's heartbeats are due, what they say, and how long their answers may take."""
+
+from __future__ import annotations
+
+import math
+
+from diloco.core.session.calls import Report
+from diloco.core.session.lanes import STALL_FACTOR, StallTimeout
+
+HEARTBEAT_S = 0.5
+"""Between two heartbeats; a learner's first inner step is reported at once."""
+
+STARTING_HEARTBEAT_S = 0.2
+"""The same while a learner waits until enough learners are there to begin."""
+
+SHORTEST_S = 0.05
+"""Between two heartbeats, however quickly the learner takes its steps."""
+
+ANSWER_FLOOR_S, ANSWER_CAP_S = 1.2, 30.0
+"""How long an answer may take before the control connection is dialled anew. With the time between two heartbeats it is
+well within what a syncer gives a learner to come back whose connection broke (`Deadlines.reconnect_floor_s`): it may
+have broken at the syncer's end only. A link on which answers take long gets more time for them, and notices later."""
+
+
+class Heartbeat:
+    """The heartbeats of one learner, one at a time.
+
+    Arguments:
+        reports_every_step: the syncer has to hear of every inner step at once.
+
+    Attributes:
+        report: what the next one says.
+    """
+
+    def __init__(self, *, reports_every_step: bool) -> None:
+        self.report = Report()
+        self._reports_every_step = reports_every_step
+        self._answer_time = StallTimeout(ANSWER_FLOOR_S, ANSWER_CAP_S)
+        self._began_at = -math.inf
+        self._due_at = math.inf
+
+    def reported(self, report: Report) -> None:
+        """What the learner says of itself from now on."""
+        is_first = self.report.tokens == 0 and report.tokens > 0
+        if is_first or report.finished or (self._reports_every_step and report.step > self.report.step):
+            self.urge()
+        self.report = report
+
+    def start_over(self) -> None:
+        """A new incarnation has trained nothing."""
+        self.report = Report(step=self.report.step, finished=self.report.finished)
+
+    def urge(self) -> None:
+        """The next one is due as soon as it may be."""
+        self._due_at = -math.inf
+
+    def plan(self, now: float, *, starting: bool = False) -> None:
+        """The next one is due after the usual time, if it is not before."""
+        self._due_at = min(self._due_at, now + (STARTING_HEARTBEAT_S if starting else HEARTBEAT_S))
+
+    @property
+    def due_at(self) -> float:
+        """When the next one is due; infinite while one is under way."""
+        return max(self._due_at, self._began_at + SHORTEST_S)
+
+    @property
+    def timeout_s(self) -> float:
+        """How long its answer may take."""
+        return self._answer_time.limit_s
+
+    def began(self, now: float) -> None:
+        """One goes out."""
+        self._began_at, self._due_at = now, math.inf
+
+    def ended(self, now: float) -> None:
+        """It was answered, or failed.
+
+        One connection that died does not make a link slow: the next limit is at most twice this one.
+        """
+        self._answer_time.paused(min(now - self._began_at, 2 * self._answer_time.limit_s / STALL_FACTOR))

@@ -1,0 +1,174 @@
+"""When a call is tried again, how long it may stand still, and when a connection is given up: arithmetic without a
+clock."""
+
+from __future__ import annotations
+
+import math
+
+from diloco.core.session import calls
+from diloco.errors import DilocoError, NoRoomError, UnreachableError
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
+"""Pauses between tries. A syncer that was started again must hear of all learners before its shortest deadline is
+over."""
+
+STALL_FACTOR = 8.0
+"""The limit of a stall timeout is this multiple of the longest pause of late."""
+
+STALL_DECAY = 0.9
+"""What a long pause counts for after each later one."""
+
+
+class StallTimeout:
+    """How long something may stand still before it is tried again: a multiple of the longest pause of late.
+
+    A pause that ran into the limit counts too, so that a link which has become much slower is given more and more time.
+
+    Arguments:
+        floor_s: the limit before anything is known, and the lowest.
+        cap_s: the highest.
+    """
+
+    def __init__(self, floor_s: float, cap_s: float) -> None:
+        self.floor_s, self.cap_s = floor_s, cap_s
+        self._longest_s = 0.0
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds."""
+        return min(self.cap_s, max(self.floor_s, STALL_FACTOR * self._longest_s))
+
+    def paused(self, pause_s: float) -> None:
+        """It stood still for so long, and then moved or was given up."""
+        self._longest_s = max(pause_s, STALL_DECAY * self._longest_s)
+
+
+class Lane:
+    """Calls of one kind, one at a time, repeated with growing pauses while the syncer is away or has no room.
+
+    Attributes:
+        is_busy: a call is under way.
+        is_away: the last call did not reach the syncer.
+        is_stopped: no call follows.
+        ready_at: the next call waits until then.
+    """
+
+    def __init__(self) -> None:
+        self.is_busy = self.is_away = self.is_stopped = False
+        self.ready_at = -math.inf
+        self._pause_s = FIRST_RETRY_S
+        self._said = set[type[DilocoError]]()
+
+    def is_free(self, now: float) -> bool:
+        """Whether the next call may begin."""
+        return not self.is_busy and not self.is_stopped and now >= self.ready_at
+
+    def ended(self) -> None:
+        """The call under way was answered."""
+        self.is_busy = False
+        self.reset()
+
+    def reset(self) -> None:
+        """The syncer is there: the next call waits for nothing."""
+        self.ready_at, self._pause_s, self.is_away = -math.inf, FIRST_RETRY_S, False
+        self._said.clear()
+
+    def pause(self, now: float) -> None:
+        """The next call waits, longer after each time."""
+        self.ready_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, LAST_RETRY_S)
+
+    def failed(self, now: float, error: UnreachableError | NoRoomError) -> str | None:
+        """The call is repeated; returns what to warn of, once for each kind of error."""
+        self.is_away = isinstance(error, UnreachableError)
+        self.pause(now)
+        if type(error) in self._said:
+            return None
+        self._said.add(type(error))
+        why = "cannot be reached" if self.is_away else "has no room"
+        return f"the syncer {why} yet, trying again: {error}"
+
+
+class ControlConnection:
+    """Which connection heartbeats and notices go over. They are numbered; each is dialled once, when it is first used.
+
+    A connection over which an answer did not come is not used again. The last one that carried an answer stays open
+    until the new one has carried one: hanging up would look like death to a syncer that is only slow to answer.
+
+    Attributes:
+        number: of the one to use.
+    """
+
+    def __init__(self) -> None:
+        self.number = 1
+        self._answered: int | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the one to use has carried an answer."""
+        return self._answered == self.number
+
+    def failed(self, connection: int) -> list[calls.HangUp]:
+        """A call over it failed."""
+        if connection != self.number:
+            return []
+        self.number += 1
+        return [calls.HangUp(connection)] if connection != self._answered else []
+
+    def answered(self, connection: int) -> list[calls.HangUp]:
+        """A call over it was answered."""
+        if connection != self.number or self.is_answered:
+            return []
+        before, self._answered = self._answered, connection
+        return [] if before is None else [calls.HangUp(before)]
+
+
+class Lanes:
+    """All calls of a session: one lane for each kind, and the control connection that some of them share."""
+
+    def __init__(self) -> None:
+        self.control, self.watch, self.receive, self.send = Lane(), Lane(), Lane(), Lane()
+        self.connection = ControlConnection()
+
+    @property
+    def all(self) -> tuple[Lane, ...]:
+        """Every lane."""
+        return self.control, self.watch, self.receive, self.send
+
+    def of(self, call: calls.Call) -> Lane:
+        """The lane of a call."""
+        match call:
+            case calls.Describe() | calls.Beat():
+                return self.control
+            case calls.Watch():
+                return self.watch
+            case calls.Push():
+                return self.send
+        return self.receive
+
+    def answered(self, call: calls.Describe | calls.Beat) -> list[calls.HangUp]:
+        """A control call was answered."""
+        self.control.ended()
+        if not self.connection.is_answered:
+            self.watch.reset()
+        return self.connection.answered(call.connection)
+
+    def failed(self, now: float, call: calls.Call, error: UnreachableError | NoRoomError) -> list[calls.SessionAction]:
+        """A call is to be repeated."""
+        text = self.of(call).failed(now, error)
+        # A stream of notices breaks with its connection, of which the heartbeats say enough.
+        actions = list[calls.SessionAction]()
+        if text is not None and not isinstance(call, calls.Watch):
+            actions.append(calls.Warn(text))
+        if isinstance(call, calls.Describe | calls.Beat | calls.Watch) and isinstance(error, UnreachableError):
+            actions += self.connection.failed(call.connection)
+        return actions
+
+    @property
+    def is_away(self) -> bool:
+        """Whether a call is being repeated because the syncer was not reached."""
+        return self.control.is_away or self.receive.is_away or self.send.is_away
+
+    def next_at(self, now: float) -> float:
+        """When a pause ends next."""
+        pauses = (lane.ready_at for lane in self.all if not lane.is_busy and not lane.is_stopped)
+        return min((ready_at for ready_at in pauses if ready_at > now), default=math.inf)

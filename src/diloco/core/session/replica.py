@@ -1,0 +1,69 @@
+"""A learner's copy of the global model, by versions: what it has, what is published, what is fetched next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco.core.session.calls import Fetch, Identity
+
+NOTHING = -1
+"""The version of a fragment that was not fetched yet."""
+
+
+class Replica:
+    """A learner's copy of the global model, by versions.
+
+    Attributes:
+        held: the version of each fragment that is here.
+    """
+
+    def __init__(self, num_fragments: int) -> None:
+        self.held = [NOTHING] * num_fragments
+        self._published = [NOTHING] * num_fragments
+        self._behind: list[int] = []  # fragments with newer versions, in the order in which that was heard
+        self._whole: set[int] = set()  # fragments whose next update does not lead where it should
+        self._calls = set[tuple[int, int]]()
+        self._has_static = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is a whole model."""
+        return self._has_static and NOTHING not in self.held
+
+    def published(self, versions: Sequence[int]) -> None:
+        """These versions of the fragments, at least, can be fetched."""
+        for fragment, version in enumerate(versions):
+            if version > self._published[fragment]:
+                self._published[fragment] = version
+                if fragment not in self._behind:
+                    self._behind.append(fragment)
+
+    def called(self, calls: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The open calls, as (fragment, version); returns those that are news, and for work on the newest version."""
+        news = [(f, v) for f, v in calls if (f, v) not in self._calls and v >= self._published[f]]
+        self._calls = set(calls)
+        return news
+
+    def next(self, who: Identity) -> Fetch | None:
+        """The next fetch; None: the newest model that was heard of is here."""
+        if NOTHING in self.held:
+            return Fetch(who, self.held.index(NOTHING), NOTHING, joining=True)
+        if not self._has_static:
+            return Fetch(who, None, NOTHING, joining=True)
+        self._behind = [fragment for fragment in self._behind if self.held[fragment] < self._published[fragment]]
+        if not self._behind:
+            return None
+        fragment = self._behind[0]
+        return Fetch(who, fragment, NOTHING if fragment in self._whole else self.held[fragment])
+
+    def fetched(self, fetch: Fetch, version: int) -> None:
+        """A fetch brought this version."""
+        if fetch.fragment is None:
+            self._has_static = True
+        else:
+            self.held[fetch.fragment] = version
+            self._whole.discard(fetch.fragment)
+
+    def distrust(self, fragment: int) -> None:
+        """The update from the version held led to other bits than the published ones: fetch the fragment whole."""
+        self._whole.add(fragment)

@@ -1,0 +1,418 @@
+"""What a learner's end of a syncer does when: sans-I/O bookkeeping of one learner's part in a run.
+
+    events    from the learner, and from time: begin, offered, report, leave, tick
+              how a call has ended: described, initialised, joined, fetched, pushed, beaten, left, failed, ended
+              notices of the syncer: welcomed, heard, evicted
+    answers   calls to make and news for the learner: `core.session.calls`
+
+    entering → joining → fetching → starting → running → leaving → parting → over
+    an evicted learner goes back to joining
+
+Calls belong to lanes (control, watch, receive, send), and each lane has at most one under way. What is done next
+follows from what is known: the phase, the versions held and published, the contributions without a verdict, and which
+process of the syncer (`boot`) acknowledged them. A message that is lost or heard twice therefore changes nothing: the
+syncer says all that stands (`Standing`) on every connection and in every heartbeat.
+
+No tensor, clock, socket or thread is in here; `exchange.remote` drives it with threads, and virtual time with a
+simulated network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.session import calls
+from diloco.core.session.calls import Identity, Report, SessionAction
+from diloco.core.session.departure import GONE_TIMEOUT_S, Departure
+from diloco.core.session.entrance import Entrance
+from diloco.core.session.heartbeat import Heartbeat
+from diloco.core.session.lanes import Lane, Lanes
+from diloco.core.session.outbox import Outbox
+from diloco.core.session.replica import NOTHING, Replica
+from diloco.errors import (
+    AlreadyInitialisedError,
+    DigestError,
+    DilocoError,
+    NoRoomError,
+    RestartedError,
+    StaleIncarnationError,
+    UnreachableError,
+)
+
+CALL_TIMEOUT_S = 30.0
+"""For the answer to a control call that is no heartbeat."""
+
+ASK_AGAIN_S = 0.3
+"""Poll interval while waiting for the run's initial model."""
+
+Phase = Literal["entering", "joining", "fetching", "starting", "running", "leaving", "parting", "over"]
+Actions = list[SessionAction]
+
+
+class SessionCore:
+    """One learner in one run.
+
+    Arguments:
+        who: without an incarnation.
+        num_fragments: of the model.
+        at_least: learners that must be there before this one starts.
+        reports_every_step: the syncer has to hear of every inner step at once.
+        initialises: this learner gives the run its model.
+        join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
+
+    Attributes:
+        who: the newest incarnation.
+        phase: see above.
+        standing: what stands, as last heard; None: nothing was heard yet.
+        wake_at: call `tick` at this time, unless another event comes before.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        num_fragments: int,
+        *,
+        at_least: int = 1,
+        reports_every_step: bool = False,
+        initialises: bool = False,
+        join_timeout_s: float | None = None,
+    ) -> None:
+        self.who = who
+        self.phase: Phase = "entering"
+        self.standing: Standing | None = None
+        self.wake_at = math.inf
+        self._num_fragments, self._at_least = num_fragments, at_least
+        self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
+        self._lanes, self._departure = Lanes(), Departure()
+        self._heartbeat = Heartbeat(reports_every_step=reports_every_step)
+        self._outbox, self._replica = Outbox(num_fragments), Replica(num_fragments)
+        self._boot: int | None = None
+        self._welcome: Standing | None = None  # of the stream of notices that is open
+        self._has_started = False
+        self._reason: str | None = None  # why the incarnation before was evicted
+        self._said = set[str]()
+
+    # --- the learner, and time ----------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> Actions:
+        """The learner wants to be part of the run."""
+        self._entrance.begin(now)
+        return self._go_on(now)
+
+    def offered(self, now: float, c: Contribution) -> Actions:
+        """A new contribution; one of an incarnation that is out is dropped."""
+        if not self._speaks(c.incarnation):
+            return [calls.Drop(c)]
+        self._outbox.add(c)
+        return self._go_on(now)
+
+    def report(self, now: float, incarnation: int, report: Report) -> Actions:
+        """What the learner says of itself as this incarnation; void for one that is out."""
+        if not self._speaks(incarnation):
+            return []
+        self._heartbeat.reported(report)
+        return self._go_on(now)
+
+    def leave(self, now: float) -> Actions:
+        """The learner takes no more steps and wants to leave; all ends with `Close`."""
+        if not self._is_member:
+            return self._over() if self.phase in ("entering", "joining") else []
+        self.phase = "leaving"
+        self._departure.begin(now)
+        return self._go_on(now)
+
+    def tick(self, now: float) -> Actions:
+        """Time has passed."""
+        return self._go_on(now)
+
+    # --- becoming part of the run -------------------------------------------------------------------------------------
+
+    def described(self, now: float, describe: calls.Describe, *, initialised: bool) -> Actions:
+        """Whether the run has a model."""
+        actions: Actions = [*self._lanes.answered(describe)]
+        self._departure.heard(now)
+        if self.phase != "entering":
+            return actions
+        if (error := self._entrance.described(now, has_model=initialised)) is not None:
+            return actions + self._fail(self._lanes.control, error)
+        if self._entrance.step == "ask":
+            self._lanes.control.ready_at = now + ASK_AGAIN_S
+            text = f"run {self.who.run!r} has no model yet; waiting for the learner that initialises it"
+            actions += self._warn_once("no model", text)
+        return actions + self._go_on(now)
+
+    def initialised(self, now: float) -> Actions:
+        """The run has this learner's model."""
+        self._lanes.receive.ended()
+        self._entrance.uploaded()
+        return self._go_on(now)
+
+    def joined(self, now: float, incarnation: int) -> Actions:
+        """The learner has a new incarnation, which holds no model yet."""
+        self._lanes.receive.ended()
+        if self.phase == "joining":
+            self.phase, self.who = "fetching", replace(self.who, incarnation=incarnation)
+            self._heartbeat.plan(now)
+        return self._go_on(now)
+
+    def _start(self) -> Actions:
+        """Start once the syncer counts on the learner and enough learners are there.
+
+        The learner starts from where it was welcome: by the time that it hears of the others, they may have begun.
+        """
+        welcome, standing = self._welcome, self.standing
+        if self.phase != "starting" or welcome is None or standing is None:
+            return []
+        if not self._has_started and standing.num_live < self._at_least:
+            text = f"{standing.num_live} of at least {self._at_least} learners are here; waiting for the others"
+            return self._warn_once("quorum", text)
+        reason = self._reason if self._has_started else None
+        self.phase, self._has_started = "running", True
+        is_awaited, versions = welcome.start_step < welcome.step, tuple(self._replica.held)
+        return [
+            calls.TellStart(self.who, welcome.start_step, is_awaited, versions, standing.run_tokens, reason),
+            *self._tell_calls(standing),
+        ]
+
+    def _join_again(self, reason: str) -> Actions:
+        """This incarnation is out, and what it sent is void."""
+        if self.phase == "leaving":
+            return self._over()
+        self.phase, self._reason = "joining", reason
+        drops = [calls.Drop(c) for c in self._outbox.contributions]
+        self._outbox, self._replica = Outbox(self._num_fragments), Replica(self._num_fragments)
+        self._welcome = self._boot = None
+        self._heartbeat.start_over()
+        return [*drops, calls.Warn(f"{self.who.learner} was evicted ({reason}) and joins again")]
+
+    # --- the model and the contributions ------------------------------------------------------------------------------
+
+    def fetched(self, now: float, fetch: calls.Fetch, version: int, verdicts: Iterable[Verdict] = ()) -> Actions:
+        """A part is here at this version, decoded and verified; with it came verdicts on contributions to it."""
+        self._lanes.receive.ended()
+        if not self._is_current(fetch.who):
+            return self._go_on(now)
+        self._replica.fetched(fetch, version)
+        actions = self._take(verdicts)
+        if self.phase == "fetching" and self._replica.is_complete:
+            self.phase = "starting"
+            self._heartbeat.urge()
+        elif self.phase == "running" and fetch.fragment is not None:
+            merged = self._outbox.merged_in(fetch.fragment, version)
+            actions.append(calls.TellArrival(fetch.fragment, version, merged))
+        return actions + self._go_on(now)
+
+    def pushed(self, now: float, push: calls.Push) -> Actions:
+        """The process of the syncer that a contribution was meant for has its bytes."""
+        self._lanes.send.ended()
+        if self._is_current(push.who):
+            self._outbox.acknowledged(push.contribution, push.boot)
+        return self._go_on(now)
+
+    # --- what the syncer says -----------------------------------------------------------------------------------------
+
+    def beaten(self, now: float, beat: calls.Beat, boot: int, standing: Standing) -> Actions:
+        """A heartbeat was answered, by this process of the syncer."""
+        self._heartbeat.ended(now)
+        self._heartbeat.plan(now, starting=self.phase == "starting")
+        return [*self._lanes.answered(beat), *self._hear(now, beat.who, boot, standing)]
+
+    def welcomed(self, now: float, watch: calls.Watch, boot: int, standing: Standing) -> Actions:
+        """The first notice of a stream: from here on the syncer counts on the learner."""
+        self._lanes.watch.reset()
+        if self._is_current(watch.who):
+            self._welcome = standing
+        return self._hear(now, watch.who, boot, standing)
+
+    def heard(self, now: float, watch: calls.Watch, boot: int, standing: Standing) -> Actions:
+        """A later notice of a stream, of the process that has opened it: what stands has changed."""
+        return self._hear(now, watch.who, boot, standing)
+
+    def evicted(self, now: float, watch: calls.Watch, reason: str, *, replaced: bool) -> Actions:
+        """The syncer has evicted this incarnation. `replaced`: another process has joined by its name."""
+        if not self._is_current(watch.who):
+            return []
+        if replaced and self.phase != "leaving":
+            run, learner = self.who.run, self.who.learner
+            text = f"another process has joined run {run!r} as {learner!r}; give every learner its own name."
+            for lane in self._lanes.all:
+                lane.is_stopped = True
+            return [calls.Fail(StaleIncarnationError(text))]
+        return self._join_again(reason) + self._go_on(now)
+
+    def ended(self, now: float, watch: calls.Watch) -> Actions:
+        """The syncer has closed a stream of notices."""
+        self._lanes.watch.is_busy, self._welcome = False, None
+        self._lanes.watch.pause(now)
+        return self._go_on(now)
+
+    def left(self, now: float) -> Actions:
+        """The syncer has heard goodbye."""
+        return self._over()
+
+    def _hear(self, now: float, who: Identity, boot: int, standing: Standing) -> Actions:
+        self._departure.heard(now)
+        if not self._is_current(who):
+            return self._go_on(now)
+        if boot != self._boot:  # it may lack what another process has acknowledged
+            self._boot = boot
+            self._lanes.send.reset()
+        self.standing = standing
+        self._replica.published(standing.versions)
+        actions = self._take(standing.verdicts)
+        actions += self._tell_calls(standing) if self.phase == "running" else self._start()
+        return actions + self._go_on(now)
+
+    def _take(self, verdicts: Iterable[Verdict]) -> Actions:
+        actions: Actions = []
+        for verdict, contribution in self._outbox.take(verdicts):
+            actions.append(calls.Drop(contribution))
+            if verdict.reason is not None:
+                actions.append(calls.TellRejection(verdict))
+        return actions
+
+    def _tell_calls(self, standing: Standing) -> Actions:
+        return [calls.TellCall(fragment, version) for fragment, version in self._replica.called(standing.calls)]
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def failed(self, now: float, call: calls.Call, error: DilocoError) -> Actions:
+        """A call has failed: it is repeated, this incarnation is out, or the learner fails."""
+        if isinstance(call, calls.Leave):
+            return [calls.Warn(f"{self.who.learner} left without the syncer's answer: {error}"), *self._over()]
+        lane = self._lanes.of(call)
+        lane.is_busy = False
+        if isinstance(call, calls.Beat):
+            self._heartbeat.ended(now)
+            self._heartbeat.urge()
+        elif isinstance(call, calls.Watch):
+            self._welcome = None
+        return self._mend(now, call, lane, error) + self._go_on(now)
+
+    def _mend(self, now: float, call: calls.Call, lane: Lane, error: DilocoError) -> Actions:
+        match call, error:
+            case calls.Describe(), UnreachableError() if self._entrance.is_late(now):
+                return self._fail(lane, error)
+            case _, UnreachableError() | NoRoomError():
+                if isinstance(call, calls.Initialise):
+                    self._entrance.lost()
+                return self._lanes.failed(now, call, error)
+            case calls.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
+                return []
+            case calls.Push(boot=boot), RestartedError():
+                if boot == self._boot:
+                    lane.pause(now)
+                    self._heartbeat.urge()  # its answer names the new process
+                return []
+            case calls.Fetch(fragment=int(fragment), base=base), DigestError() if base != NOTHING:
+                if self._is_current(call.who):
+                    self._replica.distrust(fragment)
+                return [calls.Warn(f"{error}; fetching it whole")]
+            case calls.Fetch() | calls.Watch() | calls.Beat() | calls.Push(), StaleIncarnationError():
+                return self._join_again(str(error)) if self._is_current(call.who) else []
+        return self._fail(lane, error)
+
+    def _fail(self, lane: Lane, error: DilocoError) -> Actions:
+        lane.is_stopped = True
+        return [calls.Fail(error)]
+
+    # --- what is done next --------------------------------------------------------------------------------------------
+
+    def _go_on(self, now: float) -> Actions:
+        """Begin the calls that there are to make."""
+        lanes, actions = self._lanes, list[SessionAction]()
+        self.wake_at = math.inf
+        if self.phase in ("parting", "over"):
+            return actions
+        if self.phase == "entering" and self._entrance.step == "join":
+            self.phase = "joining"
+        nexts = (self._control_call, self._watch_call, self._receive_call, self._send_call)
+        for lane, next_call in zip(lanes.all, nexts, strict=True):
+            if lane.is_free(now) and (call := next_call(now)) is not None:
+                lane.is_busy = True
+                actions.append(call)
+        if self.phase == "leaving":
+            actions += self._part(now)
+        if self.phase != "parting":
+            beats = self._is_member and not lanes.control.is_busy and not lanes.control.is_stopped
+            beat_at = max(self._heartbeat.due_at, lanes.control.ready_at) if beats else math.inf
+            self.wake_at = min(lanes.next_at(now), self._departure.next_at, beat_at)
+        return actions
+
+    def _control_call(self, now: float) -> calls.Call | None:
+        connection = self._lanes.connection.number
+        if self.phase == "entering" and self._entrance.step == "ask":
+            return calls.Describe(connection, CALL_TIMEOUT_S)
+        if not self._is_member or now < self._heartbeat.due_at:
+            return None
+        self._heartbeat.began(now)
+        versions, settled = tuple(self._replica.held), self._outbox.settled
+        return calls.Beat(self.who, connection, self._heartbeat.timeout_s, self._heartbeat.report, versions, settled)
+
+    def _watch_call(self, now: float) -> calls.Call | None:
+        """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""
+        connection = self._lanes.connection
+        if self.phase not in ("starting", "running", "leaving") or not connection.is_answered:
+            return None
+        return calls.Watch(self.who, connection.number)
+
+    def _receive_call(self, now: float) -> calls.Call | None:
+        match self.phase:
+            case "entering" if self._entrance.step == "initialise":
+                return calls.Initialise(self.who)
+            case "joining":
+                return calls.Join(self.who, again=self.who.incarnation > 0)
+            case "fetching" | "starting" | "running":
+                return self._replica.next(self.who)
+        return None
+
+    def _send_call(self, now: float) -> calls.Call | None:
+        if not self._has_voice or self._boot is None:
+            return None
+        c = self._outbox.next(self._boot)
+        return None if c is None else calls.Push(self.who, c, self._boot)
+
+    def _part(self, now: float) -> Actions:
+        """Leave once all is acknowledged, or there is no time left, or the syncer does not answer."""
+        send, departure = self._lanes.send, self._departure
+        is_sending = not send.is_stopped and (send.is_busy or self._send_call(now) is not None)
+        is_gone = departure.is_silent(now) or self._lanes.is_away
+        if is_sending and not is_gone and not departure.is_late(now):
+            return []
+        self.phase = "parting"
+        timeout_s = GONE_TIMEOUT_S if is_gone else departure.timeout_s(now)
+        leave = calls.Leave(self.who, self._lanes.connection.number, timeout_s, self._heartbeat.report.tokens)
+        text = f"{self.who.learner} leaves while a contribution is still in flight"
+        return [calls.Warn(text), leave] if is_sending else [leave]
+
+    def _over(self) -> Actions:
+        self.phase, self.wake_at = "over", math.inf
+        return [calls.Close()]
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_member(self) -> bool:
+        """Whether the newest incarnation is part of the run, as far as is known."""
+        return self.phase in ("fetching", "starting", "running", "leaving")
+
+    @property
+    def _has_voice(self) -> bool:
+        return self.phase in ("running", "leaving")
+
+    def _is_current(self, who: Identity) -> bool:
+        return self._is_member and who == self.who
+
+    def _speaks(self, incarnation: int) -> bool:
+        """Whether the learner has started as this incarnation, which is not out."""
+        return self._has_voice and incarnation == self.who.incarnation
+
+    def _warn_once(self, what: str, text: str) -> Actions:
+        if what in self._said:
+            return []
+        self._said.add(what)
+        return [calls.Warn(text)]
