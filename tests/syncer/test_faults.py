@@ -107,15 +107,21 @@ def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
     given = diloco.Method.from_dict(method(at_least=2, codec="e3m0").to_dict())
     undisturbed = diloco.run_local(lambda index, exchange: train(index, exchange, given, 24), learners=2)
 
+    begun, is_full = [threading.Event(), threading.Event()], threading.Event()
+
     def life(index: int) -> Any:
+        def at_step(step: int) -> None:
+            begun[index].set()  # it has joined, and has sent nothing yet
+            is_full.wait(60)
+
         exchange = diloco.connect(syncer.address, run=RUN, learner=f"learner-{index}", initialise=index == 0)
-        return train(index, exchange, None, 24)
+        return train(index, exchange, None, 24, at_step)
 
     with syncer_process(tmp_path, more="spool_bytes = 1") as syncer, ThreadPoolExecutor(2) as pool:
-        lives = [pool.submit(life, 0)]
-        until(lambda: bool(fetch_status(syncer.address, run=RUN)["learners"]), "the first does not join")
+        lives = [pool.submit(life, index) for index in range(2)]
+        until(lambda: all(event.is_set() for event in begun), "they do not begin")
         resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-        lives.append(pool.submit(life, 1))
+        is_full.set()
 
         def is_said() -> bool:
             assert not any(life.done() for life in lives), [life.result() for life in lives if life.done()]

@@ -25,6 +25,7 @@ from torch import Tensor
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
+from diloco.core.session.calls import Report
 from diloco.core.update import Update
 from diloco.errors import ConfigError
 
@@ -107,17 +108,6 @@ class Rejoined:
 
 
 Event = Arrived | CallForWork | Rejected | Rejoined
-
-
-@dataclass
-class Report:
-    """What a learner says of itself with every sign of life."""
-
-    step: int = 0
-    tokens: int = 0
-    step_s: float | None = None
-    waiting: bool = False
-    finished: bool = False
 
 
 class Exchange(ABC):

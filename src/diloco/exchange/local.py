@@ -16,8 +16,9 @@ from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.ledger import Ledger
 from diloco.core.method import Method
+from diloco.core.session.calls import Report
 from diloco.errors import ConfigError, LayoutError
-from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Report, required_method
+from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, required_method
 from diloco.exchange.delivery import Direction
 from diloco.exchange.virtual import Killed, StepSeconds, ThreadState
 from diloco.exchange.world import Run, World, model_bytes

@@ -15,9 +15,10 @@ import grpc
 from diloco import events
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
+from diloco.core.session.heartbeat import HEARTBEAT_S
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import split_address
-from diloco.exchange.wire.rpc import HEARTBEAT_S, SERVER_OPTIONS
+from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.syncer.auth import Authenticator, check_binding
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal

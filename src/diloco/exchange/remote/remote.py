@@ -1,20 +1,19 @@
 """A learner's exchange with a syncer over the internet.
 
-The learner dials out to one address and one port. Four threads keep the training thread free: one encodes and sends (`sending`), one
-receives and decodes (`receiving`), one watches for notices and one says that the learner is alive (`presence`). Losing the syncer
-is not an error: everything is tried again until it is back, and what was sent and not yet published is offered again. Being given up
-by the syncer means joining as a new incarnation (`joining`) and starting from the newest model.
+The learner dials out to one address and one port. Losing the syncer is not an error: everything is tried again until it is
+back, and what was sent and has no verdict is sent again. An evicted learner joins as a new incarnation and starts from the
+newest model. All of that is decided by `core.session`; threads make its calls (`session`), so that the training thread
+waits for none.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -22,33 +21,30 @@ from torch import Tensor
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.errors import ConfigError, ExchangeError, StaleIncarnationError
-from diloco.exchange.base import Event, Exchange, Model, Opened, Rejoined, Report
+from diloco.core.session import SessionCore
+from diloco.core.session.calls import Identity, Report
+from diloco.errors import ConfigError, ExchangeError
+from diloco.exchange.base import Event, Exchange, Model, Opened, Rejoined
 from diloco.exchange.connection import Connection
-from diloco.exchange.remote.joining import Initial, Joining
-from diloco.exchange.remote.presence import Presence
-from diloco.exchange.remote.receiving import Receiving
-from diloco.exchange.remote.sending import Sending
+from diloco.exchange.remote.entry import Entry, Initial, describe
+from diloco.exchange.remote.receiver import Receiver
 from diloco.exchange.remote.session import Session
-from diloco.exchange.wire import syncer_pb2 as pb
-
-log = logging.getLogger("diloco")
-
-LEAVE_TIMEOUT_S = 10.0
-"""What `close` waits at most for a syncer that answers to take what is on its way and to hear goodbye."""
-
-GONE_TIMEOUT_S = 1.0
-"""The same for one that does not answer."""
-
-LOOK_AGAIN_S = 0.2
-"""Between two looks whether enough learners are there to begin."""
 
 
 def connect(
-    address: str, *, run: str, token: str | None = None, learner: str | None = None, ca: str | Path | None = None,
-    insecure: bool = False, initialise: bool = False, initial_step: int = 0, initial_tokens: int = 0, source: str = "learner",
+    address: str,
+    *,
+    run: str,
+    token: str | None = None,
+    learner: str | None = None,
+    ca: str | Path | None = None,
+    insecure: bool = False,
+    initialise: bool = False,
+    initial_step: int = 0,
+    initial_tokens: int = 0,
+    source: str = "learner",
     join_timeout_s: float | None = None,
-) -> Remote:  # fmt: skip
+) -> Remote:
     """An exchange with the syncer at `address`. Nothing is dialled before a `Learner` takes it.
 
     Arguments:
@@ -56,13 +52,14 @@ def connect(
         run: the run's name; a syncer that serves another refuses.
         token: bearer token with the role learner.
         learner: this learner's id, unique in the run and the same after a restart; default: the host's name.
-        ca: PEM file of the authority that signed the syncer's certificate. None: the system's authorities; plain text only to a
-            loopback address or with `insecure`.
+        ca: PEM file of the authority that signed the syncer's certificate. None: the system's authorities; plain text
+            only to a loopback address or with `insecure`.
         insecure: plain text to another machine, on purpose.
         initialise: give the run this learner's model. Exactly one learner does so, once.
         initial_step, initial_tokens: what that model was trained on before (a warm start).
         source: for people: where that model came from.
-        join_timeout_s: how long to wait for a syncer to answer, and for the run to have a model; None: as long as it takes.
+        join_timeout_s: how long to wait for a syncer to answer, and for the run to have a model; None: as long as it
+            takes.
 
     Raises:
         ConfigError: an address or a combination that cannot be.
@@ -82,134 +79,102 @@ class Remote(Exchange):
     gradients = False
 
     def __init__(
-        self, connection: Connection, *, run: str, learner: str, initial: Initial | None = None, join_timeout_s: float | None = None
-    ) -> None:  # fmt: skip
-        self._session = Session(connection, run=run, learner=learner)
-        self._session.given_up = self._given_up
-        self._sending = Sending(self._session)
-        self._receiving = Receiving(self._session, self._sending)
-        self._presence = Presence(self._session, self._sending, self._receiving)
-        self._joining = Joining(
-            self._session, self._receiving, self._presence.beat, initial=initial, timeout_s=join_timeout_s
-        )
+        self,
+        connection: Connection,
+        *,
+        run: str,
+        learner: str,
+        initial: Initial | None = None,
+        join_timeout_s: float | None = None,
+    ) -> None:
+        self._connection, self._initial, self._join_timeout_s = connection, initial, join_timeout_s
+        self._who = Identity(run, learner, process=secrets.randbits(64))
+        self._incarnation = 0  # as which the training thread speaks
+        self._session: Session | None = None
         self._closing = threading.Lock()
         self._closed = False
 
-    # --- joining ----------------------------------------------------------------------------------------------------------
+    # --- joining ------------------------------------------------------------------------------------------------------
 
     def method(self, given: Method | None) -> Method:
-        method = Method.from_dict(json.loads(self._joining.describe().method))
+        run = self._who.run
+        method = Method.from_dict(json.loads(describe(self._connection, run, self._join_timeout_s).method))
         if given is not None and (difference := given.difference(method)):
             raise ConfigError(
-                f"the method given (here) is not run {self._session.run!r}'s (there): {difference}; pass method=None to take the run's."
+                f"the method given (here) is not run {run!r}'s (there): {difference}; pass method=None to take the "
+                "run's."
             )
         return method
 
     def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
-        self._session.layout, self._session.method = layout, method
-        self._joining.initialise(layout, initial)
-        opened = self._joining.join()
-        self._session.inbox.start_over(self._session.incarnation)
-        self._presence.start()
-        return self._wait_for_start(opened, method.quorum.at_least)
+        core = SessionCore(
+            self._who,
+            len(layout.fragments),
+            at_least=method.quorum.at_least,
+            reports_every_step=method.quorum.reports_every_step,
+            initialises=self._initial is not None,
+            join_timeout_s=self._join_timeout_s,
+        )
+        entry = Entry(self._connection, layout, self._initial, initial() if self._initial is not None else None)
+        self._session = Session(core, self._connection, entry, Receiver(self._connection, layout, method))
+        self._session.begin()
+        opened = self._session.inbox.wait_for_start()
+        self._incarnation = opened.incarnation
+        return opened
 
-    def _wait_for_start(self, opened: Opened, at_least: int) -> Opened:
-        """Until the syncer counts on this learner and the quorum is there; returns what to start from.
-
-        A learner that is given up while it waits joins again, like any other, and starts as the new incarnation. It starts from where
-        it was welcome: by the time that it hears of the others, they may have begun.
-        """
-        session, inbox, said = self._session, self._session.inbox, False
-        while True:
-            inbox.wait_until(lambda: self._presence.welcome is not None)
-            incarnation = session.incarnation
-            try:
-                beaten = self._presence.beat()
-            except StaleIncarnationError as error:
-                self._given_up(incarnation, str(error))
-            else:
-                if (again := inbox.take_rejoined()) is not None:
-                    opened = again
-                    self._presence.resume()
-                welcome_for, welcome = self._presence.welcome or (0, pb.Welcome())
-                if beaten.live >= at_least and opened.incarnation == welcome_for == incarnation == session.incarnation:
-                    return replace(opened, step=welcome.step, awaited=welcome.awaited)
-                if not said and beaten.live < at_least:
-                    log.warning("%d of at least %d learners are here; waiting for the others", beaten.live, at_least)
-                    said = True
-            inbox.wait_until(lambda: False, LOOK_AGAIN_S)
-
-    def _given_up(self, incarnation: int, reason: str) -> None:
-        """The syncer has given this incarnation up: join again, on the receiver, once; not, where it is leaving anyway."""
-        if self._closed:
-            return
-        self._receiving.worker.submit(lambda: self._rejoin(incarnation, reason))
-
-    def _rejoin(self, incarnation: int, reason: str) -> None:
-        session = self._session
-        if incarnation != session.incarnation:
-            return
-        log.warning("%s was given up (%s) and joins again", session.learner, reason)
-        self._presence.start_over()
-        opened = self._joining.join()
-        self._sending.start_over()
-        session.inbox.start_over(session.incarnation, Rejoined(opened, reason))
-
-    # --- the protocol -----------------------------------------------------------------------------------------------------
+    # --- the protocol -------------------------------------------------------------------------------------------------
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
-        self._sending.offer(contribution, payload)
+        session = self._opened
+        session.sender.keep(contribution, payload)
+        session.enter(partial(session.core.offered, c=contribution))
 
     def poll(self) -> Sequence[Event]:
-        events = self._session.inbox.take()
-        if any(isinstance(event, Rejoined) for event in events):
-            self._presence.resume()
+        events = self._opened.inbox.take()
+        for event in events:
+            if isinstance(event, Rejoined):
+                self._incarnation = event.opened.incarnation
         return events
 
     def wait(self) -> None:
-        self._session.inbox.wait()
+        self._opened.inbox.wait()
 
     def report(self, report: Report) -> None:
-        self._presence.report(report)
+        session = self._opened
+        session.enter(partial(session.core.report, incarnation=self._incarnation, report=report))
 
     @property
     def run_tokens(self) -> int | None:
-        return self._presence.run_tokens
+        standing = self._opened.core.standing
+        return 0 if standing is None else standing.run_tokens
 
     @property
     def num_live(self) -> int:
-        return self._presence.num_live
+        standing = self._opened.core.standing
+        return 1 if standing is None else standing.num_live
 
     @property
     def sync_every(self) -> int | None:
-        return self._presence.sync_every or None
+        standing = self._opened.core.standing
+        return None if standing is None else standing.sync_every
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
-        return dict(self._session.num_bytes)
+        return self._opened.num_bytes
 
-    # --- the end ----------------------------------------------------------------------------------------------------------
+    @property
+    def _opened(self) -> Session:
+        if self._session is None:
+            raise ExchangeError("this exchange takes part in no run yet; give it to a Learner first.")
+        return self._session
+
+    # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         with self._closing:
             if self._closed:
                 return
             self._closed = True
-        if self._session.incarnation:
-            self._part()
-        self._session.connection.close()
-        self._session.inbox.fail(ExchangeError("this learner's exchange was closed; connect again to train on."))
-        self._sending.worker.close()
-        self._receiving.worker.close()
-        self._presence.close()
-
-    def _part(self) -> None:
-        """Let what is on its way arrive, then leave; neither is waited for when the syncer does not answer."""
-        deadline = time.monotonic() + LEAVE_TIMEOUT_S
-        if not self._sending.worker.wait_until_idle(LEAVE_TIMEOUT_S, or_else=lambda: not self._is_there()):
-            log.warning("%s leaves while a contribution is still on its way", self._session.learner)
-        left_s = deadline - time.monotonic() if self._is_there() else 0.0
-        self._presence.say_goodbye(max(GONE_TIMEOUT_S, left_s))
-
-    def _is_there(self) -> bool:
-        return self._presence.is_answered and not self._session.connection.is_away
+        if self._session is not None:
+            self._session.close()
+        self._connection.close()

@@ -1,199 +1,258 @@
-"""What the parts of one learner's exchange share: who it is, its connection, its news, and threads that never hold up the process."""
+"""Threads around `SessionCore`: one for each lane of calls, and one for time."""
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
-import secrets
 import threading
-from collections import deque
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
-from diloco.core.fragments import Layout
-from diloco.core.method import Method
-from diloco.errors import DilocoError, NoRoomError
-from diloco.exchange.base import Event, Opened, Rejoined
+from google.protobuf.message import Message
+
+from diloco.core.session import SessionCore, calls
+from diloco.core.session.calls import SessionAction
+from diloco.core.session.departure import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
+from diloco.errors import DilocoError, ExchangeError
+from diloco.exchange.base import CallForWork, Opened, Rejected, Rejoined
 from diloco.exchange.connection import Connection
+from diloco.exchange.remote.entry import Entry
+from diloco.exchange.remote.inbox import Inbox
+from diloco.exchange.remote.messages import heartbeat_request, leave_request, standing_of, watch_request
+from diloco.exchange.remote.receiver import Fetched, Receiver
+from diloco.exchange.remote.sender import Sender
+from diloco.exchange.wire import syncer_pb2 as pb
 
 log = logging.getLogger("diloco")
 
-T = TypeVar("T")
+Event = Callable[[float], Sequence[SessionAction]]
+"""Of `SessionCore`, all but the time given."""
 
+_LANES: dict[str, tuple[type, ...]] = {
+    "control": (calls.Describe, calls.Beat),
+    "watch": (calls.Watch,),
+    "receive": (calls.Initialise, calls.Join, calls.Fetch),
+    "send": (calls.Push,),
+    "leave": (calls.Leave,),
+}
 
-class Inbox:
-    """News for the training thread, and the error that ends it. Any thread may call any method.
-
-    News belong to an incarnation: what is told of an older one is dropped.
-    """
-
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque()
-        self._changed = threading.Condition()
-        self._incarnation = 0
-        self._failure: BaseException | None = None
-
-    def tell(self, event: Event, incarnation: int) -> None:
-        """Add a piece of news."""
-        with self._changed:
-            if incarnation == self._incarnation:
-                self._events.append(event)
-                self._changed.notify_all()
-
-    def start_over(self, incarnation: int, *events: Event) -> None:
-        """A new incarnation: what was not read is void."""
-        with self._changed:
-            self._incarnation = incarnation
-            self._events = deque(events)
-            self._changed.notify_all()
-
-    def take_rejoined(self) -> Opened | None:
-        """What a new incarnation starts from, if that is the next piece of news."""
-        with self._changed:
-            first = self._events[0] if self._events else None
-            if not isinstance(first, Rejoined):
-                return None
-            self._events.popleft()
-            return first.opened
-
-    def fail(self, error: BaseException) -> None:
-        """Everybody who reads or waits raises this from now on; the first one counts."""
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Have `wait_until` look again."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def take(self) -> tuple[Event, ...]:
-        """Everything told since the last time. Raises what `fail` was given."""
-        with self._changed:
-            self._raise()
-            events = tuple(self._events)
-            self._events.clear()
-            return events
-
-    def wait(self) -> None:
-        """Until `take` has something to say."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._events) or self._failure is not None)
-
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Until `condition()`, which is looked at after each `wake`; returns whether it holds. Raises what `fail` was given."""
-        with self._changed:
-            self._changed.wait_for(lambda: condition() or self._failure is not None, timeout_s)
-            self._raise()
-            return condition()
-
-    def _raise(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+R = TypeVar("R", bound=Message)
+Lane = queue.SimpleQueue[calls.Call | None]
+"""Calls to make, in order; None ends it."""
 
 
 class Session:
-    """One learner in one run.
+    """Makes the calls that `SessionCore` asks for, and takes its news to the training thread.
+
+    Events enter the state machine one at a time, under a lock, and what it answers is carried out before the next one.
+    Threads are daemons: they do not keep the process alive.
+
+    Arguments:
+        core: decides.
+        entry, receiver: make the calls to join, and to fetch.
 
     Attributes:
-        process: a number of this exchange's own, by which the syncer tells it from another one with the same name.
-        incarnation: the newest; 0 before it has joined.
-        boot: names the syncer's process that was last heard of.
-        layout, method: set when the learner opens the exchange.
-        given_up: what to do when the syncer has given an incarnation up, and why; set by `Remote`.
-        num_bytes: payload bytes by kind.
+        inbox: the news.
+        sender: has the payloads of contributions.
     """
 
-    layout: Layout
-    method: Method
-    given_up: Callable[[int, str], None]
+    def __init__(self, core: SessionCore, connection: Connection, entry: Entry, receiver: Receiver) -> None:
+        self.core = core
+        self.inbox, self.sender = Inbox(), Sender(connection)
+        self._connection, self._entry, self._receiver = connection, entry, receiver
+        self._changed = threading.Condition()
+        self._is_over = False
+        self._arriving: Fetched | None = None
+        self._lanes: dict[str, Lane] = {name: queue.SimpleQueue() for name in _LANES}
+        self._threads: list[threading.Thread] = []
 
-    def __init__(self, connection: Connection, *, run: str, learner: str) -> None:
-        self.connection = connection
-        self.run = run
-        self.learner = learner
-        self.process = secrets.randbits(64)
-        self.incarnation = 0
-        self.boot = 0
-        self.inbox = Inbox()
-        self.num_bytes: dict[str, int] = {"contributions": 0, "updates": 0, "joins": 0}
+    def begin(self) -> None:
+        """The learner wants to be part of the run."""
+        for name, lane in self._lanes.items():
+            if name != "leave":  # the thread that closes makes that call
+                self._start(f"diloco-{name}", partial(self._run, lane))
+        self._start("diloco-clock", self._wake)
+        self.enter(self.core.begin)
+
+    def enter(self, event: Event) -> None:
+        """One event of the state machine, now; carries out its answer. Any thread."""
+        with self._changed:
+            if self._is_over:
+                return
+            wake_at = self.core.wake_at
+            for action in event(time.monotonic()):
+                self._carry_out(action)
+            if self.core.wake_at != wake_at:
+                self._changed.notify_all()
 
     @property
-    def is_closing(self) -> bool:
-        return self.connection.closing.is_set()
-
-    def retry(
-        self, action: Callable[[], T], *, waiting_for: str = "the syncer cannot be reached", give_up_after_s: float | None = None
-    ) -> T:  # fmt: skip
-        """Until the syncer is back, and has room; says each once."""
-        said: set[type[DilocoError]] = set()
-
-        def say(error: DilocoError) -> None:
-            if type(error) not in said and not self.is_closing:
-                why = "the syncer has no room" if isinstance(error, NoRoomError) else waiting_for
-                log.warning("%s yet, trying again: %s", why, error)
-                said.add(type(error))
-
-        return self.connection.retrying(action, on_retry=say, give_up_after_s=give_up_after_s)
-
-    def start(self, name: str, body: Callable[[], None]) -> threading.Thread:
-        """Run `body` in a thread of its own; what ends it early reaches the training thread."""
-        thread = threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
-        thread.start()
-        return thread
-
-    def _guarded(self, body: Callable[[], None]) -> None:
-        try:
-            body()
-        except DilocoError as error:
-            if not self.is_closing:
-                self.inbox.fail(error)
-        except BaseException as error:  # a defect: the training thread must not wait for what will never come
-            self.inbox.fail(error)
-            raise
-
-
-class Worker:
-    """A thread that runs jobs in order, until one fails or the session is closed. It does not keep the process alive."""
-
-    def __init__(self, session: Session, name: str) -> None:
-        self._session = session
-        self._name = name
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._num_open = 0
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run it after those before it; never, where the session is closing."""
-        with self._changed:
-            self._num_open += 1
-            if self._thread is None:
-                self._thread = self._session.start(self._name, self._run)
-        self._jobs.put(job)
-
-    def wait_until_idle(self, timeout_s: float, or_else: Callable[[], bool]) -> bool:
-        """Until every job is done, or `or_else()` (looked at ten times a second), or the time is over; returns the first."""
-        with self._changed:
-            for _ in range(round(10 * timeout_s)):
-                if self._changed.wait_for(lambda: self._num_open == 0, 0.1) or or_else() or not self._is_alive():
-                    break
-            return self._num_open == 0
-
-    def _is_alive(self) -> bool:
-        """A job that failed ends it."""
-        return self._thread is not None and self._thread.is_alive()
+    def num_bytes(self) -> dict[str, int]:
+        """Payload bytes by kind, sent and received."""
+        received = self._receiver.num_bytes
+        return {
+            "contributions": self.sender.num_bytes,
+            "updates": received["updates"],
+            "joins": received["joins"] + self._entry.num_bytes,
+        }
 
     def close(self) -> None:
-        """Drop what has not begun and wait for what has, which is no longer than its call: the connection is closed before."""
-        self._jobs.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        """Leave the run, as far as the syncer answers in time, and end the threads."""
+        self.enter(self.core.leave)
+        give_up_at = time.monotonic() + LEAVE_TIMEOUT_S + GONE_TIMEOUT_S
+        while not self._is_over:
+            try:
+                call = self._lanes["leave"].get(timeout=max(0.0, give_up_at - time.monotonic()))
+            except queue.Empty:
+                break
+            if call is not None:
+                self._make(call)
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._connection.close()
+        self.inbox.fail(ExchangeError("this learner's exchange was closed; connect again to train on."))
+        for lane in self._lanes.values():
+            lane.put(None)
+        for thread in self._threads:
+            thread.join()
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if not self._session.is_closing:
-                job()
-            with self._changed:
-                self._num_open -= 1
-                self._changed.notify_all()
+    # --- what is to be done -------------------------------------------------------------------------------------------
+
+    def _carry_out(self, action: SessionAction) -> None:
+        match action:
+            case calls.HangUp(connection=number):
+                self._connection.close_channel(_control(number))
+            case calls.Drop(contribution=c):
+                self.sender.drop(c)
+            case calls.Warn(text=text):
+                log.warning(text)
+            case calls.Close():
+                self._is_over = True
+                self._lanes["leave"].put(None)
+            case calls.Fail(error=error):
+                self.inbox.fail(error)
+            case calls.TellStart():
+                self._tell_start(action)
+            case calls.TellArrival(merged=merged):
+                assert self._arriving is not None
+                self.inbox.put(self._arriving.arrived(merged))
+            case calls.TellCall(fragment=fragment, version=version):
+                self.inbox.put(CallForWork(fragment, version))
+            case calls.TellRejection(verdict=verdict):
+                assert verdict.reason is not None
+                self.inbox.put(Rejected(verdict.fragment, verdict.number, verdict.reason))
+            case _:
+                name = next(name for name, kinds in _LANES.items() if isinstance(action, kinds))
+                self._lanes[name].put(action)
+
+    def _tell_start(self, start: calls.TellStart) -> None:
+        self._connection.close_channel("joins")
+        opened = Opened(
+            start.who.learner,
+            start.who.incarnation,
+            start.step,
+            start.versions,
+            self._receiver.model,
+            start.run_tokens,
+            self._receiver.outer_states,
+            awaited=start.awaited,
+        )
+        self.inbox.clear()
+        if start.reason is None:
+            self.inbox.start(opened)
+        else:
+            self.inbox.put(Rejoined(opened, start.reason))
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _run(self, lane: Lane) -> None:
+        while (call := lane.get()) is not None:
+            self._make(call)
+
+    def _make(self, call: calls.Call) -> None:
+        """Make a call, and enter how it ended."""
+        try:
+            event = self._made(call)
+        except DilocoError as error:
+            event = partial(self.core.failed, call=call, error=error)
+        self.enter(event)
+
+    def _made(self, call: calls.Call) -> Event:
+        core = self.core
+        match call:
+            case calls.Describe():
+                described = self._ask(call, "Describe", pb.DescribeRequest(run=core.who.run), pb.DescribeReply)
+                return partial(core.described, describe=call, initialised=described.initialised)
+            case calls.Initialise():
+                self._entry.initialise(call)
+                return core.initialised
+            case calls.Join():
+                return partial(core.joined, incarnation=self._entry.join(call))
+            case calls.Fetch():
+                return partial(self._fetched, fetch=call, fetched=self._receiver.fetch(call))
+            case calls.Push():
+                self.sender.push(call)
+                return partial(core.pushed, push=call)
+            case calls.Beat():
+                beaten = self._ask(call, "Heartbeat", heartbeat_request(call), pb.HeartbeatReply)
+                return partial(core.beaten, beat=call, boot=beaten.boot, standing=standing_of(beaten.standing))
+            case calls.Watch():
+                self._listen(call)
+                return partial(core.ended, watch=call)
+            case calls.Leave():
+                self._ask(call, "Leave", leave_request(call), pb.LeaveReply)
+                return core.left
+
+    def _ask(self, call: calls.Describe | calls.Beat | calls.Leave, method: str, request: Message, kind: type[R]) -> R:
+        return self._connection.call(_control(call.connection), method, request, kind, timeout_s=call.timeout_s)
+
+    def _fetched(self, now: float, fetch: calls.Fetch, fetched: Fetched) -> Sequence[SessionAction]:
+        self._receiver.take(fetched)
+        self._arriving = fetched
+        return self.core.fetched(now, fetch, fetched.update.version, fetched.verdicts)
+
+    def _listen(self, watch: calls.Watch) -> None:
+        """Take in the notices of a stream, until it ends."""
+        core, boot = self.core, 0
+        for notice in self._connection.watch(_control(watch.connection), watch_request(watch)):
+            match notice.WhichOneof("what"):
+                case "welcome":
+                    boot, standing = notice.welcome.boot, standing_of(notice.welcome.standing)
+                    self.enter(partial(core.welcomed, watch=watch, boot=boot, standing=standing))
+                case "standing":
+                    self.enter(partial(core.heard, watch=watch, boot=boot, standing=standing_of(notice.standing)))
+                case "evicted":
+                    evicted = notice.evicted
+                    self.enter(partial(core.evicted, watch=watch, reason=evicted.reason, replaced=evicted.replaced))
+
+    # --- threads ------------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Time passes."""
+        with self._changed:
+            while not self._is_over:
+                left_s = self.core.wake_at - time.monotonic()
+                if left_s > 0:
+                    self._changed.wait(left_s if left_s < math.inf else None)
+                else:
+                    self.enter(self.core.tick)
+
+    def _start(self, name: str, body: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                body()
+            except BaseException as error:  # a defect: the training thread must not wait for what will never come
+                self.inbox.fail(error)
+                raise
+
+        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+
+def _control(connection: int) -> str:
+    """The name of a control connection's channel."""
+    return f"control {connection}"

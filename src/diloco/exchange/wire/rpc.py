@@ -25,9 +25,6 @@ _CODES: dict[type[DilocoError], grpc.StatusCode] = {
     errors.StoreError: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
-HEARTBEAT_S = 0.5
-"""Between two signs of life of a learner; its first inner step is reported at once."""
-
 RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """The other side may be restarting, or the link is down: try again."""
 

@@ -1,0 +1,101 @@
+"""Becoming part of a run: what its method is, giving it its model, and a new incarnation."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from safetensors.torch import save
+from torch import Tensor
+
+from diloco.core.fragments import Layout
+from diloco.core.session import calls
+from diloco.core.session.lanes import Lane
+from diloco.errors import NoRoomError, UnreachableError
+from diloco.exchange.base import Model
+from diloco.exchange.connection import Connection
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import bytes_of, frames
+
+log = logging.getLogger("diloco")
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What an initialising learner says of its model: inner steps and tokens it was trained before, and where it came from."""
+
+    step: int
+    tokens: int
+    source: str
+
+
+def describe(connection: Connection, run: str, timeout_s: float | None) -> pb.DescribeReply:
+    """The run as the syncer describes it, once it answers.
+
+    Raises:
+        UnreachableError: it did not within `timeout_s` (None: as long as it takes), or the connection is being closed.
+    """
+    lane, began_at = Lane(), time.monotonic()
+    while True:
+        try:
+            return connection.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+        except (UnreachableError, NoRoomError) as error:
+            now = time.monotonic()
+            if connection.closing.is_set() or (timeout_s is not None and now - began_at >= timeout_s):
+                raise
+            if (text := lane.failed(now, error)) is not None:
+                log.warning(text)
+            connection.closing.wait(lane.ready_at - now)
+
+
+class Entry:
+    """Arguments:
+    initial: set for the learner that gives the run its model.
+    model: that model.
+
+    Attributes:
+        num_bytes: sent.
+    """
+
+    def __init__(self, connection: Connection, layout: Layout, initial: Initial | None, model: Model | None) -> None:
+        self.num_bytes = 0
+        self._connection, self._layout, self._initial, self._model = connection, layout, initial, model
+
+    def initialise(self, call: calls.Initialise) -> None:
+        """Give the run its model. Raises as `Connection.upload`, and AlreadyInitialisedError."""
+        assert self._initial is not None
+        assert self._model is not None
+        parts = _parts(self._model.fragments, self._model.static)
+        header = pb.InitialiseHeader(
+            run=call.who.run,
+            learner=call.who.learner,
+            layout=json.dumps(self._layout.to_dict()),
+            source=self._initial.source,
+            step=self._initial.step,
+            tokens=self._initial.tokens,
+            part_bytes=[len(part) for part in parts],
+        )
+        self._connection.upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
+        self.num_bytes, self._model = sum(len(part) for part in parts), None
+
+    def join(self, call: calls.Join) -> int:
+        """A new incarnation. Raises as `Connection.call`, and StaleIncarnationError, LayoutError."""
+        request = pb.JoinRequest(
+            run=call.who.run,
+            learner=call.who.learner,
+            layout=json.dumps(self._layout.to_dict()),
+            process=call.who.process,
+            again=call.again,
+        )
+        try:
+            return self._connection.call("joins", "Join", request, pb.JoinReply).incarnation
+        except UnreachableError:
+            self._connection.close_channel("joins")
+            raise
+
+
+def _parts(fragments: Sequence[Tensor], static: Mapping[str, Tensor]) -> list[memoryview]:
+    return [*(bytes_of(theta) for theta in fragments), memoryview(save(dict(static)))]

@@ -1,0 +1,69 @@
+"""News for the training thread, and the error that ends it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from diloco.exchange.base import Event, Opened
+
+
+class Inbox:
+    """Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._start: Opened | None = None
+        self._events: deque[Event] = deque()
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+
+    def put(self, event: Event) -> None:
+        """Add a piece of news."""
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Drop unread news."""
+        with self._changed:
+            self._events.clear()
+
+    def start(self, opened: Opened) -> None:
+        """The learner starts for the first time."""
+        with self._changed:
+            self._start = opened
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Record the first failure; later reads and waits raise it."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def wait_for_start(self) -> Opened:
+        """Block until the learner starts. Raises the recorded failure."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._start is not None or self._failure is not None)
+            if self._start is None:
+                self._raise()
+            opened, self._start = self._start, None
+        assert opened is not None
+        return opened
+
+    def take(self) -> Sequence[Event]:
+        """Everything put since the last time. Raises the recorded failure."""
+        with self._changed:
+            self._raise()
+            events = tuple(self._events)
+            self._events.clear()
+            return events
+
+    def wait(self) -> None:
+        """Block until `take` has something to say."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._events) or self._failure is not None)
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            raise self._failure
