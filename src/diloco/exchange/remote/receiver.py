@@ -17,7 +17,7 @@ from diloco.core.update import Update, advance
 from diloco.errors import DigestError
 from diloco.exchange.base import Arrived, Model
 from diloco.exchange.connection import Connection
-from diloco.exchange.remote.messages import pull_request, update_of, verdicts_of
+from diloco.exchange.remote.requests import pull_request, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import tensor_of
 
@@ -35,7 +35,7 @@ NOTHING = Holding(-1, torch.empty(0), {})
 
 
 @dataclass(frozen=True)
-class Fetched:
+class Download:
     """What a fetch has brought: a fragment at a version, or the static tensors (`held` None)."""
 
     held: Holding | None
@@ -53,7 +53,8 @@ class Fetched:
 
 
 class Receiver:
-    """The newest global fragments, and how to get newer ones. `fetch` runs on one thread; the rest is guarded by the caller.
+    """The newest global fragments, and how to get newer ones. `fetch` runs on one thread; the rest is guarded by the
+    caller.
 
     Attributes:
         newest: per fragment.
@@ -66,7 +67,7 @@ class Receiver:
         self._connection, self._layout, self._method = connection, layout, method
         self._static: Mapping[str, Tensor] = {}
 
-    def fetch(self, call: calls.Fetch) -> Fetched:
+    def fetch(self, call: calls.Fetch) -> Download:
         """Fetch a part of the model.
 
         Raises:
@@ -77,12 +78,12 @@ class Receiver:
         self.num_bytes[channel] += len(buffer)
         verdicts, update = verdicts_of(header.verdicts), update_of(header)
         if call.fragment is None:
-            return Fetched(None, update, None, False, load(bytes(buffer)), verdicts)
+            return Download(None, update, None, False, load(bytes(buffer)), verdicts)
         held, mean = self._decode(call.fragment, header, buffer)
         starts_again = self._method.outer_at == "learners" and header.lossless
-        return Fetched(held, update, mean, starts_again, {}, verdicts)
+        return Download(held, update, mean, starts_again, {}, verdicts)
 
-    def take(self, fetched: Fetched) -> None:
+    def take(self, fetched: Download) -> None:
         """Hold what was fetched."""
         if fetched.held is None:
             self._static = fetched.static
