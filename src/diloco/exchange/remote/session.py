@@ -137,8 +137,9 @@ class Session:
             case calls.TellStart():
                 self._tell_start(action)
             case calls.TellArrival(merged=merged):
-                assert self._arriving is not None
-                self.inbox.put(self._arriving.arrived(merged))
+                arriving, self._arriving = self._arriving, None
+                assert arriving is not None
+                self.inbox.put(arriving.arrived(merged))
             case calls.TellCall(fragment=fragment, version=version):
                 self.inbox.put(CallForWork(fragment, version))
             case calls.TellRejection(verdict=verdict):

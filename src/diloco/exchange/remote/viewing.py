@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from diloco.core.fragments import Layout, digest, scatter
-from diloco.errors import DigestError, NotInitialisedError
+from diloco.core.fragments import Layout, scatter
+from diloco.errors import NotInitialisedError
 from diloco.exchange.connection import Connection
+from diloco.exchange.remote.receiver import whole_of
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import tensor_of
 
 
 def fetch_model(
@@ -34,11 +34,7 @@ def fetch_model(
         model: dict[str, Tensor] = {}
         for fragment in layout.fragments:
             header, buffer = connection.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
-            theta = tensor_of(buffer, torch.float32)
-            if digest(theta) != header.digest:
-                raise DigestError(
-                    f"version {header.version} of fragment {fragment.index} arrived damaged; fetch it again."
-                )
+            theta = whole_of(header, buffer, fragment.numel).theta
             for name, value in scatter(fragment, theta).items():
                 spec = next(place.spec for place in fragment.tensors if place.spec.name == name)
                 model[name] = value.to(getattr(torch, spec.dtype))
