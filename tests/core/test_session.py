@@ -417,10 +417,11 @@ def test_versions_are_fetched_until_the_newest_is_here() -> None:
     assert it.beat().versions == (2, 1)
 
 
-def test_a_version_with_other_bits_is_fetched_whole_and_fails_if_that_has_too() -> None:
+@pytest.mark.parametrize("kind", [errors.DigestError, errors.CorruptPayloadError, errors.VersionError])
+def test_an_update_that_leads_elsewhere_is_fetched_whole_and_fails_if_that_does_too(kind: Any) -> None:
     it = Script().start()
     it.notice(versions=(1, 0))
-    error = errors.DigestError("version 1 of fragment 0 is not what the syncer published")
+    error = kind("version 1 of fragment 0 is not what was published")
     it.fail(calls.Fetch, error)
     assert "fetching it whole" in it.take(calls.Warn)[0].text
     assert (it.open[calls.Fetch].base, it.open[calls.Fetch].joining) == (-1, False)

@@ -1,15 +1,17 @@
-"""How contributions reach the others: one small protocol, implemented in one process, over a process group and over the internet.
+"""How contributions reach the others: one small protocol, implemented in one process, over a process group and over the
+internet.
 
     method(given)            the run's method
-    open(layout, …)          join the run with this model; what everybody holds
+    open(layout, …)          join the run with this model; what all learners start from
     offer(contribution, …)   send a contribution; returns at once
     poll()                   what has happened since the last poll
     wait()                   block until `poll` has something new
     boundary()               this boundary's work is done; whether there may be more of it at this very moment
     close()
 
-An exchange owns its threads and its copy of the newest global fragments. It encodes, sends, receives and decodes where it likes:
-`offer` takes the payload as a function that it calls when it needs the bytes, and `Arrived` carries the decoded fragment.
+An exchange owns its threads and its copy of the newest global fragments. It encodes, sends, receives and decodes where
+it likes: `offer` takes the payload as a function that it calls when it needs the bytes, and `Arrived` carries the
+decoded fragment.
 """
 
 from __future__ import annotations
@@ -69,10 +71,11 @@ class Arrived:
     Attributes:
         update: what was published.
         theta: the new global fragment.
-        merged: this learner's contributions up to this number are in this version or an earlier one, unless they were rejected; 0: none
-            is.
+        merged: this learner's contributions up to this number are in this version or an earlier one, unless they were
+            rejected; 0: none is.
         mean: the merged outer gradient that led to it, where the outer optimizer is on the learners.
-        outer_state: where it is on the learners and the fragment had to be fetched whole: the outer state that belongs to it.
+        outer_state: where it is on the learners and the fragment had to be fetched whole: the outer state that belongs
+            to it.
     """
 
     update: Update
@@ -101,7 +104,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Rejoined:
-    """This learner was given up and is back as a new incarnation; it starts again from here. What it had sent is void."""
+    """This learner was evicted and is back as a new incarnation. It starts again from here; what it had sent is void."""
 
     opened: Opened
     reason: str
@@ -129,7 +132,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
-        """Join. `initial` gives this learner's own model, for whoever initialises the run.
+        """Join. `initial` gives this learner's own model, and is called only where this learner initialises the run.
 
         Raises:
             LayoutError: the others hold another model; names the first tensor that differs.
@@ -137,7 +140,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
-        """Send a contribution; never blocks on the network. `payload()` gives the encoded bytes (uint8) and is called once."""
+        """Send a contribution; never blocks on the network.
+
+        `payload()` gives the encoded bytes (uint8). It is called at most once, and in the order of the offers.
+        """
 
     @abstractmethod
     def poll(self) -> Sequence[Event]:
@@ -147,14 +153,16 @@ class Exchange(ABC):
     def wait(self) -> None:
         """Block until `poll` has something new."""
 
-    def report(self, report: Report) -> None:  # noqa: B027  (an exchange without signs of life has nothing to do)
-        """The learner's newest state, for signs of life; never blocks."""
+    def report(self, report: Report) -> None:  # noqa: B027  (an exchange without heartbeats has nothing to do)
+        """The learner's newest state, for heartbeats; never blocks."""
 
     def stepped(self) -> None:  # noqa: B027  (only virtual time has to be told)
-        """The learner has computed an inner step and comes to its boundary; in virtual time, blocks until the step has ended."""
+        """The learner has computed an inner step and comes to its boundary; in virtual time, blocks until the step has
+        ended."""
 
     def boundary(self) -> bool:
-        """The learner has done what there was to do at this boundary. True: there is more at this very moment, poll again."""
+        """The learner has done what there was to do at this boundary. True: there is more at this very moment, poll
+        again."""
         return False
 
     @property
@@ -178,12 +186,13 @@ class Exchange(ABC):
 
     @property
     def run_tokens(self) -> int | None:
-        """Tokens trained by the whole run as last heard, or None where nobody counts them."""
+        """Tokens trained by the whole run as last heard, or None where they are not counted."""
         return None
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
-        """Payload bytes by kind ("contributions", "updates", "joins", "control") that this learner has sent and received."""
+        """Payload bytes by kind ("contributions", "updates", "joins", "control") that this learner has sent and
+        received."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,8 +200,8 @@ class Exchange(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from `state_dict`. Returns False, with nothing loaded, where the others train already and the run is not where the
-        state says."""
+        """Continue from `state_dict`. Returns False, with nothing loaded, where the others train already and the run is
+        not where the state says."""
         if state:
             raise ConfigError(
                 "this checkpoint was written over another kind of exchange; resume it over the same kind."

@@ -33,8 +33,8 @@ class Connection:
     """Channels to one syncer, one TCP connection each, made when first used.
 
     Bulk transfers have channels of their own ("contributions", "updates", "joins"), so that they cannot starve the
-    heartbeats. A transfer that stands still is cut off after a stall timeout that is measured, and its channel is closed:
-    the next call dials anew.
+    heartbeats. A transfer that stands still is cut off after a stall timeout that is measured, and its channel is
+    closed: the next call dials anew.
 
     Arguments:
         address: "host:port"; a learner only ever dials out, to this one address.

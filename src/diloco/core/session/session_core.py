@@ -35,12 +35,13 @@ from diloco.core.session.outbox import Outbox
 from diloco.core.session.replica import NOTHING, Replica
 from diloco.errors import (
     AlreadyInitialisedError,
-    DigestError,
+    CorruptPayloadError,
     DilocoError,
     NoRoomError,
     RestartedError,
     StaleIncarnationError,
     UnreachableError,
+    VersionError,
 )
 
 CALL_TIMEOUT_S = 30.0
@@ -49,7 +50,7 @@ CALL_TIMEOUT_S = 30.0
 ASK_AGAIN_S = 0.3
 """Poll interval while waiting for the run's initial model."""
 
-Phase = Literal["entering", "joining", "fetching", "starting", "running", "leaving", "parting", "over"]
+SessionPhase = Literal["entering", "joining", "fetching", "starting", "running", "leaving", "parting", "over"]
 Actions = list[SessionAction]
 
 
@@ -82,7 +83,7 @@ class SessionCore:
         join_timeout_s: float | None = None,
     ) -> None:
         self.who = who
-        self.phase: Phase = "entering"
+        self.phase: SessionPhase = "entering"
         self.standing: Standing | None = None
         self.wake_at = math.inf
         self._num_fragments, self._at_least = num_fragments, at_least
@@ -308,7 +309,9 @@ class SessionCore:
                     lane.pause(now)
                     self._heartbeat.urge()  # its answer names the new process
                 return []
-            case calls.Fetch(fragment=int(fragment), base=base), DigestError() if base != NOTHING:
+            case calls.Fetch(fragment=int(fragment), base=base), VersionError() | CorruptPayloadError() if (
+                base != NOTHING
+            ):
                 if self._is_current(call.who):
                     self._replica.distrust(fragment)
                 return [calls.Warn(f"{error}; fetching it whole")]

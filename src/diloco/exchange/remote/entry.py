@@ -25,7 +25,12 @@ log = logging.getLogger("diloco")
 
 @dataclass(frozen=True)
 class Initial:
-    """What an initialising learner says of its model: inner steps and tokens it was trained before, and where it came from."""
+    """What an initialising learner says of its model.
+
+    Attributes:
+        step, tokens: inner steps and tokens it was trained on before the run.
+        source: where it came from, for people.
+    """
 
     step: int
     tokens: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from safetensors.torch import load
 from torch import Tensor
 
@@ -15,88 +14,84 @@ from diloco.core.held import Advanced, HeldFragment, advance
 from diloco.core.method import Method
 from diloco.core.session import calls
 from diloco.core.update import Update
-from diloco.errors import CorruptPayloadError, DigestError, VersionError
 from diloco.exchange.base import Arrived, Model
 from diloco.exchange.connection import Connection
-from diloco.exchange.remote.messages import pull_request, update_of, verdicts_of
+from diloco.exchange.remote.requests import pull_request, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import tensor_of
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """What a fetch has brought: a fragment at a version, or the static tensors (`held` None)."""
+class Download:
+    """What a fetch has brought: a fragment's new version, or the static tensors (`advanced` None)."""
 
-    held: HeldFragment | None
     update: Update
-    mean: Tensor | None
-    starts_again: bool
-    static: Mapping[str, Tensor]
     verdicts: tuple[Verdict, ...]
+    advanced: Advanced | None
+    static: Mapping[str, Tensor]
+    starts_again: bool
 
     def arrived(self, merged: int) -> Arrived:
         """As news for the training thread."""
-        assert self.held is not None
-        outer_state = self.held.outer_state if self.starts_again else None
-        return Arrived(self.update, self.held.theta, merged, self.mean, outer_state)
+        assert self.advanced is not None
+        new = self.advanced.held
+        outer_state = new.outer_state if self.starts_again else None
+        return Arrived(self.update, new.theta, merged, self.advanced.mean, outer_state)
 
 
 class Receiver:
-    """The newest global fragments, and how to get newer ones. `fetch` runs on one thread; the rest is guarded by the caller.
+    """The newest global fragments, and how to get newer ones. `fetch` runs on one thread; the caller guards the rest.
 
     Attributes:
-        newest: per fragment, with its outer state where the outer optimizer is on the learners.
         num_bytes: received as a joiner, and as a member of the run.
     """
 
     def __init__(self, connection: Connection, layout: Layout, method: Method) -> None:
-        nothing = torch.empty(0)
-        self.newest = [HeldFragment(it.index, -1, nothing, {}, None, "") for it in layout.fragments]
         self.num_bytes = {"joins": 0, "updates": 0}
         self._connection, self._layout, self._method = connection, layout, method
+        self._newest: dict[int, HeldFragment] = {}
         self._static: Mapping[str, Tensor] = {}
 
-    def fetch(self, call: calls.Fetch) -> Fetched:
+    def fetch(self, call: calls.Fetch) -> Download:
         """Fetch a part of the model.
 
         Raises:
-            DigestError: it is not what the syncer published. Others as `Connection.pull`.
+            VersionError, CorruptPayloadError, DigestError: it is not what the syncer published, or leads from another
+                version. Others as `Connection.pull`.
         """
         channel = "joins" if call.joining else "updates"
         header, buffer = self._connection.pull(channel, pull_request(call))
         self.num_bytes[channel] += len(buffer)
         verdicts, update = verdicts_of(header.verdicts), update_of(header)
         if call.fragment is None:
-            return Fetched(None, update, None, False, load(bytes(buffer)), verdicts)
-        try:
-            advanced = self._advance(call.fragment, update, header, buffer)
-        except (VersionError, CorruptPayloadError) as error:
-            raise DigestError(str(error)) from error  # whatever is wrong with it: the fragment is fetched whole
-        starts_again = self._method.outer_at == "learners" and update.lossless
-        return Fetched(advanced.held, update, advanced.mean, starts_again, {}, verdicts)
-
-    def take(self, fetched: Fetched) -> None:
-        """Hold what was fetched."""
-        if fetched.held is None:
-            self._static = fetched.static
+            return Download(update, verdicts, None, load(bytes(buffer)), starts_again=False)
+        if header.lossless:
+            advanced = Advanced(whole_of(header, buffer, self._layout.fragments[call.fragment].numel))
         else:
-            self.newest[fetched.update.fragment] = fetched.held
+            advanced = advance(self._method, self._newest[call.fragment], update, tensor_of(buffer))
+        starts_again = self._method.outer_at == "learners" and header.lossless
+        return Download(update, verdicts, advanced, {}, starts_again)
+
+    def take(self, download: Download) -> None:
+        """Hold what was fetched."""
+        if download.advanced is None:
+            self._static = download.static
+        else:
+            self._newest[download.update.fragment] = download.advanced.held
 
     @property
     def model(self) -> Model:
         """As it is held."""
-        return Model(tuple(held.theta for held in self.newest), self._static)
+        return Model(tuple(held.theta for held in self._all), self._static)
 
     @property
     def outer_states(self) -> tuple[Mapping[str, Tensor], ...]:
         """By fragment, where the outer optimizer is on the learners; elsewhere empty."""
-        return tuple(held.outer_state for held in self.newest) if self._method.outer_at == "learners" else ()
+        return tuple(held.outer_state for held in self._all) if self._method.outer_at == "learners" else ()
 
-    def _advance(self, fragment: int, update: Update, header: pb.PullHeader, buffer: memoryview) -> Advanced:
-        """Raises as `core.held.advance`."""
-        if update.lossless:
-            return Advanced(whole_of(header, buffer, self._layout.fragments[fragment].numel))
-        return advance(self._method, self.newest[fragment], update, tensor_of(buffer))
+    @property
+    def _all(self) -> list[HeldFragment]:
+        return [self._newest[fragment.index] for fragment in self._layout.fragments]
 
 
 def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int) -> HeldFragment:

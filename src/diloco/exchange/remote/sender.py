@@ -10,7 +10,7 @@ from torch import Tensor
 from diloco.core.contribution import Contribution
 from diloco.core.session import calls
 from diloco.exchange.connection import Connection
-from diloco.exchange.remote.messages import push_header
+from diloco.exchange.remote.requests import push_header
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 

@@ -21,15 +21,15 @@ from diloco.exchange.base import CallForWork, Opened, Rejected, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
-from diloco.exchange.remote.messages import heartbeat_request, leave_request, standing_of, watch_request
-from diloco.exchange.remote.receiver import Fetched, Receiver
+from diloco.exchange.remote.receiver import Download, Receiver
+from diloco.exchange.remote.requests import heartbeat_request, leave_request, standing_of, watch_request
 from diloco.exchange.remote.sender import Sender
 from diloco.exchange.wire import syncer_pb2 as pb
 
 log = logging.getLogger("diloco")
 
-Event = Callable[[float], Sequence[SessionAction]]
-"""Of `SessionCore`, all but the time given."""
+Input = Callable[[float], Sequence[SessionAction]]
+"""An event of `SessionCore`, all but the time given."""
 
 _LANES: dict[str, tuple[type, ...]] = {
     "control": (calls.Describe, calls.Beat),
@@ -40,7 +40,7 @@ _LANES: dict[str, tuple[type, ...]] = {
 }
 
 R = TypeVar("R", bound=Message)
-Lane = queue.SimpleQueue[calls.Call | None]
+CallQueue = queue.SimpleQueue[calls.Call | None]
 """Calls to make, in order; None ends it."""
 
 
@@ -65,8 +65,8 @@ class Session:
         self._connection, self._entry, self._receiver = connection, entry, receiver
         self._changed = threading.Condition()
         self._is_over = False
-        self._arriving: Fetched | None = None
-        self._lanes: dict[str, Lane] = {name: queue.SimpleQueue() for name in _LANES}
+        self._arriving: Download | None = None
+        self._lanes: dict[str, CallQueue] = {name: queue.SimpleQueue() for name in _LANES}
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
@@ -77,7 +77,7 @@ class Session:
         self._start("diloco-clock", self._wake)
         self.enter(self.core.begin)
 
-    def enter(self, event: Event) -> None:
+    def enter(self, event: Input) -> None:
         """One event of the state machine, now; carries out its answer. Any thread."""
         with self._changed:
             if self._is_over:
@@ -137,8 +137,9 @@ class Session:
             case calls.TellStart():
                 self._tell_start(action)
             case calls.TellArrival(merged=merged):
-                assert self._arriving is not None
-                self.inbox.put(self._arriving.arrived(merged))
+                arriving, self._arriving = self._arriving, None
+                assert arriving is not None
+                self.inbox.put(arriving.arrived(merged))
             case calls.TellCall(fragment=fragment, version=version):
                 self.inbox.put(CallForWork(fragment, version))
             case calls.TellRejection(verdict=verdict):
@@ -168,7 +169,7 @@ class Session:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def _run(self, lane: Lane) -> None:
+    def _run(self, lane: CallQueue) -> None:
         while (call := lane.get()) is not None:
             self._make(call)
 
@@ -180,7 +181,7 @@ class Session:
             event = partial(self.core.failed, call=call, error=error)
         self.enter(event)
 
-    def _made(self, call: calls.Call) -> Event:
+    def _made(self, call: calls.Call) -> Input:
         core = self.core
         match call:
             case calls.Describe():
@@ -209,7 +210,7 @@ class Session:
     def _ask(self, call: calls.Describe | calls.Beat | calls.Leave, method: str, request: Message, kind: type[R]) -> R:
         return self._connection.call(_control(call.connection), method, request, kind, timeout_s=call.timeout_s)
 
-    def _fetched(self, now: float, fetch: calls.Fetch, fetched: Fetched) -> Sequence[SessionAction]:
+    def _fetched(self, now: float, fetch: calls.Fetch, fetched: Download) -> Sequence[SessionAction]:
         self._receiver.take(fetched)
         self._arriving = fetched
         return self.core.fetched(now, fetch, fetched.update.version, fetched.verdicts)

@@ -1,0 +1,110 @@
+"""Values of the state machines as messages of the wire, and back: a learner's end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.session import calls
+from diloco.core.update import Update
+from diloco.exchange.wire import syncer_pb2 as pb
+
+
+def push_header(push: calls.Push, num_bytes: int) -> pb.PushHeader:
+    """What goes before the payload of a contribution."""
+    c: Contribution = push.contribution
+    return pb.PushHeader(
+        run=push.who.run,
+        learner=c.learner,
+        incarnation=c.incarnation,
+        fragment=c.fragment,
+        number=c.number,
+        round=c.round,
+        base=c.base,
+        tokens=c.tokens,
+        steps=c.steps,
+        trained=c.trained,
+        step=c.step,
+        discarded=[pb.Discard(reason=reason, tokens=tokens) for reason, tokens in c.discarded],
+        part=c.tensors is not None,
+        tensors=c.tensors,
+        num_bytes=num_bytes,
+        boot=push.boot,
+    )
+
+
+def pull_request(fetch: calls.Fetch) -> pb.PullRequest:
+    """What asks for a part of the model."""
+    who = fetch.who
+    request = pb.PullRequest(
+        run=who.run, learner=who.learner, incarnation=who.incarnation, base=fetch.base, joining=fetch.joining
+    )
+    if fetch.fragment is None:
+        request.static = True
+    else:
+        request.fragment = fetch.fragment
+    return request
+
+
+def heartbeat_request(beat: calls.Beat) -> pb.HeartbeatRequest:
+    """A heartbeat."""
+    who, report = beat.who, beat.report
+    return pb.HeartbeatRequest(
+        run=who.run,
+        learner=who.learner,
+        incarnation=who.incarnation,
+        step=report.step,
+        tokens=report.tokens,
+        step_s=report.step_s or 0.0,
+        waiting=report.waiting,
+        finished=report.finished,
+        versions=[max(version, 0) for version in beat.versions],
+        settled=beat.settled,
+    )
+
+
+def watch_request(watch: calls.Watch) -> pb.WatchRequest:
+    """What opens a stream of notices."""
+    return pb.WatchRequest(run=watch.who.run, learner=watch.who.learner, incarnation=watch.who.incarnation)
+
+
+def leave_request(leave: calls.Leave) -> pb.LeaveRequest:
+    """Goodbye."""
+    who = leave.who
+    return pb.LeaveRequest(run=who.run, learner=who.learner, incarnation=who.incarnation, tokens=leave.tokens)
+
+
+def standing_of(message: pb.Standing) -> Standing:
+    """What stands for a learner."""
+    return Standing(
+        message.step,
+        message.start_step,
+        message.run_tokens,
+        message.num_live,
+        message.sync_every or None,
+        tuple(message.versions),
+        tuple((call.fragment, call.version) for call in message.calls),
+        verdicts_of(message.verdicts),
+    )
+
+
+def verdicts_of(messages: Iterable[pb.Verdict]) -> tuple[Verdict, ...]:
+    """What became of contributions."""
+    return tuple(
+        Verdict(each.fragment, each.number, each.reason if each.HasField("reason") else None, each.version)
+        for each in messages
+    )
+
+
+def update_of(header: pb.PullHeader) -> Update:
+    """A published version."""
+    return Update(
+        header.fragment,
+        header.base,
+        header.version,
+        tuple(header.contributors),
+        tuple(header.weights),
+        header.scale,
+        header.digest,
+        header.lossless,
+    )
