@@ -117,9 +117,11 @@ def test_a_joiner_is_a_joiner_after_the_syncer_was_started_again(tmp_path: Path)
     with start(tmp_path, tiny_method(at_least=2)) as syncer:
         for raw in (survivor, joiner):
             raw.connection = Raw(syncer.address).connection
+        survivor.beat(step=6, tokens=30)
         push(survivor, 0, 1, 6, 10)
         survivor.beat(step=7, tokens=35, waiting=True)
-        assert joiner.beat(step=0, tokens=0).start_step == 4  # the send before the one that is missing
+        standing = joiner.beat(step=0, tokens=0).standing
+        assert standing.start_step == 4  # the send before the one that is missing
         for raw in (survivor, joiner):
             raw.connection.close()
 
