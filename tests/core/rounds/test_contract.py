@@ -15,7 +15,7 @@ from diloco.core.actions import Accept
 from diloco.core.contribution import KEPT, Contribution
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
-from diloco.core.rounds import QUORUMS, quorum_from_dict
+from diloco.core.rounds import QUORUMS
 from diloco.core.rounds.base import Quorum, Rules
 from diloco.core.schedule import Schedule
 from diloco.core.syncer import SyncerCore
@@ -23,7 +23,7 @@ from diloco.errors import ConfigError
 
 H = 4
 FRAGMENTS = 2
-every = pytest.mark.parametrize("kind", QUORUMS, ids=lambda kind: kind.__name__)
+every = pytest.mark.parametrize("kind", tuple(QUORUMS), ids=lambda kind: kind.__name__)
 
 
 class Pair:
@@ -235,10 +235,10 @@ def test_a_round_names_its_contributors_and_members_only_while_it_is_open(kind: 
 @every
 def test_its_value_can_be_written_and_read(kind: type[Quorum]) -> None:
     quorum = kind(at_least=3)
-    assert quorum_from_dict(json.loads(json.dumps(quorum.to_dict()))) == quorum
+    assert QUORUMS.read(json.loads(json.dumps(quorum.to_dict()))) == quorum
     assert {field.name for field in fields(kind)} == quorum.to_dict().keys() - {"type"}
     with pytest.raises(ConfigError, match="did you mean 'at_least'"):
-        quorum_from_dict({"type": kind.__name__, "atleast": 3})
+        QUORUMS.read({"type": kind.__name__, "atleast": 3})
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ConfigError, match=rf"{kind.__name__}\(at_least=…\)"):
             kind(at_least=wrong)  # type: ignore[arg-type]
