@@ -230,10 +230,10 @@ class SyncerCore:
         weights_of(self.rules.weight, [c.tokens], [c.steps], [0])
         member = self.members[c.learner]
         self._alive(now, member, c.step, c.trained)
-        member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
         member.trains(c.step - 1)
         if self.accounting.is_known(c):
             return [Accept(c, duplicate=True), *self._look_again(now)]
+        member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
         self.accounting.check(c)
         reason = self.rounds.answer(now, c)
         if reason is not None:

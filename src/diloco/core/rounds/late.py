@@ -139,7 +139,9 @@ class LastContributions:
         del self._last[learner]
 
     def sent(self, c: Contribution) -> None:
-        """A contribution was acknowledged."""
+        """A contribution was acknowledged. Retransmissions may come newer before older."""
+        if c.step < self.of(c.learner, c.fragment).step:
+            return
         self._last[c.learner][c.fragment] = LastSent(c.step, c.tokens, max(1, c.steps))
 
     def of(self, learner: str, fragment: int) -> LastSent:
