@@ -219,8 +219,8 @@ class ScheduledSyncer(SyncerRounds):
         return member.ready and member.ready_step < round_.step and not self._is_in_circle(member, round_)
 
     def _is_in_circle(self, member: Member, round_: _Round) -> bool:
-        """Whether all learners are blocked, and this one in a round of a later step that those it waits for have not
-        reached."""
+        """Whether all learners are blocked, and this one in a round of a later step to which no contribution of those
+        that it waits for is on its way."""
         members = self._run.members
         if not all(each.waiting for each in members.values() if each.ready):
             return False
@@ -229,9 +229,15 @@ class ScheduledSyncer(SyncerRounds):
             if later is None or later.step <= round_.step:
                 continue
             missing = [members[each] for each in later.members - later.contributions.keys() if each in members]
-            if member.learner in later.contributions and all(each.step < later.step for each in missing):
+            if member.learner in later.contributions and not any(self._may_have_sent(each, later.step) for each in missing):
                 return True
         return False
+
+    def _may_have_sent(self, member: Member, step: int) -> bool:
+        """Whether a contribution that was sent after this inner step may be on its way: none is if a later one is here."""
+        sent = (round_.contributions.get(member.learner) for rounds in self._rounds for round_ in rounds.values())
+        newer = any(c is not None and c.incarnation == member.incarnation and c.step > step for c in sent)
+        return member.step >= step and not newer
 
     def open_fragments(self) -> list[int]:
         return [fragment for fragment, rounds in enumerate(self._rounds) if rounds and self._open(fragment)]
