@@ -54,7 +54,7 @@ FRAGMENTS = 2
 H = 4
 EVENTS = {  # and how often
     "step": 40, "beat": 10, "hear": 10, "fetch": 25, "send_again": 6, "join": 1, "leave": 0.3, "disconnect": 1, "time_passes": 2,
-    "merge": 12, "abandon": 0.3, "begin_write": 15, "end_write": 15, "crash": 0.7,
+    "merge": 12, "abandon": 0.5, "begin_write": 15, "end_write": 15, "crash": 1,
 }  # fmt: skip
 Key = tuple[str, int, int, int]
 
@@ -65,11 +65,13 @@ def key_of(c: Contribution) -> Key:
 
 @dataclass
 class Learner:
-    """One incarnation. `unsettled`: contributions of which it knows no verdict; it sends them again."""
+    """One incarnation. `unsettled`: contributions of which it knows no verdict; after a restart of the syncer it sends them again.
+    `acknowledged`: those of which the syncer has said that they are there."""
 
     incarnation: int
     core: LearnerCore
     unsettled: dict[tuple[int, int], Contribution] = field(default_factory=dict)
+    acknowledged: set[tuple[int, int]] = field(default_factory=set)
     heard: dict[tuple[int, int], Verdict] = field(default_factory=dict)
 
     @property
@@ -161,7 +163,11 @@ class Life:
             if state.phase == "merging":
                 action, _refused = self.closing[fragment]
                 learners = sorted({c.learner for c in action.contributions})
-                refused = frozenset(learners[:1]) if refuse and len(learners) > 1 and self.random.random() < 0.2 else frozenset()
+                refused = (
+                    frozenset(learners[:1])
+                    if refuse and len(learners) > 1 and self.random.random() < 0.2
+                    else frozenset()
+                )
                 self.closing[fragment] = action, refused
                 self.act(self.core.merged(self.now, fragment, sorted(refused)))
                 return
@@ -185,6 +191,8 @@ class Life:
             merge, refused = self.closing[storing]
             for c in merge.contributions:
                 truth.settle(c, OUTLIER if c.learner in refused else None, truth.versions[storing])
+            for c, reason in self.core.rounds.left_out(storing):
+                truth.settle(c, reason, truth.versions[storing])
         self.writing = storing, self.core.saved(storing), truth
 
     def end_write(self, _: str = "") -> None:
@@ -195,25 +203,29 @@ class Life:
         if storing is None:
             self.act(self.core.recorded(self.now, record.serial))
             return
-        merge, _refused = self.closing.pop(storing)
+        merge, refused = self.closing.pop(storing)
         self.truth.versions[storing] += 1
         for c in merge.contributions:
-            del self.open[key_of(c)]
-            verdict = truth.verdicts[key_of(c)]
-            self.truth.settle(c, verdict.reason, verdict.version)
+            if c.learner not in refused:
+                del self.open[key_of(c)]
+                self.truth.settle(c, None, self.truth.versions[storing])
         self.act(self.core.stored(self.now, storing, record.serial))
 
     def crash(self, _: str) -> None:
         """Back to what the disk says, with or without the write under way. Learners that it knows live on."""
+        if self.random.random() < 0.5:
+            self.begin_write()
         if self.writing is not None and self.random.random() < 0.5:
             self.disk = self.writing[1], self.writing[2]
         record, truth = self.disk
-        self.counts["crash, version landed"] += truth.versions != self.truth.versions
+        self.counts["crash with a version that is not published"] += truth.versions != self.truth.versions
         self.core = restarted(self.core, record, self.now, versions=truth.versions)
         self.truth = deepcopy(truth)
         self.writing, self.closing, self.open = None, {}, {}
         incarnations = {learner: member.incarnation for learner, member in self.core.members.items()}
         self.learners = {n: each for n, each in self.learners.items() if incarnations.get(n) == each.incarnation}
+        for learner in self.learners.values():
+            learner.acknowledged.clear()
         self.counts["crash"] += 1
 
     # --- learners ---
@@ -251,35 +263,34 @@ class Life:
             learner.core.tokens, send.discarded, step=learner.core.step,
         )  # fmt: skip
         learner.unsettled[c.fragment, c.number] = c
-        if self.random.random() < 0.8:
-            self.deliver(c)
+        if self.random.random() < 0.8:  # otherwise they are still on their way: contributions come in order
+            for each in [c for number, c in learner.unsettled.items() if number not in learner.acknowledged]:
+                self.deliver(each)
 
     def deliver(self, c: Contribution) -> None:
+        if (learner := self.learners.get(c.learner)) is None:
+            return
+        learner.acknowledged.add((c.fragment, c.number))
         key, ledgers = key_of(c), self.ledgers()
         is_known = key in self.open or key in self.truth.settled
         answer, *actions = self.core.contributed(self.now, c)
-        assert isinstance(answer, Accept) == (is_known or not isinstance(answer, Reject))
-        if isinstance(answer, Accept):
-            assert answer.duplicate == is_known
-            if is_known:
-                self.counts["known"] += 1
-                self.counts["known, settled"] += key in self.truth.settled
-            else:
-                self.open[key] = c
-            if not actions:
-                assert self.ledgers() == ledgers
-            self.act(actions)
-        else:
-            self.act([answer, *actions])
+        if is_known:
+            assert answer == Accept(c, duplicate=True)
+            assert [each.merged for each in ledgers[c.learner]] == [each.merged for each in self.ledgers()[c.learner]]
+            self.counts["known"] += 1
+            self.counts["known, settled"] += key in self.truth.settled
+        elif isinstance(answer, Accept):
+            assert not answer.duplicate
+            self.open[key] = c
+        self.act([answer, *actions])
 
     def send_again(self, name: str) -> None:
-        """In any order, though `base`s and rounds ascend; learners do that after a restart of the syncer."""
+        """All of them, newer before older too."""
         if (learner := self.learners.get(name)) is not None:
             again = list(learner.unsettled.values())
             self.random.shuffle(again)
             for c in again:
-                if name in self.learners:
-                    self.deliver(c)
+                self.deliver(c)
 
     def beat(self, name: str) -> None:
         if (learner := self.learners.get(name)) is not None:
@@ -311,9 +322,8 @@ class Life:
             for verdict in self.core.verdicts(name, fragment, version):
                 self.judge(name, verdict)
             merged = max(
-                number
-                for number, each in [(0, None), *((n, v) for (f, n), v in learner.heard.items() if f == fragment)]
-                if each is None or (each.reason is None and each.version <= version)
+                (n for n in range(1, learner.settled[fragment] + 1) if self.is_in(learner, fragment, n, version)),
+                default=0,
             )
             for flight in learner.core.received(fragment, version, merged):
                 assert self.is_merged(name, fragment, flight.number)
@@ -338,6 +348,12 @@ class Life:
     def time_passes(self, _: str) -> None:
         self.now += self.random.choice([0.1, 1.0, 4.0, 12.0])
         self.act(self.core.tick(self.now))
+
+    @staticmethod
+    def is_in(learner: Learner, fragment: int, number: int, version: int) -> bool:
+        """Whether all contributions up to this number are in this version or an earlier one, except those rejected."""
+        heard = [learner.heard[fragment, each] for each in range(1, number + 1)]
+        return all(verdict.reason is not None or verdict.version <= version for verdict in heard)
 
     # --- what must hold ---
 
@@ -397,18 +413,17 @@ RULES: dict[str, Callable[[bool], Rules]] = {
     for kind in QUORUMS
     for quorum in variants(kind)
     for overlap, takes in ((0, "all"), (H, "one at a time"))
+    if overlap == 0 or (quorum.at_least == 1 and not getattr(quorum, "drop", 0))
 }
-COUNTS: Counter[str] = Counter()
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_accounts_balance_whatever_happens(name: str) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(6):
         life = Life(RULES[name](seed % 2 == 1), seed)
-        life.live(500)
+        life.live(300)
         life.calm_down()
         counts += life.counts
-    for happened in ("Accept", "MergeRound", "Publish", "Evict", "known", "known, settled", "crash", "Tell"):
-        assert counts[happened] >= 10 or happened == "Accept", (happened, counts)
-    print(counts)
+    for happened in ("Publish", "Evict", "Reject", "known", "known, settled", "crash"):
+        assert counts[happened] >= 2, (happened, counts)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.driving import kinds, ledger, verdicts
+from tests.core.driving import kinds, ledger, publish, restarted, verdicts
 
-from diloco.core.actions import Accept, MergeRound, PersistRecord, PersistVersion, Publish, Reject
+from diloco.core.actions import Accept, MergeRound, PersistVersion, Publish, Reject
 from diloco.core.contribution import DROPPED, OUTLIER, Contribution, Verdict
 from diloco.core.method import Method
 from diloco.core.presets import DecoupledDiLoCo, DiLoCo
@@ -19,7 +19,9 @@ NEARLY_ALL = 1 - 2**-40
 def contribution(learner: str, round_: int, *, base: int | None = None, step: int | None = None) -> Contribution:
     """10 tokens a step, 4 steps."""
     step = 4 * (round_ + 1) if step is None else step
-    return Contribution(learner, 1, 0, round_ + 1, round_, round_ if base is None else base, 40, 4, 10 * step, step=step)
+    return Contribution(
+        learner, 1, 0, round_ + 1, round_, round_ if base is None else base, 40, 4, 10 * step, step=step
+    )
 
 
 # --- dropped ----------------------------------------------------------------------------------------------------------------
@@ -38,29 +40,58 @@ def test_dropped_contributions_are_left_out_when_their_round_closes() -> None:
     core = dropping("a", "b", "c")
     for learner in "ab":
         assert isinstance(core.contributed(0.0, contribution(learner, 0))[0], Accept)
-    accept, *rejects, merge, record, _ = core.contributed(0.0, contribution("c", 0))
+    accept, merge, _ = core.contributed(0.0, contribution("c", 0))
     assert isinstance(accept, Accept)
-    assert rejects == [Reject(contribution("a", 0), DROPPED), Reject(contribution("b", 0), DROPPED)]
     assert isinstance(merge, MergeRound)
     assert merge.contributions == (contribution("c", 0),)
-    assert record == PersistRecord()
     assert core.merged(0.0, 0) == [PersistVersion(0, 1)]
     written = core.saved(storing=0)
     assert verdicts(core, "a") == ()
-    core.stored(1.0, 0, written.serial)
-    assert verdicts(core, "a") == (Verdict(0, 1, DROPPED, 0),)
-    assert verdicts(core, "c") == (Verdict(0, 1, None, 1),)
-    assert {learner: ledger(core, learner).pending for learner in "abc"} == {"a": 40, "b": 40, "c": 0}
+    *rejects, published, _ = core.stored(1.0, 0, written.serial)
+    assert rejects == [Reject(contribution("a", 0), DROPPED), Reject(contribution("b", 0), DROPPED)]
+    assert published == Publish(0, 1, ("c",))
+    for each in (core, restarted(core, written, 1.0)):
+        assert verdicts(each, "a") == (Verdict(0, 1, DROPPED, 1),)
+        assert verdicts(each, "c") == (Verdict(0, 1, None, 1),)
+        assert {learner: ledger(each, learner).pending for learner in "abc"} == {"a": 40, "b": 40, "c": 0}
 
 
 def test_never_fewer_than_k_are_left() -> None:
     core = dropping("a", "b", "c", at_least=2)
     for learner in "ab":
         core.contributed(0.0, contribution(learner, 0))
-    _, reject, merge, *_ = core.contributed(0.0, contribution("c", 0))
-    assert reject == Reject(contribution("a", 0), DROPPED)
+    _, merge, _ = core.contributed(0.0, contribution("c", 0))
     assert isinstance(merge, MergeRound)
     assert [c.learner for c in merge.contributions] == ["b", "c"]
+    assert publish(core)[0] == Reject(contribution("a", 0), DROPPED)
+
+
+def test_after_a_crash_before_its_version_is_stored_a_dropped_contribution_is_sent_again() -> None:
+    """Its learner has heard nothing of it: the round that is opened again waits for it."""
+    core = dropping("a", "b", "c")
+    written = core.saved()
+    for learner in "abc":
+        core.contributed(0.0, contribution(learner, 0))
+    core.merged(0.0, 0)
+    assert verdicts(core, "a") == ()
+    again = restarted(core, written, 1.0)
+    actions = [again.contributed(1.0, contribution(learner, 0)) for learner in "abc"]
+    assert [kinds(each)[:2] for each in actions] == [
+        ["Accept", "WakeAt"],
+        ["Accept", "WakeAt"],
+        ["Accept", "MergeRound"],
+    ]
+
+
+def test_a_dropped_contribution_of_a_round_without_a_result_is_not_waiting_for_it() -> None:
+    """A learner whose contribution was dropped waits for the round's version; this one would have none."""
+    core = dropping("a", "b", "c")
+    for learner in "abc":
+        core.contributed(0.0, contribution(learner, 0))
+    rejects = [action for action in core.abandoned(1.0, 0, "not finite") if isinstance(action, Reject)]
+    assert sorted((each.contribution.learner, each.reason) for each in rejects) == [
+        (learner, "not finite") for learner in "abc"
+    ]
 
 
 def test_a_contribution_that_would_be_dropped_is_merged_when_the_others_leave() -> None:
@@ -108,7 +139,7 @@ def test_a_refusal_is_told_when_the_version_is_durable(method: Method) -> None:
     again = SyncerCore(core.rules, [1])
     again.restore(1.0, written.values)
     actions = core.stored(1.0, 0, written.serial)
-    assert actions[0] == Publish(0, 1, ("a",))
+    assert actions[:2] == [Reject(contribution("b", 0), OUTLIER), Publish(0, 1, ("a",))]
     assert "PersistRecord" not in kinds(actions)
     for each in (core, again):
         assert (ledger(each, "b").pending, ledger(each, "b").discarded) == (0, {OUTLIER: 40})

@@ -30,10 +30,10 @@ from diloco.core.presets import (
     StreamingDiLoCo,
     method_from_table,
 )
-from diloco.core.rounds.called import Called
-from diloco.core.rounds.scheduled import AllLive
 from diloco.core.radial import RadialDirectional
 from diloco.core.robust import CoordinateMedian, MultiKrum, NormOutliers, TrimmedMean
+from diloco.core.rounds.called import Called
+from diloco.core.rounds.scheduled import AllLive
 from diloco.core.update import advance, close_round
 from diloco.errors import ConfigError
 

@@ -312,6 +312,20 @@ def test_rounds_that_wait_for_each_other_in_a_circle_let_go() -> None:
     assert "MergeRound" in kinds(run.send(4.0, "a", 0, fragment=1, step=10))
 
 
+def test_a_circle_with_a_learner_that_is_a_whole_interval_ahead_lets_go_too() -> None:
+    """c waits for a, which has passed the step of that round and is blocked after a later one: nothing of it is on its way."""
+    run = Run("a", "b", "c", fragments=2)
+    run.send(1.0, "c", 0, fragment=1, step=20)
+    run.send(1.0, "b", 0, fragment=0, step=15)
+    run.beat(1.0, "a", step=20)
+    run.beat(2.0, "b", step=15, tokens=100, waiting=True)
+    run.beat(2.0, "c", step=20, tokens=100, waiting=True)
+    run.send(3.0, "a", 0, fragment=0, step=25)
+    assert (run.phase(0), run.phase(1)) == ("open", "open")
+    assert only(MergeRound, run.beat(4.0, "a", step=25, tokens=100, waiting=True)).members == {"a", "b"}
+    assert (run.phase(0), run.phase(1)) == ("merging", "open")
+
+
 def test_no_circle_while_anybody_trains_or_a_contribution_is_on_its_way() -> None:
     run = Run("a", "b", "c", fragments=2, overlap=9)
     run.send(1.0, "a", 0, fragment=0, step=5)
@@ -574,11 +588,19 @@ def test_two_incarnations_contribute_once_to_a_round() -> None:
     run.send(1.0, "b", 0)
     run.core.joined(2.0, "b")
     second = run.c("b", 0, tokens=50, trained=60)
-    assert run.core.contributed(3.0, second)[0] == Reject(second, "twice in one round")
+    assert run.core.contributed(3.0, second)[0] == Accept(second, duplicate=False)
     assert run.core.contributed(3.5, second)[0] == Accept(second, duplicate=True)  # sent again
+    written = run.record(3.5)
     merge = only(MergeRound, run.send(4.0, "a", 0))
     assert [c.incarnation for c in merge.contributions] == [1, 1]
-    run.publish(5.0)
+    crashed = restarted(
+        run.core, written, 4.5
+    )  # forgets the first, which is not sent again: the round waits for the second
+    for c in (run.c("a", 0), second):
+        actions = crashed.contributed(5.0, c)
+    assert [c.incarnation for c in only(MergeRound, actions).contributions] == [1, 2]
+    assert run.publish(5.0)[:2] == [Reject(second, "twice in one round"), Publish(0, 1, ("a", "b"))]
+    assert verdicts(run.core, "b") == (Verdict(0, 1, "twice in one round", 1),)
     assert run.ledger("b") == {
         "trained": 160, "pending": 10, "merged": 100, "lost": 0, "discarded": {"twice in one round": 50}
     }  # fmt: skip
@@ -683,7 +705,9 @@ def test_other_content_for_the_same_round_is_rejected() -> None:
     run = Run("a", "b")
     run.send(1.0, "a", 0)
     other = run.c("a", 0, number=2, tokens=120, trained=220)
-    assert run.core.contributed(2.0, other)[0] == Reject(other, "twice in one round")
+    assert run.core.contributed(2.0, other)[0] == Accept(other, duplicate=False)
+    assert only(MergeRound, run.send(3.0, "b", 0)).contributions == (run.c("a", 0), run.c("b", 0))
+    assert only(Reject, run.publish(4.0)) == Reject(other, "twice in one round")
 
 
 # --- overlap of a whole interval ------------------------------------------------------------------------------------------

@@ -183,7 +183,9 @@ def test_a_learner_that_still_waits_pushes_a_whole_interval_after_the_answer() -
     core.received(0, 1, 1)
     core.adopted(0, 1)
     sends = [send for _ in range(4) for send in core.stepped(5)]
-    assert [(send.number, send.steps, send.tokens, send.discarded) for send in sends] == [(2, 4, 20, (("overlap", 30),))]
+    assert [(send.number, send.steps, send.tokens, send.discarded) for send in sends] == [
+        (2, 4, 20, (("overlap", 30),))
+    ]
 
 
 def test_versions_of_other_learners_are_not_adopted_before_a_learners_own_work_is_in_one() -> None:
