@@ -226,7 +226,11 @@ class PushedLearner(LearnerRounds):
         return max(work.received, default=work.version)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"push_at": self._push_at, "push_every": self._push_every, "answered": self._answered}
+        return {
+            "push_at": list(self._push_at),
+            "push_every": list(self._push_every),
+            "answered": list(self._answered),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._push_at, self._push_every = list(state["push_at"]), list(state["push_every"])
