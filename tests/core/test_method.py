@@ -58,7 +58,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     # arXiv 2604.21428: P = 24, H = 24, τ = 2, K = 1 + grace, radial-directional merge, tokens²/steps
     "DecoupledDiLoCo": {
         "sync_every": 24, "overlap": 2, "fragments": Balanced(24), "wait": False, "up": BF16(), "down": BF16(),
-        "weight": "tokens^2/steps", "quorum": {"type": "Called", "at_least": 1, "grace": 0.8, "grace_cap_s": 10.0, "late": "merge"}, "partial": "scale",
+        "weight": "tokens^2/steps",
+        "quorum": {"type": "Called", "at_least": 1, "grace": 0.8, "grace_cap_s": 10.0, "late": "merge"},
+        "partial": "scale",
         "outer": Nesterov(lr=0.7, momentum=0.9), "merge": RadialDirectional(),
     },
     # arXiv 2508.15706: H = 15, k = 128 of 4096 in 2 bits, β = 0.95, outer lr 1 without momentum, mean over senders
