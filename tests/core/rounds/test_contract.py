@@ -11,7 +11,7 @@ from dataclasses import fields
 import pytest
 from tests.core.driving import ledger, publish, record, restarted, verdicts
 
-from diloco.core.actions import Accept, MergeRound
+from diloco.core.actions import Accept
 from diloco.core.contribution import KEPT, Contribution
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
@@ -128,7 +128,7 @@ def test_what_a_learner_saved_shares_nothing_with_it(kind: type[Quorum]) -> None
     pair.run(H)
     saved = {name: learner.state_dict() for name, learner in pair.learners.items()}
     before = json.dumps(saved)
-    for name, state in saved.items():
+    for state in saved.values():
         copy = LearnerCore(pair.rules, [0] * FRAGMENTS)
         copy.load_state_dict(state)
         for _ in range(H):
