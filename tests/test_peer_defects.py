@@ -32,7 +32,7 @@ ELSEWHERE = {
     "after a restart the first to come back merges alone": "core/test_syncer_core.py::test_after_a_restart_the_first_to_come_back_does_not_merge_alone",
     "with a minimum of one the cluster silently becomes solo runs": "core/test_syncer_core.py::test_at_least_keeps_a_survivor_from_becoming_a_solo_run",
     "liveness is reported where participation was meant": "syncer/test_metrics.py::test_a_merge_shows_who_took_part",
-    "bulk transfers starve the heartbeats": "syncer/test_engine.py::test_a_slow_disk_holds_up_no_sign_of_life",
+    "bulk transfers starve the heartbeats": "syncer/test_hosting.py::test_a_slow_disk_holds_up_no_sign_of_life",
     "fixed time-outs kill the faster learner": "core/test_syncer_core.py::test_deadlines_are_measured_in_steps_within_a_floor_and_a_cap",
     "learners block after an upload": "learner/test_learner_events.py::test_it_waits_only_for_what_is_due_and_says_so",
     "a joiner sends zeros that count in the divisor": "exchange/test_torchft.py::test_a_joiner_is_healed_and_takes_part",
