@@ -19,12 +19,15 @@ import torch
 from torch import Tensor, nn
 
 import diloco
+from diloco.core.actions import MergeRound
 from diloco.core.elementwise import flush_denormals
-from diloco.core.fragments import digest, make_layout
+from diloco.core.fragments import make_layout
 from diloco.core.held import HeldFragment
+from diloco.core.layout import Layout, TensorSpec, digest, place
 from diloco.core.outer import OUTER_OPTIMIZERS, Adam
 from diloco.core.update import Update
 from diloco.learner.tensors import LearnerTensors
+from diloco.run.ports import InitialModel, MergedRound
 from diloco.syncer.store import Store
 
 WIDTH = 4096
@@ -70,7 +73,9 @@ def _cases(theta: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "flush of denormals", partial(flush_denormals, other)
     with tempfile.TemporaryDirectory() as folder, Store(folder) as store:
         first = torch.zeros(1)
-        store.initialise("benchmark", {}, {}, [HeldFragment(0, 0, first, {}, None, digest(first))], b"", "nothing")
+        layout = Layout((place(0, [TensorSpec("x", (1,), "float32")]),), ())
+        held = HeldFragment(0, 0, first, {}, None, digest(first))
+        store.initialise("benchmark", METHOD, InitialModel(layout, (held,), b"", "", "nothing"))
         yield "digest and publishing, with momentum", _publishing(store, theta, {"momentum": other})
 
 
@@ -87,7 +92,8 @@ def _publishing(store: Store, theta: Tensor, outer_state: Mapping[str, Tensor]) 
         version = len(store.history())
         held = HeldFragment(0, version, theta, outer_state, None, digest(theta))
         update = Update(0, version - 1, version, (), (), 1.0, held.digest, lossless=True)
-        store.publish(update, held, tokens=0)
+        action = MergeRound(0, version - 1, (), (), 1.0, frozenset())
+        store.publish(MergedRound(action, update, held, theta, 4 * theta.numel()), {})
 
     return publish
 

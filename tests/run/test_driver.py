@@ -134,6 +134,7 @@ def test_one_write_at_a_time_and_records_that_wait_become_one() -> None:
         scene.driver.join(learner, LAYOUT, answers.append)
     scene.next("close")
     assert [each[:2] for each in scene.todo] == [("write", 0)]
+    assert scene.wake_at_s > scene.now  # for what waits, the end of the write is the event
     for effect in ("write", "written"):
         scene.next(effect)
     assert (scene.driver.state.versions, answers) == ((1, 0), [])
@@ -475,15 +476,17 @@ def test_another_run_or_method_is_not_continued() -> None:
 # --- what is kept ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("lossless", "intervals_in_flight", "oldest"), [(False, 0, 2), (True, 0, 4), (True, 1, 3)])
-def test_updates_are_kept_for_learners_that_are_behind(lossless: bool, intervals_in_flight: int, oldest: int) -> None:
-    """Of five versions, the updates from this base on; what is older is sent as the whole fragment."""
+@pytest.mark.parametrize(
+    ("num_bytes", "intervals_in_flight", "oldest"), [(2, 0, 2), (3, 0, 3), (7, 0, 4), (8, 0, 4), (8, 1, 3), (2, 3, 1)]
+)
+def test_updates_are_kept_for_learners_that_are_behind(num_bytes: int, intervals_in_flight: int, oldest: int) -> None:
+    """Of five versions of a fragment of 8 bytes, the updates from this base on; for older ones the fragment is sent whole."""
     model = GlobalModel[Number, int](LAYOUT, b"", [Number(0, 0)] * 2, [()] * 2, intervals_in_flight=intervals_in_flight)
     for base in range(5):
         held = Number(base + 1, 0)
-        update = Update(0, base, base + 1, ("a",), (1.0,), 1.0, held.digest, lossless)
+        update = Update(0, base, base + 1, ("a",), (1.0,), 1.0, held.digest, lossless=False)
         action = MergeRound(0, base, (), (), 1.0, frozenset())
-        model.take(MergedRound(action, update, held, payload=10 + base))
+        model.take(MergedRound(action, update, held, 10 + base, num_bytes))
     for base in range(5):
         fetched = model.fetch(0, base)
         assert fetched.payload == (10 + base if base >= oldest else None)

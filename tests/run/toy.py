@@ -75,7 +75,7 @@ class Sums:
             new.digest,
             lossless=False,
         )
-        return MergedRound(action, update, new, value)
+        return MergedRound(action, update, new, value, NUM_BYTES)
 
 
 @dataclass(eq=False)

@@ -55,7 +55,7 @@ def merged_of(fragment: int, version: int) -> MergedRound[HeldFragment, torch.Te
     action = MergeRound(fragment, version - 1, contributions, weights, 1.0, frozenset(("site-a", "site-b")))
     held = held_of(fragment, version)
     update = Update(fragment, version - 1, version, ("site-a", "site-b"), weights, 1.0, held.digest, lossless=False)
-    return MergedRound(action, update, held, torch.empty(0, dtype=torch.uint8))
+    return MergedRound(action, update, held, torch.empty(0, dtype=torch.uint8), 0)
 
 
 def initialise(store: Store, run: str = "demo") -> None:

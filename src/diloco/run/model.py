@@ -13,8 +13,8 @@ from diloco.errors import LayoutError
 from diloco.run.ports import H, MergedRound, ModelLayout, P
 
 KEPT_UPDATES = 3
-"""Encoded updates of a fragment kept in memory: with an overlap of two intervals a learner may be two behind. A
-lossless update is a whole version, so of those only as many are kept as a schedule makes learners be behind."""
+"""Updates of a fragment kept encoded in memory at most, for learners that are behind: as many as together have fewer
+bytes than the fragment itself, but no fewer than a schedule lets learners be behind."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class GlobalModel(Generic[H, P]):
         self.layout = layout
         self.static = static
         self.newest: Update | None = None
-        self._kept_whole = 1 + intervals_in_flight
+        self._num_due = 1 + intervals_in_flight
         self._fragments: list[_Fragment[H, P]] = [
             _Fragment(*each) for each in zip(fragments, contributors, strict=True)
         ]
@@ -72,7 +72,8 @@ class GlobalModel(Generic[H, P]):
         fragment = self._fragments[merged.update.fragment]
         fragment.held, fragment.contributors = merged.held, merged.update.contributors
         fragment.updates.append((merged.update, merged.payload))
-        if len(fragment.updates) > (self._kept_whole if merged.update.lossless else KEPT_UPDATES):
+        num_shorter = (4 * self.layout.fragments[merged.update.fragment].numel - 1) // merged.num_bytes
+        if len(fragment.updates) > max(self._num_due, min(KEPT_UPDATES, num_shorter)):
             fragment.updates.popleft()
         self.newest = merged.update
 

@@ -93,6 +93,7 @@ class MergedRound(Generic[H, P]):
     """A closed round: the fragment's new version, and the update that leads to it.
 
     Attributes:
+        num_bytes: of the payload.
         refused: learners whose contributions the method's screen left out.
         merge_s: seconds of tensor work.
     """
@@ -101,6 +102,7 @@ class MergedRound(Generic[H, P]):
     update: Update
     held: H
     payload: P
+    num_bytes: int
     refused: tuple[str, ...] = ()
     merge_s: float = 0.0
 

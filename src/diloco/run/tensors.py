@@ -67,4 +67,6 @@ class TensorJobs:
         except PayloadError as error:
             return error
         merge_s = self._seconds() - began_s
-        return MergedRound(action, closed.update, closed.held, closed.payload, closed.refused, merge_s)
+        return MergedRound(
+            action, closed.update, closed.held, closed.payload, closed.payload.numel(), closed.refused, merge_s
+        )

@@ -98,7 +98,9 @@ class Writes(Generic[H, P]):
 
     @property
     def next_s(self) -> float:
-        """When one that was refused is due again."""
+        """When the next one is due; infinite while one is under way, whose end is an event."""
+        if self._under_way is not None:
+            return math.inf
         return min((write.not_before_s for write in self._waiting), default=math.inf)
 
     @property

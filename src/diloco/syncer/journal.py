@@ -114,7 +114,7 @@ class Journal(Observer):
         self._events.append(
             events.Published(
                 fragment=update.fragment, version=update.version, digest=update.digest,
-                num_bytes=merged.payload.numel(), persist_s=persist_s,
+                num_bytes=merged.num_bytes, persist_s=persist_s,
             )
         )  # fmt: skip
         self._metrics.merged(
