@@ -202,24 +202,42 @@ class _Learner:
         self._connection, self._name = connection, name
         request = pb.JoinRequest(run=RUN, learner=name, layout=json.dumps(layout.to_dict()))
         self._incarnation = connection.call("joins", "Join", request, pb.JoinReply).incarnation
+        self._boot = self._beat().boot
+
+    def _beat(self) -> pb.HeartbeatReply:
+        request = pb.HeartbeatRequest(run=RUN, learner=self._name, incarnation=self._incarnation)
+        return self._connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
 
     def push(self, round_: int, payload: Tensor) -> None:
         header = pb.PushHeader(
-            run=RUN, learner=self._name, incarnation=self._incarnation, round=round_, base=round_, tokens=1, steps=1,
-            trained=round_ + 1, num_bytes=payload.numel() * payload.element_size(), step=round_ + 1,
-        )  # fmt: skip
-        reply = self._connection.upload("contributions", "Push", frames(header, bytes_of(payload)), pb.PushReply)
-        if not reply.accepted:
-            raise RuntimeError(f"a contribution was not accepted: {reply.reason}")
+            run=RUN,
+            learner=self._name,
+            incarnation=self._incarnation,
+            number=round_ + 1,
+            round=round_,
+            base=round_,
+            tokens=1,
+            steps=1,
+            trained=round_ + 1,
+            num_bytes=payload.numel() * payload.element_size(),
+            step=round_ + 1,
+            boot=self._boot,
+        )
+        self._connection.upload("contributions", "Push", frames(header, bytes_of(payload)), pb.PushReply)
 
     def pull(self, base: int) -> None:
         request = pb.PullRequest(run=RUN, learner=self._name, incarnation=self._incarnation, fragment=0, base=base)
         self._connection.pull("updates", request)
 
     def wait_for(self, version: int) -> None:
-        """Until it is published."""
-        request = pb.HeartbeatRequest(run=RUN, learner=self._name, incarnation=self._incarnation)
-        while self._connection.call("control", "Heartbeat", request, pb.HeartbeatReply).versions[0] < version:
+        """Until it is published.
+
+        Raises:
+            RuntimeError: a contribution was rejected instead.
+        """
+        while (standing := self._beat().standing).versions[0] < version:
+            if rejected := [verdict.reason for verdict in standing.verdicts if verdict.HasField("reason")]:
+                raise RuntimeError(f"a contribution was not accepted: {rejected[0]}")
             time.sleep(0.01)
 
 
