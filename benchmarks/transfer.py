@@ -210,22 +210,34 @@ class _Learner:
 
     def push(self, round_: int, payload: Tensor) -> None:
         header = pb.PushHeader(
-            run=RUN, learner=self._name, incarnation=self._incarnation, round=round_, base=round_, tokens=1, steps=1,
-            trained=round_ + 1, num_bytes=payload.numel() * payload.element_size(), step=round_ + 1, number=round_ + 1,
+            run=RUN,
+            learner=self._name,
+            incarnation=self._incarnation,
+            number=round_ + 1,
+            round=round_,
+            base=round_,
+            tokens=1,
+            steps=1,
+            trained=round_ + 1,
+            num_bytes=payload.numel() * payload.element_size(),
+            step=round_ + 1,
             boot=self._boot,
-        )  # fmt: skip
+        )
         self._connection.upload("contributions", "Push", frames(header, bytes_of(payload)), pb.PushReply)
-        rejected = [it.reason for it in self._beat().standing.verdicts if it.HasField("reason")]
-        if rejected:
-            raise RuntimeError(f"a contribution was rejected: {rejected[0]}")
 
     def pull(self, base: int) -> None:
         request = pb.PullRequest(run=RUN, learner=self._name, incarnation=self._incarnation, fragment=0, base=base)
         self._connection.pull("updates", request)
 
     def wait_for(self, version: int) -> None:
-        """Until it is published."""
-        while self._beat().standing.versions[0] < version:
+        """Until it is published.
+
+        Raises:
+            RuntimeError: a contribution was rejected instead.
+        """
+        while (standing := self._beat().standing).versions[0] < version:
+            if rejected := [verdict.reason for verdict in standing.verdicts if verdict.HasField("reason")]:
+                raise RuntimeError(f"a contribution was not accepted: {rejected[0]}")
             time.sleep(0.01)
 
 

@@ -625,6 +625,23 @@ def test_a_replaced_learner_fails_and_stays_away() -> None:
     assert calls.Watch not in it.open
 
 
+def test_a_call_to_join_that_arrives_late_is_no_other_process() -> None:
+    """It failed on the way, was made again, and replaces the incarnation of the second one."""
+    it = Script()
+    it.do(it.core.begin)
+    it.answer(calls.Describe, it.core.described, initialised=True)
+    it.fail(calls.Join)
+    it.until(calls.Join)
+    it.join(1)
+    it.fetch(0, 0)
+    it.until(calls.Beat)
+    it.beat()
+    it.welcome()
+    it.do(it.core.evicted, it.open[calls.Watch], "replaced", replaced=True)
+    assert it.open[calls.Join].again
+    assert it.take(calls.Fail) == []
+
+
 def test_a_learner_that_may_not_join_again_fails() -> None:
     it = Script().start()
     it.do(it.core.evicted, it.open[calls.Watch], "gone", replaced=False)

@@ -93,7 +93,7 @@ class SessionCore:
         self._outbox, self._replica = Outbox(num_fragments), Replica(num_fragments)
         self._boot: int | None = None
         self._welcome: Standing | None = None  # of the stream of notices that is open
-        self._has_started = False
+        self._has_started = self._has_lost_join = False
         self._reason: str | None = None  # why the incarnation before was evicted
         self._said = set[str]()
 
@@ -234,10 +234,14 @@ class SessionCore:
         return self._hear(now, watch.who, boot, standing)
 
     def evicted(self, now: float, watch: calls.Watch, reason: str, *, replaced: bool) -> Actions:
-        """The syncer has evicted this incarnation. `replaced`: another process has joined by its name."""
+        """The syncer has evicted this incarnation. `replaced`: a newer one has its place.
+
+        That is another process's, unless a call to join that failed on the way has arrived late. Then the learner asks
+        to join again, which the syncer grants to the same process only.
+        """
         if not self._is_current(watch.who):
             return []
-        if replaced and self.phase != "leaving":
+        if replaced and self.phase != "leaving" and not self._has_lost_join:
             run, learner = self.who.run, self.who.learner
             text = f"another process has joined run {run!r} as {learner!r}; give every learner its own name."
             for lane in self._lanes.all:
@@ -301,6 +305,7 @@ class SessionCore:
             case _, UnreachableError() | NoRoomError():
                 if isinstance(call, calls.Initialise):
                     self._entrance.lost()
+                self._has_lost_join |= isinstance(call, calls.Join)
                 return self._lanes.failed(now, call, error)
             case calls.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
                 return []
