@@ -16,7 +16,7 @@ from tests.syncer.runs import RUN, Net, Raw, layout, method, start, train
 
 import diloco
 from diloco import errors, events
-from diloco.core.fragments import make_layout
+from diloco.core.fragments import digest, gather, make_layout
 from diloco.core.members import Deadlines
 from diloco.core.update import Contribution
 from diloco.exchange.remote import fetch_model, fetch_status
@@ -253,7 +253,7 @@ def test_a_full_disk_delays_a_version_and_loses_nothing(tmp_path: Path) -> None:
         slot.buffer[:] = bytes_of(good())
         assert engine.contribute(Contribution("a", incarnation, 0, 0, 0, 5, 1, 5, step=2), slot) is None
         assert engine.versions() == [0, 0]
-        assert torch.equal(engine.pull(0, -1).payload, thetas[0])
+        assert torch.equal(engine.pull(0, -1).payload.view(torch.float32), thetas[0])
         full = False
         engine.drain()
         assert engine.versions() == [1, 0]
@@ -297,6 +297,16 @@ def test_a_damaged_update_is_fetched_again_whole(syncer: Syncer, caplog: pytest.
     newest = fetch_model(syncer.address, run=RUN)
     assert metrics["versions"][0] == syncer.engine.versions()[0] == 3
     assert torch.equal(state["layers.0.weight"], newest["layers.0.weight"])
+
+
+def test_a_viewer_fetches_a_model_that_is_sent_with_its_outer_state(tmp_path: Path) -> None:
+    delayed = diloco.DelayedDiLoCo(sync_every=4, fragments=method().fragments)
+    with start(tmp_path, delayed) as syncer:
+        state, _ = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 8)
+        newest = fetch_model(syncer.address, run=RUN)
+        assert newest.keys() == state.keys()
+        held = [fragment.digest for fragment in syncer.engine.model.fragments]
+        assert [digest(gather(fragment, newest)) for fragment in syncer.engine.model.layout.fragments] == held
 
 
 def test_tls_tokens_and_roles(tmp_path: Path) -> None:

@@ -279,9 +279,10 @@ class _Closing(_NextVersion):
                 new.copy_(self._send(run, new))
         else:
             self.step(run, new)
-            if not _sends_theta(method):
+            if _sends_theta(method):
+                self._require_finite(new)
+            else:
                 torch.add(self._send(run, new.sub_(held)), held, out=new)
-        self._require_finite(new)
         self.finish(run)
 
     def _send(self, run: slice, change: Tensor) -> Tensor:

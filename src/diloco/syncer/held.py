@@ -16,8 +16,8 @@ from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, LayoutError
 
 KEPT_UPDATES = 3
-"""Updates of a fragment kept encoded in memory, for learners that are behind. A lossless one is a whole version: of those only as many are
-kept as a schedule lets learners be behind."""
+"""Updates of a fragment kept encoded in memory at most, for learners that are behind: as many as together have fewer bytes than the fragment
+itself, but no fewer than a schedule lets learners be behind."""
 
 MergedRounds = Mapping[str, tuple[int, int]]
 """By learner: incarnation and round of its newest contribution that is in a version or an earlier one."""
@@ -60,7 +60,7 @@ class HeldModel:
 
     def __post_init__(self) -> None:
         in_flight = self.method.schedule(len(self.fragments)).intervals_in_flight if self.method.quorum.scheduled else 0
-        self._kept_whole = 1 + in_flight
+        self._num_due = 1 + in_flight
         self._updates: list[deque[Pulled]] = [deque() for _ in self.fragments]  # oldest first
 
     def take(self, closed: Closed, merged: MergedRounds) -> None:
@@ -69,7 +69,8 @@ class HeldModel:
         self.fragments[f], self.contributors[f], self.merged[f] = closed.held, update.contributors, merged
         updates = self._updates[f]
         updates.append(Pulled(update, closed.payload, merged))
-        if len(updates) > (self._kept_whole if update.lossless else KEPT_UPDATES):
+        num_shorter = (4 * closed.held.theta.numel() - 1) // closed.payload.numel()
+        if len(updates) > max(self._num_due, min(KEPT_UPDATES, num_shorter)):
             updates.popleft()
         self.newest = update
 
