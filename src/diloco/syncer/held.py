@@ -1,4 +1,4 @@
-"""The tensors of a run: each fragment's newest version, its outer state, and the newest updates as they go over the wire."""
+"""The tensors of a run: each fragment's newest version, and updates for learners that are behind."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, LayoutError
 
 KEPT_UPDATES = 3
-"""Updates of a fragment kept encoded in memory at most, for learners that are behind: as many as together have fewer bytes than the fragment
-itself, but no fewer than a schedule lets learners be behind."""
+"""Updates of a fragment kept encoded in memory at most, for learners that are behind: as many as together have fewer
+bytes than the fragment itself, but no fewer than a schedule lets learners be behind."""
 
 MergedRounds = Mapping[str, tuple[int, int]]
 """By learner: incarnation and round of its newest contribution that is in a version or an earlier one."""
@@ -47,8 +47,8 @@ class Pulled:
 
 @dataclass
 class HeldModel:
-    """The whole model: `static` is a safetensors file with the frozen parameters and buffers, `contributors` and `merged` are of each
-    fragment's newest version, `newest` is what this process has published last."""
+    """The whole model: `static` is a safetensors file with the frozen parameters and buffers, `contributors` and
+    `merged` are of each fragment's newest version, `newest` is what this process has published last."""
 
     method: Method
     layout: Layout

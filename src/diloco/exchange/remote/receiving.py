@@ -23,7 +23,8 @@ class Receiving:
     """The newest global fragments, and how to get newer ones.
 
     Attributes:
-        newest: per fragment, with its outer state where the outer optimizer is on the learners; only the receiver replaces them.
+        newest: per fragment; only the receiver replaces them. With outer states where the outer optimizer is on the
+            learners.
         worker: the receiver.
     """
 
