@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import __main__ as bench
-from benchmarks import fragments, plan, rounds, transfer
+from benchmarks import fragments, memory, plan, rounds, transfer
 from rich.console import Console
 
 
@@ -49,6 +49,12 @@ def test_what_a_fragment_costs_has_a_row_each() -> None:
     console = Console(record=True, width=140)
     bench.show({"fragments": rows}, console)
     assert all(row["name"] in console.export_text(clear=False) for row in rows)
+
+
+def test_a_syncers_peak_memory_is_measured_in_a_process_of_its_own() -> None:
+    row = memory.row_of("mean, int4 down", num_fragments=2, num_learners=2, num_parameters=1 << 21)
+    assert 1 < row["value"] < 100
+    assert row["met"] == (row["value"] <= row["target"])
 
 
 def test_a_round_over_torchft_is_timed_beside_one_over_a_fixed_group() -> None:

@@ -32,7 +32,7 @@ from tests.syncer.test_hosting import contribute, driver_in
 
 import diloco
 from diloco import errors
-from diloco.core.fragments import make_layout
+from diloco.core.fragments import digest, gather, make_layout
 from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
@@ -299,6 +299,16 @@ def test_a_damaged_update_is_fetched_again_whole(syncer: Syncer, caplog: pytest.
     newest = fetch_model(syncer.address, run=RUN)
     assert metrics["versions"][0] == versions_of(syncer)[0] == 3
     assert torch.equal(state["layers.0.weight"], newest["layers.0.weight"])
+
+
+def test_a_viewer_fetches_a_model_that_is_sent_with_its_outer_state(tmp_path: Path) -> None:
+    delayed = diloco.DelayedDiLoCo(sync_every=4, fragments=method().fragments)
+    with start(tmp_path, delayed) as syncer:
+        state, _ = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 8)
+        newest = fetch_model(syncer.address, run=RUN)
+        assert newest.keys() == state.keys()
+        held = [fragment.digest for fragment in syncer.engine.model.fragments]
+        assert [digest(gather(fragment, newest)) for fragment in syncer.engine.model.layout.fragments] == held
 
 
 def test_tls_tokens_and_roles(tmp_path: Path) -> None:

@@ -1,19 +1,19 @@
-"""A fragment at a version, and the two ways to its next version: from contributions, or from the update that another holder made of them.
+"""A fragment at a version, and its next version: `close` makes it from contributions, `advance` from what `close` published.
 
     Δ̄ = scale · Merge({decode(payload_m)}, w)                 merge, in learner-id order, fp32
     Θ* = OuterOpt(Θ, Δ̄)                                        outer step
     lossless `down`:  Θ' = Θ*, the payload is Θ' itself
     lossy `down`:     payload = encode(Θ* − Θ + e);  Θ' = Θ + decode(payload);  e' = (Θ* − Θ + e) − decode(payload)
 
-Where the outer optimizer is on the learners (`outer_at="learners"`: delayed and eager updates) the merged outer gradient itself is
-published, and every holder of the fragment takes the same outer step:
+Where the outer optimizer is on the learners (`outer_at="learners"`: delayed and eager updates) the merged outer gradient
+itself is published, and every holder of the fragment takes the same outer step:
 
     payload = encode(Δ̄ + e);  Δ̄' = decode(payload);  Θ' = OuterOpt(Θ, Δ̄');  e' = Δ̄ + e − Δ̄'
 
-`close` does all of it; `advance` computes Θ' from the payload, so all holders of a version hold the same bits. Both go run by run of
-segments (`codecs.SEGMENT_ELEMENTS`): besides the old and the new version they need memory for one run. All tensors are flat fp32 on the
-host: a whole fragment, or a shard of it that starts at a segment boundary. Every operation is elementwise or within a segment, so shards
-give the bits of the whole.
+Both compute Θ' from the payload, so all holders of a version hold the same bits. Both go run by run of whole segments
+(`codecs.SEGMENT_ELEMENTS`): besides the old and the new version they need memory for a run. All tensors are flat fp32 on
+the host: a whole fragment, or a shard of it that starts at a segment boundary. Every operation is elementwise or within a
+segment, so shards give the bits of the whole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HeldFragment:
         fragment: index of the fragment.
         version: 0 is the initial model; −1 stands for none.
         theta: fp32 [n].
-        outer_state: of `method.outer`, flat fp32 [n] each and 0-dimensional counters; empty for a holder that takes no outer steps.
+        outer_state: of `method.outer`, flat fp32 [n] each and 0-dimensional counters; empty where no outer step is taken.
         residual: fp32 [n], what lossy updates have left out so far; None stands for zeros.
         digest: of `theta` (`layout.Digest`).
     """
@@ -61,17 +61,27 @@ class HeldFragment:
 
     @classmethod
     def first(cls, method: Method, fragment: int, theta: Tensor, version: int = 0) -> Self:
-        """The initial model's, as its owner holds it."""
+        """A fragment of the initial model, with the outer state before the first step."""
         return cls(fragment, version, theta, method.outer.init(theta.numel()), None, digest(theta))
 
     @classmethod
     def received(
-        cls, update: Update, payload: Tensor, num_elements: int, outer_state: Mapping[str, Tensor], *, verify: bool = True
-    ) -> Self:  # fmt: skip
-        """From a lossless update, whatever was held before; `theta` is the payload's memory. `verify`: as of `advance`.
+        cls,
+        update: Update,
+        payload: Tensor,
+        num_elements: int,
+        outer_state: Mapping[str, Tensor],
+        *,
+        verify: bool = True,
+    ) -> Self:
+        """The version of a lossless update, which needs no earlier one; `theta` is the payload's memory.
+
+        Arguments:
+            verify: as of `advance`.
 
         Raises:
-            CorruptPayloadError: not the bytes of `num_elements` fp32 numbers. DigestError: other bits than were published.
+            CorruptPayloadError: not the bytes of `num_elements` fp32 numbers.
+            DigestError: other bits than were published.
         """
         _require_size(update, payload, 4 * num_elements)
         theta = payload.view(torch.float32)
@@ -116,18 +126,23 @@ class Closed:
 
 
 def close(
-    method: Method, held: HeldFragment, contributions: Sequence[Encoded], places: Sequence[Placement], scale: float = 1.0
-) -> Closed:  # fmt: skip
+    method: Method,
+    held: HeldFragment,
+    contributions: Sequence[Encoded],
+    places: Sequence[Placement],
+    scale: float = 1.0,
+) -> Closed:
     """Merge, take the outer step and encode the answer.
 
     Arguments:
         contributions: one of each learner, encoded with `method.up`, in learner-id order.
         places: the tensors of the fragment, or of the shard (`core.merges.shard_of`).
-        scale: multiplies the merged outer gradient once, before the outer step: the part of the live weight that is in `contributions`.
-            Those that the screen refuses do not contribute.
+        scale: multiplies the merged outer gradient once, before the outer step: the part of the live weight that is in
+            `contributions`. It falls with those that the screen refuses.
 
     Raises:
-        NonFiniteError, CorruptPayloadError: a payload that cannot be used, or a result that fp32 or `method.down` cannot hold.
+        CorruptPayloadError: a contribution that cannot be decoded.
+        NonFiniteError: a result that fp32 or `method.down` cannot hold.
     """
     num_elements = held.theta.numel()
     refused: tuple[str, ...] = ()
@@ -170,16 +185,23 @@ class Advanced:
 
 
 def advance(
-    method: Method, held: HeldFragment, update: Update, payload: Tensor, *, verify: bool = True
-) -> Advanced:  # fmt: skip
-    """The version that an update leads to, in the bits of `close`. What only the updates' author holds (its error feedback, and its outer
-    state where the outer optimizer is on the syncer) stays as it is in `held`.
+    method: Method,
+    held: HeldFragment,
+    update: Update,
+    payload: Tensor,
+    *,
+    verify: bool = True,
+) -> Advanced:
+    """The version that an update leads to, in the bits of `close`.
+
+    The residual stays as it is in `held`, and so does the outer state where the outer optimizer is on the syncer: only
+    the author of the updates holds them.
 
     Arguments:
-        verify: False: the digest is of a shard only; the caller compares the result's with the other holders'.
+        verify: False: the update's digest is of a shard; the caller compares the result's with the other holders'.
 
     Raises:
-        VersionError: an update of another version than is held, which is not lossless.
+        VersionError: a lossy update of another version than is held.
         CorruptPayloadError: a payload of the wrong size or with non-finite content.
         DigestError: other bits than were published.
     """
@@ -215,8 +237,9 @@ def published_mean(method: Method, payload: Tensor, num_elements: int) -> Tensor
 
 
 class _NextVersion:
-    """The version after `held` while it is made, run by run of whole segments and in order. An outer state that is not stepped, and a
-    residual, pass through.
+    """The version after `held` while it is made, run by run of whole segments and in order.
+
+    A residual, and an outer state that is not stepped, pass through.
 
     Attributes:
         theta: the new one.
@@ -234,11 +257,11 @@ class _NextVersion:
         """What the payload says of a run."""
         return self._method.down.decode(payload[self._span(run)], out.numel(), out, self._scratch)
 
-    def step(self, run: slice, delta: Tensor) -> Tensor:
+    def step(self, run: slice, delta: Tensor) -> None:
         """The outer step of a run, into `theta` and the new outer state. `delta` may be that part of `theta`."""
-        held, new = self._held, self.theta[run]
+        held, outer = self._held, self._method.outer
         state, new_state = _within(held.outer_state, run), _within(self._outer_state, run)
-        return self._method.outer.step(state, held.theta[run], delta, out=new, new_state=new_state)[0]
+        outer.step(state, held.theta[run], delta, out=self.theta[run], new_state=new_state)
 
     def finish(self, run: slice) -> None:
         """A run of `theta` is there."""
@@ -279,13 +302,14 @@ class _Closing(_NextVersion):
                 new.copy_(self._send(run, new))
         else:
             self.step(run, new)
-            if not _sends_theta(method):
+            if _sends_theta(method):
+                self._require_finite(new)
+            else:
                 torch.add(self._send(run, new.sub_(held)), held, out=new)
-        self._require_finite(new)
         self.finish(run)
 
     def _send(self, run: slice, change: Tensor) -> Tensor:
-        """Put a run of the change, and of what earlier updates have left out of it, into the payload; returns what that says."""
+        """Encode a run of the change, and of what earlier updates left out of it; returns it as decoded."""
         if (earlier := self._held.residual) is not None:
             change.add_(earlier[run])
         self._method.down.encode(change, self.payload[self._span(run)], self._encoding)
@@ -298,8 +322,8 @@ class _Closing(_NextVersion):
         low, high = torch.aminmax(new)
         if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(
-                f"the outer step of fragment {self._held.fragment} from version {self._held.version} overflows fp32; find the "
-                "learner that diverged, or lower the outer learning rate."
+                f"the outer step of fragment {self._held.fragment} from version {self._held.version} overflows fp32; "
+                "find the learner that diverged, or lower the outer learning rate."
             )
 
 
@@ -316,14 +340,14 @@ def _within(state: Mapping[str, Tensor], elements: slice) -> dict[str, Tensor]:
 def _require_size(update: Update, payload: Tensor, num_bytes: int) -> None:
     if payload.dtype != torch.uint8 or payload.shape != (num_bytes,):
         raise CorruptPayloadError(
-            f"the update of fragment {update.fragment} to version {update.version} is {tuple(payload.shape)} {payload.dtype}, and "
-            f"it has {num_bytes} bytes; fetch it again."
+            f"the update of fragment {update.fragment} to version {update.version} has {num_bytes} bytes, not "
+            f"{tuple(payload.shape)} of {payload.dtype}; fetch it again."
         )
 
 
 def _require_digest(update: Update, found: str) -> None:
     if found != update.digest:
         raise DigestError(
-            f"version {update.version} of fragment {update.fragment} is not what was published (digest {update.digest[:12]}, here "
-            f"{found[:12]}); check both machines' memory and disks."
+            f"version {update.version} of fragment {update.fragment} is not what was published (digest "
+            f"{update.digest[:12]}, here {found[:12]}); check both machines' memory and disks."
         )

@@ -44,10 +44,13 @@ class Shards:
 
 @dataclass
 class Held:
-    """What this rank keeps of a fragment: all of it, as a learner (`whole`), and what a syncer keeps of its own shard (`own`).
+    """What this rank keeps of a fragment.
 
-    Where the outer optimizer is on the learners, `whole` has an outer state too. `own.theta` is a view of `whole.theta`.
-    `places`, `tensors`: of the own shard, as `shard_of` gives them.
+    Attributes:
+        elements: of its shard.
+        places, tensors: of its shard, as `shard_of` gives them.
+        whole: as a learner; with an outer state where the outer optimizer is on the learners.
+        own: its shard, as the shard's syncer. `own.theta` is a view of `whole.theta` from the first round on.
     """
 
     shards: Shards
