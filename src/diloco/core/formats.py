@@ -171,6 +171,7 @@ FAMILIES = (
     Family("integers.Int8", "int8" + _BLOCK, _blocks(SCALE_BYTES, 8, INT8_BLOCK), ("int8",)),
     Family("integers.Int4", "int4" + _BLOCK, _blocks(SCALE_BYTES, 4, NIBBLE_BLOCK), ("int4",)),
     Family("e3m0.E3M0", "e3m0" + _BLOCK, _blocks(SCALE_BYTES, 4, NIBBLE_BLOCK), ("e3m0",)),
+    Family("uniform.Uniform8", "uniform8", lambda: Coded(SEGMENT_ELEMENTS, 1024, code_bits=8), ("uniform8",)),
     Family("bins.TwoBit", r"2bit(?:-(?P<range_sigmas>\d+(?:\.\d+)?)sigma)?" + _BLOCK, _two_bit, ("2bit",)),
     Family("sparse.TopK", r"topk-(?P<k>\d+)" + _KEPT_AS, _top_k, ("topk-128", "topk-128-bf16", "topk-128-2bit")),
     Family(
