@@ -45,8 +45,8 @@ class Registry(Generic[ChoiceT_co]):
     def read(self, values: object) -> ChoiceT_co:
         """Read back what `to_dict` wrote, e.g. `{"type": "Nesterov", "lr": 0.7}`.
 
-        Raises ConfigError on an unknown type or field (naming the nearest known one), on a missing field, and on a value that the type
-        itself refuses.
+        Raises ConfigError on an unknown type or field (naming the nearest known one), on a missing field, and on a
+        value that the type itself refuses.
         """
         name = values.get("type") if isinstance(values, Mapping) else values
         kind = self._kinds.get(name) if isinstance(name, str) else None

@@ -16,20 +16,23 @@ _CODEBOOK_BYTES = 4 * NUM_BUCKETS
 RANGE_SIGMAS = 12
 
 _ONE = 2.0**35
-"""The unit of sums: values below 4 are whole numbers of 1/_ONE, so that a sum of a segment is exact in fp64, in any order."""
+"""The unit of sums: values below 4 are whole numbers of 1/_ONE, so that a sum of a segment is exact in fp64, in any
+order."""
 
 
 @dataclass(frozen=True)
 class Uniform8(Codec):
-    """INTELLECT-1's int8 (arXiv 2412.01152): code b stands for the mean of the values in bucket b; 8.25 bits per element.
+    """INTELLECT-1's int8 (arXiv 2412.01152): code b stands for the mean of the values in bucket b; 8.25 bits per
+    element.
 
-    With σ the root mean square of a segment and w = 12σ / 256, bucket b holds b − 128 ≤ x / w < b − 127; values beyond ±6σ are in the
-    first and the last one. So a value within ±6σ is off by less than w = 0.047σ. A zero decodes to the mean of bucket 128, the small
-    values from 0 to w.
+    With σ the root mean square of a segment and w = 12σ / 256, bucket b holds b − 128 ≤ x / w < b − 127; values beyond
+    ±6σ are in the first and the last one. So a value within ±6σ is off by less than w = 0.047σ. A zero decodes to the
+    mean of bucket 128, the small values from 0 to w.
 
-    Differences from Prime's implementation: σ and codebook are those of a segment of 32768 elements and not of a tensor or a part of a
-    ring, so that shards give the bits of the whole. σ is taken about zero, and not about the mean, which is small beside it. A
-    contribution is quantised once and added in fp32, and not quantised anew at each hop of a ring.
+    Differences from Prime's implementation: σ and codebook are those of a segment of 32768 elements and not of a tensor
+    or a part of a ring, so that shards give the bits of the whole. σ is taken about zero, and not about the mean, which
+    is small beside it. A contribution is quantised once and added in fp32, and not quantised anew at each hop of a
+    ring.
     """
 
     cpu_group_segments: ClassVar[int] = 4
@@ -54,7 +57,7 @@ class Uniform8(Codec):
         sums = scratch.take("sums", (rows, NUM_BUCKETS), torch.float64).zero_().scatter_add_(1, index, whole)
         counts = scratch.take("counts", (rows, NUM_BUCKETS), torch.float64).zero_()
         counts.scatter_add_(1, index, whole.fill_(1.0))
-        # y is x times 2^(128 − e), e the exponent bits. In fp64 neither the product with 2^(e − 127) nor the mean leaves its range.
+        # y is x times 2^(128 − e), e the exponent bits; back to the scale of x in fp64, which holds every product.
         means = sums.div_(counts.clamp_min_(1.0)).mul_(0.5 / _ONE).mul_(power_of_two(exponent)).float()
         means.masked_fill_(means.abs() < torch.finfo(torch.float32).tiny, 0.0)
         out[:, :_CODEBOOK_BYTES] = means.view(torch.uint8)
