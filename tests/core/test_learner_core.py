@@ -1,4 +1,4 @@
-"""LearnerCore by scripted events: what is sent, waited for and adopted, and where every token goes."""
+"""LearnerCore by scripted events, in scheduled rounds: what is sent, waited for and adopted, and where every token goes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from copy import deepcopy
 
 import pytest
 
-from diloco.core.contribution import MISSED, OUT_OF_STEP, OUTLIER, TWICE
+from diloco.core.contribution import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, TWICE
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
+from diloco.core.rounds.base import Rules
+from diloco.core.rounds.called import Called
+from diloco.core.rounds.scheduled import AllLive
 from diloco.core.schedule import Schedule
 from diloco.errors import CheckpointError, VersionError
 
@@ -18,21 +21,32 @@ from diloco.errors import CheckpointError, VersionError
 def core(
     schedule: Schedule, *, wait: bool = True, keeps_pending: bool = False, version: int = 0, step: int = 0
 ) -> LearnerCore:
-    return LearnerCore(schedule, [version] * schedule.num_fragments, wait=wait, keeps_pending=keeps_pending, step=step)
+    rules = Rules(AllLive(), schedule, wait=wait, keeps_pending=keeps_pending)
+    return LearnerCore(rules, [version] * schedule.num_fragments, step=step)
+
+
+def called() -> LearnerCore:
+    """One fragment, H = 4."""
+    return LearnerCore(Rules(Called(), Schedule(4, 1), wait=False), [0])
+
+
+def newest(learner: LearnerCore, fragment: int, version: int) -> int:
+    """The number of the newest contribution that this version can have merged."""
+    return max((flight.number for flight in learner.fragments[fragment].in_flight if flight.round < version), default=0)
 
 
 def answer(learner: LearnerCore, *, listed: bool = True) -> None:
-    """Whatever is waited for arrives at once, and what is due is adopted."""
+    """What is waited for arrives at once, and what is due is adopted."""
     for fragment, version in learner.waiting():
-        learner.received(fragment, version, version - 1 if listed else -1)
+        learner.received(fragment, version, newest(learner, fragment, version) if listed else 0)
     for fragment, version in learner.adoptions():
         learner.adopted(fragment, version)
 
 
-def books_balance(learner: LearnerCore) -> bool:
-    for book in learner.books:
-        in_flight = sum(flight.tokens for flight in book.flights if not flight.listed)
-        if book.ledger.pending != book.pending_tokens + in_flight or book.ledger.trained != learner.tokens:
+def accounts_balance(learner: LearnerCore) -> bool:
+    for work in learner.fragments:
+        in_flight = sum(flight.tokens for flight in work.in_flight if not flight.listed)
+        if work.ledger.pending != work.pending_tokens + in_flight or work.ledger.trained != learner.tokens:
             return False
     return True
 
@@ -65,20 +79,20 @@ def test_sends_and_adoptions_follow_the_schedule(schedule: Schedule, keeps_pendi
             int(f in applied) for f in range(schedule.num_fragments)
         ]
         assert learner.waiting() == ()
-        assert books_balance(learner)
-    assert all(not book.ledger.lost for book in learner.books)
+        assert accounts_balance(learner)
+    assert all(not work.ledger.lost for work in learner.fragments)
 
 
 def test_several_fragments_are_in_flight() -> None:
     learner = core(Schedule(6, 3, 5))
     for _ in range(6):
         learner.stepped(1)
-    assert [len(book.flights) for book in learner.books] == [1, 1, 1]
+    assert [len(work.in_flight) for work in learner.fragments] == [1, 1, 1]
     learner.stepped(1)
     assert learner.waiting() == ((0, 1),)
-    learner.received(2, 1, 0)  # an answer that comes early is kept until it is due
+    learner.received(2, 1, 1)  # an answer that comes early is kept until it is due
     assert learner.adoptions() == ()
-    learner.received(0, 1, 0)
+    learner.received(0, 1, 1)
     assert learner.adoptions() == ((0, 1),)
 
 
@@ -86,14 +100,14 @@ def test_replace_discards_what_was_trained_since_the_send_and_says_so_once() -> 
     learner = core(Schedule(4, 1, 2))
     for tokens in (1, 2, 3):
         learner.stepped(tokens)
-    assert learner.stepped(4) == (Send(0, 0, 0, tokens=10, steps=4),)
+    assert learner.stepped(4) == (Send(0, 1, 0, 0, tokens=10, steps=4),)
     learner.stepped(5)
     learner.stepped(6)
     answer(learner)
-    ledger = learner.books[0].ledger
+    ledger = learner.fragments[0].ledger
     assert (ledger.merged, ledger.discarded, ledger.pending) == (10, {"overlap": 11}, 0)
     learner.stepped(7)
-    assert learner.stepped(8) == (Send(0, 1, 1, tokens=15, steps=2, discarded=(("overlap", 11),)),)
+    assert learner.stepped(8) == (Send(0, 2, 1, 1, tokens=15, steps=2, discarded=(("overlap", 11),)),)
     for _ in range(2):
         learner.stepped(1)
     answer(learner)
@@ -106,9 +120,9 @@ def test_mixing_keeps_what_was_trained_since_the_send() -> None:
     for _ in range(6):
         learner.stepped(1)
     answer(learner)
-    assert learner.books[0].ledger.discarded == {}
+    assert learner.fragments[0].ledger.discarded == {}
     learner.stepped(1)
-    assert learner.stepped(1) == (Send(0, 1, 1, tokens=4, steps=4),)
+    assert learner.stepped(1) == (Send(0, 2, 1, 1, tokens=4, steps=4),)
 
 
 def test_an_overlap_of_a_whole_interval_sends_before_it_adopts() -> None:
@@ -126,29 +140,29 @@ def test_a_contribution_that_a_round_goes_on_without_waits_for_the_answer_like_t
     learner = core(Schedule(3, 1, 1))
     for _ in range(3):
         learner.stepped(10)
-    assert learner.rejected(0, 0, reason)
-    assert learner.books[0].ledger.discarded == {reason: 30}
+    assert learner.rejected(0, 1, reason)
+    assert learner.fragments[0].ledger.discarded == {reason: 30}
     learner.stepped(10)
     assert learner.waiting() == ((0, 1),)
-    learner.received(0, 1, 0)  # as of an earlier incarnation of itself
+    learner.received(0, 1, 1)  # what was rejected is in no version, whatever is merged after it
     answer(learner)
     assert learner.versions == (1,)
-    assert learner.books[0].ledger.merged == 0
-    assert learner.books[0].ledger.discarded == {reason: 30, "overlap": 10}
-    assert books_balance(learner)
+    assert learner.fragments[0].ledger.merged == 0
+    assert learner.fragments[0].ledger.discarded == {reason: 30, "overlap": 10}
+    assert accounts_balance(learner)
 
 
 def test_a_contribution_that_was_out_of_step_stays_with_the_learner() -> None:
     learner = core(Schedule(3, 1, 1))
     for _ in range(3):
         learner.stepped(10)
-    assert learner.rejected(0, 0, OUT_OF_STEP)
+    assert learner.rejected(0, 1, OUT_OF_STEP)
     learner.stepped(10)
     assert learner.waiting() == ()
     learner.stepped(10)
-    assert learner.stepped(10) == (Send(0, 0, 0, tokens=60, steps=6),)
-    assert learner.books[0].ledger.discarded == {}
-    assert books_balance(learner)
+    assert learner.stepped(10) == (Send(0, 2, 0, 0, tokens=60, steps=6),)
+    assert learner.fragments[0].ledger.discarded == {}
+    assert accounts_balance(learner)
 
 
 @pytest.mark.parametrize("reason", ["version", "not finite"])
@@ -156,14 +170,14 @@ def test_a_contribution_that_is_refused_for_good_is_not_waited_for(reason: str) 
     learner = core(Schedule(3, 1, 1))
     for _ in range(3):
         learner.stepped(10)
-    assert learner.rejected(0, 0, reason)
-    assert not learner.rejected(0, 0, reason)
-    assert learner.books[0].ledger.discarded == {reason: 30}
+    assert learner.rejected(0, 1, reason)
+    assert not learner.rejected(0, 1, reason)
+    assert learner.fragments[0].ledger.discarded == {reason: 30}
     for _ in range(2):
         learner.stepped(10)
         assert learner.waiting() == ()
-    assert learner.stepped(10)[0] == Send(0, 0, 0, tokens=30, steps=3)
-    assert books_balance(learner)
+    assert learner.stepped(10)[0] == Send(0, 2, 0, 0, tokens=30, steps=3)
+    assert accounts_balance(learner)
 
 
 def test_after_a_refusal_for_good_nothing_is_sent_on_top_of_it() -> None:
@@ -172,23 +186,23 @@ def test_after_a_refusal_for_good_nothing_is_sent_on_top_of_it() -> None:
     for _ in range(4):
         sends = learner.stepped(10)
     assert [(send.round, send.base) for send in sends] == [(1, 0)]
-    assert learner.rejected(0, 0, "not finite")
-    for _ in range(2):
-        assert learner.stepped(10) == ()
     assert learner.rejected(0, 1, "not finite")
     for _ in range(2):
+        assert learner.stepped(10) == ()
+    assert learner.rejected(0, 2, "not finite")
+    for _ in range(2):
         sends = learner.stepped(10)
-    assert sends == (Send(0, 0, 0, tokens=40, steps=4),)
-    assert books_balance(learner)
+    assert sends == (Send(0, 3, 0, 0, tokens=40, steps=4),)
+    assert accounts_balance(learner)
 
 
 def test_a_refusal_after_the_merge_is_void() -> None:
     learner = core(Schedule(3, 1, 2))
     for _ in range(3):
         learner.stepped(10)
-    learner.received(0, 1, 0)
-    assert not learner.rejected(0, 0, MISSED)
-    assert learner.books[0].ledger.merged == 30
+    learner.received(0, 1, 1)
+    assert not learner.rejected(0, 1, MISSED)
+    assert learner.fragments[0].ledger.merged == 30
 
 
 def test_a_version_without_the_contribution_settles_it_as_missed() -> None:
@@ -196,38 +210,38 @@ def test_a_version_without_the_contribution_settles_it_as_missed() -> None:
     learner = core(Schedule(3, 1))
     for _ in range(3):
         learner.stepped(10)
-    learner.received(0, 1, -1)
+    learner.received(0, 1, 0)
     assert [flight.listed for flight in learner.adopted(0, 1)] == [False]
-    assert learner.books[0].ledger.discarded == {MISSED: 30}
-    assert not learner.rejected(0, 0, MISSED)
+    assert learner.fragments[0].ledger.discarded == {MISSED: 30}
+    assert not learner.rejected(0, 1, MISSED)
 
 
 def test_a_learner_overtaken_takes_the_newest_version() -> None:
     learner = core(Schedule(3, 1, 1))
     for _ in range(3):
         learner.stepped(10)
-    learner.received(0, 3, -1)
+    learner.received(0, 3, 0)
     assert learner.adoptions() == ()  # not due yet
     learner.stepped(10)
     assert learner.waiting() == ()
     assert learner.adoptions() == ((0, 3),)
     learner.adopted(0, 3)
     assert learner.versions == (3,)
-    assert learner.books[0].flights == []
-    learner.received(0, 1, 0)  # what comes after it is old
+    assert learner.fragments[0].in_flight == []
+    learner.received(0, 1, 1)  # what comes after it is old
     assert learner.adoptions() == ()
-    assert books_balance(learner)
+    assert accounts_balance(learner)
 
 
 def test_a_joiner_between_two_rounds_takes_the_newest_version_at_once() -> None:
     learner = core(Schedule(10, 2), version=7, step=13)
     learner.stepped(5)
-    learner.received(0, 8, -1)
-    learner.received(0, 9, -1)
+    learner.received(0, 8, 0)
+    learner.received(0, 9, 0)
     assert learner.adoptions() == ((0, 9),)
     learner.adopted(0, 9)
     assert learner.versions == (9, 7)
-    assert learner.stepped(5) == (Send(0, 9, 9, tokens=5, steps=1, discarded=(("overlap", 5),)),)
+    assert learner.stepped(5) == (Send(0, 1, 9, 9, tokens=5, steps=1, discarded=(("overlap", 5),)),)
     assert learner.step == 15
 
 
@@ -239,13 +253,13 @@ def test_never_waiting_means_taking_an_answer_when_it_comes() -> None:
         assert learner.stepped(10) == ()  # after step 6 the first one is still on its way: the work goes with the next
         assert learner.waiting() == ()
         assert learner.adoptions() == ()
-    learner.received(0, 1, 0)
+    learner.received(0, 1, 1)
     assert learner.adoptions() == ((0, 1),)
     learner.adopted(0, 1)
-    assert learner.books[0].ledger.discarded == {"overlap": 30}
+    assert learner.fragments[0].ledger.discarded == {"overlap": 30}
     learner.stepped(10)
     learner.stepped(10)
-    assert learner.stepped(10) == (Send(0, 1, 1, tokens=30, steps=3, discarded=(("overlap", 30),)),)
+    assert learner.stepped(10) == (Send(0, 2, 1, 1, tokens=30, steps=3, discarded=(("overlap", 30),)),)
 
 
 def test_a_version_that_is_not_here_cannot_be_adopted() -> None:
@@ -260,7 +274,7 @@ def test_a_new_incarnation_starts_from_the_run() -> None:
     learner.rejoined([4], step=11)
     assert (learner.versions, learner.step, learner.tokens) == ((4,), 11, 0)
     assert learner.waiting() == learner.adoptions() == ()
-    assert learner.stepped(10) == (Send(0, 4, 4, tokens=10, steps=1),)
+    assert learner.stepped(10) == (Send(0, 1, 4, 4, tokens=10, steps=1),)
     learner.rejoined([4], step=2)  # a syncer may have forgotten some steps
     assert learner.step == 12
     learner.rejoined([4], step=3, awaited=True)  # a round waits for the send after it
@@ -275,7 +289,7 @@ def test_gradients_are_merged_before_their_step_is_taken() -> None:
         answer(learner)
         learner.credit(100)
     assert learner.step == 3
-    assert [book.ledger.as_dict() for book in learner.books] == 2 * [
+    assert [work.ledger.as_dict() for work in learner.fragments] == 2 * [
         {"trained": 300, "pending": 0, "merged": 300, "lost": 0, "discarded": {}}
     ]
 
@@ -287,7 +301,7 @@ def test_a_saved_learner_continues_identically(schedule: Schedule, wait: bool) -
     events = random.Random(7)
     learner = core(schedule, wait=wait, keeps_pending=bool(schedule.overlap % 2))
     for _ in range(4 * schedule.sync_every):
-        copy = core(schedule, wait=wait, keeps_pending=learner.keeps_pending)
+        copy = core(schedule, wait=wait, keeps_pending=learner.rules.keeps_pending)
         copy.load_state_dict(json.loads(json.dumps(learner.state_dict())))
         assert copy.state_dict() == learner.state_dict()
         tokens, listed, early = events.randint(1, 9), events.random() < 0.8, events.random() < 0.3
@@ -295,15 +309,15 @@ def test_a_saved_learner_continues_identically(schedule: Schedule, wait: bool) -
         for each in (learner, copy):
             sends.append(each.stepped(tokens))
             if early:
-                for fragment, book in enumerate(each.books):
-                    for flight in book.flights:
-                        each.received(fragment, flight.round + 1, flight.round if listed else -1)
+                for fragment, work in enumerate(each.fragments):
+                    for flight in work.in_flight:
+                        each.received(fragment, flight.round + 1, flight.number if listed else 0)
             if wait or early:
                 answer(each, listed=listed)
         assert sends[0] == sends[1]
         assert copy.state_dict() == learner.state_dict()
-        assert copy.books == learner.books
-        assert books_balance(learner)
+        assert copy.fragments == learner.fragments
+        assert accounts_balance(learner)
 
 
 def test_saved_state_shares_nothing_with_the_learner() -> None:
@@ -313,13 +327,13 @@ def test_saved_state_shares_nothing_with_the_learner() -> None:
     state = learner.state_dict()
     before = deepcopy(state)
     answer(learner)
-    learner.rejected(0, 0, MISSED)
+    learner.rejected(0, 1, MISSED)
     learner.stepped(1)
     answer(learner)
     assert state == before
     copy = core(Schedule(3, 1, 1))
     copy.load_state_dict(state)
-    copy.rejected(0, 0, MISSED)
+    copy.rejected(0, 1, MISSED)
     assert state == before
 
 
@@ -335,8 +349,8 @@ def test_a_resumed_learner_under_a_new_incarnation_counts_from_nothing() -> None
     copy.stepped(10)
     assert copy.waiting() == ((0, 1),)
     answer(copy)
-    assert copy.stepped(10) == (Send(0, 1, 1, tokens=20, steps=3),)
-    assert books_balance(copy)
+    assert copy.stepped(10) == (Send(0, 1, 1, 1, tokens=20, steps=3),)
+    assert accounts_balance(copy)
 
 
 def test_a_state_of_another_cut_is_refused() -> None:
@@ -344,43 +358,117 @@ def test_a_state_of_another_cut_is_refused() -> None:
         core(Schedule(4, 1)).load_state_dict(core(Schedule(4, 2)).state_dict())
 
 
+# --- what is heard again, or late, or never ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", [OUT_OF_STEP, DROPPED])
+def test_work_that_comes_back_is_pending_once_however_often_that_is_said(reason: str) -> None:
+    learner = core(Schedule(3, 1, 1))
+    for _ in range(3):
+        learner.stepped(10)
+    flight = learner.rejected(0, 1, reason)
+    assert flight is not None
+    assert flight.number == 1
+    for _ in range(2):
+        assert learner.rejected(0, 1, reason) is None
+        assert (learner.fragments[0].pending_tokens, learner.fragments[0].pending_steps) == (30, 3)
+    assert accounts_balance(learner)
+
+
+def test_a_dropped_contribution_goes_with_the_next_one_and_its_round_is_adopted_around_it() -> None:
+    learner = core(Schedule(3, 1))
+    for _ in range(3):
+        learner.stepped(10)
+    learner.rejected(0, 1, DROPPED)
+    assert learner.waiting() == ((0, 1),)
+    learner.received(0, 1, 0)
+    assert learner.keeps_own(0, 1)
+    assert learner.adoptions() == ((0, 1),)
+    learner.adopted(0, 1)
+    learner.rejected(0, 1, DROPPED)
+    for _ in range(3):
+        sends = learner.stepped(10)
+    assert sends == (Send(0, 2, 1, 1, tokens=60, steps=6),)
+    assert learner.fragments[0].ledger.discarded == {}
+    assert accounts_balance(learner)
+
+
+def test_a_rejection_heard_before_the_version_is_not_booked_as_merged() -> None:
+    """Two contributions are in flight; the first was refused by the screen, the second is in the version that comes."""
+    learner = core(Schedule(2, 1, 2))
+    for _ in range(4):
+        learner.stepped(10)
+    learner.rejected(0, 1, OUTLIER)
+    listed = learner.received(0, 1, 0)
+    assert listed == ()
+    learner.adopted(0, 1)
+    listed = learner.received(0, 2, 2)
+    assert [flight.number for flight in listed] == [2]
+    assert learner.received(0, 2, 2) == ()
+    assert (learner.fragments[0].ledger.merged, learner.fragments[0].ledger.discarded) == (20, {OUTLIER: 20})
+    assert accounts_balance(learner)
+
+
+def test_a_resumed_learners_contributions_of_the_earlier_incarnation_are_not_taken_for_its_own() -> None:
+    """Numbers begin anew with an incarnation: a verdict on the new number 1 is not one on the old."""
+    learner = core(Schedule(2, 1, 2))
+    for _ in range(2):
+        learner.stepped(10)
+    copy = core(Schedule(2, 1, 2))
+    copy.load_state_dict(learner.state_dict())
+    copy.reincarnated()
+    copy.stepped(10)
+    assert copy.stepped(10) == (Send(0, 1, 1, 0, tokens=20, steps=2),)
+    flight = copy.rejected(0, 1, "not finite")
+    assert flight is not None
+    assert (flight.round, flight.tokens) == (1, 20)
+    assert [each.round for each in copy.fragments[0].in_flight] == [0]
+    assert copy.received(0, 1, 0) == ()
+    assert accounts_balance(copy)
+
+
+# --- called rounds ------------------------------------------------------------------------------------------------------------
+
+
 def test_a_call_that_is_quicker_than_its_version_is_answered_after_it() -> None:
     """The syncer publishes and calls at once; the call is a few bytes and the version is not."""
-    core = LearnerCore(Schedule(4, 1), [0], wait=False, mode="called")
-    core.stepped(5)
-    assert core.called(0, 0) is not None
-    core.stepped(5)
-    assert core.called(0, 1) is None
-    assert core.stepped(5) == ()
-    core.received(0, 1, merged_round=0)
-    core.adopted(0, 1)
-    (send,) = core.stepped(5)
-    assert (send.base, send.tokens) == (1, 5)
+    learner = called()
+    learner.stepped(5)
+    assert learner.called(0, 0) is not None
+    learner.stepped(5)
+    assert learner.called(0, 1) is None
+    assert learner.stepped(5) == ()
+    learner.received(0, 1, 1)
+    learner.adopted(0, 1)
+    (send,) = learner.stepped(5)
+    assert (send.number, send.base, send.tokens) == (2, 1, 5)
 
 
-@pytest.mark.parametrize(("keeps_pending", "next_push"), [(False, 11), (True, 8)])
-def test_a_push_holds_a_whole_interval_of_work_however_late_the_last_answer(
-    keeps_pending: bool, next_push: int
-) -> None:
-    """H = 4; the answer to the push after step 4 is adopted after step 7. What it overwrites is not work any more."""
-    core = LearnerCore(Schedule(4, 1), [0], wait=False, keeps_pending=keeps_pending, mode="pushed")
-    for _ in range(7):
-        core.stepped(5)
-    core.received(0, 1, merged_round=0)
-    core.adopted(0, 1)
-    restored = LearnerCore(Schedule(4, 1), [0], wait=False, keeps_pending=keeps_pending, mode="pushed")
-    restored.load_state_dict(core.state_dict())
-    for each in (core, restored):
-        sends = [(each.step, send.steps, send.base) for _ in range(4) for send in each.stepped(5)]
-        assert sends == [(next_push, 4, 1)]
+def test_a_call_heard_again_is_answered_once() -> None:
+    learner = called()
+    learner.stepped(5)
+    assert learner.called(0, 0) == Send(0, 1, 0, 0, tokens=5, steps=1)
+    for _ in range(3):
+        assert learner.called(0, 0) is None
+        assert learner.stepped(5) == ()
+    learner.received(0, 1, 1)
+    learner.adopted(0, 1)
+    assert learner.stepped(5) == ()
 
 
-def test_who_is_still_waiting_pushes_a_whole_interval_after_the_answer() -> None:
-    """It came after the next push was due."""
-    core = LearnerCore(Schedule(4, 1), [0], wait=False, mode="pushed")
-    for _ in range(10):
-        core.stepped(5)
-    core.received(0, 1, merged_round=0)
-    core.adopted(0, 1)
-    sends = [send for _ in range(4) for send in core.stepped(5)]
-    assert [(send.steps, send.tokens, send.discarded) for send in sends] == [(4, 20, (("overlap", 30),))]
+def test_a_call_before_the_first_step_is_answered_after_it() -> None:
+    learner = called()
+    for _ in range(2):
+        assert learner.called(0, 0) is None
+    assert learner.stepped(5) == (Send(0, 1, 0, 0, tokens=5, steps=1),)
+    assert learner.stepped(5) == ()
+
+
+def test_a_call_after_a_rejection_is_answered_again() -> None:
+    learner = called()
+    learner.stepped(5)
+    learner.called(0, 0)
+    learner.rejected(0, 1, "not finite")
+    learner.stepped(7)
+    assert learner.called(0, 0) == Send(0, 2, 0, 0, tokens=7, steps=1)
+    assert accounts_balance(learner)

@@ -1,24 +1,22 @@
-"""SyncerCore by scripted events in virtual time: rounds, members, deadlines, incarnations, restarts, and the books."""
+"""SyncerCore by scripted events in virtual time: rounds, members, deadlines, incarnations, restarts, and the accounting."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
-from typing import TypeVar
 
 import pytest
+from tests.core.driving import kinds, ledger, only, publish, record, restarted, verdicts
 
-from diloco.core.contribution import Contribution
-from diloco.core.ledger import Ledger
-from diloco.core.members import Deadlines, Member
+from diloco.core.actions import Accept, Action, Evict, MergeRound, PersistVersion, Publish, Record, Reject, Tell, WakeAt
+from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.members import Deadlines
 from diloco.core.presets import DiLoCo, StreamingDiLoCo
-from diloco.core.rounds import Accept, Action, AllLive, Evict, Merge, Publish, Reject, Store, WakeAt
+from diloco.core.rounds.scheduled import AllLive
 from diloco.core.status import status_of
 from diloco.core.syncer import SyncerCore
-from diloco.errors import ConfigError, StaleIncarnationError, VersionError
+from diloco.errors import ConfigError, PayloadError, StaleIncarnationError, VersionError
 
-A = TypeVar("A", bound=Action)
 DEADLINES = Deadlines(
     lost_steps=20.0, lost_floor_s=6.0, lost_cap_s=120.0, stalled_steps=50.0, stalled_floor_s=60.0, stalled_cap_s=3600.0
 )
@@ -26,17 +24,21 @@ H = 10
 
 
 class Run:
-    """A SyncerCore, and learners that take tokens=10 a step."""
+    """A SyncerCore, and learners that take tokens=10 a step; who takes part is recorded."""
 
     def __init__(
-        self, *learners: str, fragments: int = 1, overlap: int = 0, at_least: int = 1, ready: bool = True
-    ) -> None:
-        method = DiLoCo(sync_every=H, overlap=overlap, quorum=AllLive(at_least=at_least))
-        self.core = SyncerCore(method, [0] * fragments, deadlines=DEADLINES)
+        self, *learners: str, fragments: int = 1, overlap: int = 0, at_least: int = 1, ready: bool = True, weight: str = "uniform",
+    ) -> None:  # fmt: skip
+        method = DiLoCo(sync_every=H, overlap=overlap, quorum=AllLive(at_least=at_least), weight=weight)
+        self.core = SyncerCore(method.rules(fragments), [0] * fragments, deadlines=DEADLINES)
         for learner in learners:
             self.core.joined(0.0, learner)
             if ready:
                 self.beat(0.0, learner, step=0, tokens=1)
+        self.record(0.0)
+
+    def incarnation(self, learner: str) -> int:
+        return self.core.accounting.accounts[learner].incarnation
 
     def beat(
         self,
@@ -47,42 +49,58 @@ class Run:
         tokens: int = 1,
         step_s: float | None = None,
         waiting: bool = False,
+        settled: tuple[int, ...] = (),
     ) -> list[Action]:
-        incarnation = self.core.incarnations[learner]
-        return self.core.heartbeat(now, learner, incarnation, step=step, tokens=tokens, step_s=step_s, waiting=waiting)
+        return self.core.heartbeat(
+            now, learner, self.incarnation(learner), step=step, tokens=tokens, step_s=step_s, waiting=waiting, settled=settled
+        )  # fmt: skip
 
-    def c(self, learner: str, round_: int, *, step: int = 0, fragment: int = 0, base: int | None = None, tokens: int = 100,
-          trained: int | None = None, discarded: int = 0, incarnation: int | None = None) -> Contribution:  # fmt: skip
+    def c(self, learner: str, round_: int, *, number: int | None = None, step: int = 0, fragment: int = 0, base: int | None = None,
+          tokens: int = 100, trained: int | None = None, discarded: int = 0, incarnation: int | None = None) -> Contribution:  # fmt: skip
         step = step or (round_ + 1) * H
         return Contribution(
-            learner, incarnation or self.core.incarnations[learner], fragment, round_, round_ if base is None else base,
-            tokens, tokens // 10, trained or tokens * (round_ + 1), (("overlap", discarded),) if discarded else (), step=step,
+            learner, incarnation or self.incarnation(learner), fragment, number or round_ + 1, round_,
+            round_ if base is None else base, tokens, tokens // 10, trained or tokens * (round_ + 1),
+            (("overlap", discarded),) if discarded else (), step=step,
         )  # fmt: skip
 
     def send(self, now: float, learner: str, round_: int, **values: int) -> list[Action]:
         return self.core.contributed(now, self.c(learner, round_, **values))
 
     def publish(self, now: float, fragment: int = 0) -> list[Action]:
-        self.core.merged(fragment)
-        return self.core.stored(now, fragment)
+        return publish(self.core, now, fragment)
+
+    def merged(self, fragment: int = 0, now: float = 0.0) -> list[Action]:
+        return self.core.merged(now, fragment)
+
+    def stored(self, now: float, fragment: int = 0) -> list[Action]:
+        return self.core.stored(now, fragment, self.core.saved(storing=fragment).serial)
+
+    def record(self, now: float) -> Record:
+        return record(self.core, now)[0]
+
+    def restart(self, now: float, found: Record) -> None:
+        self.core = restarted(self.core, found, now)
 
     def ledger(self, learner: str, fragment: int = 0) -> dict[str, object]:
-        return self.core.books.ledgers[learner][fragment].as_dict()
+        return dict(ledger(self.core, learner, fragment).as_dict())
+
+    def ledgers(self) -> object:
+        return deepcopy({learner: account.ledgers for learner, account in self.core.accounting.accounts.items()})
+
+    def members(self, fragment: int = 0) -> set[str]:
+        """Of the open round."""
+        return set(self.core.rounds.round_of(fragment)[1])
+
+    def steps(self) -> list[int]:
+        """Of the rounds that the versions came from."""
+        return [state.step for state in self.core.fragments]
 
     def reason(self, now: float, fragment: int = 0) -> object:
         return status_of(self.core, now)["fragments"][fragment]["reason"]
 
     def phase(self, fragment: int = 0) -> str:
         return self.core.fragments[fragment].phase
-
-
-def only(kind: type[A], actions: Iterable[Action]) -> A:
-    (found,) = [action for action in actions if isinstance(action, kind)]
-    return found
-
-
-def kinds(actions: Iterable[Action]) -> list[str]:
-    return [type(action).__name__ for action in actions]
 
 
 # --- the life of a round --------------------------------------------------------------------------------------------------
@@ -93,23 +111,23 @@ def test_a_round_is_merged_stored_and_only_then_published() -> None:
     assert run.reason(0.0) == "no contribution yet"
     assert run.send(1.0, "b", 0)[0] == Accept(run.c("b", 0), duplicate=False)
     assert run.reason(1.0) == "waiting for a; a is given up in 5.0 s"
-    merge = only(Merge, run.send(2.0, "a", 0))
-    assert merge == Merge(0, 0, (run.c("a", 0), run.c("b", 0)), (1.0, 1.0), 1.0)
+    merge = only(MergeRound, run.send(2.0, "a", 0))
+    assert merge == MergeRound(0, 0, (run.c("a", 0), run.c("b", 0)), (1.0, 1.0), 1.0, frozenset("ab"))
     assert run.reason(2.0) == "merging"
-    assert run.core.merged(0) == [Store(0, 1)]
+    assert run.merged() == [PersistVersion(0, 1)]
     assert run.reason(2.0) == "storing"
     assert run.core.fragments[0].version == 0
-    assert run.core.stored(3.0, 0)[0] == Publish(0, 1, ("a", "b"))
+    assert run.ledger("a") == {"trained": 100, "pending": 100, "merged": 0, "lost": 0, "discarded": {}}
+    assert run.stored(3.0)[0] == Publish(0, 1, ("a", "b"))
     assert run.core.fragments[0].version == 1
     assert run.reason(3.0) == "no contribution yet"
     assert run.ledger("a") == {"trained": 100, "pending": 0, "merged": 100, "lost": 0, "discarded": {}}
 
 
 def test_contributions_count_by_tokens_where_the_method_says_so() -> None:
-    run = Run("a", "b")
-    run.core.method = replace(run.core.method, weight="tokens")
+    run = Run("a", "b", weight="tokens")
     run.send(1.0, "b", 0, tokens=300)
-    assert only(Merge, run.send(1.0, "a", 0, tokens=100)).weights == (100.0, 300.0)
+    assert only(MergeRound, run.send(1.0, "a", 0, tokens=100)).weights == (100.0, 300.0)
 
 
 def test_fragments_have_rounds_of_their_own() -> None:
@@ -120,7 +138,7 @@ def test_fragments_have_rounds_of_their_own() -> None:
     assert (run.phase(0), run.phase(1)) == ("merging", "open")
     run.publish(3.0, 0)
     assert [fragment.version for fragment in run.core.fragments] == [1, 0]
-    assert run.core.round_steps == [5, 0]
+    assert run.steps() == [5, 0]
 
 
 # --- who is in a round ----------------------------------------------------------------------------------------------------
@@ -131,26 +149,26 @@ def test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time() -> N
     run.send(1.0, "a", 0)
     run.core.joined(1.5, "c")
     run.beat(1.6, "c", step=3, tokens=10)
-    assert run.core.fragments[0].rounds[0].members == {"a", "b"}
-    assert only(Merge, run.send(2.0, "b", 0)).contributions == (run.c("a", 0), run.c("b", 0))
+    assert run.members() == {"a", "b"}
+    assert only(MergeRound, run.send(2.0, "b", 0)).contributions == (run.c("a", 0), run.c("b", 0))
     late = run.c("c", 0, tokens=70, trained=80)
     assert run.core.contributed(2.1, late)[0] == Accept(late, duplicate=False)
     assert run.publish(3.0)[:2] == [Reject(late, "missed"), Publish(0, 1, ("a", "b"))]
     run.send(4.0, "a", 1)  # the next round waits for it
-    assert run.core.fragments[0].rounds[1].members == {"a", "b", "c"}
+    assert run.members() == {"a", "b", "c"}
 
     run = Run("a", "b")
     run.send(1.0, "a", 0)
     run.core.joined(1.5, "c")
     assert isinstance(run.send(1.9, "c", 0)[0], Accept)
-    assert [c.learner for c in only(Merge, run.send(2.0, "b", 0)).contributions] == ["a", "b", "c"]
+    assert [c.learner for c in only(MergeRound, run.send(2.0, "b", 0)).contributions] == ["a", "b", "c"]
 
 
 def test_a_learner_that_never_stepped_delays_nobody() -> None:
     run = Run("a")
     run.core.joined(0.5, "b")
     run.core.heartbeat(0.9, "b", 1, step=0, tokens=0, step_s=None, waiting=False)
-    assert kinds(run.send(1.0, "a", 0))[:2] == ["Accept", "Merge"]
+    assert kinds(run.send(1.0, "a", 0))[:2] == ["Accept", "MergeRound"]
 
 
 def test_fixed_membership_waits_for_everybody_from_the_start() -> None:
@@ -158,7 +176,7 @@ def test_fixed_membership_waits_for_everybody_from_the_start() -> None:
     for learner in "ab":
         run.core.joined(0.0, learner, ready=True)
     run.send(0.0, "a", 0)
-    assert run.core.fragments[0].rounds[0].members == {"a", "b"}
+    assert run.members() == {"a", "b"}
 
 
 def test_a_lost_connection_is_no_reason_to_leave_a_learners_work_out() -> None:
@@ -166,7 +184,7 @@ def test_a_lost_connection_is_no_reason_to_leave_a_learners_work_out() -> None:
     run.core.disconnected(0.5, "b", 1)
     run.send(1.0, "a", 0)
     assert run.phase() == "open"
-    assert [c.learner for c in only(Merge, run.send(3.0, "b", 0)).contributions] == ["a", "b"]
+    assert [c.learner for c in only(MergeRound, run.send(3.0, "b", 0)).contributions] == ["a", "b"]
     assert run.core.members["b"].healthy
 
 
@@ -176,7 +194,7 @@ def test_at_least_keeps_a_survivor_from_becoming_a_solo_run() -> None:
     run.core.left(2.0, "b", 1, tokens=40)
     assert run.reason(2.0) == "1 of at least 2 learners have contributed"
     run.core.joined(3.0, "c")
-    assert "Merge" in kinds(run.send(9.0, "c", 0))
+    assert "MergeRound" in kinds(run.send(9.0, "c", 0))
 
 
 def starts_at(run: Run, learner: str = "joiner") -> int:
@@ -260,10 +278,10 @@ def test_one_that_had_passed_the_step_before_it_was_ready_is_not_waited_for() ->
     run = Run("a")
     run.core.joined(0.0, "b")
     run.beat(0.5, "b", step=10, tokens=10)
-    assert "Merge" in kinds(run.send(1.0, "a", 0, step=10))
+    assert "MergeRound" in kinds(run.send(1.0, "a", 0, step=10))
     run.publish(2.0)
     run.send(3.0, "a", 1, step=20)
-    assert run.core.fragments[0].rounds[1].members == {"a", "b"}
+    assert run.members() == {"a", "b"}
 
 
 def test_one_that_is_a_send_behind_is_sent_back_with_its_work() -> None:
@@ -277,8 +295,8 @@ def test_one_that_is_a_send_behind_is_sent_back_with_its_work() -> None:
     assert run.core.contributed(2.0, early)[0] == Reject(early, "out of step")
     assert run.ledger("b", 1)["pending"] == 30
     run.send(3.0, "a", 1, fragment=1, step=20)
-    assert run.core.fragments[1].rounds[1].members == {"a", "b"}
-    assert "Merge" in kinds(run.send(4.0, "b", 1, fragment=1, step=20, tokens=130, trained=130))
+    assert run.members(1) == {"a", "b"}
+    assert "MergeRound" in kinds(run.send(4.0, "b", 1, number=3, fragment=1, step=20, tokens=130, trained=130))
 
 
 def test_rounds_that_wait_for_each_other_in_a_circle_let_go() -> None:
@@ -288,10 +306,10 @@ def test_rounds_that_wait_for_each_other_in_a_circle_let_go() -> None:
     run.send(1.0, "b", 0, fragment=1, step=10)
     assert (run.phase(0), run.phase(1)) == ("open", "open")
     run.beat(2.0, "a", step=5, tokens=100, waiting=True)
-    assert "Merge" in kinds(run.beat(2.0, "b", step=10, tokens=100, waiting=True))
+    assert "MergeRound" in kinds(run.beat(2.0, "b", step=10, tokens=100, waiting=True))
     assert (run.phase(0), run.phase(1)) == ("merging", "open")
     run.publish(3.0, 0)
-    assert "Merge" in kinds(run.send(4.0, "a", 0, fragment=1, step=10))
+    assert "MergeRound" in kinds(run.send(4.0, "a", 0, fragment=1, step=10))
 
 
 def test_no_circle_while_anybody_trains_or_a_contribution_is_on_its_way() -> None:
@@ -300,9 +318,9 @@ def test_no_circle_while_anybody_trains_or_a_contribution_is_on_its_way() -> Non
     run.send(1.0, "b", 0, fragment=1, step=10)
     run.beat(2.0, "a", step=14, tokens=100, waiting=True)
     run.beat(2.0, "b", step=14, tokens=100, waiting=True)
-    assert run.core.fragments[0].rounds[0].members == {"a", "b", "c"}  # c trains
+    assert run.members() == {"a", "b", "c"}  # c trains
     run.beat(3.0, "c", step=14, tokens=100, waiting=True)
-    assert run.core.fragments[0].rounds[0].members == {
+    assert run.members() == {
         "a",
         "b",
         "c",
@@ -327,9 +345,9 @@ def test_a_round_counts_as_of_its_earliest_step() -> None:
     run = Run("a", "b")
     for round_ in (0, 1):
         run.send(1.0, "a", round_, step=20 + H * round_)
-        assert "Merge" in kinds(run.send(1.0, "b", round_, step=10 + H * round_))
+        assert "MergeRound" in kinds(run.send(1.0, "b", round_, step=10 + H * round_))
         run.publish(2.0)
-        assert run.core.round_steps == [10 + H * round_]
+        assert run.steps() == [10 + H * round_]
 
 
 # --- who is given up ------------------------------------------------------------------------------------------------------
@@ -343,10 +361,10 @@ def test_a_silent_learner_is_waited_for_until_its_deadline() -> None:
     run.beat(6.5, "a", step=10, waiting=True)
     assert only(WakeAt, run.beat(6.5, "b", step=10, waiting=True)).at == 8.0
     assert run.reason(7.0) == "waiting for c; c is given up in 1.0 s"
-    assert "Merge" not in kinds(run.core.tick(7.9))
+    assert "MergeRound" not in kinds(run.core.tick(7.9))
     actions = run.core.tick(8.0)
     assert only(Evict, actions) == Evict("c", 1, "nothing heard for 6.0 s", replaced=False)
-    assert [c.learner for c in only(Merge, actions).contributions] == ["a", "b"]
+    assert [c.learner for c in only(MergeRound, actions).contributions] == ["a", "b"]
     assert only(WakeAt, actions).at == 12.5
 
 
@@ -359,7 +377,7 @@ def test_a_broken_connection_leaves_less_time_than_silence() -> None:
     actions = run.core.tick(5.0)
     reason = "its connection broke 3.0 s ago and it did not come back"
     assert only(Evict, actions) == Evict("b", 1, reason, replaced=False)
-    assert [c.learner for c in only(Merge, actions).contributions] == ["a"]
+    assert [c.learner for c in only(MergeRound, actions).contributions] == ["a"]
 
 
 def test_one_that_comes_back_is_as_before() -> None:
@@ -388,7 +406,7 @@ def test_a_finished_learner_is_neither_waited_for_nor_stalled() -> None:
     run.send(2.0, "a", 1)
     assert run.reason(2.0).startswith("waiting for b")  # type: ignore[attr-defined]
     actions = run.core.heartbeat(3.0, "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
-    assert [c.learner for c in only(Merge, actions).contributions] == ["a"]
+    assert [c.learner for c in only(MergeRound, actions).contributions] == ["a"]
     run.publish(3.5)
     for now in range(4, 400):
         run.core.heartbeat(float(now), "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
@@ -477,7 +495,7 @@ def test_an_evicted_learner_is_refused_and_nothing_changes() -> None:
     run.core.disconnected(0.0, "b", 1)
     run.beat(5.0, "a", step=1)
     run.core.tick(6.0)
-    before = deepcopy(vars(run.core) | {"books": vars(run.core.books)})
+    before = deepcopy((run.core.saved().values, run.core.members, run.core.fragments, status_of(run.core, 7.0)))
     stale = [
         lambda: run.send(7.0, "b", 0), lambda: run.beat(7.0, "b", step=5), lambda: run.core.left(7.0, "b", 1, tokens=500),
         lambda: run.core.check("b", 1),
@@ -486,7 +504,7 @@ def test_an_evicted_learner_is_refused_and_nothing_changes() -> None:
         with pytest.raises(StaleIncarnationError, match="incarnation 1 of learner 'b' is not part of the run any more"):
             event()
     assert run.core.disconnected(7.0, "b", 1) == []
-    assert vars(run.core) | {"books": vars(run.core.books)} == before
+    assert (run.core.saved().values, run.core.members, run.core.fragments, status_of(run.core, 7.0)) == before
     assert run.core.joined(8.0, "b")[0] == 2
     with pytest.raises(StaleIncarnationError):
         run.send(9.0, "b", 0, incarnation=1)
@@ -502,7 +520,7 @@ def test_a_newer_incarnation_replaces_a_live_one() -> None:
     assert run.core.members["b"].step == run.core.step == 4
     run.beat(3.0, "b", step=6, tokens=20)
     assert run.ledger("b")["trained"] == 60
-    assert run.core.books.run_tokens == 61
+    assert run.core.accounting.run_tokens == 61
 
 
 def test_what_an_evicted_learner_was_acknowledged_for_is_merged() -> None:
@@ -512,7 +530,7 @@ def test_what_an_evicted_learner_was_acknowledged_for_is_merged() -> None:
     run.beat(6.0, "a", step=9)
     run.core.tick(8.0)
     assert run.ledger("b") == {"trained": 130, "pending": 100, "merged": 0, "lost": 30, "discarded": {}}
-    merge = only(Merge, run.send(9.0, "a", 0))
+    merge = only(MergeRound, run.send(9.0, "a", 0))
     assert [c.learner for c in merge.contributions] == ["a", "b"]
     run.publish(10.0)
     assert run.ledger("b") == {"trained": 130, "pending": 0, "merged": 100, "lost": 30, "discarded": {}}
@@ -526,15 +544,15 @@ def test_tokens_that_a_contribution_gave_up_are_not_lost_as_well(phase: str) -> 
     if phase != "open":
         run.send(1.0, "a", 0)
     if phase == "storing":
-        run.core.merged(0)
+        run.merged()
     run.beat(2.0, "b", step=11, tokens=110)
     run.core.joined(3.0, "b")
     assert run.ledger("b")["lost"] == 10
     if phase == "open":
         run.send(4.0, "a", 0)
     if phase != "storing":
-        run.core.merged(0)
-    run.core.stored(5.0, 0)
+        run.merged()
+    run.stored(5.0)
     assert run.ledger("b") == {"trained": 110, "pending": 0, "merged": 80, "lost": 10, "discarded": {"overlap": 20}}
 
 
@@ -546,7 +564,7 @@ def test_an_early_contribution_of_an_evicted_learner_is_merged_in_its_round() ->
     run.core.joined(3.0, "b")
     run.publish(4.0)
     assert run.ledger("b") == {"trained": 200, "pending": 100, "merged": 100, "lost": 0, "discarded": {}}
-    assert "Merge" in kinds(run.send(5.0, "a", 1, base=0, step=20))
+    assert "MergeRound" in kinds(run.send(5.0, "a", 1, base=0, step=20))
     run.publish(6.0)
     assert run.ledger("b")["merged"] == 200
 
@@ -557,8 +575,8 @@ def test_two_incarnations_contribute_once_to_a_round() -> None:
     run.core.joined(2.0, "b")
     second = run.c("b", 0, tokens=50, trained=60)
     assert run.core.contributed(3.0, second)[0] == Reject(second, "twice in one round")
-    assert run.core.contributed(3.5, second)[0] == Reject(second, "twice in one round")  # sent again
-    merge = only(Merge, run.send(4.0, "a", 0))
+    assert run.core.contributed(3.5, second)[0] == Accept(second, duplicate=True)  # sent again
+    merge = only(MergeRound, run.send(4.0, "a", 0))
     assert [c.incarnation for c in merge.contributions] == [1, 1]
     run.publish(5.0)
     assert run.ledger("b") == {
@@ -572,7 +590,7 @@ def test_a_goodbye_leaves_acknowledged_work_behind() -> None:
     run.core.left(2.0, "b", 1, tokens=120)
     assert "b" not in run.core.members
     assert run.ledger("b") == {"trained": 120, "pending": 100, "merged": 0, "lost": 20, "discarded": {}}
-    assert len(only(Merge, run.send(3.0, "a", 0)).contributions) == 2
+    assert len(only(MergeRound, run.send(3.0, "a", 0)).contributions) == 2
     with pytest.raises(StaleIncarnationError):
         run.core.left(4.0, "b", 1, tokens=120)
 
@@ -580,27 +598,35 @@ def test_a_goodbye_leaves_acknowledged_work_behind() -> None:
 # --- contributions that do not fit ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", ["open", "merging", "storing", "published", "two later"])
+@pytest.mark.parametrize(
+    "phase", ["open", "merging", "storing", "published", "restarted", "two later", "confirmed", "confirmed, restarted"]
+)
 def test_a_contribution_sent_again_after_a_reconnect_counts_once(phase: str) -> None:
     run = Run("a", "b")
     run.send(1.0, "a", 0, discarded=7, trained=107)
     if phase != "open":
         run.send(1.0, "b", 0)
     if phase == "storing":
-        run.core.merged(0)
-    if phase in ("published", "two later"):
+        run.merged()
+    if phase not in ("open", "merging", "storing"):
         run.publish(1.0)
     if phase == "two later":
         for learner in "ab":
             run.send(2.0, learner, 1, trained=300)
         run.publish(2.0)
-    before = deepcopy(run.core.books.ledgers)
+    if phase.startswith("confirmed"):
+        run.beat(2.0, "a", step=10, tokens=107, settled=(1,))
+        assert verdicts(run.core, "a") == ()
+    if phase.endswith("restarted"):
+        run.restart(2.0, run.record(2.0))
+    before = run.ledgers()
     again = run.c("a", 0, discarded=7, trained=107)
-    assert run.core.contributed(3.0, again)[0] == Accept(again, duplicate=True)
-    assert run.core.books.ledgers == before
+    for _ in range(2):
+        assert run.core.contributed(3.0, again)[0] == Accept(again, duplicate=True)
+    assert run.ledgers() == before
 
 
-def test_a_refused_contribution_sent_again_is_discarded_once() -> None:
+def test_a_rejected_contribution_sent_again_is_discarded_once() -> None:
     run = Run("a", "b")
     run.send(1.0, "a", 0)
     run.core.joined(1.0, "c")
@@ -609,29 +635,29 @@ def test_a_refused_contribution_sent_again_is_discarded_once() -> None:
     for duplicate in (False, True):
         assert run.core.contributed(2.0, late)[0] == Accept(late, duplicate=duplicate)
     assert only(Reject, run.publish(3.0)) == Reject(late, "missed")
-    books = {"trained": 65, "pending": 0, "merged": 0, "lost": 0, "discarded": {"overlap": 5, "missed": 60}}
-    assert run.ledger("c") == books
-    run.core.contributed(4.0, late)
-    assert run.ledger("c") == books
+    counted = {"trained": 65, "pending": 0, "merged": 0, "lost": 0, "discarded": {"overlap": 5, "missed": 60}}
+    assert run.ledger("c") == counted
+    assert run.core.contributed(4.0, late)[0] == Accept(late, duplicate=True)
+    assert run.ledger("c") == counted
 
 
-def test_who_came_too_late_is_told_when_the_version_is_durable() -> None:
-    """Had it been told at once it would not send again, and after a crash the round would wait for it for ever."""
+def test_a_contribution_that_came_too_late_is_judged_when_the_version_is_durable() -> None:
+    """Were its learner told at once, it would not send it again, and after a crash the round would wait for it until its deadline."""
     run = Run("a", "b", "c")
     for learner in "ab":
         run.send(1.0, learner, 0)
     run.core.left(1.0, "c", 1, tokens=0)
     run.core.joined(1.0, "c")
+    written = run.record(1.0)
     late = run.c("c", 0)
     assert run.phase() == "merging"
     assert kinds(run.core.contributed(2.0, late)) == ["Accept", "WakeAt"]
-    again = SyncerCore(
-        run.core.method, [0], deadlines=DEADLINES, roster=list(run.core.members.values()),
-        incarnations=run.core.incarnations, ledgers=run.core.books.durable_ledgers(),
-    )  # fmt: skip
+    run.record(2.5)
+    assert verdicts(run.core, "c") == ()
+    run.restart(3.0, written)
     for c in (run.c("a", 0), run.c("b", 0)):
-        again.contributed(3.0, c)
-    assert only(Merge, again.contributed(3.0, late)).contributions == (run.c("a", 0), run.c("b", 0), late)
+        run.core.contributed(3.0, c)
+    assert only(MergeRound, run.core.contributed(3.0, late)).contributions == (run.c("a", 0), run.c("b", 0), late)
 
 
 @pytest.mark.parametrize(
@@ -640,9 +666,9 @@ def test_who_came_too_late_is_told_when_the_version_is_durable() -> None:
 )
 def test_version_nonsense_is_rejected(overlap: int, round_: int, base: int) -> None:
     run = Run("a", "b", overlap=overlap)
-    c = run.c("a", round_, base=base, step=30, trained=100)
+    c = run.c("a", round_, number=1, base=base, step=30, trained=100)
     assert run.core.contributed(1.0, c)[0] == Reject(c, "version")
-    assert run.core.fragments[0].rounds == {}
+    assert run.core.rounds.round_of(0) == ((), ())
     assert run.ledger("a")["discarded"] == {"version": 100}
 
 
@@ -656,7 +682,7 @@ def test_a_fragment_that_is_not_there_is_an_error(fragment: int) -> None:
 def test_other_content_for_the_same_round_is_rejected() -> None:
     run = Run("a", "b")
     run.send(1.0, "a", 0)
-    other = run.c("a", 0, tokens=120, trained=220)
+    other = run.c("a", 0, number=2, tokens=120, trained=220)
     assert run.core.contributed(2.0, other)[0] == Reject(other, "twice in one round")
 
 
@@ -668,14 +694,15 @@ def test_contributions_to_the_next_round_are_kept_while_one_is_merged_and_stored
     for learner in "ab":
         run.send(1.0, learner, 0, step=10)
     assert kinds(run.send(2.0, "a", 1, base=0, step=20)) == ["Accept", "WakeAt"]
-    run.core.merged(0)
+    run.merged()
     assert kinds(run.send(3.0, "b", 1, base=0, step=20)) == ["Accept", "WakeAt"]
-    actions = run.core.stored(4.0, 0)
-    assert kinds(actions) == ["Publish", "Merge", "WakeAt"]
-    assert only(Merge, actions).round == 1
-    assert run.core.round_steps == [10]
-    run.core.merged(0)
-    assert run.core.round_steps == [20]
+    actions = run.stored(4.0)
+    assert kinds(actions) == ["Publish", "MergeRound", "WakeAt"]
+    assert only(MergeRound, actions).round == 1
+    assert run.steps() == [10]
+    run.merged()
+    assert run.core.saved(storing=0).values["fragment_steps"] == [20]
+    assert run.core.saved().values["fragment_steps"] == [10]
 
 
 def test_an_early_contribution_needs_the_round_before_it() -> None:
@@ -690,50 +717,36 @@ def test_an_abandoned_round_takes_what_counts_on_it_along() -> None:
         run.send(1.0, learner, 0, step=10)
     run.send(2.0, "a", 1, base=0, step=20)
     actions = run.core.abandoned(3.0, 0, "not finite")
-    assert kinds(actions) == ["Reject", "Reject", "Reject", "WakeAt"]
+    assert kinds(actions) == ["Reject", "Reject", "Reject", "PersistRecord", "WakeAt"]
     assert run.phase() == "open"
     assert run.core.fragments[0].version == 0
-    assert run.core.fragments[0].rounds == {}
+    assert run.core.rounds.round_of(0) == ((), ())
     assert run.ledger("a") == {"trained": 200, "pending": 0, "merged": 0, "lost": 0, "discarded": {"not finite": 200}}
-    assert run.send(4.0, "b", 0, step=20, trained=200)[0] == Accept(
-        run.c("b", 0, step=20, trained=200), duplicate=False
-    )
+    again = run.c("b", 0, number=2, step=20, trained=200)
+    assert run.core.contributed(4.0, again)[0] == Accept(again, duplicate=False)
 
 
 # --- restarts -------------------------------------------------------------------------------------------------------------
 
 
-def restarted(run: Run, now: float, ledgers: dict[str, list[Ledger]]) -> None:
-    """From what the disk holds, as the syncer process does it."""
-    old = run.core
-    roster = [
-        Member(m.learner, m.incarnation, m.step, now, now, connected=False, ready=True, tokens=m.tokens)
-        for m in old.members.values()
-    ]
-    run.core = SyncerCore(
-        old.method, [f.version for f in old.fragments], deadlines=DEADLINES, roster=roster, incarnations=old.incarnations,
-        ledgers=deepcopy(ledgers), step=old.step, round_steps=[f.step for f in old.fragments],
-    )  # fmt: skip
-
-
 def test_after_a_restart_the_first_to_come_back_does_not_merge_alone() -> None:
     run = Run("a", "b", "c")
-    restarted(run, 100.0, run.core.books.durable_ledgers())
+    run.restart(100.0, run.record(99.0))
     assert only(WakeAt, run.core.tick(100.0)).at == 106.0
-    assert "Merge" not in kinds(run.send(101.0, "a", 0))
+    assert "MergeRound" not in kinds(run.send(101.0, "a", 0))
     assert run.reason(101.0) == "waiting for b, c; b is given up in 5.0 s"
     run.send(105.0, "b", 0)
     actions = run.core.tick(106.0)
     assert only(Evict, actions).learner == "c"
-    assert [c.learner for c in only(Merge, actions).contributions] == ["a", "b"]
+    assert [c.learner for c in only(MergeRound, actions).contributions] == ["a", "b"]
 
 
 def test_after_a_restart_those_who_stay_away_are_given_up() -> None:
     run = Run("a", "b")
     run.beat(1.0, "a", step=3, tokens=30)
-    restarted(run, 100.0, run.core.books.durable_ledgers())
+    run.restart(100.0, run.record(99.0))
     actions = run.core.tick(106.0)
-    assert kinds(actions) == ["Evict", "Evict"]
+    assert kinds(actions) == ["Evict", "Evict", "PersistRecord"]
     assert run.ledger("a")["lost"] == 30
     assert run.core.joined(107.0, "a")[0] == 2
     assert run.core.step == 3
@@ -744,7 +757,7 @@ def test_after_a_restart_a_merged_contribution_sent_again_is_known() -> None:
     for learner in "ab":
         run.send(1.0, learner, 0)
     run.publish(2.0)
-    restarted(run, 100.0, run.core.books.durable_ledgers())
+    run.restart(100.0, run.record(99.0))
     assert run.send(101.0, "a", 0)[0] == Accept(run.c("a", 0), duplicate=True)
     assert run.ledger("a")["pending"] == 0
 
@@ -754,19 +767,23 @@ def test_what_is_being_stored_does_not_count_as_merged_on_disk() -> None:
     run = Run("a", "b")
     for learner in "ab":
         run.send(1.0, learner, 0, discarded=9, trained=109)
-    run.core.merged(0)
-    assert run.ledger("a")["merged"] == 100
-    on_disk = run.core.books.durable_ledgers()
-    assert on_disk["a"][0].as_dict() == {
-        "trained": 109, "pending": 109, "merged": 0, "lost": 0, "discarded": {}
-    }  # fmt: skip
-    restarted(run, 100.0, on_disk)
+    run.merged()
+    pending = {"trained": 109, "pending": 109, "merged": 0, "lost": 0, "discarded": {}}
+    merged = {"trained": 109, "pending": 0, "merged": 100, "lost": 0, "discarded": {"overlap": 9}}
+    without, with_version = run.core.saved(), run.core.saved(storing=0)
+    assert run.ledger("a") == pending
+    stored = restarted(run.core, with_version, 100.0, versions=[1])
+    assert ledger(stored, "a").as_dict() == merged
+    assert verdicts(stored, "a") == (Verdict(0, 1, None, 1),)
+    run.restart(100.0, without)
+    assert run.ledger("a") == pending
+    assert verdicts(run.core, "a") == ()
     for learner in "ab":
         actions = run.send(101.0, learner, 0, discarded=9, trained=109)
         assert actions[0] == Accept(run.c(learner, 0, discarded=9, trained=109), duplicate=False)
-    assert "Merge" in kinds(actions)
+    assert "MergeRound" in kinds(actions)
     run.publish(102.0)
-    assert run.ledger("a") == {"trained": 109, "pending": 0, "merged": 100, "lost": 0, "discarded": {"overlap": 9}}
+    assert run.ledger("a") == merged
 
 
 def test_acknowledged_work_of_the_dead_is_lost_with_the_syncer() -> None:
@@ -774,7 +791,7 @@ def test_acknowledged_work_of_the_dead_is_lost_with_the_syncer() -> None:
     run.send(1.0, "b", 0)
     run.core.left(2.0, "b", 1, tokens=100)
     assert run.ledger("b")["pending"] == 100
-    restarted(run, 100.0, run.core.books.durable_ledgers())
+    run.restart(100.0, run.record(99.0))
     assert run.ledger("b") == {"trained": 100, "pending": 0, "merged": 0, "lost": 100, "discarded": {}}
 
 
@@ -782,13 +799,148 @@ def test_tokens_are_reported_per_incarnation_and_never_shrink() -> None:
     run = Run("a")
     run.beat(1.0, "a", step=5, tokens=50)
     run.beat(1.1, "a", step=4, tokens=40)  # overtaken on the way
-    assert run.core.books.run_tokens == 50
-    restarted(run, 100.0, run.core.books.durable_ledgers())
+    assert run.core.accounting.run_tokens == 50
+    run.restart(100.0, run.record(99.0))
     run.beat(101.0, "a", step=6, tokens=60)
-    assert run.core.books.run_tokens == 60
+    assert run.core.accounting.run_tokens == 60
     run.core.joined(102.0, "a")
     run.beat(103.0, "a", step=7, tokens=10)
-    assert run.core.books.run_tokens == 70
+    assert run.core.accounting.run_tokens == 70
+
+
+def test_a_finished_learner_stays_finished_over_a_restart() -> None:
+    """Rounds wait for members that may come back, and it would not contribute any more."""
+    run = Run("a", "b")
+    run.core.heartbeat(1.0, "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    run.restart(100.0, run.record(2.0))
+    assert "MergeRound" in kinds(run.send(101.0, "a", 0))
+    run.beat(102.0, "b", step=10, tokens=100)
+    assert not run.core.members["b"].healthy
+
+
+def test_after_a_standstill_of_the_syncer_learners_have_their_whole_deadline() -> None:
+    run = Run("a", "b", "c")
+    run.core.disconnected(2.0, "c", 1)
+    ends = {learner: run.core.deadlines.ends_at(member) for learner, member in run.core.members.items()}
+    run.core.stood_still(1000.0)
+    assert "Evict" not in kinds(run.core.tick(1004.9))
+    assert {learner: run.core.deadlines.ends_at(member) for learner, member in run.core.members.items()} == {
+        learner: end + 1000.0 for learner, end in ends.items()
+    }
+    assert [evict.learner for evict in run.core.tick(1005.0) if isinstance(evict, Evict)] == ["c"]
+
+
+def test_more_tokens_than_can_be_counted_are_refused_and_change_nothing() -> None:
+    run = Run("a")
+    run.beat(1.0, "a", step=1, tokens=2**52)
+    run.core.joined(2.0, "a")
+    before = run.ledger("a")
+    with pytest.raises(PayloadError, match="'a' would have trained .* tokens, and 9007199254740992 can be counted"):
+        run.beat(3.0, "a", step=2, tokens=2**52 + 1)
+    assert run.ledger("a") == before
+    assert run.core.step == 1
+
+
+# --- verdicts -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rejection_is_told_when_a_record_with_it_is_durable() -> None:
+    run = Run("a", "b")
+    before = run.core.saved()
+    assert kinds(run.send(1.0, "a", 2)) == ["Reject", "PersistRecord", "WakeAt"]
+    assert kinds(run.core.tick(1.5)) == ["PersistRecord", "WakeAt"]  # until there is one
+    assert run.core.recorded(2.0, before.serial) == []
+    assert verdicts(run.core, "a") == ()
+    written = run.core.saved()
+    assert kinds(run.core.tick(2.5)) == ["WakeAt"]
+    assert verdicts(run.core, "a") == ()
+    assert run.core.recorded(3.0, written.serial) == [Tell(("a",))]
+    assert verdicts(run.core, "a") == (Verdict(0, 3, "version", 0),)
+    assert verdicts(run.core, "b") == ()
+    assert run.core.recorded(3.0, written.serial) == []
+    run.restart(4.0, written)
+    assert verdicts(run.core, "a") == (Verdict(0, 3, "version", 0),)
+
+
+def test_a_record_that_was_not_written_tells_nothing_and_a_later_one_does() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "a", 2)
+    run.core.saved()  # its write fails
+    run.send(2.0, "b", 2)
+    written = run.core.saved()
+    assert run.core.recorded(3.0, written.serial) == [Tell(("a", "b"))]
+
+
+def test_the_record_of_a_version_tells_rejections_too() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "b", 2)
+    run.send(2.0, "a", 0)
+    assert "MergeRound" in kinds(run.send(2.0, "b", 0))
+    run.publish(3.0)
+    assert verdicts(run.core, "b") == (Verdict(0, 1, None, 1), Verdict(0, 3, "version", 0))
+
+
+def test_a_merged_contribution_has_its_verdict_when_the_version_is_published() -> None:
+    run = Run("a", "b", fragments=2)
+    for fragment, step in ((0, 5), (1, 10)):
+        for learner in "ab":
+            run.send(1.0, learner, 0, fragment=fragment, step=step)
+        run.merged(fragment)
+    assert verdicts(run.core, "a") == ()
+    run.stored(2.0, 1)
+    assert verdicts(run.core, "a") == (Verdict(1, 1, None, 1),)
+    run.stored(3.0, 0)
+    for learner in "ab":
+        run.send(4.0, learner, 1, fragment=0, step=15)
+    run.publish(5.0)
+    assert verdicts(run.core, "a") == (Verdict(0, 1, None, 1), Verdict(0, 2, None, 2), Verdict(1, 1, None, 1))
+    assert run.core.verdicts("a", 0, 1) == (Verdict(0, 1, None, 1),)
+    assert run.core.verdicts("a", 1, 1) == (Verdict(1, 1, None, 1),)
+
+
+def test_verdicts_that_a_learner_has_confirmed_are_forgotten() -> None:
+    run = Run("a", "b")
+    for round_ in range(3):
+        for learner in "ab":
+            run.send(1.0, learner, round_)
+        run.publish(2.0)
+    run.beat(3.0, "a", step=30, settled=(2,))
+    assert [verdict.number for verdict in verdicts(run.core, "a")] == [3]
+    run.beat(3.5, "a", step=30, settled=(1,))  # overtaken on the way
+    run.beat(3.5, "a", step=30)
+    assert [verdict.number for verdict in verdicts(run.core, "a")] == [3]
+    run.restart(4.0, run.record(4.0))
+    assert [verdict.number for verdict in verdicts(run.core, "a")] == [3]
+    assert [verdict.number for verdict in verdicts(run.core, "b")] == [1, 2, 3]
+    for round_ in range(3):
+        assert run.send(5.0, "a", round_)[0] == Accept(run.c("a", round_), duplicate=True)
+
+
+def test_a_new_incarnation_hears_nothing_of_the_one_before() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "b", 2)
+    run.send(1.0, "b", 0)
+    run.core.joined(2.0, "b")
+    run.record(2.0)
+    assert verdicts(run.core, "b") == ()
+    assert "MergeRound" in kinds(run.send(3.0, "a", 0))
+    run.publish(3.0)
+    assert verdicts(run.core, "b") == ()
+    first = run.c("b", 1)
+    assert first.number == 2
+    assert run.core.contributed(4.0, replace(first, number=1))[0] == Accept(replace(first, number=1), duplicate=False)
+
+
+def test_what_stands_is_the_whole_truth_for_one_learner() -> None:
+    run = Run("a", "b", fragments=2)
+    run.beat(1.0, "a", step=12, tokens=120)
+    run.send(1.0, "b", 2, tokens=30, trained=30)
+    run.record(1.0)
+    assert run.core.standing("b") == Standing(
+        step=30, start_step=30, run_tokens=150, num_live=2, sync_every=None, versions=(0, 0), calls=(),
+        verdicts=(Verdict(0, 3, "version", 0),),
+    )  # fmt: skip
+    assert run.core.standing("b") == run.core.standing("b")
 
 
 def test_the_status_is_for_people_and_programs() -> None:

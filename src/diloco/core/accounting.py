@@ -2,7 +2,7 @@
 
 Per learner and fragment, trained = pending + merged + discarded + lost (`core.ledger`). What the syncer has
 acknowledged is its own until it is merged or rejected, whatever becomes of the learner; all else is the learner's, and
-lost with it.
+lost with it. Should the syncer end first, what a learner that is gone had sent is lost too: it is not sent again.
 
 A contribution is known by its number. It is open from its acknowledgement to its verdict, which is counted once and
 kept until the learner has confirmed it; what is sent again is open, or has a verdict, or is confirmed. A verdict is
@@ -96,7 +96,7 @@ class Accounting:
         self.accounts: dict[str, Account] = {}
         self.open: dict[Key, Contribution] = {}
         self._untold: dict[Key, int | None] = {}
-        """Verdicts that are not durable, with the serial number of the first record that has them; None: none has."""
+        """Rejections that are not durable, with the serial number of the record that has them; None: none has."""
 
     # --- learners ---------------------------------------------------------------------------------------------------------
 
@@ -146,6 +146,23 @@ class Accounting:
         is_settled = c.number <= account.confirmed[c.fragment] or (c.fragment, c.number) in account.verdicts
         return is_settled or key_of(c) in self.open
 
+    def check(self, c: Contribution) -> None:
+        """Whether the tokens of a contribution that is not known are its learner's to bring.
+
+        Raises:
+            PayloadError: they are accounted for already, or were never trained.
+        """
+        ledger = self.accounts[c.learner].ledgers[c.fragment]
+        acknowledged = sum(
+            it.accounted for it in self.open.values() if (it.learner, it.fragment) == (c.learner, c.fragment)
+        )
+        left = ledger.pending - acknowledged
+        if c.accounted > left:
+            raise PayloadError(
+                f"{c.learner!r} says {c.accounted} tokens of fragment {c.fragment}, and {left} of those that it has trained are not "
+                "accounted for; nothing of it was counted."
+            )
+
     def acknowledge(self, c: Contribution) -> None:
         """It belongs to the syncer from here on."""
         self.open[key_of(c)] = c
@@ -155,14 +172,13 @@ class Accounting:
         del self.open[key_of(c)]
         self.accounts[c.learner].settle(c, None, version)
 
-    def reject(self, c: Contribution, reason: str, version: int, *, is_durable: bool = False) -> None:
-        """It will not be merged; the fragment is at `version`. `is_durable`: the record that is durable has the
-        verdict."""
+    def reject(self, c: Contribution, reason: str, version: int) -> None:
+        """It will not be merged; the fragment is at `version`."""
         self.open.pop(key_of(c), None)
         account = self.accounts[c.learner]
         account.settle(c, reason, version)
-        if c.incarnation == account.incarnation and not is_durable:
-            self._untold[key_of(c)] = None
+        if c.incarnation == account.incarnation:
+            self._untold.setdefault(key_of(c), None)
 
     # --- verdicts ---------------------------------------------------------------------------------------------------------
 
@@ -202,7 +218,7 @@ class Accounting:
     # --- saving -----------------------------------------------------------------------------------------------------------
 
     def saved(
-        self, serial: int, merged: Iterable[Contribution] = (), rejected: Iterable[tuple[Contribution, str]] = (), version: int = 0
+        self, serial: int, merged: Sequence[Contribution] = (), rejected: Sequence[tuple[Contribution, str]] = (), version: int = 0
     ) -> dict[str, Any]:  # fmt: skip
         """Plain values (JSON) of the record with this serial number, as they are once these contributions have their
         verdicts."""
@@ -212,12 +228,21 @@ class Accounting:
             accounts[c.learner].settle(c, None, version)
         for c, reason in rejected:
             accounts[c.learner].settle(c, reason, version)
-        return {learner: account.as_dict() for learner, account in accounts.items()}
+            if c.incarnation == accounts[c.learner].incarnation:
+                self._untold[key_of(c)] = serial
+        settled = {key_of(c) for c in merged} | {key_of(c) for c, _ in rejected}
+        void = {learner: [0] * self._num_fragments for learner in accounts}
+        for key, c in self.open.items():
+            if c.incarnation < accounts[c.learner].incarnation and key not in settled:
+                void[c.learner][c.fragment] += c.accounted
+        return {
+            learner: {**account.as_dict(), "void_on_restart": void[learner]} for learner, account in accounts.items()
+        }
 
     def restore(self, values: Mapping[str, Any], alive: Iterable[str]) -> None:
-        """Continue from `saved`. What is pending of learners that are not in `alive` was acknowledged and not merged:
-        it is lost."""
+        """Continue from `saved`. Open contributions of incarnations that are gone are lost: no learner sends them again."""
         self.accounts = {learner: Account.from_dict(each) for learner, each in values.items()}
-        for learner in self.accounts.keys() - set(alive):
-            for ledger in self.accounts[learner].ledgers:
-                ledger.lose()
+        living = set(alive)
+        for learner, account in self.accounts.items():
+            for ledger, void in zip(account.ledgers, values[learner]["void_on_restart"], strict=True):
+                ledger.lost += void if learner in living else ledger.pending

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 # Why a contribution is sent back: the work stays with the learner, pending, and goes with its next contribution.
 OUT_OF_STEP = "out of step"
-"""The others sent theirs to the round before after this same step of the schedule."""
+"""Its learner is a round behind: it was sent at or before the step after which the round before was sent."""
 DROPPED = "dropped"
 """It is one of those that `AllLive(drop=…)` leaves out."""
 

@@ -19,7 +19,7 @@ class InFlight:
     rejection.
 
     Attributes:
-        number, round, base, tokens, steps: as in `Contribution`.
+        number, round, base, tokens, steps: as in `Contribution`; number 0: of an earlier incarnation.
         apply_at: the inner step after which its answer is due.
         listed: a version that is here has it.
         is_rejected: it was rejected, and the answer to its round is waited for all the same.
@@ -103,7 +103,9 @@ class FragmentWork:
             return ()
         self.received.add(version)
         listed = tuple(
-            flight for flight in self.in_flight if flight.number <= merged and not (flight.listed or flight.is_rejected)
+            flight
+            for flight in self.in_flight
+            if 0 < flight.number <= merged and not (flight.listed or flight.is_rejected)
         )
         for flight in listed:
             flight.listed = True
@@ -137,7 +139,7 @@ class FragmentWork:
         self.pending_tokens = self.overwritten_tokens = 0
         self.ledger = Ledger()
         for flight in self.in_flight:
-            flight.tokens = 0
+            flight.number = flight.tokens = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -102,8 +102,8 @@ class LearnerCore:
     def received(self, fragment: int, version: int, merged: int) -> tuple[InFlight, ...]:
         """A published version is here, decoded.
 
-        `merged`: this learner's contributions up to this number are in it or in an earlier version, those apart that
-        were rejected; 0: none is. Returns the contributions in flight of which that is news.
+        `merged`: all contributions of this learner's up to this number, except those rejected, are in it or an earlier
+        version; 0: none is. Returns the contributions in flight of which that is news.
         """
         listed = self.fragments[fragment].arrived(version, merged)
         if listed:

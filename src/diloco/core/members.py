@@ -17,7 +17,7 @@ class Member:
         broken_at: when its connection broke; None: it was heard since.
         ready: it has trained since it joined, and will go on; one that is still starting up delays no round.
         finished: it has said that its training is over. It is never ready again, and never stalled.
-        ready_step: the inner step known when it became ready: it may have passed that one without contributing.
+        ready_step: the inner step known when it became ready; rounds sent at or before it do not wait for it.
         tokens: trained by this incarnation.
     """
 

@@ -66,7 +66,7 @@ class Method:
         fragments: how the model is cut.
         sync_every: H, inner steps between two sends of one fragment; pairs (from_step, H) where it changes over the
             run.
-        overlap: τ, inner steps between sending a fragment and applying the answer. Where the syncer calls it only sizes
+        overlap: τ, inner steps between sending a fragment and applying the answer. With `Called()` it only sizes
             the grace window.
         offsets: o_p, one per fragment; fragment p is sent after inner steps t ≡ o_p (mod H). None: (p+1)·H/P.
         wait: True: a learner blocks when an answer is due and not there. False: it goes on and adopts it when it comes.

@@ -240,6 +240,9 @@ def AsyncDiLoCo(
     whole_number("learners", learners, minimum=1)
     quorum = _or(quorum, Pushed(dynamic_steps=True))
     if dynamic_steps is not None:
+        quorum = parse_answer("quorum", quorum) if isinstance(quorum, Mapping) else quorum
+        if not isinstance(quorum, Pushed):
+            raise ConfigError(f"dynamic_steps belongs to Pushed(), not {quorum}; drop it or use quorum=Pushed().")
         quorum = replace(quorum, dynamic_steps=dynamic_steps)
     return _method(
         "AsyncDiLoCo", "arXiv 2401.09135", codec, fragments=_or(fragments, Whole()), sync_every=sync_every, wait=wait,

@@ -73,7 +73,8 @@ class SyncerCore:
     def saved(self, storing: int | None = None) -> Record:
         """All that must survive besides the tensors, as it is once the version of the fragment `storing` is published.
 
-        Open rounds are not in it: their contributions are sent again.
+        Open rounds are not in it: their contributions are sent again. Records are stored in their order, and one is taken
+        only when the one before is durable, or was refused by the disk.
         """
         self._serial += 1
         self._wants_record = False
@@ -82,7 +83,8 @@ class SyncerCore:
         if storing is not None and closing is not None:
             steps[storing] = closing.step
             version = self.fragments[storing].version + 1
-            accounts = self.accounting.saved(self._serial, closing.contributions, closing.rejected, version)
+            rejected = self._rejected_with(storing, closing)
+            accounts = self.accounting.saved(self._serial, closing.contributions, rejected, version)
         else:
             accounts = self.accounting.saved(self._serial)
         members = {
@@ -218,6 +220,7 @@ class SyncerCore:
             StaleIncarnationError: from an incarnation that was evicted or replaced.
             VersionError: there is no such fragment.
             ConfigError: it has no weight, so that no round could be closed with it.
+            PayloadError: its tokens are accounted for already.
         """
         self.check(c.learner, c.incarnation)
         if not 0 <= c.fragment < len(self.fragments):
@@ -231,6 +234,7 @@ class SyncerCore:
         member.trains(c.step - 1)
         if self.accounting.is_known(c):
             return [Accept(c, duplicate=True), *self._look_again(now)]
+        self.accounting.check(c)
         reason = self.rounds.answer(now, c)
         if reason is not None:
             return [self._reject(c, reason), *self._look_again(now)]
@@ -245,8 +249,8 @@ class SyncerCore:
         state = self.fragments[fragment]
         assert state.closing is not None
         kept = tuple(c for c in state.closing.contributions if c.learner not in refused)
-        outliers = tuple((c, OUTLIER) for c in state.closing.contributions if c.learner in refused)
-        state.closing, state.phase = replace(state.closing, contributions=kept, rejected=outliers), "storing"
+        outliers = tuple(c for c in state.closing.contributions if c.learner in refused)
+        state.closing, state.phase = replace(state.closing, contributions=kept, refused=outliers), "storing"
         return [PersistVersion(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
@@ -262,18 +266,18 @@ class SyncerCore:
         """The new version and its record are durable: publish it, and go on with the next round."""
         state = self.fragments[fragment]
         assert state.closing is not None
+        rejected = self._rejected_with(fragment, state.closing)
         closed, state.closing = state.closing, None
+        self.rounds.stored(now, fragment, closed)
         state.version, state.step, state.phase = state.version + 1, closed.step, "open"
         for c in closed.contributions:
             self.accounting.merge(c, state.version)
-        for c, reason in closed.rejected:
-            self.accounting.reject(c, reason, state.version, is_durable=True)
+        rejects = [self._reject(c, reason) for c, reason in rejected]
         contributors = tuple(dict.fromkeys(c.learner for c in closed.contributions))
         for member in self.members.values():
             member.waiting = member.waiting and member.learner not in contributors
-        late = [self._reject(c, reason) for c, reason in self.rounds.stored(now, fragment, closed)]
         self.accounting.recorded(serial)  # all learners are sent their standing anyway
-        return [*late, Publish(fragment, state.version, contributors), *self._look_again(now)]
+        return [*rejects, Publish(fragment, state.version, contributors), *self._look_again(now)]
 
     def recorded(self, now: float, serial: int) -> list[Action]:
         """The record with this serial number is durable: tell the learners that have verdicts in it."""
@@ -318,17 +322,15 @@ class SyncerCore:
         for fragment in self.rounds.open_fragments():
             decision = self.decision(now, fragment)
             if decision is not None and decision.merge is not None:
-                actions += self._close(now, fragment, self.fragments[fragment])
+                actions.append(self._close(now, fragment, self.fragments[fragment]))
         return actions + self._wake(now)
 
-    def _close(self, now: float, fragment: int, state: FragmentState) -> list[Action]:
+    def _close(self, now: float, fragment: int, state: FragmentState) -> MergeRound:
         closed = self.rounds.close(now, fragment)
-        rejects = [self._reject(c, reason) for c, reason in closed.rejected]
-        state.closing, state.phase = replace(closed, rejected=()), "merging"
+        state.closing, state.phase = closed, "merging"
         weights = self._weights(closed)
         scale = self.rounds.scale(fragment, closed, weights)
-        merge = MergeRound(fragment, closed.number, closed.contributions, tuple(weights), scale, closed.members)
-        return [*rejects, merge]
+        return MergeRound(fragment, closed.number, closed.contributions, tuple(weights), scale, closed.members)
 
     def _weights(self, closed: ClosedRound) -> list[float]:
         """One per learner, in merge order: all that it has in the round counts together."""
@@ -347,9 +349,13 @@ class SyncerCore:
         """Have a record stored that is needed, and wake at the next deadline of any member and at the end of the next
         grace window."""
         times = [self.deadlines.ends_at(member) for member in self.members.values()]
-        times += self.rounds.ends()
+        times += self.rounds.ends(now)
         record: list[Action] = [PersistRecord()] if self._wants_record or self.accounting.needs_record else []
         return [*record, *([WakeAt(min(times))] if times else [])]
+
+    def _rejected_with(self, fragment: int, closed: ClosedRound) -> list[tuple[Contribution, str]]:
+        """What is rejected when a closed round's version is stored."""
+        return [*((c, OUTLIER) for c in closed.refused), *self.rounds.left_out(fragment)]
 
     def _reject(self, c: Contribution, reason: str) -> Reject:
         self.accounting.reject(c, reason, self.fragments[c.fragment].version)

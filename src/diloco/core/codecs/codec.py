@@ -47,9 +47,9 @@ class Scratch:
 class Codec(ABC):
     """A wire format for fp32 vectors; concrete codecs are frozen dataclasses, so equal parameters mean equal codecs.
 
-    `core.codecs.formats` knows the name and how many bytes a segment takes. A concrete codec says how equally long segments,
-    one a row, are encoded, decoded and checked (`encode_rows`, `decode_rows`, `check_rows`). Encoding is deterministic,
-    and decoding gives the same bits on every device.
+    `core.codecs.formats` knows its name and how many bytes a segment takes. A concrete codec says how equally long
+    segments, one a row, are encoded, decoded and checked (`encode_rows`, `decode_rows`, `check_rows`). Encoding is
+    deterministic, and decoding gives the same bits on every device.
 
     Raises ConfigError on parameters that its format cannot have.
     """

@@ -123,7 +123,7 @@ class ClosedRound:
         step: the earliest inner step after which one of them was sent.
         members: the learners that the round had.
         closed_at: when, in seconds.
-        rejected: contributions that are left out of it, with the reason.
+        refused: contributions that the method's screen has left out, once it is merged.
     """
 
     number: int
@@ -131,7 +131,7 @@ class ClosedRound:
     step: int
     members: frozenset[str]
     closed_at: float
-    rejected: tuple[tuple[Contribution, str], ...] = ()
+    refused: tuple[Contribution, ...] = ()
 
 
 @dataclass
@@ -188,8 +188,12 @@ class SyncerRounds(ABC):
         """Close the round that `decision` said is to be merged."""
 
     @abstractmethod
-    def stored(self, now: float, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
-        """The closed round's version is durable. Returns what is rejected with that."""
+    def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
+        """The closed round's version is durable."""
+
+    def left_out(self, fragment: int) -> Sequence[tuple[Contribution, str]]:
+        """Contributions, with the reason, that are rejected when the version of the fragment's closed round is stored."""
+        return ()
 
     @abstractmethod
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
@@ -230,7 +234,7 @@ class SyncerRounds(ABC):
         """How many have contributed to the fragment's open round, where that is not enough and it waits for no member."""
         return None
 
-    def ends(self) -> Sequence[float]:
+    def ends(self, now: float) -> Sequence[float]:
         """When open rounds are decided anew though nothing else happens, in seconds."""
         return ()
 

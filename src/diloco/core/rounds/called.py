@@ -119,7 +119,7 @@ class Called(Quorum):
         return CalledSyncer(self, run)
 
     def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> CalledLearner:
-        return CalledLearner(fragments)
+        return CalledLearner(self, fragments)
 
 
 @dataclass
@@ -163,7 +163,7 @@ class CalledSyncer(SyncerRounds):
         self._last = late.LastContributions(len(run.fragments))
 
     def _next_turn(self, fragment: int) -> int:
-        """The turn that the clock has reached, if only nearly, has been called."""
+        """The first step of the schedule after the clock, allowing for rounding."""
         return self._run.rules.schedule.next_send(fragment, self.clock + ROUNDING)
 
     def answer(self, now: float, c: Contribution) -> str | None:
@@ -217,7 +217,7 @@ class CalledSyncer(SyncerRounds):
             return Decision(None, None, f"late work of {num_late} waits for the fragment's next turn")
         return late.decide(
             now, turns.open.newest, turns.open.fresh, late.ready(self._run), self._quorum.at_least,
-            enough_at=turns.call.enough_at, grace_s=self._grace_s,
+            enough_at=turns.call.enough_at, grace_s=self._quorum.grace_s(self._run.rules.schedule.overlap, self.pace),
         )  # fmt: skip
 
     def close(self, now: float, fragment: int) -> ClosedRound:
@@ -239,9 +239,8 @@ class CalledSyncer(SyncerRounds):
         }
         return late.scale(self._run, closed, weights, work)
 
-    def stored(self, now: float, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
+    def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
         self.pace.measured(sync_s=now - closed.closed_at)
-        return ()
 
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
         return ()  # late work stays for the fragment's next turn
@@ -273,13 +272,9 @@ class CalledSyncer(SyncerRounds):
             if (round_ := self._fragments[fragment].open) is not None and learner not in round_.fresh
         )
 
-    def ends(self) -> Sequence[float]:
-        calls = [self._fragments[fragment].call for fragment in self._called]
-        return [call.enough_at + self._grace_s for call in calls if call is not None and call.enough_at is not None]
-
-    @property
-    def _grace_s(self) -> float:
-        return self._quorum.grace_s(self._run.rules.schedule.overlap, self.pace)
+    def ends(self, now: float) -> Sequence[float]:
+        decisions = (self.decision(now, fragment) for fragment in self._called)
+        return [it.wait_until for it in decisions if it is not None and it.wait_until is not None]
 
     def saved(self) -> dict[str, Any]:
         return {"clock": self.clock, "pace": asdict(self.pace)}
@@ -299,29 +294,39 @@ class CalledSyncer(SyncerRounds):
 class CalledLearner(LearnerRounds):
     """The learner's half: every version is adopted at the boundary after it has come."""
 
-    def __init__(self, fragments: Sequence[FragmentWork]) -> None:
+    def __init__(self, quorum: Called, fragments: Sequence[FragmentWork]) -> None:
         self.fragments = fragments
-        self._asked = [False] * len(fragments)
-        """The syncer has called the fragment when the call could not be answered."""
+        self._sends_late = quorum.late == "merge"
+        self._asked: list[int | None] = [None] * len(fragments)
+        """The version of a call that could not be answered when it came, by fragment."""
 
     def due(self, step: int) -> Sequence[int]:
-        return [fragment for fragment, asked in enumerate(self._asked) if asked]
+        return [
+            fragment
+            for fragment, version in enumerate(self._asked)
+            if version is not None and self._can_answer(self.fragments[fragment], version)
+        ]
 
     def round_of(self, fragment: int) -> int | None:
-        """The version held, unless it was answered already. Without work yet, the call is answered after the next step."""
         work = self.fragments[fragment]
-        if late.is_answered(work):
-            return None
-        self._asked[fragment] = work.pending_steps == 0
-        return None if self._asked[fragment] else work.version
+        return None if late.is_answered(work) else work.version
+
+    def sent(self, fragment: int, step: int, sync_every: int | None) -> None:
+        self._asked[fragment] = None
 
     def called(self, fragment: int, version: int) -> bool:
-        """A call may be quicker than the version that it is for: it is answered after the next step that can."""
+        """A call may be quicker than the version that it is for, and a learner may have no work yet: then it answers
+        after the next step that can."""
         work = self.fragments[fragment]
-        if late.is_answered(work):
-            self._asked[fragment] = self._asked[fragment] or version > work.version
-            return False
-        return True
+        if work.pending_steps > 0 and self._can_answer(work, version):
+            return True
+        if version > work.version or not late.is_answered(work):
+            self._asked[fragment] = version
+        return False
+
+    def _can_answer(self, work: FragmentWork, version: int) -> bool:
+        """Whether the version held has not been answered, and its work may be merged into the round of a call for `version`."""
+        return not late.is_answered(work) and (self._sends_late or version <= work.version)
 
     def waiting(self, step: int) -> tuple[tuple[int, int], ...]:
         return ()

@@ -52,17 +52,21 @@ class OpenRound:
     fresh: set[str] = field(default_factory=set)
 
     def take(self, c: Contribution) -> None:
-        """One more contribution."""
-        if c.learner in self.newest:
-            self.earlier.append(self.newest[c.learner])
-        self.newest[c.learner] = c
+        """One more contribution. Retransmissions may come newer before older."""
+        known = [self.newest[c.learner]] if c.learner in self.newest else []
+        *older, self.newest[c.learner] = sorted((*known, c), key=_when_sent)
+        self.earlier += older
         self.step = min(self.step, c.step)
 
     def closed(self, number: int, members: Iterable[str], now: float) -> ClosedRound:
         """The round as it is merged."""
-        late = sorted(self.earlier, key=lambda c: (c.incarnation, c.number))
+        late = sorted(self.earlier, key=_when_sent)
         by_learner = sorted((*late, *self.newest.values()), key=lambda c: c.learner)
         return ClosedRound(number, tuple(by_learner), self.step, frozenset(members), now)
+
+
+def _when_sent(c: Contribution) -> tuple[int, int]:
+    return c.incarnation, c.number
 
 
 def move_up(rounds: Mapping[int, OpenRound]) -> dict[int, OpenRound]:

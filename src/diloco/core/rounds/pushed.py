@@ -127,8 +127,8 @@ class PushedSyncer(SyncerRounds):
             return last.tokens, last.steps
         return tokens, self._last.steps_since(member, fragment)
 
-    def stored(self, now: float, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
-        return ()
+    def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
+        pass
 
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
         self._rounds[fragment] = late.move_up(self._rounds[fragment])

@@ -48,7 +48,7 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True)
 class AllLive(Quorum):
-    """A scheduled round merges when every healthy learner that was there when it opened has contributed, or is gone.
+    """A scheduled round merges when every learner that trained when it opened has contributed, left or been evicted.
 
     Attributes:
         at_least: never merge fewer contributions than this. 1 lets a lone survivor go on by itself; a higher number
@@ -144,14 +144,17 @@ def decide(
 class _Round:
     """An open round, or one that is being merged.
 
-    `step`: the earliest inner step after which one of its contributions was sent. `missed`: what came after it was
-    closed; those learners are told when its version is stored.
+    Attributes:
+        step: the earliest inner step after which one of its contributions was sent.
+        members: the learners that it waits for.
+        left_out: contributions that its version will not have, with the reason. They are rejected when the version is
+            stored: after a crash before that, the round is opened again, and waits for them.
     """
 
     step: int
     members: set[str]
     contributions: dict[str, Contribution] = field(default_factory=dict)
-    missed: list[Contribution] = field(default_factory=list)
+    left_out: list[tuple[Contribution, str]] = field(default_factory=list)
 
 
 class ScheduledSyncer(SyncerRounds):
@@ -176,7 +179,8 @@ class ScheduledSyncer(SyncerRounds):
             return OUT_OF_STEP
         round_ = rounds.setdefault(c.round, _Round(c.step, set(run.members)))
         if c.learner in round_.contributions:
-            return TWICE
+            round_.left_out.append((c, TWICE))
+            return None
         round_.contributions[c.learner] = c
         round_.step = min(round_.step, c.step)
         return None
@@ -188,13 +192,11 @@ class ScheduledSyncer(SyncerRounds):
         return schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
 
     def _too_late(self, c: Contribution) -> str | None:
-        """Its round is closed. While that is not stored a crash would open the round again, and wait for this
-        contribution."""
-        if self._quorum.drops(c.learner, c.fragment, c.round):
-            return DROPPED
+        """The round of this contribution is closed."""
+        reason = DROPPED if self._quorum.drops(c.learner, c.fragment, c.round) else MISSED
         if c.round < self._run.fragments[c.fragment].version:
-            return MISSED
-        self._rounds[c.fragment][c.round].missed.append(c)
+            return reason
+        self._rounds[c.fragment][c.round].left_out.append((c, reason))
         return None
 
     def update(self, now: float) -> set[str]:
@@ -247,28 +249,28 @@ class ScheduledSyncer(SyncerRounds):
         Not when it comes: the others might leave before they contribute, and no contribution would close the round.
         What a learner that is gone has brought cannot be sent back.
         """
-        number, kept, dropped = self._run.fragments[fragment].version, list[Contribution](), list[Contribution]()
+        number = self._run.fragments[fragment].version
         round_ = self._rounds[fragment][number]
-        left = len(round_.contributions)
+        kept = dict(sorted(round_.contributions.items()))
         for learner, c in sorted(round_.contributions.items()):
             member = self._run.members.get(learner)
             is_there = member is not None and member.incarnation == c.incarnation
-            if is_there and left > self._quorum.at_least and self._quorum.drops(learner, fragment, number):
-                dropped.append(c)
-                left -= 1
-            else:
-                kept.append(c)
-        rejected = tuple((c, DROPPED) for c in dropped)
-        return ClosedRound(number, tuple(kept), round_.step, frozenset(round_.members), now, rejected)
+            if is_there and len(kept) > self._quorum.at_least and self._quorum.drops(learner, fragment, number):
+                round_.left_out.append((kept.pop(learner), DROPPED))
+        return ClosedRound(number, tuple(kept.values()), round_.step, frozenset(round_.members), now)
 
-    def stored(self, now: float, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
-        return [(c, MISSED) for c in self._rounds[fragment].pop(closed.number).missed]
+    def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
+        del self._rounds[fragment][closed.number]
 
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
-        """Learners count on the round: what is meant for later ones is measured from its answer."""
+        """Contributions to later rounds of the fragment assume this one's result, so they are rejected too."""
         rounds, self._rounds[fragment] = self._rounds[fragment], {}
-        missed = rounds.pop(closed.number).missed
-        return [*missed, *(c for round_ in rounds.values() for c in round_.contributions.values())]
+        left_out = [c for c, _ in rounds.pop(closed.number).left_out]
+        later = [[*round_.contributions.values(), *(c for c, _ in round_.left_out)] for round_ in rounds.values()]
+        return [*left_out, *(c for each in later for c in each)]
+
+    def left_out(self, fragment: int) -> Sequence[tuple[Contribution, str]]:
+        return self._rounds[fragment][self._run.fragments[fragment].version].left_out
 
     def round_of(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
         round_ = self._open(fragment)

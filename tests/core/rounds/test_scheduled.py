@@ -1,11 +1,11 @@
-"""decide(): who is merged, who is waited for and until when, and what people are told."""
+"""Scheduled rounds: which learners are merged, which are waited for and until when, and what people are told."""
 
 import itertools
 
 import pytest
 
-from diloco.core.rounds import QUORUMS, AllLive
-from diloco.core.rounds.scheduled import decide
+from diloco.core.rounds import QUORUMS
+from diloco.core.rounds.scheduled import AllLive, decide
 from diloco.errors import ConfigError
 
 NOW = 10.0
@@ -33,19 +33,19 @@ TABLE = [
 def test_decisions(
     contributed: str, members: str, at_least: int, merge: str | None, wait_until: float | None, reason: str
 ) -> None:
-    decision = decide(NOW, contributed, members, DEADLINES, AllLive(at_least))
+    decision = decide(NOW, contributed, members, DEADLINES, at_least)
     assert decision.merge == (None if merge is None else tuple(merge))
     assert decision.wait_until == wait_until
     assert decision.reason == reason
 
 
 def test_the_order_of_arrival_never_matters() -> None:
-    answers = {decide(NOW, order, "abc", DEADLINES, AllLive()) for order in itertools.permutations("abc")}
+    answers = {decide(NOW, order, "abc", DEADLINES) for order in itertools.permutations("abc")}
     assert {answer.merge for answer in answers} == {("a", "b", "c")}
 
 
 @pytest.mark.parametrize("at_least", [0, -1, 1.5, True])
-def test_a_quorum_of_nobody_is_refused(at_least: object) -> None:
+def test_a_quorum_of_no_learner_is_refused(at_least: object) -> None:
     with pytest.raises(ConfigError, match="at_least"):
         AllLive(at_least=at_least)  # type: ignore[arg-type]
 
