@@ -472,6 +472,11 @@ def test_unusable_names_are_refused(name: str, message: str) -> None:
         codec_from_name(name)
 
 
+def test_what_is_no_text_names_no_codec() -> None:
+    with pytest.raises(ConfigError, match=r"a codec is named by a text such as 'int4', not by \['int4'\]"):
+        codec_from_name(["int4"])
+
+
 # ----------------------------------------------------------------------------------------------------------- reference
 
 

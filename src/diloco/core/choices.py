@@ -48,9 +48,14 @@ class Registry(Generic[ChoiceT_co]):
         Raises ConfigError on an unknown type or field (naming the nearest known one), on a missing field, and on a
         value that the type itself refuses.
         """
-        name = values.get("type") if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            example = next(iter(self._kinds))
+            raise ConfigError(
+                f"{values!r} is no {self._what}; write a table with its type, such as {{type: {example!r}}}"
+            )
+        name = values.get("type")
         kind = self._kinds.get(name) if isinstance(name, str) else None
-        if kind is None or not isinstance(values, Mapping):
+        if kind is None:
             raise ConfigError(f"{name!r} is not a known {self._what}{nearest(str(name), self._kinds)}")
         fields = {field.name: field for field in dataclasses.fields(kind)}
         arguments = {key: value for key, value in values.items() if key != "type"}

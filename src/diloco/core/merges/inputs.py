@@ -3,10 +3,10 @@ trains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
+from diloco.core.contribution import Contribution
 from diloco.core.layout import Placement, TensorSpec
 from diloco.errors import ConfigError
 
@@ -40,19 +40,8 @@ class Encoded:
         return self.tensors is None or index in self.tensors
 
 
-class _Contribution(Protocol):
-    @property
-    def learner(self) -> str: ...
-    @property
-    def round(self) -> int: ...
-    @property
-    def base(self) -> int: ...
-    @property
-    def tensors(self) -> tuple[int, ...] | None: ...
-
-
 def encoded_of(
-    contributions: Sequence[_Contribution],
+    contributions: Sequence[Contribution],
     weights: Sequence[float],
     payloads: Sequence[Tensor],
     round_: int,
