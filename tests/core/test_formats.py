@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS
-from diloco.core.formats import FAMILIES, wire_format
+from diloco.core.codecs.formats import FAMILIES, wire_format
 from diloco.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "wire-formats.md"
@@ -38,7 +38,7 @@ def test_sizes_of_tails() -> None:
 
 
 def test_torch_is_not_needed() -> None:
-    code = "import sys; from diloco.core.formats import wire_format; wire_format('topk-64-2bit'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from diloco.core.codecs.formats import wire_format; wire_format('topk-64-2bit'); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -336,3 +336,5 @@ def test_merges_survive_json() -> None:
     assert MERGES.read(json.loads(json.dumps(Mean().to_dict()))) == Mean()
     with pytest.raises(ConfigError, match="'Meen' is not a known merge; did you mean 'Mean'"):
         MERGES.read({"type": "Meen"})
+    with pytest.raises(ConfigError, match=r"'Mean' is no merge; write a table with its type"):
+        MERGES.read("Mean")

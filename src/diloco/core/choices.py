@@ -45,12 +45,17 @@ class Registry(Generic[ChoiceT_co]):
     def read(self, values: object) -> ChoiceT_co:
         """Read back what `to_dict` wrote, e.g. `{"type": "Nesterov", "lr": 0.7}`.
 
-        Raises ConfigError on an unknown type or field (naming the nearest known one), on a missing field, and on a value that the type
-        itself refuses.
+        Raises ConfigError on an unknown type or field (naming the nearest known one), on a missing field, and on a
+        value that the type itself refuses.
         """
-        name = values.get("type") if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            example = next(iter(self._kinds))
+            raise ConfigError(
+                f"{values!r} is no {self._what}; write a table with its type, such as {{type: {example!r}}}"
+            )
+        name = values.get("type")
         kind = self._kinds.get(name) if isinstance(name, str) else None
-        if kind is None or not isinstance(values, Mapping):
+        if kind is None:
             raise ConfigError(f"{name!r} is not a known {self._what}{nearest(str(name), self._kinds)}")
         fields = {field.name: field for field in dataclasses.fields(kind)}
         arguments = {key: value for key, value in values.items() if key != "type"}

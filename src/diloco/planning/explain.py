@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from diloco.core.formats import wire_format
+from diloco.core.codecs.formats import wire_format
 from diloco.planning.models import Workload
 from diloco.planning.question import Around, Graph, Question
 from diloco.planning.settings import Setting

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from diloco.core.formats import wire_format
+from diloco.core.codecs.formats import wire_format
 from diloco.planning.candidates import Candidate
 from diloco.planning.models import Workload
 from diloco.planning.penalty import Penalty, Term, expected_penalty

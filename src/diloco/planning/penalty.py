@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from diloco.core.formats import wire_format
+from diloco.core.codecs.formats import wire_format
 from diloco.planning.settings import Setting
 
 LEARNERS = (1, 2, 4, 8)

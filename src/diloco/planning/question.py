@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from diloco.core.formats import wire_format
+from diloco.core.codecs.formats import wire_format
 from diloco.planning.models import Workload
 from diloco.planning.settings import Setting
 from diloco.planning.star import Learners, Prediction, pace, predict_learners

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from diloco.core.formats import wire_format
+from diloco.core.codecs.formats import wire_format
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.planning.models import Workload

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.core.formats import wire_format
+from diloco.core.codecs.formats import wire_format
 from diloco.core.rounds import Called
 from diloco.errors import ConfigError
 from diloco.planning.models import Workload

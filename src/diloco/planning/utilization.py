@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from diloco.core.formats import wire_format
+from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
 from diloco.planning.dag import Costs, Pattern, steady_utilization
 from diloco.planning.models import Workload

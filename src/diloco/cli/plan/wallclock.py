@@ -58,7 +58,7 @@ def command(
 
     The model of the scaling-law paper (arXiv 2503.09799), in which nothing overlaps.
     """
-    from diloco.core.formats import wire_format
+    from diloco.core.codecs.formats import wire_format
     from diloco.planning.pictures import require
     from diloco.planning.units import COMPUTE, RATE, TIME
     from diloco.planning.wallclock import Job, Link, wall_clock

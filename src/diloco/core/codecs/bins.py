@@ -7,9 +7,9 @@ from torch import Tensor
 
 from diloco.core.codecs.chunks import Chunked, corrupt, short
 from diloco.core.codecs.codec import Scratch
+from diloco.core.codecs.formats import CODEBOOK_BYTES, PAPER_RANGE_SIGMAS, TWO_BIT_BLOCK
 from diloco.core.codecs.packing import pack, unpack
 from diloco.core.codecs.sums import fold, scaled, unscale
-from diloco.core.formats import CODEBOOK_BYTES, PAPER_RANGE_SIGMAS, TWO_BIT_BLOCK
 
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST_BF16 = (2 - 2**-7) * 2.0**127
@@ -19,8 +19,8 @@ def encode_bins(x: Tensor, out: Tensor, range_sigmas: float, scratch: Scratch) -
     """Encode blocks: x fp32 [blocks, n] into out uint8 [blocks, bytes]; NonFiniteError on inf or NaN.
 
     With σ the root mean square of a block and t = range_sigmas / 4 · σ, the bins are x < −t, −t ≤ x < 0, 0 ≤ x ≤ t and
-    t < x; a code is a bin's number and stands for the mean of what is in it. Arithmetic is fp32 after scaling by a power
-    of two, and sums fold halves, so that every device writes the same bits.
+    t < x; a code is a bin's number and stands for the mean of what is in it. Arithmetic is fp32 after scaling by a
+    power of two, and sums fold halves, so that every device writes the same bits.
     """
     blocks, n = x.shape
     y, exponent = scaled(x, scratch)
@@ -78,11 +78,12 @@ def _codebook(means: Tensor, exponent: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TwoBit(Chunked):
-    """Four bins over `range_sigmas` · σ with bin means as the codebook of each block; 2.015625 bits per element at block 4096.
+    """Four bins over `range_sigmas` · σ with bin means as the codebook of each block; 2.015625 bits per element at
+    block 4096.
 
     `encode_bins` has the maths; σ is taken about zero, a block's mean being small beside it. MuLoCo, arXiv 2505.23725
-    (2 bits with bin means where 2 bits linear fail), and SparseLoCo, arXiv 2508.15706, have a range of 6σ. Edges at ± σ (a
-    range of 4) are near the best ones for Gaussian values.
+    (2 bits with bin means where 2 bits linear fail), and SparseLoCo, arXiv 2508.15706, have a range of 6σ. Edges at ± σ
+    (a range of 4) are near the best ones for Gaussian values.
     """
 
     block: int = TWO_BIT_BLOCK

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
-from diloco.core.formats import SCALE_BYTES
+from diloco.core.codecs.formats import SCALE_BYTES
 from diloco.errors import CorruptPayloadError
 
 SMALLEST_SCALE = 2.0**-120
@@ -116,7 +116,7 @@ class ScaledBlocks(Codec):
         return padded
 
     def _scales(self, x: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """(bf16 scale, fp32 divisor) of each block, [rows, blocks, 1]; dividing by inf gives the zeros of a scale of 0."""
+        """(bf16 scale, fp32 divisor) of each block, [rows, blocks, 1]; the divisor of a scale of 0 is inf."""
         absmax_bits = magnitude_bits(x, scratch).amax(-1, keepdim=True)
         refuse_nonfinite(int(absmax_bits.amax()))
         scale = absmax_bits.view(torch.float32).mul_(1 / self.levels).clamp_max_(self.largest_scale).bfloat16()

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from diloco.core.codecs.codec import Codec, Scratch
-from diloco.core.formats import SEGMENT_ELEMENTS
+from diloco.core.codecs.formats import SEGMENT_ELEMENTS
 from diloco.errors import CorruptPayloadError
 
 # Elements whose scratch stays near a core; measured, see benchmarks/codecs.py.
@@ -24,11 +24,11 @@ class Chunked(Codec):
     @property
     def chunk_elements(self) -> int:
         """Elements of a whole chunk; divides SEGMENT_ELEMENTS."""
-        return self.format.layout.block
+        return self.format.sizes.block
 
     def chunk_bytes(self, num_elements: int) -> int:
         """Exact bytes of a chunk of 1 ≤ `num_elements` ≤ `chunk_elements` elements."""
-        return self.format.layout.block_bytes(num_elements)
+        return self.format.sizes.block_bytes(num_elements)
 
     @abstractmethod
     def encode_chunks(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.formats import SEGMENT_ELEMENTS, WireFormat, wire_format
+from diloco.core.codecs.formats import SEGMENT_ELEMENTS, WireFormat, wire_format
 from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
 
 # Equal segments are handled several at a time: enough to spread what calling torch costs, few enough to stay in cache.
@@ -47,9 +47,9 @@ class Scratch:
 class Codec(ABC):
     """A wire format for fp32 vectors; concrete codecs are frozen dataclasses, so equal parameters mean equal codecs.
 
-    `core.formats` knows the name and how many bytes a segment takes. A concrete codec says how equally long segments, one a row, are
-    encoded, decoded and checked (`encode_rows`, `decode_rows`, `check_rows`). Encoding is deterministic, and
-    decoding gives the same bits on every device.
+    `core.codecs.formats` knows its name and how many bytes a segment takes. A concrete codec says how equally long
+    segments, one a row, are encoded, decoded and checked (`encode_rows`, `decode_rows`, `check_rows`). Encoding is
+    deterministic, and decoding gives the same bits on every device.
 
     Raises ConfigError on parameters that its format cannot have.
     """
@@ -124,7 +124,8 @@ class Codec(ABC):
     ) -> Tensor:
         """The vector (fp32 [num_elements]) that `payload` (uint8, contiguous) stands for, written into `out` if given.
 
-        `scratch`: of the payload's device, for callers that decode many payloads of one length; None: the call has its own.
+        `scratch`: of the payload's device, for callers that decode many payloads of one length; None: the call has its
+            own.
 
         Raises CorruptPayloadError on a wrong size or content that is not finite (`out` may be partly written then),
         ConfigError on a wrong tensor.
@@ -139,7 +140,7 @@ class Codec(ABC):
         return out
 
     def check(self, payload: Tensor, num_elements: int) -> None:
-        """CorruptPayloadError unless `payload` has the size of `num_elements` elements and decodes to finite numbers."""
+        """CorruptPayloadError unless `payload` has the size of `num_elements` elements and decodes to finite ones."""
         self._require_size(payload, num_elements)
         scratch = Scratch(payload.device)
         for elements, payload_bytes, rows in self._groups(num_elements, payload.device):
@@ -150,7 +151,8 @@ class Codec(ABC):
         expected = self.encoded_bytes(num_elements)
         if payload.numel() != expected:
             raise CorruptPayloadError(
-                f"a {self.name} payload of {num_elements} elements has {expected} bytes, not {payload.numel()}; send it again"
+                f"a {self.name} payload of {num_elements} elements has {expected} bytes, not {payload.numel()}; "
+                "send it again"
             )
 
     def _groups(self, num_elements: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
@@ -168,10 +170,12 @@ class Codec(ABC):
 
 
 def compress(codec: Codec, x: Tensor, residual: Tensor | None, decay: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Error feedback: total = x + decay · residual; returns (payload of total, new residual = total − decode(payload)), fp32 [n].
+    """Error feedback: total = x + decay · residual; returns (payload of total, new residual = total − decode(payload)),
+    fp32 [n].
 
-    The product is rounded, then the sum. A residual of None is zeros. Raises as `Codec.encode`, ConfigError on a decay that
-    is not from 0 to 1. Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; a decay below 1: SparseLoCo, arXiv 2508.15706.
+    The product is rounded, then the sum. A residual of None is zeros. Raises as `Codec.encode`, ConfigError on a decay
+    that is not from 0 to 1. Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; a decay below 1: SparseLoCo, arXiv
+    2508.15706.
     """
     _require(x, torch.float32, None, "input of compress")
     if not 0 <= decay <= 1:
@@ -201,7 +205,8 @@ def refuse_nonfinite(largest_bits: int) -> None:
     if largest_bits >= _NONFINITE_BITS:
         value = "inf" if largest_bits == _NONFINITE_BITS else "NaN"
         raise NonFiniteError(
-            f"a vector that holds {value} cannot be encoded; find out where training diverged, and send finite values only"
+            f"a vector that holds {value} cannot be encoded; find out where training diverged, "
+            "and send finite values only"
         )
 
 
@@ -209,7 +214,8 @@ def _require(tensor: Tensor, dtype: torch.dtype, num_elements: int | None, role:
     if tensor.dtype != dtype or tensor.dim() != 1 or not tensor.is_contiguous():
         layout = "contiguous" if tensor.is_contiguous() else "strided"
         raise ConfigError(
-            f"the {role} must be a contiguous 1-D tensor of {dtype}, not a {layout} {tensor.dim()}-D tensor of {tensor.dtype}"
+            f"the {role} must be a contiguous 1-D tensor of {dtype}, "
+            f"not a {layout} {tensor.dim()}-D tensor of {tensor.dtype}"
         )
     if num_elements is not None and tensor.numel() != num_elements:
         raise ConfigError(f"the {role} must have {num_elements} elements, not {tensor.numel()}")

@@ -8,15 +8,16 @@ from torch import Tensor
 
 from diloco.core.codecs.blocks import ScaledBlocks, pack_halves, unpack_halves
 from diloco.core.codecs.codec import Scratch
-from diloco.core.formats import NIBBLE_BLOCK
+from diloco.core.codecs.formats import NIBBLE_BLOCK
 
 
 @dataclass(frozen=True)
 class E3M0(ScaledBlocks):
-    """Code 0 is zero, code c = 1 … 7 is s · 2^(c − 7), s the block's absmax in bf16; the sign is bit 3; 4.25 bits at block 64.
+    """Code 0 is zero, code c = 1 … 7 is s · 2^(c − 7), s the block's absmax in bf16; the sign is bit 3; 4.25 bits at
+    block 64.
 
-    Nearest rounding, ties away from zero: |x| / s from 2^-7 up is code 1, from 1.5 · 2^(c − 8) up code c ≥ 2. Zeros keep
-    their sign.
+    Nearest rounding, ties away from zero: |x| / s from 2^-7 up is code 1, from 1.5 · 2^(c − 8) up code c ≥ 2. Zeros
+    keep their sign.
     """
 
     block: int = NIBBLE_BLOCK
@@ -30,7 +31,7 @@ class E3M0(ScaledBlocks):
         shape = tuple(x.shape)
         ratio = scratch.take("ratio", shape, torch.float32)
         bits = torch.div(x, divisor, out=ratio).view(torch.int32)
-        # |ratio| < 2, so bits 22 to 29 are the exponent and the first bit of the mantissa: k = 2 · exponent + first bit.
+        # |ratio| < 2, so bits 22 to 29 are the exponent and the first bit of the mantissa: k = 2 · exponent + that bit.
         k = scratch.take("codes", shape, torch.uint8).copy_(
             bits.bitwise_right_shift_(scratch.constant(22, torch.int32))
         )
@@ -39,7 +40,7 @@ class E3M0(ScaledBlocks):
             .copy_(bits.bitwise_right_shift_(scratch.constant(6, torch.int32)))
             .bitwise_and_(scratch.constant(0x08, torch.uint8))
         )
-        # k = 240 starts at 2^-7. With j = k − 239: j = 0 is code 0; 1, 2 and 3 are code 1; from there on two j's a code.
+        # k = 240 starts at 2^-7. With j = k − 239: j = 0 is code 0; 1, 2 and 3 are code 1; from there two j's a code.
         k.clamp_min_(239).sub_(239)
         lowest = scratch.take("lowest", shape, torch.uint8)
         torch.clamp_max(k, 1, out=lowest)

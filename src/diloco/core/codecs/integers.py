@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diloco.core.codecs.blocks import ScaledBlocks, pack_halves, unpack_halves
 from diloco.core.codecs.codec import Scratch
-from diloco.core.formats import INT8_BLOCK, NIBBLE_BLOCK
+from diloco.core.codecs.formats import INT8_BLOCK, NIBBLE_BLOCK
 
 
 def _nearest_integers(x: Tensor, step: Tensor, levels: float, scratch: Scratch) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs.codec import Scratch
+from diloco.core.codecs.formats import smallest_positions
 from diloco.core.codecs.packing import pack, unpack
-from diloco.core.formats import smallest_positions
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Positions(ABC):
 
     @abstractmethod
     def encode(self, chosen: Tensor, x: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
-        """Write the positions of chosen (bool [chunks, n], k each) into out (uint8); the kept of x (fp32): [chunks, k]."""
+        """Write the positions of chosen (bool [chunks, n], k each) into out (uint8); the kept of x: [chunks, k]."""
 
     @abstractmethod
     def decode(self, payload: Tensor, scratch: Scratch) -> Tensor | None:
@@ -74,7 +74,7 @@ class Bitmap(Positions):
 
 @dataclass(frozen=True)
 class EliasFano(Positions):
-    """The `low_bits` = l lowest bits of each position; and a string of bits, set at (p >> l) + i for the i-th position p.
+    """The `low_bits` = l lowest bits of each position p_i; and a string of bits, set at (p_i >> l) + i for each i.
 
     About l + 2 bits a position, 7 for 128 of 4096. Elias 1974 (10.1145/321812.321820), Vigna 2013
     (10.1145/2433396.2433409).

@@ -12,9 +12,9 @@ from diloco.core.codecs.bins import TwoBit
 from diloco.core.codecs.chunks import Chunked, corrupt, short
 from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
 from diloco.core.codecs.floats import BF16, FP32
+from diloco.core.codecs.formats import CHUNK_ELEMENTS, SparseSizes
 from diloco.core.codecs.positions import positions_of
 from diloco.core.codecs.sums import fold, scaled
-from diloco.core.formats import CHUNK_ELEMENTS, Sparse
 from diloco.errors import ConfigError, CorruptPayloadError
 
 _VALUE_CODECS: dict[str, Codec] = {"fp32": FP32(), "bf16": BF16(), "2bit": TwoBit(block=CHUNK_ELEMENTS)}
@@ -33,13 +33,14 @@ class _Sparse(Chunked):
 
     def num_kept(self, num_elements: int) -> int:
         """k ≥ 1 of a chunk of 1 ≤ `num_elements` ≤ CHUNK_ELEMENTS elements."""
-        layout = self.format.layout
-        assert isinstance(layout, Sparse)
-        return layout.num_kept(num_elements)
+        sizes = self.format.sizes
+        assert isinstance(sizes, SparseSizes)
+        return sizes.num_kept(num_elements)
 
     @abstractmethod
     def _keys(self, x: Tensor, scratch: Scratch) -> Tensor:
-        """int32 [chunks, n]: the elements with the k largest keys are kept, those at lower positions where keys are equal."""
+        """int32 [chunks, n]: the elements with the k largest keys are kept, those at lower positions where keys are
+        equal."""
 
     @property
     def lossless(self) -> bool:
@@ -102,10 +103,10 @@ class _Sparse(Chunked):
 class TopK(_Sparse):
     """The `k` largest magnitudes of each chunk of 4096 elements, lower positions first where magnitudes are equal.
 
-    A shorter chunk of n elements keeps min(k, n). k = 4096 keeps all, which with fp32 values is lossless. SparseLoCo, arXiv
-    2508.15706: k = 128 and 2-bit values with 4 bins ("topk-128-2bit"), with error feedback; its chunks are cut from
-    each tensor, these from the flat fragment. k = 128 takes 112 bytes of positions a chunk:
-    1.21875 bits per element with fp32 values, 0.71875 with bf16, 0.296875 with 2 bits.
+    A shorter chunk of n elements keeps min(k, n). k = 4096 keeps all, which with fp32 values is lossless. SparseLoCo,
+    arXiv 2508.15706: k = 128 and 2-bit values with 4 bins ("topk-128-2bit"), with error feedback; its chunks are cut
+    from each tensor, these from the flat fragment. k = 128 takes 112 bytes of positions a chunk: 1.21875 bits per
+    element with fp32 values, 0.71875 with bf16, 0.296875 with 2 bits.
     """
 
     k: int = 128
@@ -123,17 +124,19 @@ class TopK(_Sparse):
 
 @dataclass(frozen=True)
 class SignPruned(_Sparse):
-    """Sign pruning: ⌊fraction · n⌋ elements of each chunk of n ≤ 4096 become zero, those against the chunk's sign first.
+    """Sign pruning: ⌊fraction · n⌋ elements of each chunk of n ≤ 4096 become zero, those against the chunk's sign
+    first.
 
-    A chunk's elected sign is that of its sum, positive if that is 0: the sign with the larger summed magnitude. Pruned are,
-    until there are as many as stated: zeros, then elements of the other sign from the smallest magnitude up, then those of
-    the elected sign from the smallest up; of equal ones those at higher positions first. A fraction of 0 prunes nothing,
-    which with fp32 values is lossless; about half of a chunk has the other sign, so 0.5 leaves hardly any of it.
+    A chunk's elected sign is that of its sum, positive if that is 0: the sign with the larger summed magnitude. Pruned
+    are, until there are as many as stated: zeros, then elements of the other sign from the smallest magnitude up, then
+    those of the elected sign from the smallest up; of equal ones those at higher positions first. A fraction of 0
+    prunes nothing, which with fp32 values is lossless; about half of a chunk has the other sign, so 0.5 leaves hardly
+    any of it.
 
-    DiLoCo, arXiv 2311.08105, prunes "per neuron" by sign, after TIES-Merging, arXiv 2306.01708, without saying more. Here
-    (1) a chunk of 4096 neighbours in the flat fragment stands for a neuron; (2) the fraction is met exactly in each chunk, so
-    that the size is known beforehand; (3) the election is among the elements of one learner's chunk, where TIES elects among
-    the learners for each element.
+    DiLoCo, arXiv 2311.08105, prunes "per neuron" by sign, after TIES-Merging, arXiv 2306.01708, without saying more.
+    Here (1) a chunk of 4096 neighbours in the flat fragment stands for a neuron; (2) the fraction is met exactly in
+    each chunk, so that the size is known beforehand; (3) the election is among the elements of one learner's chunk,
+    where TIES elects among the learners for each element.
     """
 
     fraction: float = 0.5

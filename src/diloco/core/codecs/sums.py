@@ -7,11 +7,12 @@ from diloco.core.codecs.codec import Scratch, magnitude_bits, refuse_nonfinite
 
 
 def scaled(x: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Rows x (fp32 [rows, n]) times powers of two: (y fp32 [rows, w], exponent bits int32 [rows, 1] of each row's largest).
+    """Rows x (fp32 [rows, n]) times powers of two: (y fp32 [rows, w], exponent bits int32 [rows, 1] of each row's
+    largest).
 
     A row's largest magnitude becomes one from 2 to below 4, so that neither sums nor squares overflow; a row without a
-    normal number becomes zeros, and its exponent bits are 0. w is the next power of two, at least 2; what is beyond n is 0.
-    Raises NonFiniteError on inf or NaN.
+    normal number becomes zeros, and its exponent bits are 0. w is the next power of two, at least 2; what is beyond n
+    is 0. Raises NonFiniteError on inf or NaN.
     """
     rows, n = x.shape
     largest = magnitude_bits(x, scratch).amax(-1, keepdim=True)
@@ -24,7 +25,8 @@ def scaled(x: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
 
 
 def unscale(y: Tensor, exponent: Tensor) -> Tensor:
-    """Values of the scale of `scaled`'s y, in place, as values of x; the last step rounds where the result is subnormal."""
+    """Values of the scale of `scaled`'s y, in place, as values of x; the last step rounds where the result is
+    subnormal."""
     return y.mul_(0.5).mul_(power_of_two(exponent))
 
 

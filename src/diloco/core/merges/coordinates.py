@@ -24,7 +24,8 @@ class CoordinateMerge(Merge):
         """Merge a block, coordinate by coordinate.
 
         Arguments:
-            values: fp32 [n], one vector per learner that trains the block and counts, in merge order; they may be overwritten.
+            values: fp32 [n], one vector per learner that trains the block and counts, in merge order; they may be
+                overwritten.
             weights: of those learners, divided by the largest of the whole merge.
             out: fp32 [n], written.
         """

@@ -1,4 +1,5 @@
-"""How a merge reads its contributions: checked once, then decoded a run of whole segments at a time into scratch that is used again."""
+"""How a merge reads its contributions: checked once, then decoded a run of whole segments at a time into scratch that
+is used again."""
 
 import math
 from bisect import bisect_right
@@ -15,7 +16,8 @@ from diloco.core.merges.inputs import Encoded
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError
 
 RUN_SEGMENTS = 16
-"""How many segments of one learner are decoded at once: enough to spread the cost of a call, few enough for a processor's cache."""
+"""How many segments of one learner are decoded at once: enough to spread the cost of a call, few enough for a
+processor's cache."""
 RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
 
 SHARED_RUN_SEGMENTS = 8

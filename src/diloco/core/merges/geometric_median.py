@@ -18,8 +18,8 @@ _ROUNDING = 1e-8  # a distance below this part of the largest is none: squares h
 class GeometricMedian(LinearMerge[Sequence[Matrix]]):
     """The point with the smallest sum of weighted distances, by a fixed number of Weiszfeld steps from the mean.
 
-    z ← Σ (w/‖v − z‖)·v / Σ (w/‖v − z‖). Every z is a mean, so that the distances between contributions say how far they are from it:
-    two passes over the contributions, however many steps.
+    z ← Σ (w/‖v − z‖)·v / Σ (w/‖v − z‖). Every z is a mean, so that the distances between contributions say how far they
+    are from it: two passes over the contributions, however many steps.
     """
 
     elementwise: ClassVar[bool] = False
@@ -54,9 +54,11 @@ class GeometricMedian(LinearMerge[Sequence[Matrix]]):
 def _to_mean(
     weights: Sequence[float], squared: Sequence[Matrix], stretches: Sequence[WeightedSum], num_elements: int
 ) -> list[float]:
-    """‖v_i − z‖ of every contribution, z the mean with these weights, without z: ‖v_i − z‖² = Σ_j a_j·D_ij − ½ Σ_jk a_j·a_k·D_jk
+    """‖v_i − z‖ of every contribution, z the mean with these weights, without z: ‖v_i − z‖² = Σ_j a_j·D_ij − ½ Σ_jk
+    a_j·a_k·D_jk
 
-    with D the squared distances and a the weights, of sum 1, for each stretch over itself. 0 for one that counts nowhere.
+    with D the squared distances and a the weights, of sum 1, for each stretch over itself. 0 for one that counts
+    nowhere.
     """
     sums, lengths = [0.0] * len(weights), [0] * len(weights)
     for matrix, stretch in zip(squared, stretches, strict=True):

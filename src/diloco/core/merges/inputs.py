@@ -1,11 +1,12 @@
-"""What goes into a merge: one encoded contribution of each learner, its weight, and the tensors that the learner trains."""
+"""What goes into a merge: one encoded contribution of each learner, its weight, and the tensors that the learner
+trains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
+from diloco.core.contribution import Contribution
 from diloco.core.layout import Placement, TensorSpec
 from diloco.errors import ConfigError
 
@@ -39,19 +40,8 @@ class Encoded:
         return self.tensors is None or index in self.tensors
 
 
-class _Contribution(Protocol):
-    @property
-    def learner(self) -> str: ...
-    @property
-    def round(self) -> int: ...
-    @property
-    def base(self) -> int: ...
-    @property
-    def tensors(self) -> tuple[int, ...] | None: ...
-
-
 def encoded_of(
-    contributions: Sequence[_Contribution],
+    contributions: Sequence[Contribution],
     weights: Sequence[float],
     payloads: Sequence[Tensor],
     round_: int,
@@ -59,8 +49,9 @@ def encoded_of(
 ) -> list[Encoded]:
     """What each learner brings: its contributions (next to each other, late before fresh) become one.
 
-    `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in. `tensors`: where the
-    payloads are of a shard, the indices of its tensors in the fragment (`shard_of`). Raises ConfigError when the numbers do not fit.
+    `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in.
+    `tensors`: where the payloads are of a shard, the indices of its tensors in the fragment (`shard_of`). Raises
+    ConfigError when the numbers do not fit.
     """
     learners = list(dict.fromkeys(contribution.learner for contribution in contributions))
     if len(weights) != len(learners) or len(payloads) != len(contributions):
@@ -88,8 +79,8 @@ def encoded_of(
 
 
 def shard_of(places: Sequence[Placement], elements: slice) -> tuple[tuple[Placement, ...], range]:
-    """The tensors of a shard of a fragment: those that intersect `elements`, clipped to it (then one-dimensional) and with
-    offsets relative to its start, and their indices in `places`."""
+    """The tensors of a shard of a fragment: those that intersect `elements`, clipped to it (then one-dimensional) and
+    with offsets relative to its start, and their indices in `places`."""
     start, stop = elements.start, elements.stop
     found = [i for i, place in enumerate(places) if max(start, place.offset) < min(stop, place.elements.stop)]
     indices = range(found[0], found[-1] + 1) if found else range(0)

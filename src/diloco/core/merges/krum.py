@@ -16,8 +16,9 @@ from diloco.core.merges.weighted_sum import WeightedSum, means_of
 class MultiKrum(LinearMerge[Sequence[Matrix]]):
     """The mean of the n − f contributions whose n − f − 2 nearest others are nearest; f = `num_byzantine`.
 
-    Its guarantee needs n ≥ 2f + 3 learners. With fewer it looks at as many others as there are left, at least one. A learner that trains
-    what no other does cannot be judged, and is kept. A weight is what a learner says of itself, so every learner counts the same.
+    Its guarantee needs n ≥ 2f + 3 learners. With fewer it looks at as many others as there are left, at least one. A
+    learner that trains what no other does cannot be judged, and is kept. A weight is what a learner says of itself, so
+    every learner counts the same.
     """
 
     elementwise: ClassVar[bool] = False

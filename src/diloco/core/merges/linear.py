@@ -24,7 +24,7 @@ class LinearMerge(Merge, Generic[MeasuredT]):
 
     @abstractmethod
     def measure(self, decoder: Decoder) -> MeasuredT:
-        """What the coefficients depend on, in one pass over the contributions; None where they depend on weights alone."""
+        """What the coefficients depend on beside the weights, in at most one pass over the contributions."""
 
     @abstractmethod
     def coefficients(self, decoder: Decoder, measured: MeasuredT) -> Sequence[WeightedSum]:
@@ -54,7 +54,8 @@ class LinearMerge(Merge, Generic[MeasuredT]):
 
 
 def add_up(decoder: Decoder, run: slice, sums: Sequence[tuple[slice, WeightedSum]], out: Tensor) -> None:
-    """Write the sums of a run, which lie at these places in it, to `out` (fp32, the run); what is between them stays as it is."""
+    """Write the sums of a run, which lie at these places in it, to `out` (fp32, the run); what is between them stays as
+    it is."""
     for index in sorted({index for _, each in sums for index in each.factors}):
         own = [(part, each) for part, each in sums if index in each.factors]
         if len(own) == 1 and own[0][0] == slice(0, len(out)) and index == min(own[0][1].factors):
@@ -80,7 +81,8 @@ def add_up(decoder: Decoder, run: slice, sums: Sequence[tuple[slice, WeightedSum
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """factor·x, in place. Where fp32 cannot hold the factor (a very short vector made long, or back) the product is taken in fp64."""
+    """factor·x, in place. Where fp32 cannot hold the factor (a very short vector made long, or back) the product is
+    taken in fp64."""
     if factor == 1.0:
         return x
     if factor == 0.0 or SMALLEST <= abs(factor) <= LARGEST:

@@ -17,7 +17,8 @@ class Mean(LinearMerge[None]):
     shards; per-tensor contributors as for learners that train a part of the experts (SPES, arXiv 2602.11543).
 
     >>> one, two = (codec.encode(torch.tensor(values)) for values in ([1.0, 2.0], [3.0, 6.0]))
-    >>> merged_vector(Mean(), codec, [Encoded("a", (one,), 1.0), Encoded("b", (two,), 3.0)], places, num_elements=2)   # [2.5, 5.0]
+    >>> contributions = [Encoded("a", (one,), 1.0), Encoded("b", (two,), 3.0)]
+    >>> merged_vector(Mean(), codec, contributions, places, num_elements=2)   # [2.5, 5.0]
     """
 
     elementwise: ClassVar[bool] = True

@@ -1,9 +1,10 @@
 """Lengths, angles and distances of outer gradients, the same on any device and any number of threads.
 
-Sums are fp64 over fixed blocks of 4096 elements from the start of the vector: a block's upper half is added to its lower one until one
-element is left (`torch.sum` adds in an order that depends on the processor), and blocks are added exactly (`math.fsum`). Each function
-decodes the contributions once. If a learner trains only a part of the tensors, its length is taken over those (a distance of two
-learners: over what both train) and scaled up by √(elements / those elements), so that it is comparable to that of a whole contribution.
+Sums are fp64 over fixed blocks of 4096 elements from the start of the vector: a block's upper half is added to its
+lower one until one element is left (`torch.sum` adds in an order that depends on the processor), and blocks are added
+exactly (`math.fsum`). Each function decodes the contributions once. If a learner trains only a part of the tensors, its
+length is taken over those (a distance of two learners: over what both train) and scaled up by √(elements / those
+elements), so that it is comparable to that of a whole contribution.
 """
 
 import math
@@ -20,7 +21,7 @@ BLOCK_ELEMENTS = 4096
 
 
 class BlockSums:
-    """Σ x·y of two vectors that come piece by piece, or Σ x². Not more than a block of each is kept between two pieces."""
+    """Σ x·y of two vectors that come piece by piece, or Σ x²; between two pieces, less than a block of each is kept."""
 
     def __init__(self, scratch: "WideScratch") -> None:
         self._scratch = scratch
@@ -87,7 +88,7 @@ class WideScratch:
         return sums
 
     def _views(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """(lower, upper) halves: of both vectors' blocks, then of what is left of the first one's after each halving."""
+        """(lower, upper) halves: of both vectors' blocks, then of what each halving leaves of the first one's."""
         x, y = self._wide[:, : num_blocks * BLOCK_ELEMENTS].view(2, num_blocks, BLOCK_ELEMENTS)
         width = BLOCK_ELEMENTS // 2
         halves = [(x[:, :width], x[:, width:]), (y[:, :width], y[:, width:])]
@@ -112,7 +113,8 @@ def norm(x: Tensor) -> float:
 
 
 def contribution_norms(decoder: Decoder) -> list[float]:
-    """‖v‖ of every contribution, over the tensors that its learner trains; what its payloads say of others counts for nothing."""
+    """‖v‖ of every contribution, over the tensors that its learner trains; what its payloads say of others counts for
+    nothing."""
     scratch = WideScratch(decoder.device)
     untrained = [
         [place.elements for place_index, place in enumerate(decoder.places) if not each.trains(place_index)]
@@ -134,7 +136,8 @@ def contribution_norms(decoder: Decoder) -> list[float]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A tensor of a contribution: its norm, and its inner product with the outer momentum (0 where that is not asked for)."""
+    """A tensor of a contribution: its norm, and its inner product with the outer momentum (0 where that is not asked
+    for)."""
 
     norm: float
     along: float = 0.0

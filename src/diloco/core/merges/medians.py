@@ -1,4 +1,5 @@
-"""Coordinate-wise median and trimmed mean: robust to learners that lie or have diverged. Yin et al. 2018, arXiv 1803.01498."""
+"""Coordinate-wise median and trimmed mean: robust to learners that lie or have diverged. Yin et al. 2018, arXiv
+1803.01498."""
 
 import math
 from abc import abstractmethod
@@ -37,7 +38,8 @@ class _Trimmed(CoordinateMerge):
 
 @dataclass(frozen=True)
 class TrimmedMean(_Trimmed):
-    """Per coordinate the mean of what is left when ⌊trim·n⌋ of n values are cut at each end; `trim` from 0 to below 0.5."""
+    """Per coordinate the mean of what is left when ⌊trim·n⌋ of n values are cut at each end; `trim` from 0 to below
+    0.5."""
 
     trim: float = 0.25
 
@@ -61,8 +63,9 @@ class CoordinateMedian(_Trimmed):
 def sorted_vectors(values: Sequence[Tensor]) -> list[Tensor]:
     """Vectors of the same values, the smallest of every coordinate in the first; `values` are overwritten.
 
-    Batcher's merge exchange (Knuth, The Art of Computer Programming 3, algorithm 5.2.2M): comparisons that do not depend on the
-    values, so that whole vectors are compared at once, several times faster than `torch.sort` along a strided dimension.
+    Batcher's merge exchange (Knuth, The Art of Computer Programming 3, algorithm 5.2.2M): comparisons that do not
+    depend on the values, so that whole vectors are compared at once, several times faster than `torch.sort` along a
+    strided dimension.
     """
     values, spare = list(values), torch.empty_like(values[0])
     top = 1 << max(0, (len(values) - 1).bit_length() - 1)

@@ -1,7 +1,8 @@
-"""What every merge is: a value that says how contributions become one outer gradient, and the loop that all of them go through.
+"""What every merge is: a value that says how contributions become one outer gradient, and the loop that all of them go
+through.
 
-A merge's memory does not grow with the number of learners beyond a run of each, and the order of arrival does not matter (the caller
-passes contributions in learner-id order).
+A merge's memory does not grow with the number of learners beyond a run of each, and the order of arrival does not
+matter (the caller passes contributions in learner-id order).
 """
 
 import math
@@ -24,7 +25,8 @@ class Merge(Choice):
     """How the outer gradients of several learners become one."""
 
     elementwise: ClassVar[bool]
-    """True: merging a run of whole segments gives the bits of that part of the whole. False: it needs whole fragments."""
+    """True: merging a run of whole segments gives the bits of that part of the whole. False: it needs whole fragments.
+    """
 
     weighted: ClassVar[bool] = True
     """False: every learner counts the same, whatever its weight; only weight 0 leaves one out."""
@@ -55,8 +57,8 @@ def merged_runs(
         places: the tensors of these `num_elements` elements, in order and without gaps: those of a fragment, or those
             of a run of whole segments of it, clipped (`shard_of`), where the merge is elementwise.
         momentum: the outer optimizer's (`Outer.momentum_of`), fp32 [num_elements], where it keeps one.
-        out: fp32 [num_elements], where the result goes; None: a vector of its own. What is yielded is a view of it, is final, and
-            may be overwritten from then on. What has not been yielded yet must be left alone.
+        out: fp32 [num_elements], where the result goes; None: a vector of its own. What is yielded is a view of it, is
+            final, and may be overwritten from then on. What has not been yielded yet must be left alone.
 
     Each tensor is merged over the learners that train it, with their weights; one that no learner trains gets 0.
 

@@ -1,7 +1,9 @@
-"""Radial-directional averaging: the mean of the lengths in the direction of the mean of the directions. Decoupled DiLoCo, arXiv 2604.21428.
+"""Radial-directional averaging: the mean of the lengths in the direction of the mean of the directions. Decoupled
+DiLoCo, arXiv 2604.21428.
 
-The mean of M nearly orthogonal outer gradients is shorter than each of them by √M; this merge keeps its norm independent of M. What
-differs from the paper: where the directions cancel, its formula is not defined, and the weighted mean is taken.
+The mean of M nearly orthogonal outer gradients is shorter than each of them by √M; this merge keeps its norm
+independent of M. What differs from the paper: where the directions cancel, its formula is not defined, and the weighted
+mean is taken.
 """
 
 import math
@@ -26,11 +28,11 @@ class RadialDirectional(LinearMerge[Norms]):
     """Per tensor: RDA = (Σ w‖v‖ / Σ w) · φ(Σ w φ(v)), with φ(x) = x/‖x‖ and φ(0) = 0.
 
     Attributes:
-        averaged: tensors whose name matches one of these patterns (shell style) are averaged instead: embeddings, whose rows are
-            trained by different learners at different times.
+        averaged: tensors whose name matches one of these patterns (shell style) are averaged instead: embeddings, whose
+            rows are trained by different learners at different times.
 
-    A tensor that one learner alone trains is that learner's, bit for bit. Two passes over the contributions: norms, then the sum of
-    directions, whose length is taken while it is added up.
+    A tensor that one learner alone trains is that learner's, bit for bit. Two passes over the contributions: norms,
+    then the sum of directions, whose length is taken while it is added up.
     """
 
     elementwise: ClassVar[bool] = False

@@ -66,9 +66,11 @@ def refused_by(
     places: Sequence[Placement],
     num_elements: int,
 ) -> tuple[str, ...]:
-    """The learners whose contributions the screen refuses, in one pass over the contributions; arguments as of `merged_runs`.
+    """The learners whose contributions the screen refuses, in one pass over the contributions; arguments as of
+    `merged_runs`.
 
-    A contribution without weight or tensors is not judged: with it, the median norm may be 0 and the only work there is an outlier.
+    A contribution without weight or tensors is not judged: with it, the median norm may be 0 and the only work there is
+        an outlier.
 
     Raises CorruptPayloadError: a payload of the wrong size or with inf or NaN in it; names the learner.
     """

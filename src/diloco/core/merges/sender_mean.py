@@ -11,11 +11,12 @@ from diloco.core.merges.coordinates import CoordinateMerge
 
 @dataclass(frozen=True)
 class SenderMean(CoordinateMerge):
-    """Every coordinate's weighted mean over its senders, the learners whose decoded value is not zero; 0 without senders.
+    """Every coordinate's weighted mean over its senders, the learners whose decoded value is not zero; 0 without
+    senders.
 
-    For contributions that name a few coordinates each: SparseLoCo's reference implementation (arXiv 2508.15706) divides by a
-    coordinate's senders and not by all learners. With dense contributions it is the mean. A learner sends none of a tensor that it does
-    not train.
+    For contributions that name a few coordinates each: SparseLoCo's reference implementation (arXiv 2508.15706) divides
+    by a coordinate's senders and not by all learners. With dense contributions it is the mean. A learner sends none of
+    a tensor that it does not train.
     """
 
     def combine(self, values: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:

@@ -18,7 +18,8 @@ class WeightedSum:
         divisor: of the sum.
         towards: factors of the outer momentum, by contribution; one is added after its contribution.
         length: what the sum is scaled to in the end; None: it stays as it is.
-        shortest: a sum that is shorter has no direction, and the weighted mean takes its place (where `length` is given).
+        shortest: a sum that is shorter has no direction, and the weighted mean takes its place (where `length` is
+            given).
     """
 
     elements: slice

@@ -1,7 +1,7 @@
 """Wire formats by name, and how many bytes they take: all that is known of a codec without torch.
 
-A codec is one line of `FAMILIES` and one file in `core/codecs/`, which encodes and decodes; planner and codecs take sizes from here.
-docs/wire-formats.md says what the bytes mean.
+A codec is one line of `FAMILIES` and one file in `core/codecs/`, which encodes and decodes; planner and codecs take
+sizes from here. docs/wire-formats.md says what the bytes mean.
 """
 
 import difflib
@@ -27,8 +27,8 @@ INT8_BLOCK, NIBBLE_BLOCK, TWO_BIT_BLOCK = 256, 64, 4096
 PAPER_RANGE_SIGMAS = 6.0
 
 
-class Layout(ABC):
-    """A vector is cut into blocks of `block` elements, encoded one after the other; only the last one can be shorter."""
+class Sizes(ABC):
+    """A vector is cut into blocks of `block` elements, encoded one by one; only the last one can be shorter."""
 
     block: int
 
@@ -38,7 +38,7 @@ class Layout(ABC):
 
 
 @dataclass(frozen=True)
-class Plain(Layout):
+class PlainSizes(Sizes):
     """Every element by itself."""
 
     element_bytes: int
@@ -49,7 +49,7 @@ class Plain(Layout):
 
 
 @dataclass(frozen=True)
-class Coded(Layout):
+class CodedSizes(Sizes):
     """Codes of `code_bits` bits, and for each block a header: what the codes stand for."""
 
     block: int
@@ -61,11 +61,11 @@ class Coded(Layout):
 
 
 @dataclass(frozen=True)
-class Sparse(Layout):
+class SparseSizes(Sizes):
     """The positions of the elements that are kept of a chunk, then their values; no positions where all are kept."""
 
     num_kept: Callable[[int], int]
-    values: Layout
+    values: Sizes
     block: int = CHUNK_ELEMENTS
 
     def block_bytes(self, num_elements: int) -> int:
@@ -82,69 +82,69 @@ class WireFormat:
         name: the codec's.
         codec: module and class below `diloco.core.codecs`.
         parameters: arguments of that class.
-        layout: the sizes.
+        sizes: how many bytes it takes.
     """
 
     name: str
     codec: str
     parameters: Mapping[str, float | str]
-    layout: Layout
+    sizes: Sizes
 
     def encoded_bytes(self, num_elements: int) -> int:
         """Exact bytes of a vector of `num_elements` elements; 0 for none."""
         if num_elements < 0:
             raise ConfigError(f"a vector cannot have {num_elements} elements; give a count of 0 or more")
-        num_full, tail = divmod(num_elements, self.layout.block)
-        return num_full * self.layout.block_bytes(self.layout.block) + (self.layout.block_bytes(tail) if tail else 0)
+        num_full, tail = divmod(num_elements, self.sizes.block)
+        return num_full * self.sizes.block_bytes(self.sizes.block) + (self.sizes.block_bytes(tail) if tail else 0)
 
     @property
     def bits_per_value(self) -> float:
         """Bits that an element of a long vector takes."""
-        return 8 * self.layout.block_bytes(self.layout.block) / self.layout.block
+        return 8 * self.sizes.block_bytes(self.sizes.block) / self.sizes.block
 
 
 @dataclass(frozen=True)
-class Family:
+class CodecFamily:
     """Formats that differ in their parameters only.
 
     Attributes:
         codec: module and class below `diloco.core.codecs`.
         pattern: regular expression of the names; its groups are the parameters that a name may give.
-        layout: the sizes, from those parameters; refuses impossible ones with ConfigError.
+        sizes: how many bytes they take, from those parameters; refuses impossible ones with ConfigError.
         names: the format with the default parameters, then others that are in common use.
     """
 
     codec: str
     pattern: str
-    layout: Callable[..., Layout]
+    sizes: Callable[..., Sizes]
     names: tuple[str, ...]
 
 
-def _blocks(header_bytes: int, code_bits: int, default: int) -> Callable[..., Layout]:
-    def layout(block: int = default) -> Layout:
+def _blocks(header_bytes: int, code_bits: int, default: int) -> Callable[..., Sizes]:
+    def sizes(block: int = default) -> Sizes:
         _require_block(block, smallest=2)
-        return Coded(block, header_bytes, code_bits)
+        return CodedSizes(block, header_bytes, code_bits)
 
-    return layout
+    return sizes
 
 
-def _two_bit(block: int = TWO_BIT_BLOCK, range_sigmas: float = PAPER_RANGE_SIGMAS) -> Layout:
+def _two_bit(block: int = TWO_BIT_BLOCK, range_sigmas: float = PAPER_RANGE_SIGMAS) -> Sizes:
     _require_block(block, smallest=8)
     if not 1 <= range_sigmas <= 16:
         raise ConfigError(f"a range of {range_sigmas} sigmas is not within 1 to 16; 6 is the papers'")
-    return Coded(block, CODEBOOK_BYTES, code_bits=2)
+    return CodedSizes(block, CODEBOOK_BYTES, code_bits=2)
 
 
-def _top_k(k: int = 128, values: str = "fp32") -> Layout:
+def _top_k(k: int = 128, values: str = "fp32") -> Sizes:
     if not 1 <= k <= CHUNK_ELEMENTS:
         raise ConfigError(f"top-k cannot keep {k} of a chunk of {CHUNK_ELEMENTS}; use k from 1 to {CHUNK_ELEMENTS}")
-    return Sparse(functools.partial(min, k), _VALUES[values])
+    return SparseSizes(functools.partial(min, k), _VALUES[values])
 
 
-def _sign_pruned(fraction: float = 0.5, values: str = "fp32") -> Layout:
+def _sign_pruned(fraction: float = 0.5, values: str = "fp32") -> Sizes:
     if not 0 <= fraction < 1:
         raise ConfigError(f"sign pruning cannot prune {fraction} of a chunk; use a fraction from 0 to below 1")
-    return Sparse(functools.partial(_left, fraction), _VALUES[values])
+    return SparseSizes(functools.partial(_left, fraction), _VALUES[values])
 
 
 def _left(fraction: float, num_elements: int) -> int:
@@ -159,21 +159,26 @@ def _require_block(block: int, smallest: int) -> None:
         )
 
 
-_VALUES: Mapping[str, Layout] = {"fp32": Plain(4), "bf16": Plain(2), "2bit": Coded(CHUNK_ELEMENTS, CODEBOOK_BYTES, 2)}
+_VALUES: Mapping[str, Sizes] = {
+    "fp32": PlainSizes(4),
+    "bf16": PlainSizes(2),
+    "2bit": CodedSizes(CHUNK_ELEMENTS, CODEBOOK_BYTES, 2),
+}
 
 _BLOCK = r"(?::(?P<block>\d+))?"
 _KEPT_AS = r"(?:-(?P<values>bf16|2bit))?"
 
 FAMILIES = (
-    Family("floats.FP32", "fp32", lambda: Plain(4), ("fp32",)),
-    Family("floats.BF16", "bf16", lambda: Plain(2), ("bf16",)),
-    Family("floats.FP16", "fp16", lambda: Plain(2), ("fp16",)),
-    Family("integers.Int8", "int8" + _BLOCK, _blocks(SCALE_BYTES, 8, INT8_BLOCK), ("int8",)),
-    Family("integers.Int4", "int4" + _BLOCK, _blocks(SCALE_BYTES, 4, NIBBLE_BLOCK), ("int4",)),
-    Family("e3m0.E3M0", "e3m0" + _BLOCK, _blocks(SCALE_BYTES, 4, NIBBLE_BLOCK), ("e3m0",)),
-    Family("bins.TwoBit", r"2bit(?:-(?P<range_sigmas>\d+(?:\.\d+)?)sigma)?" + _BLOCK, _two_bit, ("2bit",)),
-    Family("sparse.TopK", r"topk-(?P<k>\d+)" + _KEPT_AS, _top_k, ("topk-128", "topk-128-bf16", "topk-128-2bit")),
-    Family(
+    CodecFamily("floats.FP32", "fp32", lambda: PlainSizes(4), ("fp32",)),
+    CodecFamily("floats.BF16", "bf16", lambda: PlainSizes(2), ("bf16",)),
+    CodecFamily("floats.FP16", "fp16", lambda: PlainSizes(2), ("fp16",)),
+    CodecFamily("integers.Int8", "int8" + _BLOCK, _blocks(SCALE_BYTES, 8, INT8_BLOCK), ("int8",)),
+    CodecFamily("integers.Int4", "int4" + _BLOCK, _blocks(SCALE_BYTES, 4, NIBBLE_BLOCK), ("int4",)),
+    CodecFamily("e3m0.E3M0", "e3m0" + _BLOCK, _blocks(SCALE_BYTES, 4, NIBBLE_BLOCK), ("e3m0",)),
+    CodecFamily("uniform.Uniform8", "uniform8", lambda: CodedSizes(SEGMENT_ELEMENTS, 1024, code_bits=8), ("uniform8",)),
+    CodecFamily("bins.TwoBit", r"2bit(?:-(?P<range_sigmas>\d+(?:\.\d+)?)sigma)?" + _BLOCK, _two_bit, ("2bit",)),
+    CodecFamily("sparse.TopK", r"topk-(?P<k>\d+)" + _KEPT_AS, _top_k, ("topk-128", "topk-128-bf16", "topk-128-2bit")),
+    CodecFamily(
         "sparse.SignPruned",
         r"sign-pruned-(?P<fraction>\d+(?:\.\d+)?(?:e-\d+)?)" + _KEPT_AS,
         _sign_pruned,
@@ -194,7 +199,7 @@ def wire_format(name: str) -> WireFormat:
         if match := re.fullmatch(family.pattern, name, re.ASCII):
             parameters = {key: _plain(text) for key, text in match.groupdict().items() if text is not None}
             try:
-                return WireFormat(name, family.codec, parameters, family.layout(**parameters))
+                return WireFormat(name, family.codec, parameters, family.sizes(**parameters))
             except ConfigError as error:
                 raise ConfigError(f"there cannot be a codec {name!r}: {error}") from None
     raise ConfigError(_unknown(name))
@@ -216,7 +221,7 @@ def _unknown(name: str) -> str:
     for family in FAMILIES:
         if colon and (match := re.fullmatch(family.pattern, stem, re.ASCII)):
             if "block" in match.groupdict():
-                example = f"{stem}:{family.layout().block}"
+                example = f"{stem}:{family.sizes().block}"
                 return f"the block size in {name!r} is not a whole number; write for example {example!r}"
             return f"the codec {stem!r} takes no parameter, but {name!r} gives one; write {stem!r}"
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
@@ -227,8 +232,8 @@ def _unknown(name: str) -> str:
 def smallest_positions(num_elements: int, num_kept: int) -> tuple[int, int]:
     """(bytes, low bits) of the shortest way to say which elements are kept; 0 low bits: a bitmap.
 
-    The others are Elias-Fano lists, with that number of low bits of each position. The bitmap, then fewer low bits, where they are
-    equally long.
+    The others are Elias-Fano lists, with that number of low bits of each position. The bitmap, then fewer low bits,
+    where they are equally long.
     """
     lists = (
         (low * ceil(num_kept / 8) + ceil((num_kept + (num_elements - 1 >> low)) / 8), low)

@@ -1,0 +1,82 @@
+"""Eight bits per value: 256 equal buckets from −6σ to 6σ, their means as the codebook of a segment."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diloco.core.codecs.chunks import corrupt
+from diloco.core.codecs.codec import Codec, Scratch
+from diloco.core.codecs.sums import fold, power_of_two, scaled
+
+NUM_BUCKETS = 256
+_CODEBOOK_BYTES = 4 * NUM_BUCKETS
+"""A mean in fp32 for each bucket, in ascending order."""
+RANGE_SIGMAS = 12
+
+_ONE = 2.0**35
+"""The unit of sums: values below 4 are whole numbers of 1/_ONE, so that a sum of a segment is exact in fp64, in any
+order."""
+
+
+@dataclass(frozen=True)
+class Uniform8(Codec):
+    """INTELLECT-1's int8 (arXiv 2412.01152): code b stands for the mean of the values in bucket b; 8.25 bits per
+    element.
+
+    With σ the root mean square of a segment and w = 12σ / 256, bucket b holds b − 128 ≤ x / w < b − 127; values beyond
+    ±6σ are in the first and the last one. So a value within ±6σ is off by less than w = 0.047σ. A zero decodes to the
+    mean of bucket 128, the small values from 0 to w.
+
+    Differences from Prime's implementation: σ and codebook are those of a segment of 32768 elements and not of a tensor
+    or a part of a ring, so that shards give the bits of the whole. σ is taken about zero, and not about the mean, which
+    is small beside it. A contribution is quantised once and added in fp32, and not quantised anew at each hop of a
+    ring.
+    """
+
+    cpu_group_segments: ClassVar[int] = 4
+
+    @property
+    def name(self) -> str:
+        return "uniform8"
+
+    def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        rows, n = x.shape
+        y, exponent = scaled(x, scratch)
+        squares = torch.mul(y, y, out=scratch.take("squares", tuple(y.shape), torch.float32))
+        width = fold(squares).div_(n).sqrt_().mul_(RANGE_SIGMAS / NUM_BUCKETS)
+        y = y[:, :n]
+        bucket = torch.div(
+            y, width.masked_fill_(width == 0, torch.inf), out=scratch.take("buckets", (rows, n), torch.float32)
+        )
+        bucket.floor_().add_(NUM_BUCKETS // 2).clamp_(0, NUM_BUCKETS - 1)
+
+        index = scratch.take("index", (rows, n), torch.int64).copy_(bucket)
+        whole = scratch.take("whole", (rows, n), torch.float64).copy_(y).mul_(_ONE).round_()
+        sums = scratch.take("sums", (rows, NUM_BUCKETS), torch.float64).zero_().scatter_add_(1, index, whole)
+        counts = scratch.take("counts", (rows, NUM_BUCKETS), torch.float64).zero_()
+        counts.scatter_add_(1, index, whole.fill_(1.0))
+        # y is x times 2^(128 − e), e the exponent bits; back to the scale of x in fp64, which holds every product.
+        means = sums.div_(counts.clamp_min_(1.0)).mul_(0.5 / _ONE).mul_(power_of_two(exponent)).float()
+        means.masked_fill_(means.abs() < torch.finfo(torch.float32).tiny, 0.0)
+        out[:, :_CODEBOOK_BYTES] = means.view(torch.uint8)
+        out[:, _CODEBOOK_BYTES:] = index
+
+    def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
+        codebook = self._checked(payload, scratch)
+        index = scratch.take("index", tuple(out.shape), torch.int64).copy_(payload[:, _CODEBOOK_BYTES:])
+        torch.gather(codebook, 1, index, out=out)
+
+    def check_rows(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
+        self._checked(payload, scratch)
+
+    def _checked(self, payload: Tensor, scratch: Scratch) -> Tensor:
+        """The codebooks, fp32 [rows, 256]."""
+        codebook = scratch.take("codebook", (payload.shape[0], NUM_BUCKETS), torch.float32)
+        codebook.view(torch.uint8).copy_(payload[:, :_CODEBOOK_BYTES])  # a payload may start at any address
+        bits = codebook.view(torch.int32)
+        magnitude = bits.bitwise_and(0x7FFFFFFF)
+        if bool(((magnitude > 0x7F7FFFFF) | ((magnitude < 0x00800000) & (bits != 0))).any()):
+            raise corrupt(self.name, "a bucket mean that is inf, NaN, -0 or subnormal")
+        return codebook
