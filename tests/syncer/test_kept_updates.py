@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diloco.syncer.held import HeldModel
 from tests.syncer.runs import layout, method
 
 import diloco
 from diloco.core.held import HeldFragment, close
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
-from diloco.syncer.held import HeldModel
 
 VERSIONS = 5
 
