@@ -131,8 +131,14 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
-        """Join. `initial` gives this learner's own model, and is called only where this learner initialises the run.
+    def open(
+        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
+    ) -> Opened:
+        """Join.
+
+        Arguments:
+            initial: gives this learner's own model, and is called only where this learner initialises the run.
+            overlap: this learner's own τ; None: the method's.
 
         Raises:
             LayoutError: the others hold another model; names the first tensor that differs.

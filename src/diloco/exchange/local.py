@@ -166,7 +166,9 @@ class Local(Exchange):
     def method(self, given: Method | None) -> Method:
         return required_method(given)
 
-    def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
+    def open(
+        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
+    ) -> Opened:
         run, name = self._run, self._name
         is_first = self._begin_run(layout, method, initial)
         assert run.core is not None

@@ -70,10 +70,12 @@ class Ranks(Exchange):
         said, _ = self._decide("the run's method", lambda: (self._exchange.method(given).to_dict(), []))
         return Method.from_dict(said)
 
-    def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
+    def open(
+        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
+    ) -> Opened:
         def join() -> Said:
             tensors: list[Tensor] = []
-            return _out(self._exchange.open(layout, method, initial), tensors), tensors
+            return _out(self._exchange.open(layout, method, initial, overlap=overlap), tensors), tensors
 
         opened: Opened = _in(*self._decide("the run's model", join))
         self._run_tokens = opened.run_tokens

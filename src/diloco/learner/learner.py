@@ -39,6 +39,8 @@ class Learner:
         trains: names of the parameters that this learner trains, as shell patterns; None: all. The others are adopted
             and never sent. A merge of a tensor is over the learners that train it. The caller must ensure that training
             changes only these parameters.
+        overlap: τ of this learner; None: the method's. Learners of different speed may overlap different numbers of
+            inner steps, in scheduled rounds with the outer step on the syncer (Streaming DiLoCo, arXiv 2501.18512).
 
     Raises:
         ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under
@@ -61,6 +63,7 @@ class Learner:
         method: Method | None = None,
         exchange: Exchange,
         trains: Sequence[str] | None = None,
+        overlap: int | None = None,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             from diloco.exchange.ranks import Ranks
@@ -74,8 +77,9 @@ class Learner:
         self.layout: Layout = make_layout(model, self.method.fragments)
         self._tensors = LearnerTensors(model, self.layout, self.method)
         trained = trained_tensors(self.layout, trains, self.method)
-        opened = exchange.open(self.layout, self.method, self._tensors.own_model)
-        self._core = LearnerCore(self.method.rules(len(self.layout.fragments)), opened.versions, step=opened.step)
+        own = self.method if overlap is None else self.method.with_own_overlap(overlap)
+        opened = exchange.open(self.layout, self.method, self._tensors.own_model, overlap=overlap)
+        self._core = LearnerCore(own.rules(len(self.layout.fragments)), opened.versions, step=opened.step)
         self._boundary = Boundary(self.method, self.layout, exchange, self._core, self._tensors, trained, opened)
         self._start_model: Opened | None = opened
         self._closed = False

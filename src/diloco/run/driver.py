@@ -223,9 +223,12 @@ class Driver(Generic[H, S, P]):
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
             StaleIncarnationError: it joins again, but a newer process has its place.
+            ConfigError: the run's method gives learners no overlap of their own, or not this one.
         """
         core = self.core
         sense.check_name(learner)
+        if overlap is not None:
+            self.state.method.with_own_overlap(overlap)
         if difference := layout.first_difference(self.state.model.layout):
             raise LayoutError(f"learner {learner!r} (here) does not hold the run's model (there): {difference}.")
         if again and self._processes.get(learner, process) != process:

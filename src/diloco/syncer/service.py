@@ -98,7 +98,10 @@ class Service:
         layout = _layout(request.layout)
 
         def join(driver: SyncerDriver, done: Callable[[int], None]) -> None:
-            driver.join(request.learner, layout, done, process=request.process, again=request.again)
+            overlap = request.overlap if request.HasField("overlap") else None
+            driver.join(
+                request.learner, layout, done, process=request.process, again=request.again, overlap=overlap
+            )
 
         return pb.JoinReply(incarnation=self._driver.wait_for(join))
 

@@ -73,7 +73,9 @@ class Collective(Exchange):
     def method(self, given: Method | None) -> Method:
         return required_method(given)
 
-    def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
+    def open(
+        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
+    ) -> Opened:
         if self._closed or self._worker is not None:
             raise ConfigError("this exchange was used already; make a new Collective for every Learner.")
         self._group = Group(self._process_group, timeout_s=self._timeout_s)

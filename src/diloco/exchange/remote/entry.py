@@ -60,14 +60,18 @@ class Entry:
     """Arguments:
     initial: set for the learner that gives the run its model.
     model: that model.
+    overlap: the learner's own τ; None: the method's.
 
     Attributes:
         num_bytes: sent.
     """
 
-    def __init__(self, connection: Connection, layout: Layout, initial: Initial | None, model: Model | None) -> None:
+    def __init__(
+        self, connection: Connection, layout: Layout, initial: Initial | None, model: Model | None, overlap: int | None
+    ) -> None:
         self.num_bytes = 0
         self._connection, self._layout, self._initial, self._model = connection, layout, initial, model
+        self._overlap = overlap
 
     def initialise(self, call: calls.Initialise) -> None:
         """Give the run its model. Raises as `Connection.upload`, and AlreadyInitialisedError."""
@@ -94,6 +98,7 @@ class Entry:
             layout=json.dumps(self._layout.to_dict()),
             process=call.who.process,
             again=call.again,
+            overlap=self._overlap,
         )
         try:
             return self._connection.call("joins", "Join", request, pb.JoinReply).incarnation

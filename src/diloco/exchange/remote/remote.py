@@ -106,7 +106,9 @@ class Remote(Exchange):
             )
         return method
 
-    def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
+    def open(
+        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
+    ) -> Opened:
         core = SessionCore(
             self._who,
             len(layout.fragments),
@@ -115,7 +117,8 @@ class Remote(Exchange):
             initialises=self._initial is not None,
             join_timeout_s=self._join_timeout_s,
         )
-        entry = Entry(self._connection, layout, self._initial, initial() if self._initial is not None else None)
+        model = None if self._initial is None else initial()
+        entry = Entry(self._connection, layout, self._initial, model, overlap)
         self._session = Session(core, self._connection, entry, Receiver(self._connection, layout, method))
         self._session.begin()
         opened = self._session.inbox.wait_for_start()

@@ -52,7 +52,9 @@ class TorchFT(Exchange):
     def method(self, given: Method | None) -> Method:
         return required_method(given)
 
-    def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
+    def open(
+        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
+    ) -> Opened:
         if (why := method.quorum.needs_syncer) is not None:
             raise ConfigError(why)
         if not method.wait:

@@ -27,18 +27,20 @@ class DescribeReply(_message.Message):
     def __init__(self, method: _Optional[str] = ..., initialised: _Optional[bool] = ..., layout: _Optional[str] = ..., step: _Optional[int] = ..., run_tokens: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("run", "learner", "layout", "process", "again")
+    __slots__ = ("run", "learner", "layout", "process", "again", "overlap")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     layout: str
     process: int
     again: bool
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., process: _Optional[int] = ..., again: _Optional[bool] = ...) -> None: ...
+    overlap: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., process: _Optional[int] = ..., again: _Optional[bool] = ..., overlap: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("incarnation",)
