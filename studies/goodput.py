@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from diloco.planning.failures import Goodput, simulate
-from diloco.planning.goodput import Fleet, Mode, Rounds, Speeds
+from diloco.planning.fleet import Fleet, Mode, RoundRules, Speeds
 from studies.pages import filled
 
 PAGE = Path(__file__).parents[1] / "docs" / "goodput.md"
@@ -68,12 +68,12 @@ def speeds_table() -> str:
     speeds = Speeds(0.05, SPEEDS)
     kinds: list[tuple[str, Fleet]] = [
         ("data parallel, elastic", Fleet(1_200_000, 8, "elastic", speeds=speeds)),
-        ("K = 8, no overlap", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(8, overlap=0))),
-        ("K = 8", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(8))),
-        ("K = 6, no grace", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(6, 0.0))),
-        ("K = 1, no grace", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(1, 0.0))),
-        ("K = 1 and grace", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(1))),
-        ("K = 8, nobody waits", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(8, wait=False))),
+        ("K = 8, no overlap", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(8, overlap=0))),
+        ("K = 8", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(8))),
+        ("K = 6, no grace", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(6, 0.0))),
+        ("K = 1, no grace", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(1, 0.0))),
+        ("K = 1 and grace", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(1))),
+        ("K = 8, nobody waits", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(8, wait=False))),
     ]
     lines = ["| | goodput, % | waiting, % | standing still, % | in time, % |", "|---|---:|---:|---:|---:|"]
     for name, fleet in kinds:

@@ -18,8 +18,8 @@ from diloco import events as ev
 from diloco.demo.accounting import baseline_bytes, participation, ring_all_reduce_bytes
 from diloco.demo.plan import QUICK, Plan, free_port, prepare
 from diloco.demo.processes import Family
-from diloco.demo.report import write_report
-from diloco.demo.story import Scene, tell
+from diloco.demo.result_page import write_report
+from diloco.demo.story import DemoState, tell
 from diloco.demo.summary import summarise
 from diloco.errors import ConfigError, RunError
 from diloco.report.timeline import Follower, Timeline
@@ -185,7 +185,7 @@ def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     killed: list[str] = []
     phases: list[str] = []
 
-    def kill_from_outside(scene: Scene) -> None:
+    def kill_from_outside(scene: DemoState) -> None:
         phases.append(scene.phase)
         due = {"syncer": len(scene.timeline.merges) >= 5, "learner-0": len(scene.timeline.syncer_starts) > 1}
         for name, is_due in due.items():

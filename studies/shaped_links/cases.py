@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from diloco.core.quorum import Called
-from diloco.planning.models import Workload
 from diloco.planning.network import Network, Path
-from diloco.planning.rounds import Exchange
 from diloco.planning.settings import setting_for
 from diloco.planning.star import Prediction, exchange_of, predict
+from diloco.planning.star_rounds import ExchangePlan
 from diloco.planning.stations import Merging
+from diloco.planning.workload import Workload
 from studies.shaped_links.links import LEARNERS
 
 STEP_S = 0.05
@@ -95,7 +95,7 @@ IN_TURNS = replace(DECOUPLED, name="Decoupled, fp32, K = 1", at_least=1)
 """On a narrow link, where there is no time for grace, it depends on chance whether two equal learners are merged together or in turns."""
 
 
-def exchange_for(case: Case, merging: Merging | None = None) -> Exchange:
+def exchange_for(case: Case, merging: Merging | None = None) -> ExchangePlan:
     """What the planner takes to be exchanged: sizes, schedule, and what the syncer takes for a round."""
     setting = setting_for(
         MODEL, case.planned, sync_every=SYNC_EVERY, overlap=case.overlap, num_fragments=case.num_fragments,

@@ -14,9 +14,9 @@ from diloco.cli import main
 from diloco.config import parse_config
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
-from diloco.planning.advise import STANDINGS, By, advise, case_of, standing
 from diloco.planning.candidates import Candidate, candidates
 from diloco.planning.outcomes import Case, Outcome, evaluate
+from diloco.planning.ranking import STANDINGS, By, advise, case_of, standing
 from diloco.planning.reasons import explain
 from diloco.planning.runfile import run_file
 from diloco.planning.settings import setting_for

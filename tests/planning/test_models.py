@@ -9,7 +9,7 @@ import torch
 
 from diloco.errors import ConfigError
 from diloco.planning.configs import FAMILIES, count_parameters
-from diloco.planning.models import PRESETS, load_workload
+from diloco.planning.workload import PRESETS, load_workload
 
 SMALL: dict[str, list[dict[str, Any]]] = {
     "llama": [{}, {"tie_word_embeddings": True, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "head_dim": 10}],

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from diloco.planning import penalty as table
-from diloco.planning.models import PRESETS, Workload
 from diloco.planning.penalty import LEARNERS, LOSSES, STUDY_PARAMETERS, expected_penalty
 from diloco.planning.settings import setting_for
+from diloco.planning.workload import PRESETS, Workload
 
 RESULTS = Path(__file__).parents[2] / "studies" / "results"
 MODEL = PRESETS["1b"]

@@ -16,16 +16,16 @@ from diloco.planning.site_tables import (
     FaultsTable,
     FaultTable,
     LinkTable,
-    ModelTable,
+    SiteModelTable,
+    SiteSyncerTable,
     SiteTable,
-    SyncerTable,
 )
 from diloco.planning.units import TIME
 from diloco.tables import Table
 
 ROOT = Path(__file__).parents[2]
 TABLES: dict[str, type[Table]] = {
-    "model": ModelTable, "budget": BudgetTable, "site": SiteTable, "link": LinkTable, "syncer": SyncerTable, "faults": FaultsTable,
+    "model": SiteModelTable, "budget": BudgetTable, "site": SiteTable, "link": LinkTable, "syncer": SiteSyncerTable, "faults": FaultsTable,
     "fault": FaultTable,
 }  # fmt: skip
 

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from diloco.core.quorum import Called
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
-from diloco.planning.models import PRESETS, Workload
-from diloco.planning.rounds import Exchange
 from diloco.planning.settings import setting_for
 from diloco.planning.star import Learners, exchange_of, pace, predict, predict_learners, star_network
+from diloco.planning.star_rounds import ExchangePlan
 from diloco.planning.stations import Merging
+from diloco.planning.workload import PRESETS, Workload
 
 ONE_B = PRESETS["1b"]
 MEGABYTE = 1e6
 
 
-def whole(every: int = 10, tau: int = 0, merging: Merging | None = None) -> Exchange:
+def whole(every: int = 10, tau: int = 0, merging: Merging | None = None) -> ExchangePlan:
     """One fragment, one megabyte up and two down."""
-    return Exchange(Schedule(every, 1, tau), [MEGABYTE], [2 * MEGABYTE], merging or Merging())
+    return ExchangePlan(Schedule(every, 1, tau), [MEGABYTE], [2 * MEGABYTE], merging or Merging())
 
 
 def test_a_round_trip_by_hand() -> None:
@@ -60,7 +60,7 @@ def test_the_syncers_link_is_shared() -> None:
 def test_fragments_queue_on_a_learners_connection() -> None:
     # Both fragments are sent at one boundary, and the second push begins when the first is acknowledged: 1 + 2·0.5 later.
     # Its answer is the last: 1 s up, 0.5 to the syncer, 0.5 notice, 0.5 request, 2 s down (the link is free by then), 0.5 back.
-    exchange = Exchange(Schedule(10, 2, 0, (10, 10)), [MEGABYTE] * 2, [2 * MEGABYTE] * 2)
+    exchange = ExchangePlan(Schedule(10, 2, 0, (10, 10)), [MEGABYTE] * 2, [2 * MEGABYTE] * 2)
     found = predict(star_network(1, 8e6, 8e6, 0.5), [0.1], [0.5], exchange)
     first_down_ends_s = 1 + 0.5 + 0.5 + 0.5 + 2 + 0.5
     second_asked_s = max(1 + 1.0 + 1 + 0.5 + 0.5, first_down_ends_s)
@@ -68,7 +68,7 @@ def test_fragments_queue_on_a_learners_connection() -> None:
 
 
 def test_merges_are_one_after_the_other() -> None:
-    exchange = Exchange(Schedule(10, 2, 0, (10, 10)), [MEGABYTE] * 2, [MEGABYTE] * 2, Merging(fixed_s=3.0))
+    exchange = ExchangePlan(Schedule(10, 2, 0, (10, 10)), [MEGABYTE] * 2, [MEGABYTE] * 2, Merging(fixed_s=3.0))
     found = predict(star_network(1, math.inf, math.inf), [0.1], [0.0], exchange)
     assert found.utilization[0] == pytest.approx(1 / (1 + 6), rel=1e-12)
 
@@ -117,9 +117,9 @@ def test_activities_fill_a_learners_time() -> None:
 # --- called rounds ------------------------------------------------------------------------------------------------------------
 
 
-def called(every: int = 12, num_fragments: int = 4, quorum: Called | None = None) -> Exchange:
+def called(every: int = 12, num_fragments: int = 4, quorum: Called | None = None) -> ExchangePlan:
     size = [MEGABYTE] * num_fragments
-    return Exchange(Schedule(every, num_fragments, 2), size, size, called=quorum or Called())
+    return ExchangePlan(Schedule(every, num_fragments, 2), size, size, called=quorum or Called())
 
 
 def test_on_a_fast_network_a_fragment_is_merged_every_h_steps_and_an_answer_is_a_step_old() -> None:

@@ -14,8 +14,8 @@ from diloco.core.method import Method
 from diloco.core.quorum import Called
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.world import Run, World
-from diloco.planning.rounds import CalledRounds, Exchange
 from diloco.planning.star import predict, star_network
+from diloco.planning.star_rounds import CalledRounds, ExchangePlan
 
 WIDTH, LAYERS = 10, 4
 BYTES = 4.0 * WIDTH * WIDTH
@@ -55,10 +55,10 @@ def seen(method: Method, step_s: Sequence[float], bit_per_s: float, syncer_bit_p
     return results
 
 
-def exchange_of(method: Method) -> Exchange:
+def exchange_of(method: Method) -> ExchangePlan:
     num_fragments = 1 if isinstance(method.fragments, diloco.Whole) else LAYERS
     size = [BYTES * LAYERS / num_fragments] * num_fragments
-    return Exchange(
+    return ExchangePlan(
         method.schedule(num_fragments), size, size, called=method.quorum if isinstance(method.quorum, Called) else None
     )
 

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
 from diloco.planning.dag import Costs, Execution, Pattern, run_utilization, steady_utilization
-from diloco.planning.models import PRESETS, Workload
-from diloco.planning.settings import Setting, setting_for
-from diloco.planning.utilization import (
+from diloco.planning.graph import (
     closed_form,
     costs_of,
     has_closed_form,
@@ -20,6 +18,8 @@ from diloco.planning.utilization import (
     strided,
     utilization,
 )
+from diloco.planning.settings import Setting, setting_for
+from diloco.planning.workload import PRESETS, Workload
 
 ONE_B = PRESETS["1b"]
 SMALL = Workload("small", 1e6, 6, 0.017)

@@ -6,7 +6,7 @@ import random
 import statistics
 from dataclasses import dataclass, field
 
-from diloco.planning.goodput import Fleet
+from diloco.planning.fleet import Fleet
 
 NEWEST = 0.2
 """Weight of the newest measurement of what a quorum takes."""

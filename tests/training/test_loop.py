@@ -17,8 +17,8 @@ from diloco.events import Adopted, Evaluated, Finished, RunStarted, Stepped, rea
 from diloco.exchange.base import Exchange
 from diloco.training.alone import LearnerLike
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
-from diloco.training.export import checkpoint_state
 from diloco.training.loop import Part, Summary, Trainer
+from diloco.training.pretrained import checkpoint_state
 
 Tiny = Callable[..., RunConfig]
 

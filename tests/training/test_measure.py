@@ -13,7 +13,7 @@ from diloco.core.presets import method_from_table
 from diloco.planning.site import load_site
 from diloco.syncer.server import Options, Syncer
 from diloco.training.job import Job
-from diloco.training.pace import measure_pace
+from diloco.training.step_time import measure_pace
 
 Tiny = Callable[..., RunConfig]
 Call = Callable[..., tuple[object, str, str]]

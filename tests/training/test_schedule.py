@@ -5,7 +5,7 @@ import math
 import pytest
 
 from diloco.config import parse_config
-from diloco.training.schedule import learning_rate, lr_factor
+from diloco.training.learning_rate import learning_rate, lr_factor
 
 
 def test_warm_up_is_linear_from_the_first_step() -> None:

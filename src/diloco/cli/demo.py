@@ -39,7 +39,7 @@ def command(
         outcome = tell(directory, QUICK if quick else FULL, seed, display.show)
     summary = summarise(outcome)
     display.say("writing the report")
-    from diloco.demo.report import write_report
+    from diloco.demo.result_page import write_report
 
     try:
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -34,7 +34,7 @@ def command(
     if sum(source is not None for source in (address, state_dir, checkpoint)) > 1:
         raise ConfigError("--address, --state-dir and --checkpoint name three sources; choose one")
 
-    from diloco.training.export import checkpoint_state, export_run
+    from diloco.training.pretrained import checkpoint_state, export_run
 
     if checkpoint is not None:
         state = checkpoint_state(checkpoint)
@@ -70,7 +70,7 @@ def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":
 
     from diloco.core.fragments import Layout
     from diloco.syncer.store import Store
-    from diloco.training.export import merge_fragments
+    from diloco.training.pretrained import merge_fragments
 
     if not (state_dir / "store.sqlite").exists():
         raise ConfigError(f"{state_dir} is not the state directory of a syncer; check --state-dir")

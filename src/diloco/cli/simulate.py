@@ -12,8 +12,9 @@ from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco.config import RunConfig
-    from diloco.planning.simulate import Scene, Simulated
     from diloco.planning.site import Site
+    from diloco.simulation.scenario import Scenario
+    from diloco.simulation.virtual_run import Simulated
 
 
 def command(
@@ -43,14 +44,14 @@ def command(
     pictures.require()
     place = None if site is None else load_site(site)
     config = load_config(run_file, overrides or ())
-    names, scene_of = _scene(config, place, tape)
+    names, scenario_of = _scene(config, place, tape)
     configs = {name: load_config(run_file, overrides or (), learner=name) for name in names}
     directory = directory or config.dir.with_name(f"{config.dir.name}-simulated")
     earlier = _earlier(directory, replace)
 
     import torch
 
-    from diloco.planning.simulate import method_to_simulate, simulate
+    from diloco.simulation.virtual_run import method_to_simulate, simulate
     from diloco.training.progress import make_progress
 
     method_to_simulate(configs)  # before anything is removed
@@ -59,7 +60,7 @@ def command(
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     progress = make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s)
-    done = simulate(configs, scene_of(), directory, progress=progress)
+    done = simulate(configs, scenario_of(), directory, progress=progress)
     (directory / "simulation.json").write_text(json.dumps(done.to_dict(), indent=1) + "\n", encoding="utf-8")
     files = _draw(done, directory, config)
     if as_json:
@@ -85,14 +86,14 @@ def _scene(config: "RunConfig", site: "Site | None", tape: Path | None) -> "tupl
     else:
         names = [f"learner-{shard}" for shard in range(config.run.learners)]
 
-    def scene() -> "Scene":
-        from diloco.planning.simulate import Scene, scene_of_site, scene_of_tape
+    def scenario() -> "Scenario":
+        from diloco.simulation.scenario import Scenario, scenario_of_site, scenario_of_tape
 
         if recorded is not None:
-            return scene_of_tape(recorded, None if site is None else site.network())
-        return Scene() if site is None else scene_of_site(site, config)
+            return scenario_of_tape(recorded, None if site is None else site.network())
+        return Scenario() if site is None else scenario_of_site(site, config)
 
-    return names, scene
+    return names, scenario
 
 
 def _earlier(directory: Path, replace: bool) -> bool:

@@ -79,7 +79,7 @@ def judge(config: RunConfig, state: Mapping[str, Tensor], sample_bytes: int) -> 
     from diloco.training.data import held_out_batches
     from diloco.training.evaluate import evaluate
     from diloco.training.evaluate import sample_bytes as sample
-    from diloco.training.models import build_model
+    from diloco.training.model import build_model
     from diloco.training.sources import load_corpus
 
     torch.set_num_threads(1)

@@ -24,11 +24,11 @@ T = TypeVar("T")
 POLL_S = 0.25
 STARTING = "starting the processes"
 
-Say = Callable[["Scene"], None]
+Say = Callable[["DemoState"], None]
 
 
 @dataclass(frozen=True)
-class Scene:
+class DemoState:
     """The demo at one moment, for whoever shows it.
 
     Attributes:
@@ -44,7 +44,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoResult:
     """What was measured, before it is summed up. Losses are in nats per byte, on the same held-out sequences."""
 
     config: RunConfig
@@ -61,8 +61,8 @@ class Outcome:
     seconds: float
 
 
-def tell(directory: Path, plan: Plan, seed: int, say: Say) -> Outcome:
-    """Run everything; `say(scene)` hears about it several times a second.
+def tell(directory: Path, plan: Plan, seed: int, say: Say) -> DemoResult:
+    """Run everything; `say(state)` hears about it several times a second.
 
     Raises:
         ConfigError: `directory` holds something else. RunError: a process failed by itself.
@@ -80,7 +80,7 @@ def tell(directory: Path, plan: Plan, seed: int, say: Say) -> Outcome:
         controls = stage.train_controls(served.tokens, max(learner["steps"] for learner in learners.values()))
         global_loss, sample = stage.meanwhile("evaluating the global model", judged.result)
         timeline = stage.look()
-    return Outcome(
+    return DemoResult(
         config=config, plan=plan, method=resolved_method(config), timeline=timeline, tokens=served.tokens, versions=served.versions,
         ledger=served.ledger, global_loss=global_loss, sample=sample, learners=learners, controls=controls,
         seconds=time.monotonic() - started,
@@ -198,7 +198,9 @@ class _Stage:
     def _show(self, phase: str) -> None:
         timeline = self._follower.timeline
         self._say(
-            Scene(phase, {name: self._state(name, timeline) for name in self._family.children}, timeline, self._plan)
+            DemoState(
+                phase, {name: self._state(name, timeline) for name in self._family.children}, timeline, self._plan
+            )
         )
 
     def _state(self, name: str, timeline: Timeline) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 
 from diloco.demo.accounting import KINDS, baseline_bytes, participation
 from diloco.demo.plan import NUM_LEARNERS
-from diloco.demo.story import Outcome
+from diloco.demo.story import DemoResult
 
 
-def summarise(outcome: Outcome) -> dict[str, Any]:
+def summarise(outcome: DemoResult) -> dict[str, Any]:
     """Plain values. Losses are nats per byte on the same held-out sequences; bytes are those on the sockets, both directions."""
     timeline, config = outcome.timeline, outcome.config
     by_kind = {kind: timeline.traffic.get(kind, 0) for kind in KINDS}
@@ -49,7 +49,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _message_bytes(outcome: Outcome) -> dict[str, int]:
+def _message_bytes(outcome: DemoResult) -> dict[str, int]:
     """Where the system counts no sockets: what learners say they sent and received, without framing. Killed ones say nothing."""
     counts = dict.fromkeys(KINDS, 0)
     for learner in outcome.learners.values():

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.planning.models import Workload
 from diloco.planning.settings import LAYERS_PER_FRAGMENT, MethodName, Setting, setting_for
+from diloco.planning.workload import Workload
 
 DILOCO_GRID = [(every, codec) for every in (30, 50, 100, 200, 500) for codec in ("bf16", "e3m0")]
 STREAMING_GRID = [(100, 1, "bf16"), *((every, tau, "e3m0") for every in (30, 50, 100, 200, 500) for tau in (1, 5))]

@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple, get_args
 
 from diloco.errors import ConfigError
 from diloco.planning.dag import Costs, Pattern, run_utilization
-from diloco.planning.models import PRESETS, Workload
+from diloco.planning.graph import strided
 from diloco.planning.settings import LAYERS_PER_FRAGMENT, MethodName, Setting, setting_for
-from diloco.planning.utilization import strided
+from diloco.planning.workload import PRESETS, Workload
 
 ConventionName = Literal["steady", "streaming-diloco", "scaling-laws"]
 CONVENTIONS: tuple[ConventionName, ...] = get_args(ConventionName)

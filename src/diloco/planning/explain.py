@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from diloco.planning.models import Workload
+from diloco.planning.graph import costs_of, has_closed_form, pattern_of
 from diloco.planning.question import Around, Graph, Question
 from diloco.planning.settings import Setting
 from diloco.planning.star import exchange_of
 from diloco.planning.units import RATE, SIZE, TIME
-from diloco.planning.utilization import costs_of, has_closed_form, pattern_of
 from diloco.planning.wire import wire_format
+from diloco.planning.workload import Workload
 
 
 def why(question: Question, bit_per_s: float) -> list[str]:

@@ -11,8 +11,8 @@ import random
 import statistics
 from dataclasses import dataclass
 
-from diloco.planning.goodput import Fleet, Times, all_stopped, closed_form
-from diloco.planning.waiting import Run, simulate_rounds
+from diloco.planning.fleet import Fleet, Times, all_stopped, closed_form
+from diloco.planning.waiting import RunShares, simulate_rounds
 
 CONFIDENCE = 0.95
 RUNS = 64
@@ -98,7 +98,7 @@ class _Step:
         return -math.expm1(-shape * math.log1p(failures_per_s * self.mean_s / shape))
 
 
-def _stretches(fleet: Fleet, seed: int) -> list[Run]:
+def _stretches(fleet: Fleet, seed: int) -> list[RunShares]:
     """Every run has one machine for each way in which a part of the fleet steps and stops."""
     rng = random.Random(f"{seed}/failures")
     speeds, step_s = fleet.relative_speeds, fleet.times.step_s
@@ -117,7 +117,7 @@ def _stretches(fleet: Fleet, seed: int) -> list[Run]:
         shares = [_running(rng, rate, step, fleet.times, fleet.is_elastic, failures) for _, _, step in machines]
         running = sum(weight * share for (weight, _, _), share in zip(machines, shares, strict=True))
         goodput = sum(weight * pace * share for (weight, pace, _), share in zip(machines, shares, strict=True))
-        runs.append(Run(goodput, running - goodput))
+        runs.append(RunShares(goodput, running - goodput))
     return runs
 
 

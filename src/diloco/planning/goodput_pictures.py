@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from diloco.planning.failures import Goodput, simulate
-from diloco.planning.goodput import Fleet, Mode, closed_form
+from diloco.planning.fleet import Fleet, Mode, closed_form
 from diloco.planning.pictures import AMBER, BLUE, GREEN, RED, VIOLET, Axis, Bars, Line, Picture, bars, lines, short
 
 NAMES: Mapping[Mode, str] = {

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from diloco.planning.candidates import Candidate
-from diloco.planning.models import Workload
 from diloco.planning.penalty import Penalty, Term, expected_penalty
-from diloco.planning.rounds import Exchange
-from diloco.planning.site import Learner, Site
+from diloco.planning.site import Site, SiteLearner
 from diloco.planning.site_tables import BudgetTable
 from diloco.planning.star import Prediction, exchange_of, predict
+from diloco.planning.star_rounds import ExchangePlan
 from diloco.planning.wire import wire_format
+from diloco.planning.workload import Workload
 
 LOST_STEPS, LOST_FLOOR_S, LOST_CAP_S = 20.0, 6.0, 120.0
 """When a syncer gives up a silent learner, by the defaults of a run file's `[syncer]`."""
@@ -70,7 +70,7 @@ class Case:
     site: Site
     workload: Workload
     budget: BudgetTable
-    learners: Sequence[Learner]
+    learners: Sequence[SiteLearner]
 
     @property
     def weights(self) -> list[float]:
@@ -78,7 +78,7 @@ class Case:
         total = sum(learner.accelerators for learner in self.learners)
         return [learner.accelerators / total for learner in self.learners]
 
-    def exchange(self, candidate: Candidate) -> Exchange:
+    def exchange(self, candidate: Candidate) -> ExchangePlan:
         """What learners and the syncer exchange with a method."""
         return exchange_of(self.workload, candidate.setting, self.site.merging())
 
@@ -155,7 +155,7 @@ def slowest_bit_per_s(case: Case) -> float:
     return min(bit_per_s(case, learner, way) for learner in case.learners for way in ("up", "down"))
 
 
-def bit_per_s(case: Case, learner: Learner, way: Literal["up", "down"]) -> float:
+def bit_per_s(case: Case, learner: SiteLearner, way: Literal["up", "down"]) -> float:
     """A learner's rate, where all use the links that they share at once."""
     rates = [learner.up_bit_per_s if way == "up" else learner.down_bit_per_s]
     for link in case.site.link:
@@ -165,7 +165,7 @@ def bit_per_s(case: Case, learner: Learner, way: Literal["up", "down"]) -> float
     return min(rates)
 
 
-def _predict(case: Case, exchange: Exchange, *, one_each: bool) -> tuple[Prediction, list[int]]:
+def _predict(case: Case, exchange: ExchangePlan, *, one_each: bool) -> tuple[Prediction, list[int]]:
     """The prediction for a learner, and for how many learners it holds; equal ones do the same at the same time, and one stands for them.
 
     With g the greatest number that divides the numbers of learners of all sites, 1/g of the learners have 1/g of what is shared: the same

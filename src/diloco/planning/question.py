@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from diloco.planning.models import Workload
+from diloco.planning.graph import PRECISION, smallest_rate, utilization
 from diloco.planning.settings import Setting
 from diloco.planning.star import Learners, Prediction, pace, predict_learners
-from diloco.planning.utilization import PRECISION, smallest_rate, utilization
 from diloco.planning.wire import wire_format
+from diloco.planning.workload import Workload
 
 AROUND_PRECISION = 0.01
 """Of a bandwidth between learners and a syncer, relative: the model is no better than that."""

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from diloco.config import parse_config
-from diloco.planning import scaling
+from diloco.planning import scaling_laws
 from diloco.planning.candidates import Candidate
 from diloco.planning.outcomes import Case
 from diloco.tables import write_toml
@@ -61,10 +61,10 @@ def _model(case: Case) -> str:
 def _inner(case: Case, candidate: Candidate) -> list[str]:
     """The fitted learning rate, within the range of the fit."""
     num_parameters, num = case.workload.num_parameters, len(case.learners)
-    low, high = scaling.PARAMETERS
-    if not low <= num_parameters <= high or num > max(scaling.LEARNERS):
+    low, high = scaling_laws.PARAMETERS
+    if not low <= num_parameters <= high or num > max(scaling_laws.LEARNERS):
         return []
     alone = candidate.setting.method == "data-parallel"
-    lr = scaling.DATA_PARALLEL_LR(num_parameters) if alone else scaling.INNER_LR(num_parameters, num)
+    lr = scaling_laws.DATA_PARALLEL_LR(num_parameters) if alone else scaling_laws.INNER_LR(num_parameters, num)
     note = "# The peak that arXiv 2503.09799 fits to models of this size.\n"
     return [note + write_toml({"inner": {"lr": float(f"{lr:.2g}")}})]

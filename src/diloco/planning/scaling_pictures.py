@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco.planning.pictures import COLOURS, Axis, Line, Picture, lines
-from diloco.planning.scaling import DATA_PARALLEL_LOSS, LEARNERS, LOSS, PARAMETERS, Expected
+from diloco.planning.scaling_laws import DATA_PARALLEL_LOSS, LEARNERS, LOSS, PARAMETERS, Expected
 
 RANGE = tuple(PARAMETERS[0] * (PARAMETERS[1] / PARAMETERS[0]) ** (step / 8) for step in range(9))
 

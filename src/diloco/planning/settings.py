@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
-from diloco.planning.models import Workload
 from diloco.planning.wire import wire_format
+from diloco.planning.workload import Workload
 
 MethodName = Literal["data-parallel", "diloco", "streaming", "eager", "decoupled"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)

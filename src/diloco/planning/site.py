@@ -13,23 +13,23 @@ from pydantic import Field, model_validator
 
 from diloco.errors import ConfigError
 from diloco.planning.configs import count_parameters
-from diloco.planning.models import PRESETS, Workload
 from diloco.planning.network import Network, Path
 from diloco.planning.site_tables import (
     BudgetTable,
     FaultsTable,
     FaultTable,
     LinkTable,
-    ModelTable,
+    SiteModelTable,
+    SiteSyncerTable,
     SiteTable,
-    SyncerTable,
 )
 from diloco.planning.stations import Merging
 from diloco.planning.units import TIME
+from diloco.planning.workload import PRESETS, Workload
 from diloco.tables import Table, nearest, read_toml, validate
 
 
-class Learner(NamedTuple):
+class SiteLearner(NamedTuple):
     """One learner, and its way to the syncer.
 
     Attributes:
@@ -72,11 +72,11 @@ class Outage(NamedTuple):
 class Site(Table):
     """A whole site file."""
 
-    model: ModelTable | None = None
+    model: SiteModelTable | None = None
     budget: BudgetTable | None = None
     site: tuple[SiteTable, ...] = Field(min_length=1)
     link: tuple[LinkTable, ...] = ()
-    syncer: SyncerTable = Field(default_factory=SyncerTable)
+    syncer: SiteSyncerTable = Field(default_factory=SiteSyncerTable)
     faults: FaultsTable | None = None
     fault: tuple[FaultTable, ...] = ()
 
@@ -129,10 +129,10 @@ class Site(Table):
         """The site of each learner, in the learners' order."""
         return [place for place in self.site for _ in range(place.learners)]
 
-    def learners(self) -> list[Learner]:
+    def learners(self) -> list[SiteLearner]:
         """Every learner, in the order of the file."""
         return [
-            Learner(name, place.name, place.accelerators, self._step_s(place), place.jitter_percent / 100, place.up, place.down,
+            SiteLearner(name, place.name, place.accelerators, self._step_s(place), place.jitter_percent / 100, place.up, place.down,
                     place.latency, place.shares)
             for name, place in zip(self.names, self.places, strict=True)
         ]  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from diloco.planning.models import PRESETS
 from diloco.planning.units import COMPUTE, LARGEST, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
+from diloco.planning.workload import PRESETS
 from diloco.tables import Table, nearest
 
 
@@ -28,7 +28,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
 
 
-class ModelTable(Table):
+class SiteModelTable(Table):
     """Which model, as far as a plan needs to know it."""
 
     preset: str | None = None  # a model of the papers: 1b, 10b, 100b, llama-405b, deepseek-v3
@@ -110,7 +110,7 @@ class LinkTable(Table):
     down: Rate
 
 
-class SyncerTable(Table):
+class SiteSyncerTable(Table):
     """Where the syncer is. Without this table its link is no limit and costs nothing."""
 
     up: Rate | None = None  # of each shard, from the syncer to the internet; none: no limit

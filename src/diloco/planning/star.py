@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from diloco.core.quorum import Called
 from diloco.errors import ConfigError
-from diloco.planning.models import Workload
+from diloco.planning.graph import strided
 from diloco.planning.network import Network, Path
-from diloco.planning.rounds import CalledRounds, Exchange, Scheduled
 from diloco.planning.settings import Setting
+from diloco.planning.star_rounds import CalledRounds, ExchangePlan, Scheduled
 from diloco.planning.stations import Activity, Merging
-from diloco.planning.utilization import strided
 from diloco.planning.wire import wire_format
+from diloco.planning.workload import Workload
 
 SETTLED = 1e-9
 """Windows whose durations differ by less than this are the same but for rounding."""
@@ -58,7 +58,7 @@ class Prediction:
 
 def exchange_of(
     workload: Workload, setting: Setting, merging: Merging | None = None, called: Called | None = None
-) -> Exchange:
+) -> ExchangePlan:
     """The exchange of a setting: strided fragments of equal layers, in the exact bytes of their codecs; down as up by default."""
     if setting.method == "data-parallel":
         raise ConfigError(
@@ -69,7 +69,7 @@ def exchange_of(
     sizes = [round(len(layers) * layer_values) for layers in strided(workload.num_layers, setting.num_fragments)]
     if setting.method == "decoupled":
         called = called or Called()
-    return Exchange(
+    return ExchangePlan(
         setting.schedule,
         [up.encoded_bytes(n) for n in sizes],
         [down.encoded_bytes(n) for n in sizes],
@@ -79,7 +79,7 @@ def exchange_of(
 
 
 def predict(
-    network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: Exchange, *, num_steps: int | None = None,
+    network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: ExchangePlan, *, num_steps: int | None = None,
     copies: int = 1, traced: bool = False,
 ) -> Prediction:  # fmt: skip
     """What a run comes to in the long run, or over its first `num_steps` steps.
@@ -127,7 +127,7 @@ def _window_s(star: Scheduled, i: int) -> float:
     return (left_s[-1] - left_s[-1 - windows]) / windows
 
 
-def _called(star: CalledRounds, exchange: Exchange) -> Prediction:
+def _called(star: CalledRounds, exchange: ExchangePlan) -> Prediction:
     every, num, num_fragments = exchange.schedule.sync_every, len(star.stations), len(exchange.up_bytes)
     assert isinstance(every, int)
     slowest_s = max(each.step_s for each in star.stations)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.errors import ConfigError
-from diloco.planning.goodput import Fleet, Rounds
+from diloco.planning.fleet import Fleet, RoundRules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,7 @@ MOST_STOPS = 16  # of one learner on the way to one contribution that are rememb
 
 
 @dataclass(frozen=True)
-class Run:
+class RunShares:
     """Shares of the time of one simulated run: work done, waiting, and of the running learners those that were in a round."""
 
     goodput: float
@@ -35,7 +35,7 @@ class Run:
     participation: float | None = None
 
 
-def simulate_rounds(fleet: Fleet, seed: int) -> list[Run]:
+def simulate_rounds(fleet: Fleet, seed: int) -> list[RunShares]:
     """Simulate decoupled learners that meet in rounds. Arguments: the fleet; a seed of the random numbers. Returns independent runs.
 
     Raises:
@@ -74,7 +74,7 @@ def simulate_rounds(fleet: Fleet, seed: int) -> list[Run]:
         answers = [*answers[1:], closed_s + fleet.rounds.sync_s]
     goodput, waiting = learners.shares(end_s - begin_s)
     participation = joined / (num_rounds - warm_up)
-    return [Run(*map(float, each)) for each in zip(goodput, waiting, participation, strict=True)]
+    return [RunShares(*map(float, each)) for each in zip(goodput, waiting, participation, strict=True)]
 
 
 class _Learners:
@@ -174,7 +174,7 @@ class _Learners:
         self._go_on(late)
         return bool(late.any())
 
-    def close(self, rules: Rounds, number: int, quorum_s: Floats) -> tuple[Floats, Floats, Floats]:
+    def close(self, rules: RoundRules, number: int, quorum_s: Floats) -> tuple[Floats, Floats, Floats]:
         """Close a round; those that are in it go on.
 
         Returns when it closed, the moving average of what a quorum takes to form, and the share of the running learners that are in it.

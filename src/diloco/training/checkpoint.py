@@ -28,14 +28,14 @@ _TENSORS = "tensors.safetensors"
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """Where a checkpoint is and how large."""
 
     path: Path
     num_bytes: int
 
 
-def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> Saved:
+def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> SavedCheckpoint:
     """Write `state` (nested dicts, lists, tuples, tensors and plain values) as `directory/step-…`, then drop all but `keep`.
 
     Raises StoreError when it cannot be made durable; the earlier checkpoints are then untouched.
@@ -72,7 +72,7 @@ def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int
         raise StoreError(
             f"cannot write the checkpoint {final} ({error}); free disk space or set [run] dir elsewhere"
         ) from error
-    return Saved(final, len(payload) + len(text))
+    return SavedCheckpoint(final, len(payload) + len(text))
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

@@ -37,7 +37,7 @@ def permute(index: int, size: int, key: bytes) -> int:
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardedWindows:
     """Windows of T + 1 tokens, of which neighbours share one, dealt into `num_shards` equal shards."""
 
     num_windows: int
@@ -75,7 +75,7 @@ class Stream:
         self.position = 0
         self._tokens = corpus.train
         self._vocab_size = corpus.vocab_size
-        self._shards = Shards((len(corpus.train) - 1) // sequence_length, num_shards, seed)
+        self._shards = ShardedWindows((len(corpus.train) - 1) // sequence_length, num_shards, seed)
         if self._shards.shard_windows < 1:
             raise ConfigError(
                 f"the data has {self._shards.num_windows} sequences for {num_shards} learners; give more data"

@@ -14,12 +14,12 @@ from diloco.training.budget import Budget
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
 from diloco.training.clock import Clock
 from diloco.training.data import Stream
-from diloco.training.export import global_model
 from diloco.training.inner import InnerStep, StepResult, choose_device
 from diloco.training.job import Job, local_rank
-from diloco.training.models import build_model, load_state
+from diloco.training.learning_rate import schedule_factor
+from diloco.training.model import build_model, load_state
 from diloco.training.optimizers import load_optimizer, make_optimizer, untrained
-from diloco.training.schedule import schedule_factor
+from diloco.training.pretrained import global_model
 from diloco.training.sources import Corpus
 
 # Makes the learner that exchanges: (model, inner optimizer, steps already done, tokens that the run has trained).

@@ -16,12 +16,12 @@ from diloco.training.clock import Clock, Shared
 from diloco.training.evaluate import Judge
 from diloco.training.island import Attach, Island
 from diloco.training.job import Job
-from diloco.training.journal import Journal
+from diloco.training.learning_rate import learning_rate
 from diloco.training.monitor import Monitor
 from diloco.training.optimizers import describe_optimizer
 from diloco.training.part import Part, Role, Summary
 from diloco.training.progress import Progress, Silent
-from diloco.training.schedule import learning_rate
+from diloco.training.reporter import Reporter
 from diloco.training.sources import load_corpus
 
 __all__ = ["CHECKPOINTS", "Attach", "Part", "Role", "Summary", "Together", "Trainer"]
@@ -110,7 +110,7 @@ class Trainer:
             if self._job.first:
                 self._save_config()
             path = self.directory / "events.jsonl" if self._job.first else None
-            with Journal(path, self.part.name, self._progress, self._clock) as self._journal:
+            with Reporter(path, self.part.name, self._progress, self._clock) as self._journal:
                 self._monitor = Monitor(self.config, self.part, self._island, self._judge, self._job, self._journal)
                 self._prepare()
                 self._journal.begins(self._island.tokens)

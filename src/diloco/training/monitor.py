@@ -6,15 +6,17 @@ from diloco.training.evaluate import Judge
 from diloco.training.inner import StepResult
 from diloco.training.island import Island
 from diloco.training.job import Job
-from diloco.training.journal import Journal
 from diloco.training.part import Part, Summary
-from diloco.training.progress import Status
+from diloco.training.progress import StepStatus
+from diloco.training.reporter import Reporter
 
 
 class Monitor:
     """Looks at a part after every step, and tells its journal. Every rank of a part has one, for what they find together."""
 
-    def __init__(self, config: RunConfig, part: Part, island: Island, judge: Judge, job: Job, journal: Journal) -> None:
+    def __init__(
+        self, config: RunConfig, part: Part, island: Island, judge: Judge, job: Job, journal: Reporter
+    ) -> None:
         self._config = config
         self._part = part
         self._island = island
@@ -74,11 +76,11 @@ class Monitor:
             metrics=island.learner.metrics(),
         )
 
-    def _status(self, lr: float, loss: float, note: str) -> Status:
+    def _status(self, lr: float, loss: float, note: str) -> StepStatus:
         island, metrics = self._island, self._island.learner.metrics()
         num_bytes = metrics.get("num_bytes", {})
         num_updates = metrics.get("updates", 0)
-        return Status(
+        return StepStatus(
             name=self._part.name,
             step=island.step,
             loss=loss,

@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 @dataclass(frozen=True)
-class Status:
+class StepStatus:
     """What is worth knowing after a step."""
 
     name: str
@@ -56,7 +56,7 @@ class Progress(Protocol):
     def wants(self) -> bool:
         """Whether it is time to show something: computing a status may wait for the device."""
 
-    def show(self, status: Status) -> None:
+    def show(self, status: StepStatus) -> None:
         """Show the state of things."""
 
     def say(self, text: str) -> None:
@@ -73,7 +73,7 @@ class Silent:
         """Never."""
         return False
 
-    def show(self, status: Status) -> None:
+    def show(self, status: StepStatus) -> None:
         """Nothing."""
 
     def say(self, text: str) -> None:
@@ -96,7 +96,7 @@ class Plain:
         """Every few seconds."""
         return self._clock() >= self._next
 
-    def show(self, status: Status) -> None:
+    def show(self, status: StepStatus) -> None:
         """Print the line."""
         self._next = self._clock() + self._every_s
         self.say(status.line())
@@ -123,7 +123,7 @@ class LiveLine:
         """A few times a second."""
         return self._clock() >= self._next
 
-    def show(self, status: Status) -> None:
+    def show(self, status: StepStatus) -> None:
         """Redraw the line."""
         self._next = self._clock() + self._every_s
         self._live.update(Text(status.line()), refresh=True)

@@ -10,9 +10,9 @@ import typer
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco.planning.models import Workload
     from diloco.planning.question import Question
     from diloco.planning.settings import Setting
+    from diloco.planning.workload import Workload
 
 Answers = list[dict[str, Any]]
 
@@ -95,8 +95,8 @@ def explained(answers: Answers, question: "Question") -> Answers:
 
 def write_pictures(answers: Answers, question: "Question", out: Path) -> None:
     """PNG files and a page; says what was written on standard error."""
+    from diloco.planning.link_pictures import pictures
     from diloco.planning.pictures import require, write
-    from diloco.planning.utilization_pictures import pictures
 
     require()
     reached = _reached(answers, question.measure)

@@ -5,7 +5,7 @@ from diloco.errors import ConfigError
 
 def parameters_of(model: str | None, parameters: float | None) -> float:
     """The number of parameters of a model that is named or counted."""
-    from diloco.planning.models import load_workload
+    from diloco.planning.workload import load_workload
 
     if parameters is not None and model is None:
         return parameters

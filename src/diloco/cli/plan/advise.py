@@ -41,7 +41,7 @@ def command(
     ] = False,
 ) -> None:
     """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss, and write the run file of the best."""
-    from diloco.planning.advise import advise, case_of
+    from diloco.planning.ranking import advise, case_of
     from diloco.planning.runfile import run_file
     from diloco.planning.site import load_site
 
@@ -72,7 +72,7 @@ def _is_best(ranked: "list[Outcome]", outcome: "Outcome") -> bool:
 
 
 def _plain(case: "Case", rank: int, outcome: "Outcome") -> dict[str, Any]:
-    from diloco.planning.advise import STANDINGS, standing
+    from diloco.planning.ranking import STANDINGS, standing
     from diloco.planning.reasons import explain
 
     it, num = outcome.candidate.setting, len(case.learners)
@@ -156,7 +156,7 @@ def _print_why(case: "Case", shown: "list[tuple[int, Outcome]]") -> None:
 
 
 def _print_choice(case: "Case", ranked: "list[Outcome]", choose: int, out: Path | None) -> None:
-    from diloco.planning.advise import standing
+    from diloco.planning.ranking import standing
     from diloco.planning.units import significant
 
     chosen = ranked[choose - 1]
@@ -189,8 +189,8 @@ def _write(directory: Path, text: str, case: "Case", ranked: "list[Outcome]") ->
 
 
 def _pictures(case: "Case", shown: "list[Outcome]") -> list[Any]:
-    from diloco.planning.advise import STANDINGS, standing
     from diloco.planning.pictures import Axis, Bars, Picture, bars
+    from diloco.planning.ranking import STANDINGS, standing
     from diloco.planning.units import SIZE, significant
 
     marks = {STANDINGS[0]: "", STANDINGS[1]: "\n(loss not allowed)", STANDINGS[2]: "\n(loss not known)"}

@@ -11,7 +11,7 @@ from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco.planning.failures import Goodput
-    from diloco.planning.goodput import Fleet, Mode
+    from diloco.planning.fleet import Fleet, Mode
 
 
 class Working(StrEnum):
@@ -73,7 +73,7 @@ def command(
     from typing import get_args
 
     from diloco.planning.failures import simulate
-    from diloco.planning.goodput import Fleet, Mode, Rounds, Speeds, Times
+    from diloco.planning.fleet import Fleet, Mode, RoundRules, Speeds, Times
     from diloco.planning.pictures import require
     from diloco.planning.units import TIME
 
@@ -98,7 +98,7 @@ def command(
         mode.value,
         times,
         Speeds(jitter / 100, _speeds(speeds)),
-        Rounds(**given),
+        RoundRules(**given),
         elastic_learners is not False,
     )
     if as_json:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from diloco.config import RunConfig
     from diloco.exchange.probe import LinkSpeed
     from diloco.training.job import Job
-    from diloco.training.pace import Pace
+    from diloco.training.step_time import StepTime
 
 DIGITS = 4
 """Significant digits of what is measured."""
 
 
-class Part(StrEnum):
+class MeasuredPart(StrEnum):
     """What to measure."""
 
     STEP = "step"
@@ -35,7 +35,7 @@ def command(
     out: Annotated[
         Path | None, typer.Option(help="The site file to write, or to extend by this learner's site.")
     ] = None,
-    only: Annotated[Part | None, typer.Option(help="Measure the inner step, or the link, alone.")] = None,
+    only: Annotated[MeasuredPart | None, typer.Option(help="Measure the inner step, or the link, alone.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long inner steps are taken.")] = 10.0,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="table.key=value, instead of what the run file says; repeatable.")
@@ -53,9 +53,9 @@ def command(
     if out is not None:
         _read(out)  # before anything is measured
     with ExitStack() as stack:
-        job = _job(stack, config) if only is not Part.LINK else None
+        job = _job(stack, config) if only is not MeasuredPart.LINK else None
         first = job is None or job.first
-        link = _measure_link(config, name) if first and only is not Part.STEP else None
+        link = _measure_link(config, name) if first and only is not MeasuredPart.STEP else None
         pace = _measure_pace(config, shard, seconds, job) if job is not None else None
     if not first:
         return
@@ -88,17 +88,17 @@ def _measure_link(config: "RunConfig", name: str) -> "LinkSpeed":
     )  # fmt: skip
 
 
-def _measure_pace(config: "RunConfig", shard: int, seconds: float, job: "Job") -> "Pace":
+def _measure_pace(config: "RunConfig", shard: int, seconds: float, job: "Job") -> "StepTime":
     import torch
 
-    from diloco.training.pace import measure_pace
+    from diloco.training.step_time import measure_pace
 
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     return measure_pace(config, shard, seconds=seconds, job=job)
 
 
-def _sentence(name: str, pace: "Pace | None", link: "LinkSpeed | None") -> str:
+def _sentence(name: str, pace: "StepTime | None", link: "LinkSpeed | None") -> str:
     from diloco.planning.units import RATE, SIZE, TIME
 
     lines = []
@@ -115,7 +115,7 @@ def _sentence(name: str, pace: "Pace | None", link: "LinkSpeed | None") -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, config: "RunConfig", name: str, pace: "Pace | None", link: "LinkSpeed | None") -> None:
+def _write(path: Path, config: "RunConfig", name: str, pace: "StepTime | None", link: "LinkSpeed | None") -> None:
     from diloco.planning.edit import with_measurement
     from diloco.planning.units import RATE, SIZE, TIME
 

@@ -10,7 +10,7 @@ import typer
 from diloco.cli.plan._model import parameters_of
 
 if TYPE_CHECKING:
-    from diloco.planning.scaling import Expected
+    from diloco.planning.scaling_laws import Expected
 
 
 def command(
@@ -36,7 +36,7 @@ def command(
     from dataclasses import asdict
 
     from diloco.planning.pictures import require
-    from diloco.planning.scaling import expect
+    from diloco.planning.scaling_laws import expect
 
     if out is not None:
         require()

@@ -11,10 +11,10 @@ from diloco.cli.plan._answers import Answers, explained, print_answers, write_pi
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco.planning.models import Workload
     from diloco.planning.question import Question
     from diloco.planning.settings import Setting
     from diloco.planning.star import Learners
+    from diloco.planning.workload import Workload
 
 TARGETS = "50,80,90,95,99"
 DIGITS = 6
@@ -121,10 +121,10 @@ def _refuse_beside(convention: str, given: dict[str, object]) -> None:
 def _question(
     model: str, method: str, step_time: str | None, options: dict[str, Any], around: dict[str, Any]
 ) -> "Question":
-    from diloco.planning.models import load_workload
     from diloco.planning.question import Around, Graph
     from diloco.planning.settings import setting_for
     from diloco.planning.units import TIME
+    from diloco.planning.workload import load_workload
 
     step_s = None if step_time is None else TIME.parse(step_time, "--step-time", positive=True)
     workload = load_workload(model, step_s)

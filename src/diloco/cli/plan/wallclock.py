@@ -11,12 +11,12 @@ from diloco.cli.plan._model import parameters_of
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco.planning.wallclock import Job, Link, WallClock
+    from diloco.planning.training_time import Link, TrainingPlan, WallClock
 
-    Found = list[tuple[str, Job, WallClock]]
+    Found = list[tuple[str, TrainingPlan, WallClock]]
 
 
-class Network(StrEnum):
+class PaperNetwork(StrEnum):
     """The paper's networks across sites."""
 
     HIGH = "high"
@@ -39,7 +39,7 @@ def command(
         str, typer.Option(help="Of the outer gradients: bf16, e3m0, int4, …; gradients are bf16.")
     ] = "bf16",
     network: Annotated[
-        Network | None,
+        PaperNetwork | None,
         typer.Option(help="Across sites: 400, 100 or 10 Gbit/s with 0.1, 1 or 10 ms. Default: all three."),
     ] = None,
     across: Annotated[str | None, typer.Option(help='Your own link across sites, for example "1 Gbit/s".')] = None,
@@ -59,8 +59,8 @@ def command(
     The model of the scaling-law paper (arXiv 2503.09799), in which nothing overlaps.
     """
     from diloco.planning.pictures import require
+    from diloco.planning.training_time import Link, TrainingPlan, wall_clock
     from diloco.planning.units import COMPUTE, RATE, TIME
-    from diloco.planning.wallclock import Job, Link, wall_clock
     from diloco.planning.wire import wire_format
 
     if out is not None:
@@ -71,7 +71,7 @@ def command(
     found: Found = []
     for name, link in _links(network, across, across_latency).items():
         for number in _numbers(learners):
-            job = Job(
+            job = TrainingPlan(
                 num_parameters, 20 * num_parameters if tokens is None else tokens, batch_tokens, chips, number, sync_every,
                 inside, link, rate, outer_bits=bits,
             )  # fmt: skip
@@ -84,9 +84,9 @@ def command(
         _draw(found, out)
 
 
-def _links(network: Network | None, across: str | None, latency: str | None) -> "dict[str, Link]":
+def _links(network: PaperNetwork | None, across: str | None, latency: str | None) -> "dict[str, Link]":
+    from diloco.planning.training_time import NETWORKS, Link
     from diloco.planning.units import RATE, TIME
-    from diloco.planning.wallclock import NETWORKS, Link
 
     if across is None:
         if latency is not None:
@@ -105,7 +105,7 @@ def _numbers(text: str) -> list[int]:
         raise ConfigError(f"--learners {text!r} is not a list of whole numbers; write for example 1,2,4.") from None
 
 
-def _plain(network: str, job: "Job", clock: "WallClock") -> dict[str, Any]:
+def _plain(network: str, job: "TrainingPlan", clock: "WallClock") -> dict[str, Any]:
     return {
         "network": network, "method": "data-parallel" if job.learners == 1 else "diloco", "learners": job.learners,
         "hours": clock.total_s / 3600, "compute_s": clock.compute_s, "within_s": clock.within_s, "across_s": clock.across_s,
@@ -122,8 +122,8 @@ def _print(found: "Found") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from diloco.planning.training_time_pictures import title
     from diloco.planning.units import SIZE, significant
-    from diloco.planning.wallclock_pictures import title
 
     console, job = Console(highlight=False), found[0][1]
     console.print(
@@ -154,7 +154,7 @@ def _print(found: "Found") -> None:
 
 def _draw(found: "Found", out: Path) -> None:
     from diloco.planning.pictures import write
-    from diloco.planning.wallclock_pictures import pictures
+    from diloco.planning.training_time_pictures import pictures
 
     lead = (
         f"{found[0][1].num_parameters:.3g} parameters, {found[0][1].tokens:.3g} tokens. Made by diloco plan wallclock."

@@ -17,7 +17,7 @@ WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepTime:
     """What was measured of one learner.
 
     Attributes:
@@ -38,7 +38,7 @@ class Pace:
     num_layers: int
 
 
-def measure_pace(config: RunConfig, shard: int, *, seconds: float, at_least: int = 10, job: Job) -> Pace:
+def measure_pace(config: RunConfig, shard: int, *, seconds: float, at_least: int = 10, job: Job) -> StepTime:
     """Take inner steps as the learner of this shard would, for `seconds` and `at_least` so many.
 
     Every rank of a `job` calls it. Raises ConfigError when the run file cannot be trained here.
@@ -57,7 +57,7 @@ def measure_pace(config: RunConfig, shard: int, *, seconds: float, at_least: int
     times: list[float] = []
     while job.shared(float(len(times) < at_least or sum(times) < seconds)):
         times.append(_step_s(island, device))
-    return Pace(
+    return StepTime(
         step_s=statistics.fmean(times),
         stdev_s=statistics.stdev(times),
         num_steps=len(times),

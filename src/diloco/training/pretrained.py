@@ -15,7 +15,7 @@ from diloco.config import RunConfig
 from diloco.core.fragments import Layout, scatter
 from diloco.errors import StoreError
 from diloco.training.checkpoint import load_checkpoint
-from diloco.training.models import build_model, load_state
+from diloco.training.model import build_model, load_state
 from diloco.training.sources import BYTE_VOCABULARY, load_tokenizer
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import html
 from pathlib import Path
 from typing import Any
 
-from diloco.demo.charts import bytes_chart, loss_chart
+from diloco.demo.plots import bytes_chart, loss_chart
 from diloco.demo.served import PROMPT
-from diloco.demo.story import Outcome
+from diloco.demo.story import DemoResult
 from diloco.planning.pages import page, table, values_table
 from diloco.report.charts import timeline_chart
 
@@ -21,12 +21,12 @@ pre{background:#f6f8fa;border-radius:8px;padding:.9rem;font-size:.85rem;white-sp
 """
 
 
-def write_report(path: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
+def write_report(path: Path, outcome: DemoResult, summary: dict[str, Any]) -> None:
     """Write the page; nothing in it is loaded from elsewhere."""
     path.write_text(page("diloco demo", _body(outcome, summary), STYLE), encoding="utf-8")
 
 
-def _body(outcome: Outcome, summary: dict[str, Any]) -> str:
+def _body(outcome: DemoResult, summary: dict[str, Any]) -> str:
     config, timeline = outcome.config, outcome.timeline
     full = config.tokens_per_full_step
     return f"""<h1>One model, three learners{", a kill" if summary["kills_survived"] else ""}</h1>

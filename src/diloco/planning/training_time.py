@@ -2,7 +2,7 @@
 
 The idealised model of "Scaling Laws for DiLoCo" (arXiv 2503.09799, its section on wall-clock time): a chip computes at a constant rate, an
 all-reduce is bound by bandwidth and latency, and nothing overlaps. For overlap, codecs per direction and a syncer, see
-`diloco.planning.utilization` and `diloco.planning.star`.
+`diloco.planning.graph` and `diloco.planning.star`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingPlan:
     """What is trained, and on what.
 
     Attributes:
@@ -81,9 +81,9 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("num_parameters", "tokens", "batch_tokens", "flop_per_s", "bits", "outer_bits"):
-            amount(WORDS.get(name, f"Job({name}=…)"), getattr(self, name))
+            amount(WORDS.get(name, f"TrainingPlan({name}=…)"), getattr(self, name))
         for name in ("chips", "learners", "sync_every"):
-            whole_number(f"Job({name}=…)", getattr(self, name), minimum=1)
+            whole_number(f"TrainingPlan({name}=…)", getattr(self, name), minimum=1)
         if self.chips < self.learners:
             raise ConfigError(
                 f"{self.chips} chips cannot be shared by {self.learners} learners; give each at least one."
@@ -120,7 +120,7 @@ class WallClock:
         return self.compute_s / self.total_s
 
 
-def wall_clock(job: Job) -> WallClock:
+def wall_clock(job: TrainingPlan) -> WallClock:
     """The time of a training, phase by phase.
 
         compute         6·N·D / (R·Q)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from diloco.errors import ConfigError
 from diloco.planning.dag import Costs, Pattern, steady_utilization
-from diloco.planning.models import Workload
 from diloco.planning.settings import Setting
 from diloco.planning.wire import wire_format
+from diloco.planning.workload import Workload
 
 PRECISION = 1e-6
 """Of a bandwidth that is searched for, relative."""

@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from diloco.planning.pictures import BLUE, VIOLET, Axis, Bars, Line, Picture, bars, lines
+from diloco.planning.training_time import Link, TrainingPlan, WallClock, wall_clock
 from diloco.planning.units import significant
-from diloco.planning.wallclock import Job, Link, WallClock, wall_clock
 
 HOUR_S = 3600.0
 
 
-def pictures(found: Sequence[tuple[str, Job, WallClock]]) -> list[Picture]:
+def pictures(found: Sequence[tuple[str, TrainingPlan, WallClock]]) -> list[Picture]:
     """All pictures of jobs, each with the name of its network across sites and its wall clock."""
     return [_phases(found), _against_link(found)]
 
 
-def title(job: Job) -> str:
+def title(job: TrainingPlan) -> str:
     """The method and its learners."""
     return "data parallel" if job.learners == 1 else f"DiLoCo, M = {job.learners}"
 
 
-def _phases(found: Sequence[tuple[str, Job, WallClock]]) -> Picture:
+def _phases(found: Sequence[tuple[str, TrainingPlan, WallClock]]) -> Picture:
     labels = [f"{network}: {title(job)}" for network, job, _ in found]
     clocks = [clock for _, _, clock in found]
     phases = [
@@ -50,7 +50,7 @@ def _phases(found: Sequence[tuple[str, Job, WallClock]]) -> Picture:
     )
 
 
-def _against_link(found: Sequence[tuple[str, Job, WallClock]]) -> Picture:
+def _against_link(found: Sequence[tuple[str, TrainingPlan, WallClock]]) -> Picture:
     jobs = list({job.learners: job for _, job, _ in found}.values())
     rates = [1e8 * 10 ** (power / 4) for power in range(17)]
     curves = {

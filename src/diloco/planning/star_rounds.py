@@ -25,7 +25,7 @@ REPORT_EVERY_S = 0.05
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangePlan:
     """What is exchanged.
 
     Attributes:
@@ -52,7 +52,7 @@ class Scheduled(Star):
     """
 
     def __init__(
-        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: Exchange, *, copies: int = 1,
+        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: ExchangePlan, *, copies: int = 1,
         traced: bool = False, stop_at: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -161,7 +161,7 @@ class CalledRounds(Star):
     """
 
     def __init__(
-        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: Exchange, *, copies: int = 1,
+        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: ExchangePlan, *, copies: int = 1,
         traced: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(

@@ -76,7 +76,7 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundRules:
     """When decoupled learners wait for each other.
 
     The syncer opens a round when the first learner has made its next `sync_every` steps; every learner contributes at the end of its
@@ -101,12 +101,12 @@ class Rounds:
     sync_s: float = 0.0
 
     def __post_init__(self) -> None:
-        fraction("Rounds(grace=…)", self.grace, below_one=False)
-        _not_negative("Rounds(grace_cap_s=…)", self.grace_cap_s)
-        _not_negative("Rounds(sync_s=…)", self.sync_s)
-        whole_number("Rounds(quorum=…)", self.quorum, 1)
-        whole_number("Rounds(sync_every=…)", self.sync_every, 1)
-        whole_number("Rounds(overlap=…)", self.overlap, 0)
+        fraction("RoundRules(grace=…)", self.grace, below_one=False)
+        _not_negative("RoundRules(grace_cap_s=…)", self.grace_cap_s)
+        _not_negative("RoundRules(sync_s=…)", self.sync_s)
+        whole_number("RoundRules(quorum=…)", self.quorum, 1)
+        whole_number("RoundRules(sync_every=…)", self.sync_every, 1)
+        whole_number("RoundRules(overlap=…)", self.overlap, 0)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Fleet:
     mode: Mode = "decoupled"
     times: Times = field(default_factory=Times)
     speeds: Speeds = field(default_factory=Speeds)
-    rounds: Rounds = field(default_factory=Rounds)
+    rounds: RoundRules = field(default_factory=RoundRules)
     elastic_learners: bool = True
 
     def __post_init__(self) -> None:

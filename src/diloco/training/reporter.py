@@ -6,10 +6,10 @@ from typing import Any, Self
 
 from diloco import events as ev
 from diloco.training.clock import Clock
-from diloco.training.progress import Progress, Silent, Status
+from diloco.training.progress import Progress, Silent, StepStatus
 
 
-class Journal:
+class Reporter:
     """Writes the events file at `path` and talks to `progress`; without a path, it does neither."""
 
     def __init__(self, path: Path | None, who: str, progress: Progress, clock: Clock | None = None) -> None:
@@ -33,7 +33,7 @@ class Journal:
         """Whether people are to be shown the state of things now."""
         return self._progress.wants()
 
-    def show(self, status: Status) -> None:
+    def show(self, status: StepStatus) -> None:
         """Show it."""
         self._progress.show(status)
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from diloco.planning.dag import Execution, Interval
+from diloco.planning.graph import costs_of, pattern_of
 from diloco.planning.pictures import BLUE, Axis, Kind, Line, Picture, Span, lines, timeline
 from diloco.planning.question import Around, Graph, Question
 from diloco.planning.settings import Setting, setting_for
 from diloco.planning.units import RATE, TIME
-from diloco.planning.utilization import costs_of, pattern_of
 
 NUM_POINTS = 60
 AROUND_POINTS = 25

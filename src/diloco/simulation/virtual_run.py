@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,12 @@ from diloco.config import RunConfig
 from diloco.core.method import Method
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.delivery import Fault
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.world import Run, World
 from diloco.learner import Learner
-from diloco.planning.network import Network
 from diloco.planning.pictures import Kind, Span
-from diloco.planning.site import Site
-from diloco.planning.tape import SIMULATED, Recorded
+from diloco.planning.tape import SIMULATED
+from diloco.simulation.scenario import Scenario
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.training.alone import LearnerLike
@@ -39,26 +37,6 @@ from diloco.training.loop import CHECKPOINTS, Trainer
 from diloco.training.part import Part, Summary
 from diloco.training.progress import Progress
 from diloco.training.sources import load_corpus
-
-
-@dataclass(frozen=True)
-class Scene:
-    """Where and when a run takes place.
-
-    Attributes:
-        step_s: seconds of a learner's n-th inner step at its own batch (learner index, n from 0).
-        network: the links; None: everything arrives at once.
-        faults: who is killed, and when.
-        starts_s: when each learner starts; None: all at 0.
-        warm_step_s: seconds of the n-th step of the warm start (n from 0), at the full batch; where that is None, as many times those
-            of a first step as the full batch is larger.
-    """
-
-    step_s: Callable[[int, int], float] = lambda *_: 1.0
-    network: Network | None = None
-    faults: Sequence[Fault] = ()
-    starts_s: Sequence[float] | None = None
-    warm_step_s: Callable[[int], float | None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -127,7 +105,7 @@ class Simulated:
 
 
 def simulate(
-    configs: Mapping[str, RunConfig], scene: Scene, directory: Path, *, progress: Progress | None = None
+    configs: Mapping[str, RunConfig], scenario: Scenario, directory: Path, *, progress: Progress | None = None
 ) -> Simulated:
     """Train a run in virtual time, its events and checkpoints in `directory` as a real run's are in its own.
 
@@ -141,7 +119,7 @@ def simulate(
     """
     method = method_to_simulate(configs)
     data = next(iter(configs.values())).data
-    return _Stage(configs, method, scene, directory, Shared(load_corpus(data)), progress).play()
+    return _Stage(configs, method, scenario, directory, Shared(load_corpus(data)), progress).play()
 
 
 def method_to_simulate(configs: Mapping[str, RunConfig]) -> Method:
@@ -163,7 +141,7 @@ class _Stage:
     """A run being simulated."""
 
     def __init__(
-        self, configs: Mapping[str, RunConfig], method: Method, scene: Scene, directory: Path, shared: Shared,
+        self, configs: Mapping[str, RunConfig], method: Method, scenario: Scenario, directory: Path, shared: Shared,
         progress: Progress | None,
     ) -> None:  # fmt: skip
         self._names = list(configs)
@@ -171,24 +149,24 @@ class _Stage:
             config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
             for config in configs.values()
         ]
-        self._method, self._scene, self._directory = method, scene, directory
+        self._method, self._scenario, self._directory = method, scenario, directory
         self._shared, self._progress = shared, progress
         self._spans: list[list[Span]] = [[] for _ in configs]
         self._ended_s = [0.0] * len(configs)
 
     def play(self) -> Simulated:
         run = self._configs[0].run.name
-        starts_s = self._scene.starts_s or [0.0] * len(self._names)
+        starts_s = self._scenario.starts_s or [0.0] * len(self._names)
         path = self._directory / "syncer" / "events.jsonl"
         with events.EventLog(path, "syncer", clock=lambda: self._run.time.now) as log:
             journal = Journal(log, SyncerMetrics(run))
             self._run = Run(
                 World(
                     self._names,
-                    self._scene.step_s,
+                    self._scenario.step_s,
                     starts_s,
-                    self._scene.network,
-                    self._scene.faults,
+                    self._scenario.network,
+                    self._scenario.faults,
                     journal,
                     self._watch,
                 )
@@ -248,10 +226,10 @@ class _Stage:
         return summary
 
     def _warm_step_s(self, index: int, step: int) -> float:
-        known_s, config = self._scene.warm_step_s(step), self._configs[index]
+        known_s, config = self._scenario.warm_step_s(step), self._configs[index]
         if known_s is not None:
             return known_s
-        return self._scene.step_s(index, 0) * config.train.global_batch / config.learner_batch
+        return self._scenario.step_s(index, 0) * config.train.global_batch / config.learner_batch
 
     def _watch(self, kind: Kind, learner: int, began_s: float, ended_s: float) -> None:
         """Spans of a kind that touch are one."""
@@ -286,7 +264,7 @@ class _Stage:
             end_s = self._ended_s[index] or done.duration_s
             stopped = [
                 Span(fault.at_s, min(end_s, end_s if fault.back_s is None else fault.back_s), "stopped")
-                for fault in self._scene.faults
+                for fault in self._scenario.faults
                 if fault.learner == index and fault.at_s < end_s
             ]
             busy = sorted(
@@ -300,22 +278,3 @@ class _Stage:
             if end_s > at_s:
                 waiting.append(Span(at_s, end_s, "waiting"))
             done.spans[name] = [*self._spans[index], *stopped, *waiting]
-
-
-def scene_of_site(site: Site, run: RunConfig) -> Scene:
-    """What a site file says. Failures at random are drawn for a hundred times as long as the run would take without any."""
-    learners = site.learners()
-    horizon_s = 100.0 * run.schedule_steps * max(each.step_s for each in learners)
-    faults = [
-        Fault(outage.learner, outage.at_s, None if math.isinf(outage.back_s) else outage.back_s)
-        for outage in site.outages(horizon_s)
-    ]
-    return Scene(lambda index, step: learners[index].step_seconds(step, run.run.seed), site.network(), faults)
-
-
-def scene_of_tape(recorded: Sequence[Recorded], network: Network | None) -> Scene:
-    """What a recorded run says, over links that may be others than it had."""
-    faults = [Fault(index, at_s, back_s) for index, each in enumerate(recorded) for at_s, back_s in each.gone]
-    starts_s = [each.start_s for each in recorded]
-    began = next((each for each in recorded if each.warm_paces), recorded[0])
-    return Scene(lambda index, step: recorded[index].step_s(step), network, faults, starts_s, began.warm_step_s)
