@@ -1,11 +1,11 @@
-"""What exchanging costs: codecs and the work on a fragment against a memory copy, transfers against a socket, a training step against
-the bare step, a round over torchft against one over a fixed process group, virtual time against bare steps, the planner's answers
-against its imports.
+"""What exchanging costs: codecs and the work on a fragment against a memory copy, transfers against a socket, a
+training step against the bare step, a round over torchft against one over a fixed process group, virtual time against
+bare steps, the planner's answers against its imports.
 
     python -m benchmarks [--quick] [--only GROUP] [--json]      (`make bench`)
 
-Every ratio is of times measured in the same run, in turns. Nothing is written but this table; timings belong to the machine they were
-measured on, which is named above it, and mean little where other work runs beside them.
+Every ratio is of times measured in the same run, in turns. Nothing is written but this table; timings belong to the
+machine they were measured on, which is named above it, and mean little where other work runs beside them.
 """
 
 from __future__ import annotations

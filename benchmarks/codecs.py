@@ -76,9 +76,11 @@ def _rows(num_elements: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def errors(num_elements: int = 1 << 22) -> list[dict[str, Any]]:
-    """One row per codec: name, bits per element, and the error's root mean square ÷ the vector's own for two distributions.
+    """One row per codec: name, bits per element, and the error's root mean square ÷ the vector's own for two
+    distributions.
 
-    Gaussian values, and Student's t with 3 degrees of freedom, whose heavy tails are the harder case for one scale a block.
+    Gaussian values, and Student's t with 3 degrees of freedom, whose heavy tails are the harder case for one scale a
+    block.
     """
     generator = torch.Generator().manual_seed(0)
     gaussian = torch.randn(num_elements, generator=generator)

@@ -2,12 +2,13 @@
 
     python -m benchmarks.decoupled [--step-s SECONDS] [--preset PRESET] [--directory DIR] [--json]
 
-A syncer and four learners, of speeds 1 : 1 : 0.6 : 0.4, train together. The slowest is killed, a new one joins, the syncer is killed and
-started again, everybody leaves. Printed: how long `learner.step()` took and how long it was blocked waiting for the network, by learner;
-what `diloco status` showed when all of this had happened; and where every trained token went, by fragment.
+A syncer and four learners, of speeds 1 : 1 : 0.6 : 0.4, train together. The slowest is killed, a new one joins, the
+syncer is killed and started again, everybody leaves. Printed: how long `learner.step()` took and how long it was
+blocked waiting for the network, by learner; what `diloco status` showed when all of this had happened; and where every
+trained token went, by fragment.
 
-It measures waiting and keeps books. The model is small and its steps are as long as they are told to be, so that seven processes fit on a
-machine with two cores.
+It measures waiting and keeps books. The model is small and its steps are as long as they are told to be, so that seven
+processes fit on a machine with two cores.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Result:
     """What a run left behind.
 
     Attributes:
-        learners: what those that were not killed say in the end: `Learner.metrics()`, and `step_histogram`, the time that
-            `learner.step()` took as its caller saw it, with `longest_step_s`.
+        learners: what those that were not killed say in the end: `Learner.metrics()`, and `step_histogram`, the time
+            that `learner.step()` took as its caller saw it, with `longest_step_s`.
         shown: what `diloco status` printed while everybody was in the run.
         status: what it says once all have left.
         away_s: how long the syncer did not answer.
@@ -212,7 +213,7 @@ def _diloco_status(address: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
 
 
-# --- a learner --------------------------------------------------------------------------------------------------------
+# - a learner --------------------------------------------------------------------------------------------------------
 
 
 def learn(address: str, name: str, step_s: float, initialise: bool) -> None:
@@ -242,7 +243,7 @@ def learn(address: str, name: str, step_s: float, initialise: bool) -> None:
     print(json.dumps({**metrics, "step_histogram": histogram.as_dict(), "longest_step_s": longest_s}), flush=True)
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
+# - what is printed --------------------------------------------------------------------------------------------------
 
 
 def show(result: Result, console: Console) -> None:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.merges [--quick]
 
-Eight learners send 10 million elements in int4; the fragment has tensors of a transformer's sizes. The mean is measured beside every
-merge, in turns, on one thread.
+Eight learners send 10 million elements in int4; the fragment has tensors of a transformer's sizes. The mean is measured
+beside every merge, in turns, on one thread.
 """
 
 import argparse
@@ -26,7 +26,8 @@ NUM_ELEMENTS = 10_000_000
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    """One row per merge: name, value (seconds), ratio to the mean's time (median over the repeats of both, in turns)."""
+    """One row per merge: name, value (seconds), ratio to the mean's time (median over the repeats of both, in
+    turns)."""
     num_elements, repeats = (NUM_ELEMENTS // 10, 3) if quick else (NUM_ELEMENTS, 5)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -80,7 +81,8 @@ def _inputs(num_elements: int) -> tuple[list[Encoded], tuple[Placement, ...], Te
 
 
 def _places(num_elements: int) -> tuple[Placement, ...]:
-    """An embedding of a tenth, then matrices of 12 · width² in blocks with two vectors each, as a transformer has them."""
+    """An embedding of a tenth, then matrices of 12 · width² in blocks with two vectors each, as a transformer has
+    them."""
     width = max(8, int((num_elements / 120) ** 0.5))
     sizes = {"embed.weight": num_elements // 10}
     left = num_elements - num_elements // 10

@@ -1,4 +1,5 @@
-"""How long the planner takes to answer once its modules are imported: processor time, so that other work on the machine tells less.
+"""How long the planner takes to answer once its modules are imported: processor time, so that other work on the machine
+tells less.
 
 Every answer is asked of a process of its own, as a user asks it.
 """

@@ -1,9 +1,10 @@
 """Push and pull through a real syncer against a bare socket, with and without TLS, as ratios measured in the same run.
 
-A syncer process serves a model of one fragment. Learners send real contributions (header, admission, checksum, content check, room in the
-spool's memory) and fetch real updates. The clock runs while a contribution is on its way; the round then waits for the other learner, so
-no merge and no disk is in it. Merging and storing happen between the transfers and have rows of their own. The socket carries as many bytes
-between as many processes, in turns with the syncer, and does nothing with them. Both use TLS 1.3 with the cipher that gRPC chooses.
+A syncer process serves a model of one fragment. Learners send real contributions (header, admission, checksum, content
+check, room in the spool's memory) and fetch real updates. The clock runs while a contribution is on its way; the round
+then waits for the other learner, so no merge and no disk is in it. Merging and storing happen between the transfers and
+have rows of their own. The socket carries as many bytes between as many processes, in turns with the syncer, and does
+nothing with them. Both use TLS 1.3 with the cipher that gRPC chooses.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def measure(*, num_bytes: int, rounds: int, merge_elements: int) -> list[dict[st
         torch.set_num_threads(num_threads)
 
 
-# --- rows -----------------------------------------------------------------------------------------------------------------
+#  rows -----------------------------------------------------------------------------------------------------------------
 
 
 def _transfers(folder: Path, tls: bool, num_bytes: int, rounds: int) -> list[dict[str, Any]]:
@@ -192,7 +193,7 @@ def _layout(num_elements: int) -> Layout:
     return Layout((Fragment(0, (Placement(TensorSpec("weights", (num_elements,), "float32"), 0),)),), ())
 
 
-# --- a syncer and its learners, as far as bytes go ------------------------------------------------------------------------
+#  a syncer and its learners, as far as bytes go ------------------------------------------------------------------------
 
 
 class _Learner:

@@ -1,7 +1,8 @@
 """Two sites on one machine: network namespaces joined by a rate-limited link, TLS, tokens, the real commands.
 
-Needs root, `ip` and `tc` (Linux). Site A holds the syncer and a learner, site B the other learner; only site B's traffic crosses the
-link. Measured: utilisation = 1 − (seconds the training thread was blocked inside `learner.step`) / (seconds in the training loop).
+Needs root, `ip` and `tc` (Linux). Site A holds the syncer and a learner, site B the other learner; only site B's
+traffic crosses the link. Measured: utilisation = 1 − (seconds the training thread was blocked inside `learner.step`) /
+(seconds in the training loop).
 
     python -m benchmarks.two_sites --rate 50mbit --rate 200mbit
 """
@@ -107,7 +108,8 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
 
 @contextmanager
 def two_sites(rate: str, back: str | None = None) -> Iterator[None]:
-    """Two namespaces and a link of this rate from site B to A, and `back` (default: the same), with a token bucket's queue of 50 ms."""
+    """Two namespaces and a link of this rate from site B to A, and `back` (default: the same), with a token bucket's
+    queue of 50 ms."""
     try:
         for site in SITES:
             _run("ip", "netns", "add", site)

@@ -1,7 +1,8 @@
 """What training in virtual time costs beside training itself.
 
-64 learners of 0.1 million parameters train in one process over modelled links, and as many bare inner steps are taken of as many models,
-the one and the other in turns, on one thread. Times are of the processor, so that other work on the machine tells less.
+64 learners of 0.1 million parameters train in one process over modelled links, and as many bare inner steps are taken
+of as many models, the one and the other in turns, on one thread. Times are of the processor, so that other work on the
+machine tells less.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ PUBLISHED: dict[tuple[Mode, int], tuple[int, ...]] = {
     ("decoupled", 2): (94, 80, 70, 54),
     ("decoupled", 8): (98, 94, 88, 80),
 }
-"""Decoupled DiLoCo, arXiv 2604.21428: percent, by mode and learners, for these numbers of chips, one failure per chip and year."""
+"""Decoupled DiLoCo, arXiv 2604.21428: percent, by mode and learners, for these numbers of chips, one failure per chip
+and year."""
 
 SPEEDS = (1.0,) * 6 + (0.68,) * 2
 

@@ -38,7 +38,8 @@ def rows() -> Sequence[Row]:
         for name, lives in SCHEDULES.items():
             if equal and name == "constant 8":
                 continue  # the same run
-            # A longer run has the same shape: rounds are more, not longer, and every learner's life is rounded to whole ones.
+            # A longer run has the same shape: rounds are more, not longer, and every learner's life is rounded to whole
+            # ones.
             stretch = compute("constant 8") / compute(name) if equal else 1.0
             rounds = round(ROUNDS * stretch)
             starts, ends = (

@@ -1,4 +1,5 @@
-"""The tables of the papers, as they are printed: bandwidths in Gbit/s for a compute utilisation of 50, 80, 90, 95 and 99 %."""
+"""The tables of the papers, as they are printed: bandwidths in Gbit/s for a compute utilisation of 50, 80, 90, 95 and
+99 %."""
 
 from typing import NamedTuple
 

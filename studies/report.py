@@ -45,8 +45,8 @@ class Study:
         name: of its files.
         claim: one sentence, with its source.
         rows: arms, in the table's order.
-        verdict: from the gaps to data parallel (by label; "isolated" is one of them) whether their intervals carry the claim (False:
-            they contradict it; None: neither), and a sentence. A missing label raises KeyError.
+        verdict: from the gaps to data parallel (by label; "isolated" is one of them) whether their intervals carry the
+            claim (False: they contradict it; None: neither), and a sentence. A missing label raises KeyError.
         published: whether a paper claims it. What none claims is not reproduced; it is found here, or not.
         equal: what is equal between the arms.
         control: the arm of data parallel and isolated where it is not the default one.
@@ -70,7 +70,7 @@ class Study:
         ]
 
 
-# --- hyperparameters --------------------------------------------------------------------------------------------------------
+#  hyperparameters --------------------------------------------------------------------------------------------------------
 
 TRAINING: ContextVar[int] = ContextVar("TRAINING", default=0)
 """In how many processes what is missing may be trained now; 0: not at all."""
@@ -111,7 +111,7 @@ def best(candidates: Mapping[str, Arm]) -> str:
     return min(losses, key=lambda name: losses[name].loss)  # type: ignore[union-attr]
 
 
-# --- running and showing ------------------------------------------------------------------------------------------------
+#  running and showing ------------------------------------------------------------------------------------------------
 
 
 def run(study: Study, seeds: Sequence[int] = SEEDS, jobs: int = 1) -> None:

@@ -1,4 +1,5 @@
-"""Training an arm: the real `diloco.Learner` over the real exchange, all learners in one process and in virtual time."""
+"""Training an arm: the real `diloco.Learner` over the real exchange, all learners in one process and in virtual
+time."""
 
 from __future__ import annotations
 

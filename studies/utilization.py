@@ -1,4 +1,5 @@
-"""The papers' tables of bandwidth for a compute utilisation, beside what the planner says. Writes the tables of docs/planning.md.
+"""The papers' tables of bandwidth for a compute utilisation, beside what the planner says. Writes the tables of
+docs/planning.md.
 
 python -m studies.utilization
 """

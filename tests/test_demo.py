@@ -42,7 +42,8 @@ def read(directory: Path) -> Timeline:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A warm start of 100 tokens; from second 10 two learners, from 20 three, from 30 two again; one restart of the syncer at 40."""
+    """A warm start of 100 tokens; from second 10 two learners, from 20 three, from 30 two again; one restart of the
+    syncer at 40."""
     with ev.EventLog(tmp_path / "syncer" / "events.jsonl", who="syncer") as log:
         log.append(ev.SyncerStarted(t=1, run="r", address="x"))
         log.append(
@@ -79,7 +80,8 @@ def test_bytes_are_summed_over_syncer_processes(run: Path) -> None:
 
 
 def test_the_baseline_pays_only_where_two_or_more_trained(run: Path) -> None:
-    """learner-0: 30 tokens alone (free), 30 with one other, 30 with two, 30 with one; learner-1: 30 with one, 30 with two others."""
+    """learner-0: 30 tokens alone (free), 30 with one other, 30 with two, 30 with one; learner-1: 30 with one, 30 with
+    two others."""
     two, three = (30 + 30 + 30) / 90, (30 + 30) / 90
     assert baseline_bytes(read(run), tokens_per_step=90) == round((two * 4 * 1 + three * 4 * 2) * 1000)
 
@@ -180,7 +182,8 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
-    """The whole story with real processes, with the syncer and the learner that initialised the run killed by somebody else."""
+    """The whole story with real processes, with the syncer and the learner that initialised the run killed by somebody
+    else."""
     plan = Plan(steps=120, kill_after=0.1, isolated=False, sync_every=10, held_out=32, sample_bytes=20)
     killed: list[str] = []
     phases: list[str] = []
@@ -223,7 +226,8 @@ def check_published(log: list[ev.Event], served: list[int]) -> None:
     versions = {(fragment, version + 1) for fragment, newest in enumerate(served) for version in range(newest)}
     assert len(set(published)) == len(published)
     assert set(published) <= versions
-    # A version that became durable in the instant before a kill may not have come into the log; its successor starts from it.
+    # A version that became durable in the instant before a kill may not have come into the log; its successor starts
+    # from it.
     restarts = [e for e in log if isinstance(e, ev.SyncerStarted)][1:]
     durable = {(fragment, version) for e in restarts for fragment, version in enumerate(e.versions)}
     assert versions - set(published) <= durable

@@ -1,4 +1,5 @@
-"""The frame holds: public names, light imports, the tree of errors, the command line, and what the repository may contain."""
+"""The frame holds: public names, light imports, the tree of errors, the command line, and what the repository may
+contain."""
 
 import ast
 import importlib.metadata

@@ -34,7 +34,8 @@ METHOD = diloco.DiLoCo(
 
 
 class Classifier(nn.Sequential):
-    """Two convolutions and a linear layer, 10,026 parameters. GroupNorm has no running statistics that learners could disagree on."""
+    """Two convolutions and a linear layer, 10,026 parameters. GroupNorm has no running statistics that learners could
+    disagree on."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -46,7 +47,8 @@ class Classifier(nn.Sequential):
 
 @dataclass(frozen=True)
 class Digits:
-    """Images (N, 1, 8, 8) in 0..1 with their classes, in one of two divisions of the training part over the learners."""
+    """Images (N, 1, 8, 8) in 0..1 with their classes, in one of two divisions of the training part over the
+    learners."""
 
     images: Tensor
     classes: Tensor
@@ -94,7 +96,8 @@ def judge(state: dict[str, Tensor], data: Digits) -> Worth:
 def train(
     index: int, exchange: Exchange | None, data: Digits, seed: int, steps: int, shards: list[int]
 ) -> dict[str, Tensor]:
-    """One learner's life: steps on batches of its shards; returns the global model. Without an exchange it is on its own."""
+    """One learner's life: steps on batches of its shards; returns the global model. Without an exchange it is on its
+    own."""
     torch.manual_seed(seed)
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -120,7 +123,8 @@ def in_process(data: Digits, seed: int, steps: int) -> dict[str, Tensor]:
 
 
 def over_a_syncer(division: str, seed: int, steps: int) -> dict[str, Tensor]:
-    """A syncer here, and every learner a process of its own that dials it. Elsewhere: `diloco syncer`, and the same learners."""
+    """A syncer here, and every learner a process of its own that dials it. Elsewhere: `diloco syncer`, and the same
+    learners."""
     from diloco.exchange.remote import fetch_model
     from diloco.syncer.server import Options, Syncer
 
@@ -146,7 +150,8 @@ def dial(index: int, address: str, ca: Path | None = None, token_file: Path | No
 
 
 def sent_bytes(steps: int) -> tuple[int, int]:
-    """What one learner sends in a run, with this method and with data parallel (a ring all-reduce of bf16 gradients)."""
+    """What one learner sends in a run, with this method and with data parallel (a ring all-reduce of bf16
+    gradients)."""
     num_parameters = sum(p.numel() for p in Classifier().parameters())
     own = METHOD.up.encoded_bytes(num_parameters) * (steps // SYNC_EVERY)
     return own, steps * 2 * num_parameters * 2 * (LEARNERS - 1) // LEARNERS

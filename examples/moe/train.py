@@ -1,4 +1,5 @@
-"""A small mixture-of-experts language model, trained by four learners; in a second part each of them trains a quarter of the experts.
+"""A small mixture-of-experts language model, trained by four learners; in a second part each of them trains a quarter
+of the experts.
 
     python examples/moe/train.py              all arms, one seed; about a minute
     python examples/moe/train.py --seeds 3
@@ -43,7 +44,8 @@ METHOD = diloco.DiLoCo(
 
 
 def experts_of(index: int) -> tuple[str, ...]:
-    """What learner `index` trains where the experts are divided: all that is dense, and its own two experts of every layer."""
+    """What learner `index` trains where the experts are divided: all that is dense, and its own two experts of every
+    layer."""
     return (*DENSE, f"layers.*.experts.[{2 * index}{2 * index + 1}].*")
 
 
@@ -67,7 +69,8 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then experts: every expert has parameters of its own, `layers.0.experts.3.0.weight`, so a run can treat it by name."""
+    """Attention, then experts: every expert has parameters of its own, `layers.0.experts.3.0.weight`, so a run can
+    treat it by name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -273,9 +273,9 @@ class RunConfig(Table):
 def load_config(path: str | Path, overrides: Sequence[str] = (), learner: str | None = None) -> RunConfig:
     """Read a run file; `overrides` are "table.key=value" with the value as TOML (a bare word is a string).
 
-    With the name of a `learner`, as that learner reads it: its `[learner.NAME]` table, if there is one, is laid over the others, and
-    the overrides over both; nothing is left to lay over. Raises ConfigError naming file, key and value when the file is missing, is
-    not TOML, or holds unknown keys or impossible values.
+    With the name of a `learner`, as that learner reads it: its `[learner.NAME]` table, if there is one, is laid over
+    the others, and the overrides over both; nothing is left to lay over. Raises ConfigError naming file, key and value
+    when the file is missing, is not TOML, or holds unknown keys or impossible values.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """The one tree of errors.
 
-Every error raised on purpose by this package is a `DilocoError`. Its text is one sentence that says what was wrong, with the
-value, and what to do next. Foreign errors (gRPC, SQLite, the operating system) are mapped to this tree at the edge where they
-enter; everything else propagates.
+Every error raised on purpose by this package is a `DilocoError`. Its text is one sentence that says what was wrong,
+with the value, and what to do next. Foreign errors (gRPC, SQLite, the operating system) are mapped to this tree at the
+edge where they enter; everything else propagates.
 
     DilocoError
     ├── ConfigError            wrong use: an option, a value or a combination that cannot work, or that would be unsafe (exit code 2)
@@ -30,7 +30,8 @@ class DilocoError(Exception):
 
 
 class ConfigError(DilocoError, ValueError):
-    """Wrong use: an option, a value or a combination of them that cannot work, or a port that would be open to anybody."""
+    """Wrong use: an option, a value or a combination of them that cannot work, or a port that would be open to
+    anybody."""
 
 
 class LayoutError(DilocoError):

@@ -1,8 +1,9 @@
 """What happened in a run: one schema for every `events.jsonl`.
 
-Each process of a run appends to its own file: one JSON object per line, with `t` (Unix time in seconds), `kind` and `who` (a learner's
-name, or "syncer") first. `docs/events.md` describes every kind. A process that is killed leaves at most one torn line, the last one:
-readers skip it and the next writer cuts it off. A disk that refuses events costs events and nothing else: a `gap` says how many.
+Each process of a run appends to its own file: one JSON object per line, with `t` (Unix time in seconds), `kind` and
+`who` (a learner's name, or "syncer") first. `docs/events.md` describes every kind. A process that is killed leaves at
+most one torn line, the last one: readers skip it and the next writer cuts it off. A disk that refuses events costs
+events and nothing else: a `gap` says how many.
 """
 
 import errno
@@ -172,7 +173,8 @@ class Left(Event):
 
 
 class Evicted(Event):
-    """The syncer stopped counting on a learner that is lost (silent), stalled (no step) or replaced by a newer incarnation."""
+    """The syncer stopped counting on a learner that is lost (silent), stalled (no step) or replaced by a newer
+    incarnation."""
 
     kind: Literal["evicted"] = "evicted"
     learner: str
@@ -278,10 +280,11 @@ E = TypeVar("E", bound=Event)
 
 
 class EventLog:
-    """Appends events to a file, one line each, handed to the operating system before `append` returns. Any thread may append.
+    """Appends events to a file, one line each, handed to the operating system before `append` returns. Any thread may
+    append.
 
-    A log only watches: a disk that refuses an event never stops who tells it. What could not be written is counted, said once in the
-    process's log, and told by a `Gap` when the disk takes events again.
+    A log only watches: a disk that refuses an event never stops who tells it. What could not be written is counted,
+    said once in the process's log, and told by a `Gap` when the disk takes events again.
 
     Raises StoreError when the file cannot be opened.
 
@@ -368,7 +371,8 @@ class EventLog:
 def read_events(path: str | Path) -> list[Event]:
     """All events of a file in the order they were written; a torn last line is skipped.
 
-    Raises StoreError when the file cannot be read, or when a complete line is not an event of the schema (with its number).
+    Raises StoreError when the file cannot be read, or when a complete line is not an event of the schema (with its
+    number).
     """
     try:
         content = Path(path).read_bytes()

@@ -1,4 +1,5 @@
-"""TOML files as pydantic tables: read with errors that name the key and the nearest known one, and written so that they read back."""
+"""TOML files as pydantic tables: read with errors that name the key and the nearest known one, and written so that they
+read back."""
 
 import difflib
 import json
@@ -20,7 +21,8 @@ class Table(BaseModel):
 
 
 def read_toml(text: str, source: str) -> dict[str, Any]:
-    """The tables of a TOML text, with or without a byte-order mark. Raises ConfigError that names `source` and the line."""
+    """The tables of a TOML text, with or without a byte-order mark. Raises ConfigError that names `source` and the
+    line."""
     try:
         return tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:
@@ -60,7 +62,8 @@ def _explain(error: ValidationError, kind: type[BaseModel], tables: Mapping[str,
 
 
 def _name(keys: tuple[int | str, ...], tables: Any) -> str:
-    """The keys with dots between; a table of an array by its own `name` where it has one, else by its number, from 1."""
+    """The keys with dots between; a table of an array by its own `name` where it has one, else by its number, from
+    1."""
     parts = []
     for key in keys:
         try:

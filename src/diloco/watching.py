@@ -1,4 +1,5 @@
-"""What watches a run (a log, metrics, an observer) can never stop what decides: its failures are said, and the run goes on."""
+"""What watches a run (a log, metrics, an observer) can never stop what decides: its failures are said, and the run goes
+on."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ W = TypeVar("W")
 
 
 def only_watching(watcher: W) -> W:
-    """The watcher, whose methods never raise: what one fails with is logged with its traceback, once for each method."""
+    """The watcher, whose methods never raise: what one fails with is logged with its traceback, once for each
+    method."""
     return cast("W", _Guarded(watcher))
 
 

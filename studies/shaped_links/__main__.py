@@ -5,10 +5,11 @@
     python -m studies.shaped_links --rate 20mbit --method int4  part of it; prints
     python -m studies.shaped_links --show                       tables, picture and page again, from the results
 
-A real syncer (TLS, tokens, a disk) and two real learners, each in a network namespace of its own; a learner's link is shaped in both
-directions. Steps of a model of 4M parameters are padded to 50 ms. Beside each measurement stands what `diloco.planning` says, which is
-told sizes, the rate, the step time, and what is measured before on links that are not shaped: the latency, and how long the syncer takes
-for a round. Needs root, `ip` and `tc` (Linux), and a machine that has nothing else to do, or before which it comes: `chrt -r 1 python …`.
+A real syncer (TLS, tokens, a disk) and two real learners, each in a network namespace of its own; a learner's link is
+shaped in both directions. Steps of a model of 4M parameters are padded to 50 ms. Beside each measurement stands what
+`diloco.planning` says, which is told sizes, the rate, the step time, and what is measured before on links that are not
+shaped: the latency, and how long the syncer takes for a round. Needs root, `ip` and `tc` (Linux), and a machine that
+has nothing else to do, or before which it comes: `chrt -r 1 python …`.
 """
 
 from __future__ import annotations

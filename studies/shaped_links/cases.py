@@ -92,7 +92,8 @@ DECOUPLED = Case("Decoupled, fp32", "DecoupledDiLoCo", "decoupled", FRAGMENTS, 5
 CASES = (DILOCO, STREAMING, FOUR_BIT, DECOUPLED)
 
 IN_TURNS = replace(DECOUPLED, name="Decoupled, fp32, K = 1", at_least=1)
-"""On a narrow link, where there is no time for grace, it depends on chance whether two equal learners are merged together or in turns."""
+"""On a narrow link, where there is no time for grace, it depends on chance whether two equal learners are merged
+together or in turns."""
 
 
 def exchange_for(case: Case, merging: Merging | None = None) -> ExchangePlan:
@@ -107,8 +108,9 @@ def exchange_for(case: Case, merging: Merging | None = None) -> ExchangePlan:
 def prediction(
     case: Case, payload_bit_per_s: float, latency_s: float, merging: Merging, num_steps: int | None = None, *, narrower: float = 0.0
 ) -> Prediction:  # fmt: skip
-    """What the planner says, which is told no more than this: sizes, the rate that TCP carries, step time, latency, and the syncer's
-    seconds for a round. `narrower`: the part by which each learner's link is narrower than the one before."""
+    """What the planner says, which is told no more than this: sizes, the rate that TCP carries, step time, latency, and
+    the syncer's seconds for a round. `narrower`: the part by which each learner's link is narrower than the one
+    before."""
     links = {f"{i} {way}": payload_bit_per_s * (1 - narrower) ** i for i in range(LEARNERS) for way in ("up", "down")}
     network = Network(links, [Path((f"{i} up",), (f"{i} down",), latency_s) for i in range(LEARNERS)])
     each_s = [STEP_S] * LEARNERS
@@ -116,7 +118,8 @@ def prediction(
 
 
 def length_of(found: Prediction, case: Case, span: Span) -> int:
-    """Inner steps of a run that is predicted to go like this; of scheduled rounds whole periods, of called ones three times as many."""
+    """Inner steps of a run that is predicted to go like this; of scheduled rounds whole periods, of called ones three
+    times as many."""
     if case.is_called:
         return math.ceil(max(span.seconds / STEP_S, 3 * span.periods * found.period_steps))
     period_s = SYNC_EVERY * STEP_S / found.mean_utilization

@@ -58,7 +58,8 @@ class Wanted:
 
 
 class Told(NamedTuple):
-    """What the planner is told of a case, measured on links that are not shaped: seconds of a round on the syncer, latency one way."""
+    """What the planner is told of a case, measured on links that are not shaped: seconds of a round on the syncer,
+    latency one way."""
 
     merge_s: float
     latency_s: float

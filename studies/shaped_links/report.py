@@ -1,4 +1,5 @@
-"""Rows of predictions and measurements, what they come to, and how they are shown: a table, a picture, the page docs/shaped-links.md."""
+"""Rows of predictions and measurements, what they come to, and how they are shown: a table, a picture, the page
+docs/shaped-links.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The adviser: outcomes by hand where a hand can compute them, the ranking, run files that load, sentences for what cannot be."""
+"""The adviser: outcomes by hand where a hand can compute them, the ranking, run files that load, sentences for what
+cannot be."""
 
 import itertools
 import json

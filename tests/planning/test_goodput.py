@@ -1,4 +1,5 @@
-"""Goodput: the published table, formulas against simulation, simulation against an event-by-event reference, and limits."""
+"""Goodput: the published table, formulas against simulation, simulation against an event-by-event reference, and
+limits."""
 
 from dataclasses import replace
 from statistics import fmean
@@ -26,7 +27,7 @@ from diloco.planning.fleet import (
 NEVER_FAILS = Times(mtbi_s=1e30)
 UNEQUAL = (1.0, 1.0, 1.0, 0.5)
 
-# ----------------------------------------------------------------------------------------------------- the published table
+# ------------------------------------------------------------------------------------------------- the published table
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_the_page_is_up_to_date() -> None:
     assert filled(page, study.tables()) == page, "run python -m studies.goodput"
 
 
-# ------------------------------------------------------------------------------------------------------------- the formulas
+# ------------------------------------------------------------------------------------------------------- the formulas
 
 
 @settings(max_examples=30)
@@ -126,7 +127,7 @@ def test_learners_that_stop_until_the_repair() -> None:
     assert (closed_form(whole) or 0) < (closed_form(elastic) or 0)
 
 
-# ------------------------------------------------------------------------------------------------------ speeds and waiting
+# ------------------------------------------------------------------------------------------------- speeds and waiting
 
 
 def test_lock_step_waits_for_the_slowest_and_decoupled_learners_do_not() -> None:
@@ -135,7 +136,8 @@ def test_lock_step_waits_for_the_slowest_and_decoupled_learners_do_not() -> None
     assert lock_step.goodput == pytest.approx(100 * 4 * 0.5 / 3.5)
     assert lock_step.waiting == pytest.approx(100 - lock_step.goodput)
     for rounds in (RoundRules(1), RoundRules(4, wait=False)):
-        # Nothing but the phases of the steps differs between runs: a tenth of a point is more than five standard errors.
+        # Nothing but the phases of the steps differs between runs: a tenth of a point is more than five standard
+        # errors.
         assert simulate(Fleet(4, 4, times=NEVER_FAILS, speeds=speeds, rounds=rounds)).goodput == pytest.approx(
             100, abs=0.1
         )
@@ -219,7 +221,7 @@ def test_rounds_come_out_as_in_the_reference(
     assert it.goodput + it.waiting + it.stopped == pytest.approx(100)
 
 
-# ------------------------------------------------------------------------------------------------------------- its numbers
+# -------------------------------------------------------------------------------------------------------- its numbers
 
 
 def test_seeded() -> None:
@@ -238,7 +240,8 @@ def test_intervals_hold_what_they_promise(speeds: Speeds) -> None:
 
 
 def test_rare_failures_and_long_repairs_need_no_long_simulation() -> None:
-    """One failure of a learner in 46 days, a day to repair, and rounds of seconds: the runs begin anywhere in such a life."""
+    """One failure of a learner in 46 days, a day to repair, and rounds of seconds: the runs begin anywhere in such a
+    life."""
     fleet = Fleet(64, 8, times=Times(repair_s=86400, up_s=600), speeds=Speeds(0.05), elastic_learners=False)
     it = simulate(fleet)
     expected = 100 * availability(8 / YEAR_S, 4.0, fleet.times, elastic=False)

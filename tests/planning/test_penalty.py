@@ -1,4 +1,5 @@
-"""Expected loss penalties: the published numbers come out, what nobody measured is unknown, and the studies say what is claimed of them."""
+"""Expected loss penalties: the published numbers come out, what nobody measured is unknown, and the studies say what is
+claimed of them."""
 
 import json
 import math

@@ -40,7 +40,7 @@ def answer(call: Call, *arguments: str) -> Any:
     return json.loads(printed)
 
 
-# ------------------------------------------------------------------------------------------------------------------ goodput
+# ------------------------------------------------------------------------------------------------------------ goodput
 
 
 @pytest.mark.parametrize(("mode", "learners"), study.PUBLISHED)
@@ -108,7 +108,7 @@ def test_goodput_draws(call: Call, tmp_path: Path) -> None:
     assert (tmp_path / "goodput.html").read_text().count("<svg") == 3
 
 
-# -------------------------------------------------------------------------------------------------------- wallclock, scaling
+# ------------------------------------------------------------------------------------------------- wallclock, scaling
 
 
 def test_hours_on_three_networks(call: Call) -> None:
@@ -165,7 +165,7 @@ def test_the_commands_of_the_pages_run(page: Path, call: Call, tmp_path: Path, m
         assert printed
 
 
-# -------------------------------------------------------------------------------------------------------------- wrong use
+# ---------------------------------------------------------------------------------------------------------- wrong use
 
 
 @pytest.mark.parametrize(

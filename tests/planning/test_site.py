@@ -1,4 +1,5 @@
-"""The site file: read with units, errors that name site and key, learners, network and outages that follow, a dump that reads back."""
+"""The site file: read with units, errors that name site and key, learners, network and outages that follow, a dump that
+reads back."""
 
 import itertools
 import math
@@ -99,7 +100,8 @@ def test_step_times_scatter_around_their_mean_and_depend_on_nothing_but_who_when
 
 
 def test_steps_may_vary_by_more_than_their_mean() -> None:
-    """As `diloco plan measure` finds them on a machine that does other things: one step of a hundred takes as long as all others."""
+    """As `diloco plan measure` finds them on a machine that does other things: one step of a hundred takes as long as
+    all others."""
     berlin = parse_site(TWO.replace("jitter_percent = 5", "jitter_percent = 300")).learners()[0]
     assert berlin.jitter == 3.0
     assert statistics.fmean(berlin.step_seconds(step) for step in range(20_000)) == pytest.approx(0.31, rel=0.2)
@@ -117,7 +119,7 @@ def test_the_model_comes_by_preset_by_numbers_or_by_config(tmp_path: Path) -> No
         parse_site(ONE).workload()
 
 
-# ------------------------------------------------------------------------------------------------------------- outages
+# ------------------------------------------------------------------------------------------------------------ outages
 
 
 def test_a_trace_names_learners_or_whole_sites() -> None:
@@ -143,7 +145,7 @@ def test_random_outages_are_seeded_exponential_and_each_learners_own() -> None:
     assert site.outages(5e5) == [outage for outage in outages if outage.at_s < 5e5]
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
@@ -184,7 +186,7 @@ def test_reading_a_site_file_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ------------------------------------------------------------------------------------------------------- documentation
+# ------------------------------------------------------------------------------------------------------ documentation
 
 
 @pytest.mark.parametrize("name", Site.model_fields)

@@ -38,7 +38,8 @@ def test_overlap_hides_what_fits_into_it_and_no_more() -> None:
     for tau in range(11):
         network = star_network(2, 8e6, 8e6, latency_s=0.05)
         found = predict(network, [0.4, 0.4], [0.05, 0.05], whole(tau=tau))
-        # τ = H: an answer is waited for a whole interval after its send, which is at the end of the wait for the one before
+        # τ = H: an answer is waited for a whole interval after its send, which is at the end of the wait for the one
+        # before
         turns = tau // 10 + 1
         period_s = max(4.0, (trip_s + (10 * turns - tau) * 0.4) / turns)
         assert found.utilization == pytest.approx([4.0 / period_s] * 2, rel=1e-12), tau
@@ -58,8 +59,10 @@ def test_the_syncers_link_is_shared() -> None:
 
 
 def test_fragments_queue_on_a_learners_connection() -> None:
-    # Both fragments are sent at one boundary, and the second push begins when the first is acknowledged: 1 + 2·0.5 later.
-    # Its answer is the last: 1 s up, 0.5 to the syncer, 0.5 notice, 0.5 request, 2 s down (the link is free by then), 0.5 back.
+    # Both fragments are sent at one boundary, and the second push begins when the first is acknowledged: 1 + 2·0.5
+    # later.
+    # Its answer is the last: 1 s up, 0.5 to the syncer, 0.5 notice, 0.5 request, 2 s down (the link is free by then),
+    # 0.5 back.
     exchange = ExchangePlan(Schedule(10, 2, 0, (10, 10)), [MEGABYTE] * 2, [2 * MEGABYTE] * 2)
     found = predict(star_network(1, 8e6, 8e6, 0.5), [0.1], [0.5], exchange)
     first_down_ends_s = 1 + 0.5 + 0.5 + 0.5 + 2 + 0.5
@@ -114,7 +117,7 @@ def test_activities_fill_a_learners_time() -> None:
         assert [a.end_s - a.begin_s for a in on_the_wire] == pytest.approx([1.0] * len(on_the_wire))
 
 
-# --- called rounds ------------------------------------------------------------------------------------------------------------
+#  called rounds ------------------------------------------------------------------------------------------------------------
 
 
 def called(every: int = 12, num_fragments: int = 4, quorum: Called | None = None) -> ExchangePlan:

@@ -1,4 +1,5 @@
-"""Beginnings and unequal learners: warm starts, late joiners, batches of different size, learners of a part of the model."""
+"""Beginnings and unequal learners: warm starts, late joiners, batches of different size, learners of a part of the
+model."""
 
 import threading
 from collections.abc import Callable, Mapping

@@ -68,7 +68,8 @@ def test_accumulation_is_the_same_step_to_rounding(tiny: Tiny) -> None:
         trainer.train()
         runs.append(weights(trainer))
     for name, value in runs[0].items():
-        # Two Adam steps of at most lr = 4e-3 each; fp32 gradients differ in the last bits, which Adam's normalisation enlarges.
+        # Two Adam steps of at most lr = 4e-3 each; fp32 gradients differ in the last bits, which Adam's normalisation
+        # enlarges.
         torch.testing.assert_close(value, runs[1][name], atol=2e-4, rtol=0)
 
 

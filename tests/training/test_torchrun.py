@@ -1,4 +1,5 @@
-"""`torchrun -m diloco train`: ranks that are one learner, and ranks that are learners; real processes over gloo on the CPU."""
+"""`torchrun -m diloco train`: ranks that are one learner, and ranks that are learners; real processes over gloo on the
+CPU."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """The command line: one file per command, imported when it is called.
 
-A command is a typed function `command` in the file that bears its name, or a Typer `app` there if it has commands of its own.
-`diloco --help` lists the summaries below without importing any of them.
+A command is a typed function `command` in the file that bears its name, or a Typer `app` there if it has commands of
+its own. `diloco --help` lists the summaries below without importing any of them.
 
 Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted.
 """
@@ -78,7 +78,8 @@ def _build() -> typer.Typer:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line on `argv` (default: `sys.argv[1:]`). Always ends in SystemExit, or in an error that is not ours."""
+    """Run the command line on `argv` (default: `sys.argv[1:]`). Always ends in SystemExit, or in an error that is not
+    ours."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # where the terminal's encoding has no τ

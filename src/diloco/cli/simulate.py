@@ -97,7 +97,8 @@ def _scene(config: "RunConfig", site: "Site | None", tape: Path | None) -> "tupl
 
 
 def _earlier(directory: Path, replace: bool) -> bool:
-    """Whether there is an earlier simulation, which may be replaced. Raises ConfigError for anything else that is there."""
+    """Whether there is an earlier simulation, which may be replaced. Raises ConfigError for anything else that is
+    there."""
     from diloco.planning.tape import is_simulation
 
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):

@@ -101,7 +101,8 @@ def _print(status: dict[str, Any]) -> None:
 
 
 def _participation(status: dict[str, Any]) -> str:
-    """Who is there, and who was in the newest merge: a run with everybody alive and half of them taking part is half a run."""
+    """Who is there, and who was in the newest merge: a run with everybody alive and half of them taking part is half a
+    run."""
     learners = status["learners"].values()
     line = f"{sum(it['live'] for it in learners)} live, {sum(it['healthy'] for it in learners)} healthy"
     merge = status["newest_merge"]

@@ -46,7 +46,8 @@ def command(
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to standard error.")
     ] = False,
 ) -> None:
-    """Train one learner's part of the run that RUN_FILE describes. Started by torchrun, the ranks are one learner together."""
+    """Train one learner's part of the run that RUN_FILE describes. Started by torchrun, the ranks are one learner
+    together."""
     from diloco.config import load_config
 
     if alone and isolated:
@@ -124,7 +125,8 @@ def _trainer(config: "RunConfig", part: "Part", as_json: bool) -> "Trainer":
 def _of_ranks(
     stack: ExitStack, config: "RunConfig", part: "Part", collective: bool, as_json: bool
 ) -> "tuple[Trainer, bool]":
-    """This process is a rank of the learner, or with `collective` a learner among the ranks; and whether it is the first."""
+    """This process is a rank of the learner, or with `collective` a learner among the ranks; and whether it is the
+    first."""
     from diloco.training.inner import choose_device
     from diloco.training.job import Job, local_rank, process_group
     from diloco.training.loop import Trainer
@@ -167,7 +169,8 @@ def _print(summary: "Summary", as_json: bool) -> None:
 
 @contextmanager
 def _stops_on_signals(trainer: "Trainer") -> "Iterator[None]":
-    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; the second ends the process."""
+    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; the second ends the
+    process."""
     before: dict[int, Any] = {}
 
     def stop(number: int, _: object) -> None:

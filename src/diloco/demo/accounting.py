@@ -10,8 +10,8 @@ KINDS = ("contributions", "updates", "joins", "control")
 def ring_all_reduce_bytes(num_learners: int, num_parameters: int) -> float:
     """What all learners together send for one data-parallel step: M · 2·(M − 1)/M · 2·N bytes in bf16.
 
-    A ring all-reduce of N values makes each of M learners send (M − 1)/M of them twice (reduce-scatter, then all-gather; Patarasu and
-    Yuan, "Bandwidth optimal all-reduce algorithms", 2009), at 2 bytes each.
+    A ring all-reduce of N values makes each of M learners send (M − 1)/M of them twice (reduce-scatter, then
+    all-gather; Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009), at 2 bytes each.
     """
     return num_learners * 2 * (num_learners - 1) / num_learners * 2 * num_parameters if num_learners else 0.0
 
@@ -19,9 +19,10 @@ def ring_all_reduce_bytes(num_learners: int, num_parameters: int) -> float:
 def baseline_bytes(timeline: Timeline, tokens_per_step: int) -> int:
     """What data parallel would have sent for the tokens that were trained while two or more learners were there.
 
-    Each step event of a learner says how many tokens it trained since its last one. They are that share of a full step of
-    `tokens_per_step` tokens, and the step costs what a ring of the learners that were there at that moment costs. Tokens of a lone
-    learner, the warm start first of all, cost nothing; so do steps of learners that are gone: both make the baseline look cheaper.
+    Each step event of a learner says how many tokens it trained since its last one. They are that share of a full step
+    of `tokens_per_step` tokens, and the step costs what a ring of the learners that were there at that moment costs.
+    Tokens of a lone learner, the warm start first of all, cost nothing; so do steps of learners that are gone: both
+    make the baseline look cheaper.
     """
     num_bytes = 0.0
     for process, steps in timeline.steps.items():

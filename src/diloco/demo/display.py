@@ -20,7 +20,8 @@ STYLES = {"killed": "bold red", "coming back": "yellow", "in the run": "green", 
 
 
 class Display:
-    """`show(state)` as often as one likes. A context manager; standard output, or standard error where that is for results."""
+    """`show(state)` as often as one likes. A context manager; standard output, or standard error where that is for
+    results."""
 
     def __init__(self, *, to_stderr: bool) -> None:
         self._console = Console(stderr=to_stderr)

@@ -75,7 +75,8 @@ class Plan:
 
     Attributes:
         steps: of the run, each over `sequences` sequences of `sequence_length` tokens in all.
-        kill_after: share of the common part after which the victim is killed: late enough to have merged, early enough to come back.
+        kill_after: share of the common part after which the victim is killed: late enough to have merged, early enough
+            to come back.
         isolated: train the learner that never communicates, too.
     """
 
@@ -147,7 +148,8 @@ def _may_go(directory: Path, run_file: Path) -> bool:
 
 
 def free_port() -> int:
-    """Of those below what systems give to outgoing connections: one of these could take the port while the syncer is started again.
+    """Of those below what systems give to outgoing connections: one of these could take the port while the syncer is
+    started again.
 
     Drawn by the system: processes that have seeded `random` alike must not draw alike.
     """

@@ -35,7 +35,8 @@ class Served:
 
 
 def fetch_served(config: RunConfig) -> Served:
-    """Ask the syncer once the learners have left, again while it is being restarted: for what it holds when all merges are done.
+    """Ask the syncer once the learners have left, again while it is being restarted: for what it holds when all merges
+    are done.
 
     Raises:
         ExchangeError: it does not come back.
@@ -73,7 +74,8 @@ def _patiently(ask: Callable[[], T]) -> T:
 
 
 def judge(config: RunConfig, state: Mapping[str, Tensor], sample_bytes: int) -> tuple[float, str]:
-    """Held-out loss of a model in nats per byte, on the sequences that the trainer's own evaluations use; and text that it writes."""
+    """Held-out loss of a model in nats per byte, on the sequences that the trainer's own evaluations use; and text that
+    it writes."""
     import torch
 
     from diloco.training.data import held_out_batches

@@ -1,4 +1,5 @@
-"""The story: one learner warms up alone and initialises the run, two more join, one is killed and comes back; then the controls.
+"""The story: one learner warms up alone and initialises the run, two more join, one is killed and comes back; then the
+controls.
 
 Everything is a real process: `diloco syncer` and `diloco train` on one run file, on loopback.
 """
@@ -124,7 +125,8 @@ class _Stage:
             time.sleep(POLL_S)
 
     def train_controls(self, tokens: int, steps: int) -> dict[str, dict[str, Any]]:
-        """Data parallel on exactly as many tokens, and a lone learner that makes as many steps as the longest of the run."""
+        """Data parallel on exactly as many tokens, and a lone learner that makes as many steps as the longest of the
+        run."""
         common = [
             "--json",
             "--set",

@@ -1,4 +1,5 @@
-"""The methods that the adviser compares: a grid of H, τ, P and codecs, each as a plan and as the `[method]` table of a run file."""
+"""The methods that the adviser compares: a grid of H, τ, P and codecs, each as a plan and as the `[method]` table of a
+run file."""
 
 from __future__ import annotations
 

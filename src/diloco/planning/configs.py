@@ -1,7 +1,8 @@
-"""Parameters and layers of a transformers `config.json`, counted from its numbers alone: neither torch nor transformers is imported.
+"""Parameters and layers of a transformers `config.json`, counted from its numbers alone: neither torch nor transformers
+is imported.
 
-A decoder is an embedding, L layers of attention and feed-forward, a last norm and a head. Families differ in biases, norms, and in how
-attention and feed-forward are built; those that are known are in `FAMILIES`.
+A decoder is an embedding, L layers of attention and feed-forward, a last norm and a head. Families differ in biases,
+norms, and in how attention and feed-forward are built; those that are known are in `FAMILIES`.
 """
 
 import difflib

@@ -3,9 +3,10 @@
     streaming-diloco   2H steps; a fragment is sent every g steps in turn      (arXiv 2501.18512 table 4, arXiv 2502.12996 table 5)
     scaling-laws       H + 10 steps of DiLoCo, 11 of data parallel             (arXiv 2503.09799 table 6)
 
-In both, a reduction is one pass of 16 bits a value (4 for FP4), reductions due after the end are not counted, and what is printed is the
-last bandwidth of a grid whose utilisation does not exceed the target: it does not reach it. The interval g is not H / P. The papers
-describe the graph; these rules were inferred from their tables. They are known at the published settings only and refused elsewhere.
+In both, a reduction is one pass of 16 bits a value (4 for FP4), reductions due after the end are not counted, and what
+is printed is the last bandwidth of a grid whose utilisation does not exceed the target: it does not reach it. The
+interval g is not H / P. The papers describe the graph; these rules were inferred from their tables. They are known at
+the published settings only and refused elsewhere.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class PublishedRun:
         return run_utilization(self.pattern, costs, self.num_steps)
 
     def printed(self, targets: Sequence[float]) -> list[Printed]:
-        """The cells of these targets (0 to 1): the last grid point whose utilisation, which rises, does not exceed the target."""
+        """The cells of these targets (0 to 1): the last grid point whose utilisation, which rises, does not exceed the
+        target."""
         at = lru_cache(self.utilization)
         return [_cell(bisect_right(GRID_GBIT_PER_S, target, key=at) - 1) for target in targets]
 
@@ -100,7 +102,8 @@ def published_run(
     convention: str, model: str, method: str, *, sync_every: int | None = None, overlap: int | None = None,
     num_fragments: int | None = None, up: str = "bf16", down: str | None = None, latency_s: float = 0.0,
 ) -> PublishedRun:  # fmt: skip
-    """The run of one row of a paper's table. H is that of the table: data parallel, which has no H, is run as long as the others.
+    """The run of one row of a paper's table. H is that of the table: data parallel, which has no H, is run as long as
+    the others.
 
     Raises:
         ConfigError: a setting that the paper has not published.
@@ -130,7 +133,8 @@ def published_run(
 
 
 def _pattern(num_layers: int, setting: Setting) -> Pattern:
-    """The whole model after steps H, 2H, …; or fragment ⌊t / g⌋ mod P after steps g, 2g, … (τ = 0) or 1, 1 + g, 1 + 2g, … (τ ≥ 1)."""
+    """The whole model after steps H, 2H, …; or fragment ⌊t / g⌋ mod P after steps g, 2g, … (τ = 0) or 1, 1 + g, 1 + 2g,
+    … (τ ≥ 1)."""
     every, tau = setting.sync_every, setting.overlap
     if setting.method in ("data-parallel", "diloco"):
         return Pattern(every, {every: range(num_layers, 0, -1)}, tau)

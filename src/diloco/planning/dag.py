@@ -1,9 +1,9 @@
 """Inner steps as a graph of compute nodes and reductions, run event by event.
 
-A learner's processor does one thing at a time: forward through layers 1..L, then for l = L..1 the backward pass by activations (not for
-l = 1) and by parameters. Each of these 3L − 1 nodes takes u seconds, a step C = (3L − 1)·u. The reduction of a layer is queued when its
-backward pass by parameters ends; its link is first-in-first-out. What step t launched for layer l has to be there before layer l's
-forward pass of step t + 1 + τ.
+A learner's processor does one thing at a time: forward through layers 1..L, then for l = L..1 the backward pass by
+activations (not for l = 1) and by parameters. Each of these 3L − 1 nodes takes u seconds, a step C = (3L − 1)·u. The
+reduction of a layer is queued when its backward pass by parameters ends; its link is first-in-first-out. What step t
+launched for layer l has to be there before layer l's forward pass of step t + 1 + τ.
 
 Streaming DiLoCo, arXiv 2501.18512, section 3.1.
 """
@@ -78,7 +78,8 @@ class Costs:
 
 
 class Interval(NamedTuple):
-    """What happened from `start_s` to `end_s`: the processor computes or waits, or a layer is on the link; `step` is the newest."""
+    """What happened from `start_s` to `end_s`: the processor computes or waits, or a layer is on the link; `step` is
+    the newest."""
 
     kind: Literal["compute", "wait", "up", "down"]
     start_s: float
@@ -162,12 +163,14 @@ class Execution:
         return self._down_free_s + costs.latency_s
 
     def ends_s(self) -> float:
-        """When the newest step ended and all that the next one starts with is there; what is due later is not counted."""
+        """When the newest step ended and all that the next one starts with is there; what is due later is not
+        counted."""
         due = (at_s for step, arrivals in self._due.items() if step <= self.step + 1 for _, at_s in arrivals)
         return max([self.now_s, *due])
 
     def state(self) -> tuple[float, ...]:
-        """The times that decide about what follows, in an order that depends on the step's place in the period alone."""
+        """The times that decide about what follows, in an order that depends on the step's place in the period
+        alone."""
         due = (at_s for _, arrivals in sorted(self._due.items()) for _, at_s in arrivals)
         return (self.now_s, self._up_free_s, *((self._down_free_s,) if self.costs.down_s else ()), *due)
 
@@ -183,9 +186,10 @@ def run_utilization(pattern: Pattern, costs: Costs, num_steps: int) -> float:
 def steady_utilization(pattern: Pattern, costs: Costs) -> float:
     """Compute ÷ wall clock of an endless run.
 
-    All times are maxima of sums of earlier ones, so the state x (what `Execution.state` gives) becomes periodic: after some periods it
-    grows by λ in each. Whatever x is, min_i (x_i(k + j) − x_i(k)) / j ≤ λ ≤ max_i (…) / j (Collatz and Wielandt), and λ is no less than
-    a period's compute, or its time on either direction of the link. The run ends when the bounds meet.
+    All times are maxima of sums of earlier ones, so the state x (what `Execution.state` gives) becomes periodic: after
+    some periods it grows by λ in each. Whatever x is, min_i (x_i(k + j) − x_i(k)) / j ≤ λ ≤ max_i (…) / j (Collatz and
+    Wielandt), and λ is no less than a period's compute, or its time on either direction of the link. The run ends when
+    the bounds meet.
 
     Baccelli, Cohen, Olsder, Quadrat 1992, Synchronization and Linearity, chapter 3.
 

@@ -17,11 +17,12 @@ def with_measurement(
 ) -> str:
     """The text of a site file in which the site of `learner` has the `measured` values.
 
-    A site that is not there is appended. Where a step time was measured, `speed` and `utilization` go. `defaults` are tables such as
-    `model`, added where the file has none; an empty text gives a new file.
+    A site that is not there is appended. Where a step time was measured, `speed` and `utilization` go. `defaults` are
+    tables such as `model`, added where the file has none; an empty text gives a new file.
 
     Raises:
-        ConfigError: the text is no site file, lacks what a site needs, or holds its sites in a form that is not understood here.
+        ConfigError: the text is no site file, lacks what a site needs, or holds its sites in a form that is not
+            understood here.
     """
     tables = read_toml(text, source)
     sites: list[dict[str, Any]] = tables.get("site", [])

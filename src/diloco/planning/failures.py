@@ -1,7 +1,8 @@
 """Monte Carlo of failures, stops and waiting: the goodput of any fleet, with its confidence interval.
 
-What steps together or alone is simulated from failure to failure, a whole stretch of steps at a time; learners that meet in rounds
-round by round (`diloco.planning.waiting`). Everything is seeded: the same fleet and seed, the same numbers.
+What steps together or alone is simulated from failure to failure, a whole stretch of steps at a time; learners that
+meet in rounds round by round (`diloco.planning.waiting`). Everything is seeded: the same fleet and seed, the same
+numbers.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _mean(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
-# ------------------------------------------------------------------------------------------------- from failure to failure
+# -------------------------------------------------------------------------------------------- from failure to failure
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ def _lock_step(fleet: Fleet, seed: int) -> _Step:
 
 
 def _running(rng: random.Random, rate: float, step: _Step, times: Times, elastic: bool, failures: int) -> float:
-    """Share of time in which a machine does not stand still, over whole cycles: from one with all chips there to the next."""
+    """Share of time in which a machine does not stand still, over whole cycles: from one with all chips there to the
+    next."""
     chance = step.chance_of_failure(rate)
     run_s = stopped_s = 0.0
     while failures > 0:

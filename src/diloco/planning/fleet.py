@@ -1,7 +1,8 @@
 """Goodput: which part of the accelerators' time trains the model when chips fail and learners differ in speed.
 
-Goodput is the work done, divided by the work of the same chips if nothing ever failed and nobody waited. A chip fails once in its mean
-time between interruptions (MTBI), independently of the others. How much stands still with it is what the modes differ in:
+Goodput is the work done, divided by the work of the same chips if nothing ever failed and nobody waited. A chip fails
+once in its mean time between interruptions (MTBI), independently of the others. How much stands still with it is what
+the modes differ in:
 
     data-parallel   all learners step together; a failure stops all of them until the chip is repaired and taken in
     elastic         all learners step together; a failure stops them while the job is scaled down, and again while it is scaled up
@@ -29,8 +30,8 @@ YEAR_S = 365.25 * 86400.0
 class Times:
     """How often chips fail and what a failure takes, in seconds.
 
-    The defaults reproduce the published table of Decoupled DiLoCo (arXiv 2604.21428), whose own times are not known: they are a fit,
-    in which only `repair_s` + `up_s` of about 80 s is well determined. Measure yours.
+    The defaults reproduce the published table of Decoupled DiLoCo (arXiv 2604.21428), whose own times are not known:
+    they are a fit, in which only `repair_s` + `up_s` of about 80 s is well determined. Measure yours.
 
     Attributes:
         mtbi_s: of one chip.
@@ -58,7 +59,8 @@ class Speeds:
     """How learners differ from each other, and from themselves.
 
     Attributes:
-        jitter: coefficient of variation of a learner's step time: standard deviation divided by mean, drawn anew every step.
+        jitter: coefficient of variation of a learner's step time: standard deviation divided by mean, drawn anew every
+            step.
         relative: each learner's speed, in steps per second compared with 1 / `Times.step_s`; empty: all are 1.
     """
 
@@ -79,15 +81,17 @@ class Speeds:
 class RoundRules:
     """When decoupled learners wait for each other.
 
-    The syncer opens a round when the first learner has made its next `sync_every` steps; every learner contributes at the end of its
-    own, and goes on for `overlap` steps before it needs the answer. The round closes when K running learners have contributed and the
-    grace window is over, which is min(cap, max(0, γ·(τ·ξ_step − ξ_quorum − ξ_sync))), or when all running learners have. The work of
-    those that are late is in the next round, where it does not count for the quorum. Learners that stand still are not waited for.
+    The syncer opens a round when the first learner has made its next `sync_every` steps; every learner contributes at
+    the end of its own, and goes on for `overlap` steps before it needs the answer. The round closes when K running
+    learners have contributed and the grace window is over, which is min(cap, max(0, γ·(τ·ξ_step − ξ_quorum − ξ_sync))),
+    or when all running learners have. The work of those that are late is in the next round, where it does not count for
+    the quorum. Learners that stand still are not waited for.
 
     Attributes:
         quorum: K; fewer where fewer learners run.
         grace: γ, 0 to 1. grace_cap_s: the longest grace window.
-        overlap: τ, in steps. wait: whether a learner waits for an answer it needs; this package's `DecoupledDiLoCo` never does.
+        overlap: τ, in steps. wait: whether a learner waits for an answer it needs; this package's `DecoupledDiLoCo`
+            never does.
         sync_every: steps from one round to the next: H, or H/P where P fragments take turns.
         sync_s: from the close of a round until the learners have its result.
     """
@@ -117,10 +121,12 @@ class Fleet:
         chips: of all learners; every learner has the same number.
         learners: M.
         mode: who stands still when a chip fails, see above.
-        elastic_learners: whether a decoupled learner goes on without its failed chips, or stands still until they are repaired.
+        elastic_learners: whether a decoupled learner goes on without its failed chips, or stands still until they are
+            repaired.
 
     Raises:
-        ConfigError: numbers that cannot be: fewer chips than learners, speeds of another number of learners, a quorum above M.
+        ConfigError: numbers that cannot be: fewer chips than learners, speeds of another number of learners, a quorum
+            above M.
     """
 
     chips: int
@@ -157,7 +163,8 @@ class Fleet:
 
     @property
     def has_rounds(self) -> bool:
-        """Whether it matters to decoupled learners when the others contribute: they differ, or must agree, or an answer is late."""
+        """Whether it matters to decoupled learners when the others contribute: they differ, or must agree, or an answer
+        is late."""
         if self.mode != "decoupled":
             return False
         differ = self.speeds.jitter > 0 or len(set(self.relative_speeds)) > 1 or self.rounds.quorum > 1
@@ -167,18 +174,20 @@ class Fleet:
 def availability(failures_per_s: float, step_s: float, times: Times, *, elastic: bool) -> float:
     """Share of time in which something that stops as a whole does not stand still.
 
-    With u = h / (1 − e^(−λh)), the mean time from the end of a stop to the end of the step in which the next failure falls,
+    With u = h / (1 − e^(−λh)), the mean time from the end of a stop to the end of the step in which the next failure
+    falls,
 
         not elastic   u / (u + T + t_up)
         elastic       u / (u + t_down + t_up / K)
 
-    where K failures share one repair: the first opens it, and up-scaling follows at the end of the step or stop in which T has passed. By
-    renewal theory, with μ = u + t_down from one failure to the next and σ² = u² − u·h its variance,
+    where K failures share one repair: the first opens it, and up-scaling follows at the end of the step or stop in
+    which T has passed. By renewal theory, with μ = u + t_down from one failure to the next and σ² = u² − u·h its
+    variance,
 
         K = 1 where T ≤ t_down, else max(1, T/μ + (σ² + μ²) / 2μ² + h/μ)
 
-    which is exact where T is many μ, and within a point of goodput elsewhere. A step in which chips fail still counts, several
-    failures in one step are one, failures during a stop are absorbed, and no work is lost.
+    which is exact where T is many μ, and within a point of goodput elsewhere. A step in which chips fail still counts,
+    several failures in one step are one, failures during a stop are absorbed, and no work is lost.
 
     Arguments:
         failures_per_s: λ, of all its chips together.
@@ -197,7 +206,8 @@ def availability(failures_per_s: float, step_s: float, times: Times, *, elastic:
 
 
 def closed_form(fleet: Fleet) -> float | None:
-    """Goodput from 0 to 1 by formula; None where waiting is random: step times that vary in lock-step, or learners that may wait."""
+    """Goodput from 0 to 1 by formula; None where waiting is random: step times that vary in lock-step, or learners that
+    may wait."""
     speeds, times = fleet.relative_speeds, fleet.times
     if fleet.has_rounds and fleet.rounds.wait:
         return None

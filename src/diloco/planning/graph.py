@@ -1,7 +1,8 @@
 """Compute utilisation of a method on a link: the part of the time in which a learner computes, in the long run.
 
-The model is the papers' graph of compute nodes and reductions (`dag.py`), with equal learners that do everything at the same time. Where
-the long run has a closed form it is used; elsewhere the graph is run until it is periodic. Every reduction is waited for.
+The model is the papers' graph of compute nodes and reductions (`dag.py`), with equal learners that do everything at the
+same time. Where the long run has a closed form it is used; elsewhere the graph is run until it is periodic. Every
+reduction is waited for.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from diloco.planning.workload import Workload
 PRECISION = 1e-6
 """Of a bandwidth that is searched for, relative."""
 _WIDEST = 2.0**30
-"""Times the bandwidth that carries a period's bits in a period's compute: what is not reached with it is never reached."""
+"""Times the bandwidth that carries a period's bits in a period's compute: what is not reached with it is never
+reached."""
 
 
 def strided(num_layers: int, num_fragments: int) -> list[tuple[int, ...]]:
-    """The layers (1..L) of each fragment in the order of the backward pass: fragment i has layers i + 1, i + 1 + P, …"""
+    """The layers (1..L) of each fragment in the order of the backward pass: fragment i has layers i + 1, i + 1 + P,
+    …"""
     return [
         tuple(range(num_layers, 0, -1)[(num_layers - 1 - i) % num_fragments :: num_fragments])
         for i in range(num_fragments)
@@ -74,7 +77,8 @@ def utilization(workload: Workload, setting: Setting, bit_per_s: float, down_bit
 
 
 def required_bit_per_s(workload: Workload, setting: Setting, target: float) -> float:
-    """The smallest bandwidth with a utilisation of at least `target` (0 to 1), to `PRECISION`; infinite where none has it."""
+    """The smallest bandwidth with a utilisation of at least `target` (0 to 1), to `PRECISION`; infinite where none has
+    it."""
     period_s = setting.sync_every * workload.step_s
     bits = workload.num_parameters * wire_format(setting.up).bits_per_value
     return smallest_rate(lambda rate: utilization(workload, setting, rate), target, start=bits / period_s)
@@ -104,7 +108,7 @@ def smallest_rate(value: Callable[[float], float], target: float, start: float, 
     return high
 
 
-# --- closed forms -----------------------------------------------------------------------------------------------------------
+#  closed forms -----------------------------------------------------------------------------------------------------------
 
 
 def has_closed_form(pattern: Pattern) -> bool:
@@ -115,8 +119,8 @@ def has_closed_form(pattern: Pattern) -> bool:
 def closed_form(pattern: Pattern, costs: Costs) -> float:
     """Compute ÷ wall clock of an endless run.
 
-    The period λ of H steps, where what is launched in step t would be there s_t after the end of that step (as its lowest layer's
-    forward pass sees it), on a link that was free:
+    The period λ of H steps, where what is launched in step t would be there s_t after the end of that step (as its
+    lowest layer's forward pass sees it), on a link that was free:
 
         τ = 0    λ = H·C + Σ_t max(0, s_t): all that is launched is waited for at once
         one t    λ = max(H·C, L·c_up, L·c_down, (s + ((m + 1)·H − τ)·C) / (m + 1)),  m = ⌊τ / H⌋: compute alone, the link alone, or
@@ -140,7 +144,8 @@ def closed_form(pattern: Pattern, costs: Costs) -> float:
 
 
 def late_s(costs: Costs, layers: Sequence[int]) -> float:
-    """How long after its turn in the next step's forward pass the lowest of these layers is there, if nothing else is on the link.
+    """How long after its turn in the next step's forward pass the lowest of these layers is there, if nothing else is
+    on the link.
 
     The first of a burst of k may hold up the others: with b_i the time at which the i-th is launched, n = k − i + 1,
 

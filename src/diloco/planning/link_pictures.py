@@ -19,13 +19,15 @@ SHOWN: tuple[Kind, ...] = ("compute", "waiting", "up", "down")
 SKIPPED = 3
 """Periods before the one that is drawn."""
 WIDEST, NUM_TRIED = 1000.0, 40
-"""What is drawn reaches this far at most, as a factor, to either side of what was asked for; bandwidths that are tried to find out."""
+"""What is drawn reaches this far at most, as a factor, to either side of what was asked for; bandwidths that are tried
+to find out."""
 LEAST_SHOWN, MOST_SHOWN = 0.1, 0.98
 """Of utilisation where curves begin and end."""
 
 
 def pictures(question: Question, points: Sequence[tuple[float, float]], at_bit_per_s: float) -> list[Picture]:
-    """The curve with its relatives and the points (bit/s, value) that were asked for, and a timeline of one period at one bandwidth."""
+    """The curve with its relatives and the points (bit/s, value) that were asked for, and a timeline of one period at
+    one bandwidth."""
     return [_curve(question, points), _timeline(question, at_bit_per_s)]
 
 

@@ -1,8 +1,9 @@
 """Transfers over links that share their capacity, in virtual time: bandwidth, queueing, shared bottlenecks, latency.
 
-A transfer runs over the links of its path at one rate. Transfers that are under way at the same time share every link fairly: rates are
-max-min fair, as long-lived TCP connections of like round-trip times come to be. A learner's transfers in one direction queue, as they do
-on its one connection. Latency is added at the end. Nothing here knows what the bytes are.
+A transfer runs over the links of its path at one rate. Transfers that are under way at the same time share every link
+fairly: rates are max-min fair, as long-lived TCP connections of like round-trip times come to be. A learner's transfers
+in one direction queue, as they do on its one connection. Latency is added at the end. Nothing here knows what the bytes
+are.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Path:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What has arrived: from whom or to whom, its size, and when it was sent, got its turn, left the last link and arrived."""
+    """What has arrived: from whom or to whom, its size, and when it was sent, got its turn, left the last link and
+    arrived."""
 
     number: int
     learner: int
@@ -117,7 +119,8 @@ class Network:
 
     @property
     def next_s(self) -> float:
-        """When the next transfer leaves its last link or arrives, if nothing is sent before; infinite where nothing is under way."""
+        """When the next transfer leaves its last link or arrives, if nothing is sent before; infinite where nothing is
+        under way."""
         ends = min((queue[0].ends_s for queue in self._queues.values()), default=math.inf)
         return min(ends, self._arriving[0][0] if self._arriving else math.inf)
 
@@ -165,7 +168,8 @@ class Network:
         self._share()
 
     def _share(self) -> None:
-        """Max-min fair rates: the link that gives least is filled first, its flows keep their share, and so on with what is left."""
+        """Max-min fair rates: the link that gives least is filled first, its flows keep their share, and so on with
+        what is left."""
         flows = [queue[0] for queue in self._queues.values()]
         rates = dict.fromkeys((flow.number for flow in flows), math.inf)
         left = {

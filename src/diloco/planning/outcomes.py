@@ -1,8 +1,8 @@
 """What a run comes to with one method: utilisation, hours, bytes, money, loss penalty.
 
-Time comes from the learners and the syncer in virtual time (`star.py`): their mean step times, their links and what they share. Bytes are
-payload: contributions, updates and gradients; a learner fetches the whole model once more when it joins. The loss penalty is that of
-`penalty.py`.
+Time comes from the learners and the syncer in virtual time (`star.py`): their mean step times, their links and what
+they share. Bytes are payload: contributions, updates and gradients; a learner fetches the whole model once more when it
+joins. The loss penalty is that of `penalty.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ LOST_STEPS, LOST_FLOOR_S, LOST_CAP_S = 20.0, 6.0, 120.0
 """When a syncer gives up a silent learner, by the defaults of a run file's `[syncer]`."""
 
 KEEPS_UP = 0.9
-"""Of decoupled learners: merges come at least so often as planned, with so many of the learners in them, or the penalty is not known."""
+"""Of decoupled learners: merges come at least so often as planned, with so many of the learners in them, or the penalty
+is not known."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def evaluate(case: Case, candidate: Candidate) -> Outcome:
     return _decoupled(case, candidate) if method == "decoupled" else _scheduled(case, candidate)
 
 
-# --- by method --------------------------------------------------------------------------------------------------------------
+#  by method --------------------------------------------------------------------------------------------------------------
 
 
 def _scheduled(case: Case, candidate: Candidate) -> Outcome:
@@ -127,7 +128,8 @@ def _decoupled(case: Case, candidate: Candidate) -> Outcome:
 
 
 def _data_parallel(case: Case, candidate: Candidate) -> Outcome:
-    """A ring all-reduce after every step: 2·(1 − 1/M)·bits over the slowest way, and a round trip (arXiv 2503.09799, without overlap)."""
+    """A ring all-reduce after every step: 2·(1 − 1/M)·bits over the slowest way, and a round trip (arXiv 2503.09799,
+    without overlap)."""
     steps = case.budget.tokens / case.budget.tokens_per_step
     step_s = max(learner.step_s for learner in case.learners) + reduce_s(case, candidate)
     utilization = tuple(learner.step_s / step_s for learner in case.learners)
@@ -166,10 +168,12 @@ def bit_per_s(case: Case, learner: SiteLearner, way: Literal["up", "down"]) -> f
 
 
 def _predict(case: Case, exchange: ExchangePlan, *, one_each: bool) -> tuple[Prediction, list[int]]:
-    """The prediction for a learner, and for how many learners it holds; equal ones do the same at the same time, and one stands for them.
+    """The prediction for a learner, and for how many learners it holds; equal ones do the same at the same time, and
+    one stands for them.
 
-    With g the greatest number that divides the numbers of learners of all sites, 1/g of the learners have 1/g of what is shared: the same
-    by symmetry. Where nothing is shared and everybody waits for everybody, one of each site is enough.
+    With g the greatest number that divides the numbers of learners of all sites, 1/g of the learners have 1/g of what
+    is shared: the same by symmetry. Where nothing is shared and everybody waits for everybody, one of each site is
+    enough.
     """
     numbers = [place.learners for place in case.site.site]
     copies = math.gcd(*numbers)
@@ -202,7 +206,7 @@ def _share_something(site: Site) -> bool:
     return site.syncer.up is not None or site.syncer.down is not None or any(place.shares for place in site.site)
 
 
-# --- what they share --------------------------------------------------------------------------------------------------------
+#  what they share --------------------------------------------------------------------------------------------------------
 
 
 def _outcome(

@@ -1,4 +1,5 @@
-"""Pictures of plans: lines, bars and timelines, each as a PNG file, and all of them in one self-contained HTML page with their tables.
+"""Pictures of plans: lines, bars and timelines, each as a PNG file, and all of them in one self-contained HTML page
+with their tables.
 
 matplotlib is imported when a picture is drawn, and its state machine (`pyplot`) is never used.
 """
@@ -31,10 +32,11 @@ KINDS: Mapping[Kind, tuple[str, float, float]] = {
     "compute": (BLUE, -0.2, 0.4), "waiting": ("#fbbf24", -0.2, 0.4), "stopped": ("#fca5a5", -0.2, 0.4),
     "up": (VIOLET, 0.23, 0.11), "down": (GREEN, -0.34, 0.11),
 }  # fmt: skip
-"""What a learner does: the colour, and where its band lies in the learner's row (bottom, height). Transfers run beside compute."""
+"""What a learner does: the colour, and where its band lies in the learner's row (bottom, height). Transfers run beside
+compute."""
 
 
-# ------------------------------------------------------------------------------------------------------------ what is drawn
+# ------------------------------------------------------------------------------------------------------ what is drawn
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Picture:
     rows: Sequence[Sequence[str]]
 
 
-# --------------------------------------------------------------------------------------------------------------- the figures
+# -------------------------------------------------------------------------------------------------------- the figures
 
 
 def lines(curves: Sequence[Line], x: Axis, y: Axis, *, height_in: float = 3.9) -> Figure:
@@ -266,7 +268,7 @@ def _legend(axes: Axes, entries: int) -> None:
                 columnspacing=1.4, borderaxespad=0.1)  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------------------- the files
+# ---------------------------------------------------------------------------------------------------------- the files
 
 
 def require() -> None:

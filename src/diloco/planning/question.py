@@ -1,7 +1,7 @@
 """One question about links: what bandwidth does a method need, and what does one come to?
 
-`Graph` asks the papers' graph of equal learners (`utilization.py`), `Around` learners around a syncer (`star.py`). Both say what a link
-is worth, 0 to 1; it rises with the bandwidth.
+`Graph` asks the papers' graph of equal learners (`utilization.py`), `Around` learners around a syncer (`star.py`). Both
+say what a link is worth, 0 to 1; it rises with the bandwidth.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Around:
         return pace(self.predict(bit_per_s), self.setting)
 
     def details(self, bit_per_s: float) -> dict[str, Any]:
-        """Utilisation in percent, H as achieved, age of an answer in steps, learners in a merge, of a link that is finite."""
+        """Utilisation in percent, H as achieved, age of an answer in steps, learners in a merge, of a link that is
+        finite."""
         if math.isinf(bit_per_s):
             return {}
         found = self.predict(bit_per_s)

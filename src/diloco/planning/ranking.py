@@ -13,7 +13,8 @@ from diloco.planning.site import Site
 from diloco.planning.units import SIZE
 
 TRAINING_BYTES = 16
-"""A parameter takes so many on every accelerator: fp32 weight, gradient and AdamW's two moments. A learner's ranks hold the same model."""
+"""A parameter takes so many on every accelerator: fp32 weight, gradient and AdamW's two moments. A learner's ranks hold
+the same model."""
 
 ALIKE, ROUNDING = 0.01, 1e-9
 """Hours, money or bytes that differ by less than this share count as the same."""
@@ -28,7 +29,8 @@ def case_of(site: Site) -> Case:
     """Check that a site file says what advice needs.
 
     Raises:
-        ConfigError: no `[model]` or `[budget]`, a batch that does not divide, or a model that does not fit an accelerator.
+        ConfigError: no `[model]` or `[budget]`, a batch that does not divide, or a model that does not fit an
+            accelerator.
     """
     workload = site.workload()
     if site.budget is None:
@@ -56,8 +58,9 @@ def case_of(site: Site) -> Case:
 def advise(case: Case, by: By = "hours") -> list[Outcome]:
     """The outcomes of all candidates, the best first.
 
-    First those whose penalty is known and allowed, then those whose penalty is known, then the others; in each group `by` the hours, the
-    money or the bytes, where values within one percent are the same, then by the penalty, then by the bytes.
+    First those whose penalty is known and allowed, then those whose penalty is known, then the others; in each group
+    `by` the hours, the money or the bytes, where values within one percent are the same, then by the penalty, then by
+    the bytes.
 
     Raises:
         ConfigError: by money, and nothing has a price.

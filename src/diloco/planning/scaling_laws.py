@@ -1,8 +1,8 @@
 """Published scaling laws: which loss to expect, and which learning rates and batch to begin with.
 
-Everything here is from "Scaling Laws for DiLoCo" (arXiv 2503.09799): power laws f(N, M) = A·N^a·M^b in the number of parameters N and
-of learners M, fitted to decoders that were trained on 20 tokens per parameter with H = 30. What was not measured is warned about, and
-what is not known is None.
+Everything here is from "Scaling Laws for DiLoCo" (arXiv 2503.09799): power laws f(N, M) = A·N^a·M^b in the number of
+parameters N and of learners M, fitted to decoders that were trained on 20 tokens per parameter with H = 30. What was
+not measured is warned about, and what is not known is None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from diloco.core.values import whole_number
 from diloco.planning.units import amount
 
 SEQUENCE_LENGTH = 2048
-"""Tokens per sequence of the batch fits. The paper's unit is inferred: with it the fits give batches of the size it used."""
+"""Tokens per sequence of the batch fits. The paper's unit is inferred: with it the fits give batches of the size it
+used."""
 
 PARAMETERS = (35e6, 2.4e9)
 LEARNERS = (1, 2, 4, 8)
@@ -54,9 +55,11 @@ class Expected:
     """What the fits say about one model, for DiLoCo with M learners beside data parallel.
 
     Attributes:
-        loss, data_parallel_loss: held-out, nats per token of the paper's data and tokenizer: compare them with each other.
-        loss_penalty_percent: how far `loss` is above `data_parallel_loss`; below zero where DiLoCo wins. The fits are off by up to
-            1.7 % of the published losses and the penalty by up to 1.1 points, at 35M; from 180M on by 1.1 % and 0.7 points.
+        loss, data_parallel_loss: held-out, nats per token of the paper's data and tokenizer: compare them with each
+            other.
+        loss_penalty_percent: how far `loss` is above `data_parallel_loss`; below zero where DiLoCo wins. The fits are
+            off by up to 1.7 % of the published losses and the penalty by up to 1.1 points, at 35M; from 180M on by 1.1
+            % and 0.7 points.
         inner_lr, data_parallel_lr: peak learning rate of AdamW.
         batch_sequences, batch_tokens, data_parallel_batch_sequences: global batch, of all learners together.
         outer_lr: of Nesterov SGD; None where it was not measured.

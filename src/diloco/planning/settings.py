@@ -28,10 +28,12 @@ class Setting:
     Attributes:
         method: data-parallel, diloco, streaming, eager or decoupled.
         sync_every: H, inner steps between two synchronisations of one fragment.
-        overlap: τ, inner steps between a send and the application of its answer; of decoupled it sizes the grace window.
+        overlap: τ, inner steps between a send and the application of its answer; of decoupled it sizes the grace
+            window.
         num_fragments: P.
         up: the codec of what a learner sends.
-        down: the codec of the answer, on the other direction of the link; None: a reduction is one pass, as in the papers.
+        down: the codec of the answer, on the other direction of the link; None: a reduction is one pass, as in the
+            papers.
         latency_s: of each pass.
     """
 
@@ -55,8 +57,8 @@ def setting_for(
 ) -> Setting:  # fmt: skip
     """A setting with what is not given filled in.
 
-    H = 1 for data parallel, 24 for decoupled, else 100. P = L / 3 for streaming and eager, 24 (or as many as there are layers) for
-    decoupled, else 1. τ = H for eager, 2 for decoupled, else 0.
+    H = 1 for data parallel, 24 for decoupled, else 100. P = L / 3 for streaming and eager, 24 (or as many as there are
+    layers) for decoupled, else 1. τ = H for eager, 2 for decoupled, else 0.
 
     Raises:
         ConfigError: numbers that the method cannot have, or that do not fit the model.

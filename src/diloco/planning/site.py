@@ -1,7 +1,7 @@
 """The site file: where the accelerators are, what joins them, what it costs and how it fails.
 
-One TOML file, read without torch; its tables are in `site_tables.py`. What a learner is, its links and its outages follow from it; the
-same file is read by the adviser, by simulations and written by `diloco plan measure`.
+One TOML file, read without torch; its tables are in `site_tables.py`. What a learner is, its links and its outages
+follow from it; the same file is read by the adviser, by simulations and written by `diloco plan measure`.
 """
 
 import math
@@ -53,7 +53,8 @@ class SiteLearner(NamedTuple):
     shares: tuple[str, ...]
 
     def step_seconds(self, step: int, seed: int = 0) -> float:
-        """How long its inner step of this number takes, seconds: log-normal, and the same whoever asks and in whatever order."""
+        """How long its inner step of this number takes, seconds: log-normal, and the same whoever asks and in whatever
+        order."""
         if self.jitter == 0:
             return self.step_s
         variance = math.log1p(self.jitter**2)
@@ -113,7 +114,7 @@ class Site(Table):
                     )
                 gone_until[index] = math.inf if fault.back is None else fault.back
 
-    # --- what follows from it ---------------------------------------------------------------------------------------------
+    #  what follows from it ---------------------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
@@ -160,7 +161,8 @@ class Site(Table):
         return Merging(self.syncer.merge_time, bytes_per_s)
 
     def outages(self, until_s: float) -> list[Outage]:
-        """Who is gone when, of all that begins before `until_s`, in order: the trace, or drawn from the mean time between failures.
+        """Who is gone when, of all that begins before `until_s`, in order: the trace, or drawn from the mean time
+        between failures.
 
         Each learner draws from its own seeded stream, so that another learner more or less changes nothing for it.
         """
@@ -187,7 +189,8 @@ class Site(Table):
         return [i for i, (own, place) in enumerate(zip(self.names, self.places, strict=True)) if name in (own, place.name)]  # fmt: skip
 
     def _step_s(self, place: SiteTable) -> float:
-        """6·N·D / (accelerators · peak · utilization): N parameters that a token uses, D tokens of a step, an equal share of the batch."""
+        """6·N·D / (accelerators · peak · utilization): N parameters that a token uses, D tokens of a step, an equal
+        share of the batch."""
         if place.step_time is not None:
             return place.step_time
         assert self.model is not None
@@ -218,7 +221,8 @@ class Site(Table):
 
 
 def load_site(path: str | FilePath) -> Site:
-    """Read a site file. Raises ConfigError naming file, key and value: missing, not TOML, unknown keys, impossible values."""
+    """Read a site file. Raises ConfigError naming file, key and value: missing, not TOML, unknown keys, impossible
+    values."""
     try:
         text = FilePath(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

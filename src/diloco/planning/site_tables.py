@@ -1,4 +1,5 @@
-"""The tables of a site file, each by itself: keys, units, defaults and what cannot be. `docs/site-file.md` lists every key.
+"""The tables of a site file, each by itself: keys, units, defaults and what cannot be. `docs/site-file.md` lists every
+key.
 
 Quantities are written with their units and held in base units (bit/s, s, bytes, USD per byte or s).
 """
@@ -73,7 +74,8 @@ class BudgetTable(Table):
 
 
 class SiteTable(Table):
-    """Learners of one kind at one place. Everything here is of one learner; with `learners = 4` there are four like it."""
+    """Learners of one kind at one place. Everything here is of one learner; with `learners = 4` there are four like
+    it."""
 
     name: Name
     learners: int = Field(default=1, ge=1)

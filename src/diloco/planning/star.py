@@ -1,8 +1,10 @@
-"""Learners around one syncer: what part of the time each computes, how long a synchronisation takes, how old an answer is.
+"""Learners around one syncer: what part of the time each computes, how long a synchronisation takes, how old an answer
+is.
 
-The papers' graph (`utilization.py`) has equal learners and a reduction in one pass, layer by layer. This is what a run with a syncer does:
-a fragment's encoded bytes up from every learner, a merge, a notice, a request, and the update down to every learner; over the links of
-each, with their latency, beside whatever else is on them. Its predictions are compared with runs of the real system.
+The papers' graph (`utilization.py`) has equal learners and a reduction in one pass, layer by layer. This is what a run
+with a syncer does: a fragment's encoded bytes up from every learner, a merge, a notice, a request, and the update down
+to every learner; over the links of each, with their latency, beside whatever else is on them. Its predictions are
+compared with runs of the real system.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Prediction:
 
     Attributes:
         utilization: of each learner, compute ÷ wall clock.
-        period_steps: inner steps of a learner, in the mean, between two merges of one fragment; H where the network keeps up.
+        period_steps: inner steps of a learner, in the mean, between two merges of one fragment; H where the network
+            keeps up.
         stale_steps: inner steps that a learner takes, in the mean, between sending a fragment and adopting the answer.
         contributors: learners in a merge, in the mean.
         activities: who did what when, where that was asked for.
@@ -59,7 +62,8 @@ class Prediction:
 def exchange_of(
     workload: Workload, setting: Setting, merging: Merging | None = None, called: Called | None = None
 ) -> ExchangePlan:
-    """The exchange of a setting: strided fragments of equal layers, in the exact bytes of their codecs; down as up by default."""
+    """The exchange of a setting: strided fragments of equal layers, in the exact bytes of their codecs; down as up by
+    default."""
     if setting.method == "data-parallel":
         raise ConfigError(
             "data parallel has no syncer; leave --learners and the syncer's options out, or use another method."
@@ -86,7 +90,8 @@ def predict(
 
     Arguments:
         network: all links, with nothing on them.
-        step_s, latency_s: of each learner: an inner step, and one way to the syncer; the latter as in the network's paths.
+        step_s, latency_s: of each learner: an inner step, and one way to the syncer; the latter as in the network's
+            paths.
         exchange: what is exchanged.
         num_steps: only of scheduled rounds: as long as a run is.
         copies: learners that each of these stands for.
@@ -199,7 +204,8 @@ class Learners:
 def predict_learners(
     workload: Workload, setting: Setting, learners: Learners, bit_per_s: float, *, traced: bool = False
 ) -> Prediction:
-    """`predict` for links of `bit_per_s` up and down. Equal learners do the same at the same time: one of them stands for all."""
+    """`predict` for links of `bit_per_s` up and down. Equal learners do the same at the same time: one of them stands
+    for all."""
     exchange, num = exchange_of(workload, setting, learners.merging), len(learners.speeds)
     step_s = [workload.step_s / speed for speed in learners.speeds]
     copies = num if len(set(step_s)) == 1 else 1
@@ -211,7 +217,8 @@ def predict_learners(
 
 
 def pace(prediction: Prediction, setting: Setting) -> float:
-    """What a link is judged by, 0 to 1: the mean utilisation; of decoupled learners, which always compute, H ÷ the H achieved."""
+    """What a link is judged by, 0 to 1: the mean utilisation; of decoupled learners, which always compute, H ÷ the H
+    achieved."""
     if setting.method != "decoupled":
         return prediction.mean_utilization
     return min(1.0, setting.sync_every / prediction.period_steps)

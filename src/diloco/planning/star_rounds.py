@@ -1,7 +1,8 @@
-"""Who sends what, and when, between learners and a syncer in virtual time: rounds by the schedule, and rounds that the syncer calls.
+"""Who sends what, and when, between learners and a syncer in virtual time: rounds by the schedule, and rounds that the
+syncer calls.
 
-`Scheduled` is DiLoCo, Streaming and eager updates: at a boundary sends come before applications, and a learner blocks until all that is
-due is there. `CalledRounds` is Decoupled DiLoCo: it never does.
+`Scheduled` is DiLoCo, Streaming and eager updates: at a boundary sends come before applications, and a learner blocks
+until all that is due is there. `CalledRounds` is Decoupled DiLoCo: it never does.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class ExchangePlan:
 
 
 class Scheduled(Star):
-    """Fragments are sent after the schedule's steps, every learner is in every round, and an answer that is due is waited for.
+    """Fragments are sent after the schedule's steps, every learner is in every round, and an answer that is due is
+    waited for.
 
     Attributes:
         window: inner steps after which everything may repeat: as many periods as an answer may take.
@@ -156,7 +158,8 @@ class CalledRounds(Star):
 
     Attributes:
         steps: inner steps of each learner so far.
-        stale_steps: of each learner, summed over adoptions: inner steps since the send before it, which adoption overwrites.
+        stale_steps: of each learner, summed over adoptions: inner steps since the send before it, which adoption
+            overwrites.
         num_adoptions: of each learner.
     """
 
@@ -197,7 +200,7 @@ class CalledRounds(Star):
         for station in self.stations:
             self._compute(station)
 
-    # --- learners ---------------------------------------------------------------------------------------------------------
+    #  learners ---------------------------------------------------------------------------------------------------------
 
     def _compute(self, station: Station) -> None:
         self.note(station.index, "compute", self.now_s, self.now_s + station.step_s)
@@ -242,7 +245,7 @@ class CalledRounds(Star):
     def received(self, station: Station, fragment: int) -> None:
         self._arrivals[station.index].add(fragment)  # adopted at the next boundary
 
-    # --- the syncer -------------------------------------------------------------------------------------------------------
+    #  the syncer -------------------------------------------------------------------------------------------------------
 
     def _heard(self, learner: int, step: int) -> None:
         self._clock += (step - self._reported[learner]) / len(self.stations)

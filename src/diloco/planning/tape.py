@@ -1,4 +1,5 @@
-"""What a recorded run says of its learners: how long their steps took, when they came, and when they were gone. Torch-free."""
+"""What a recorded run says of its learners: how long their steps took, when they came, and when they were gone.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class Recorded:
     Attributes:
         name, shard: as it had them.
         start_s: when it first took part.
-        paces: (steps, seconds of each) of stretches that follow one another, evaluations and checkpoints within them included and waiting
-            left out.
+        paces: (steps, seconds of each) of stretches that follow one another, evaluations and checkpoints within them
+            included and waiting left out.
         gone: from when to when its process was dead; None: to the end.
         warm_paces: likewise, of the warm start, if it made one.
     """

@@ -1,8 +1,8 @@
 """Wall clock: how long a training takes, by what its time goes into.
 
-The idealised model of "Scaling Laws for DiLoCo" (arXiv 2503.09799, its section on wall-clock time): a chip computes at a constant rate, an
-all-reduce is bound by bandwidth and latency, and nothing overlaps. For overlap, codecs per direction and a syncer, see
-`diloco.planning.graph` and `diloco.planning.star`.
+The idealised model of "Scaling Laws for DiLoCo" (arXiv 2503.09799, its section on wall-clock time): a chip computes at
+a constant rate, an all-reduce is bound by bandwidth and latency, and nothing overlaps. For overlap, codecs per
+direction and a syncer, see `diloco.planning.graph` and `diloco.planning.star`.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def wall_clock(job: TrainingPlan) -> WallClock:
         data parallel   [2·N·b/W1·(1 − 1/R) + ε1] every step
         M ≥ 2           [2·N·b/W0·(1 − M/R) + ε0] every step within a learner, [2·N·b/W1·(1 − 1/R) + ε1] every H steps across
 
-    with N·b bits in a reduction. The paper gives the formulas for a number of values and leaves the b bits of each to the reader; here it
-    is `bits` and `outer_bits`. Steps are rounded up, rounds down: the last period ends without one if it is not whole. With a chip for
-    each learner there is nothing to reduce within it.
+    with N·b bits in a reduction. The paper gives the formulas for a number of values and leaves the b bits of each to
+    the reader; here it is `bits` and `outer_bits`. Steps are rounded up, rounds down: the last period ends without one
+    if it is not whole. With a chip for each learner there is nothing to reduce within it.
 
     Source: arXiv 2503.09799, appendix on wall-clock time.
     """

@@ -1,7 +1,9 @@
-"""Decoupled learners that meet in rounds and may wait for each other, round by round and in many independent runs at once.
+"""Decoupled learners that meet in rounds and may wait for each other, round by round and in many independent runs at
+once.
 
-In every array a row is a run and a column a learner. A learner's state is the time of its next contribution, which is in the future of
-those that are late or stand still; a round is closed by comparing these times, so that nothing has to be replayed step by step.
+In every array a row is a run and a column a learner. A learner's state is the time of its next contribution, which is
+in the future of those that are late or stand still; a round is closed by comparing these times, so that nothing has to
+be replayed step by step.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ MOST_STOPS = 16  # of one learner on the way to one contribution that are rememb
 
 @dataclass(frozen=True)
 class RunShares:
-    """Shares of the time of one simulated run: work done, waiting, and of the running learners those that were in a round."""
+    """Shares of the time of one simulated run: work done, waiting, and of the running learners those that were in a
+    round."""
 
     goodput: float
     waiting: float
@@ -36,7 +39,8 @@ class RunShares:
 
 
 def simulate_rounds(fleet: Fleet, seed: int) -> list[RunShares]:
-    """Simulate decoupled learners that meet in rounds. Arguments: the fleet; a seed of the random numbers. Returns independent runs.
+    """Simulate decoupled learners that meet in rounds. Arguments: the fleet; a seed of the random numbers. Returns
+    independent runs.
 
     Raises:
         ConfigError: so many steps between rounds, or learners, that it would take minutes.
@@ -78,7 +82,8 @@ def simulate_rounds(fleet: Fleet, seed: int) -> list[RunShares]:
 
 
 class _Learners:
-    """What every learner of every run is doing: when it will have made its contribution, what is broken, what it did so far."""
+    """What every learner of every run is doing: when it will have made its contribution, what is broken, what it did so
+    far."""
 
     def __init__(self, fleet: Fleet, num_runs: int, rng: np.random.Generator) -> None:
         import numpy as np
@@ -108,7 +113,8 @@ class _Learners:
         self._waited_s = self._np.zeros(self._at_s.shape)
 
     def _begin_anywhere(self) -> None:
-        """Stops and repairs as they are found at any moment of a long run, so that a short run need not begin with all chips there."""
+        """Stops and repairs as they are found at any moment of a long run, so that a short run need not begin with all
+        chips there."""
         np, times = self._np, self._times
         shape, run_s = self._at_s.shape, self._step_s / -np.expm1(-self._rate * self._step_s)
         at, into = self._rng.random(shape), self._rng.random(shape)
@@ -133,7 +139,8 @@ class _Learners:
         self._num_stops[where] += 1
 
     def contribute(self, after: int, answered_s: Floats) -> None:
-        """Those that go on make the steps to their next contribution; before those that come `after` so many they need an answer."""
+        """Those that go on make the steps to their next contribution; before those that come `after` so many they need
+        an answer."""
         np, need_s, going = self._np, answered_s[:, None], self._goes_on
         self._step(after)
         if self._waits:
@@ -166,7 +173,8 @@ class _Learners:
             self._repaired_s[back] = np.inf
 
     def leave_the_late_behind(self, number: int) -> bool:
-        """Those whose contribution was made before the round opened go on, to another one for this round. Returns if there are any."""
+        """Those whose contribution was made before the round opened go on, to another one for this round. Returns if
+        there are any."""
         np = self._np
         opened_s = np.where(self._number >= number, self._at_s, np.inf).min(1)
         late = self._at_s < opened_s[:, None]
@@ -177,7 +185,8 @@ class _Learners:
     def close(self, rules: RoundRules, number: int, quorum_s: Floats) -> tuple[Floats, Floats, Floats]:
         """Close a round; those that are in it go on.
 
-        Returns when it closed, the moving average of what a quorum takes to form, and the share of the running learners that are in it.
+        Returns when it closed, the moving average of what a quorum takes to form, and the share of the running learners
+        that are in it.
         """
         from diloco.core.quorum import EMA
 

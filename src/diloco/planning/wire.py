@@ -50,7 +50,8 @@ class WireFormat:
 
 
 def wire_format(name: str) -> WireFormat:
-    """The size of a codec: "bf16", "e3m0", "int4:128", "2bit", "topk-64-bf16", "sign-pruned-0.25", as `--codec` takes them.
+    """The size of a codec: "bf16", "e3m0", "int4:128", "2bit", "topk-64-bf16", "sign-pruned-0.25", as `--codec` takes
+    them.
 
     Raises:
         ConfigError: a name that no codec has, or a parameter that it cannot have.

@@ -22,8 +22,8 @@ class Scenario:
         network: the links; None: everything arrives at once.
         faults: who is killed, and when.
         starts_s: when each learner starts; None: all at 0.
-        warm_step_s: seconds of the n-th step of the warm start (n from 0), at the full batch; where that is None, as many times those
-            of a first step as the full batch is larger.
+        warm_step_s: seconds of the n-th step of the warm start (n from 0), at the full batch; where that is None, as
+            many times those of a first step as the full batch is larger.
     """
 
     step_s: Callable[[int, int], float] = lambda *_: 1.0
@@ -34,7 +34,8 @@ class Scenario:
 
 
 def scenario_of_site(site: Site, run: RunConfig) -> Scenario:
-    """What a site file says. Failures at random are drawn for a hundred times as long as the run would take without any."""
+    """What a site file says. Failures at random are drawn for a hundred times as long as the run would take without
+    any."""
     learners = site.learners()
     horizon_s = 100.0 * run.schedule_steps * max(each.step_s for each in learners)
     faults = [

@@ -1,8 +1,9 @@
-"""A run in virtual time: the trainer, the learners and the syncer's state machine as they are, a network and faults that are modelled.
+"""A run in virtual time: the trainer, the learners and the syncer's state machine as they are, a network and faults
+that are modelled.
 
-The learners of a run file train their model in this process, one at a time. An inner step takes as long as the site file (or the tape
-of a recorded run) says, a transfer as long as the links let it, and everything else no time; nothing depends on how fast this machine
-is. Events are those of a real run, with `t` counted from the run's beginning.
+The learners of a run file train their model in this process, one at a time. An inner step takes as long as the site
+file (or the tape of a recorded run) says, a transfer as long as the links let it, and everything else no time; nothing
+depends on how fast this machine is. Events are those of a real run, with `t` counted from the run's beginning.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from diloco.training.sources import load_corpus
 class LearnerTime:
     """Where a learner's time went, in seconds: computing, waiting for answers, gone.
 
-    `utilisation`: the share of its time in the run, from its first step to its last and while it was there, that it computed.
+    `utilisation`: the share of its time in the run, from its first step to its last and while it was there, that it
+    computed.
     """
 
     compute_s: float
@@ -110,8 +112,8 @@ def simulate(
     """Train a run in virtual time, its events and checkpoints in `directory` as a real run's are in its own.
 
     Arguments:
-        configs: the run as each of its learners reads it, by name, in the order of their shards. The first one makes the warm start
-            and initialises the run; it starts as soon as any other.
+        configs: the run as each of its learners reads it, by name, in the order of their shards. The first one makes
+            the warm start and initialises the run; it starts as soon as any other.
         progress: shows how the first learner goes.
 
     Raises:

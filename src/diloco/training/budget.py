@@ -6,8 +6,9 @@ from collections.abc import Mapping
 class Budget:
     """Estimates the tokens of the whole run now, from what was last heard of it and from what this learner did since.
 
-    A learner hears of the run's tokens about once a second; until then it takes the others to go on at the pace that the
-    last report showed: run(now) ≈ run(heard) + own(since) · Δrun / Δown. Where reports come at every step it is exact.
+    A learner hears of the run's tokens about once a second; until then it takes the others to go on at the pace that
+    the last report showed: run(now) ≈ run(heard) + own(since) · Δrun / Δown. Where reports come at every step it is
+    exact.
     """
 
     def __init__(self, own: int, heard: int) -> None:

@@ -1,7 +1,8 @@
 """One checkpoint is one directory: tensors in safetensors, everything else in `manifest.json`, appearing all at once.
 
-It is written under a temporary name, every file is synced, and a rename makes it visible; so a crash at any moment leaves the previous
-checkpoint in place. The manifest carries the size and sha256 of the tensor file. Nothing is pickled.
+It is written under a temporary name, every file is synced, and a rename makes it visible; so a crash at any moment
+leaves the previous checkpoint in place. The manifest carries the size and sha256 of the tensor file. Nothing is
+pickled.
 """
 
 import hashlib
@@ -36,7 +37,8 @@ class SavedCheckpoint:
 
 
 def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> SavedCheckpoint:
-    """Write `state` (nested dicts, lists, tuples, tensors and plain values) as `directory/step-…`, then drop all but `keep`.
+    """Write `state` (nested dicts, lists, tuples, tensors and plain values) as `directory/step-…`, then drop all but
+    `keep`.
 
     Raises StoreError when it cannot be made durable; the earlier checkpoints are then untouched.
     """
@@ -91,7 +93,8 @@ def latest_checkpoint(directory: Path) -> Path:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state that was saved, tensors on the CPU.
 
-    Raises CheckpointError when a file is missing, damaged or of another format; the sentence names an earlier checkpoint if there is one.
+    Raises CheckpointError when a file is missing, damaged or of another format; the sentence names an earlier
+    checkpoint if there is one.
     """
     try:
         manifest = json.loads((path / _MANIFEST).read_bytes())

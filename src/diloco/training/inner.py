@@ -106,7 +106,8 @@ class InnerStep:
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:
-        """Spares the backward pass of what is left alone. The ranks of a learner agreed on their gradients when they were wrapped."""
+        """Spares the backward pass of what is left alone. The ranks of a learner agreed on their gradients when they
+        were wrapped."""
         spared = () if isinstance(self._model, DistributedDataParallel) else self._left_alone
         for parameter in spared:
             parameter.requires_grad_(False)
@@ -119,7 +120,8 @@ class InnerStep:
                 parameter.grad = None
 
     def _update(self) -> Tensor:
-        """Clip and step. The hook runs last, after one that exchanges gradients: their mean is clipped, with denormals intact."""
+        """Clip and step. The hook runs last, after one that exchanges gradients: their mean is clipped, with denormals
+        intact."""
         norms = []
 
         def clip(*_: object) -> None:

@@ -29,8 +29,8 @@ Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], LearnerLike]
 class Island:
     """Model, inner optimizer, data and learner of one part of a run.
 
-    It begins as a model that nobody else knows, reading every shard at the full batch of the run; `narrow` and `connect` make it a
-    learner. Every rank of a `job` has an island of its own, and all do the same.
+    It begins as a model that nobody else knows, reading every shard at the full batch of the run; `narrow` and
+    `connect` make it a learner. Every rank of a `job` has an island of its own, and all do the same.
 
     Attributes:
         tokens: trained by this part.
@@ -109,8 +109,8 @@ class Island:
         self.learner.close()
         self.learner = attach(self._trained, self.optimizer, step, tokens)
         if self.step > step:
-            # A late joiner reads its shard from where the run is, so that no two passes differ between learners, and nothing is read
-            # again that a warm start has read.
+            # A late joiner reads its shard from where the run is, so that no two passes differ between learners, and
+            # nothing is read again that a warm start has read.
             self.stream.position = self.step * max(self._config.share, self.stream.batch)
         self.count_anew()
 
@@ -161,7 +161,8 @@ class Island:
         self._beginning = (saved["step"], saved["run_tokens"])
 
     def begin_from(self, saved: dict[str, Any], path: Path) -> None:
-        """Begin a run with what a checkpoint, of any run, came to. Raises CheckpointError or ConfigError when that cannot be."""
+        """Begin a run with what a checkpoint, of any run, came to. Raises CheckpointError or ConfigError when that
+        cannot be."""
         self.take_over(saved, path)
         budget = self._config.run.tokens
         if saved["run_tokens"] >= budget:
@@ -169,7 +170,8 @@ class Island:
         self.stream.position = self.step * self.stream.batch
 
     def load(self, saved: dict[str, Any]) -> bool:
-        """Continue exactly (True), or with the run's newest model where the run has gone on (False); after `take_over`."""
+        """Continue exactly (True), or with the run's newest model where the run has gone on (False); after
+        `take_over`."""
         exact = self.learner.load_state_dict(saved["learner"])
         if self.learner.layout is None:  # else the learner has restored what it trains, and the rest is the run's
             self.model.load_state_dict(saved["model"])

@@ -1,6 +1,7 @@
 """The processes that act together: the ranks that torchrun started, or just this one.
 
-As one learner they hold the same model, share every batch, and agree on when to stop; the first rank speaks, writes and saves for all.
+As one learner they hold the same model, share every batch, and agree on when to stop; the first rank speaks, writes and
+saves for all.
 """
 
 import os
@@ -17,7 +18,8 @@ from diloco.errors import ConfigError
 from diloco.exchange.group import Group
 
 TIMEOUT_S = 24 * 3600.0
-"""How long a rank waits for the first one, which may itself wait for other learners. A rank that dies is noticed at once."""
+"""How long a rank waits for the first one, which may itself wait for other learners. A rank that dies is noticed at
+once."""
 
 
 class Job:

@@ -150,7 +150,8 @@ class Trainer:
 
     @property
     def _warming_up(self) -> bool:
-        """Whether the next step belongs to the warm start: one model at the full batch, before the run is initialised."""
+        """Whether the next step belongs to the warm start: one model at the full batch, before the run is
+        initialised."""
         return (
             self._begins
             and self.part.role != "baseline"  # which trains at the full batch all along
@@ -158,7 +159,8 @@ class Trainer:
         )
 
     def _warm_up(self) -> None:
-        """Begin the warm start: over a process group every learner brings its share of the batch, else this one takes it all."""
+        """Begin the warm start: over a process group every learner brings its share of the batch, else this one takes
+        it all."""
         if self._together is not None:
             self._island.narrow(self.part.shard, self.config.share)
             self._island.connect(self._together.data_parallel)

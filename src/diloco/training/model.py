@@ -1,4 +1,5 @@
-"""Build the model a run file describes: any causal language model of transformers, from a configuration or with weights."""
+"""Build the model a run file describes: any causal language model of transformers, from a configuration or with
+weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,8 @@ SMALL_LLAMA: dict[str, Any] = {
 def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> PreTrainedConfig:
     """The transformers configuration of a run; the table's own settings come last.
 
-    Raises ConfigError for an unknown model type or an unknown setting (with the nearest known one), or an unreadable config file.
+    Raises ConfigError for an unknown model type or an unknown setting (with the nearest known one), or an unreadable
+    config file.
     """
     if table.config is not None:
         if not table.config.is_file():
@@ -68,7 +70,8 @@ def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> Pr
 
 
 def build_model(table: ModelTable, vocab_size: int, sequence_length: int, seed: int) -> PreTrainedModel:
-    """The model in its initial state: from `seed` alone, or from `model.weights`. The caller's random state is left as it was.
+    """The model in its initial state: from `seed` alone, or from `model.weights`. The caller's random state is left as
+    it was.
 
     Raises ConfigError when the configuration or the weights cannot be used.
     """

@@ -12,7 +12,8 @@ from diloco.training.reporter import Reporter
 
 
 class Monitor:
-    """Looks at a part after every step, and tells its journal. Every rank of a part has one, for what they find together."""
+    """Looks at a part after every step, and tells its journal. Every rank of a part has one, for what they find
+    together."""
 
     def __init__(
         self, config: RunConfig, part: Part, island: Island, judge: Judge, job: Job, journal: Reporter

@@ -89,7 +89,8 @@ def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def merge_fragments(layout: Layout, thetas: Sequence[Tensor], static: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One named tensor of each parameter in its own dtype, from the flat fp32 fragments; and what training leaves alone."""
+    """One named tensor of each parameter in its own dtype, from the flat fp32 fragments; and what training leaves
+    alone."""
     state = dict(static)
     for fragment, theta in zip(layout.fragments, thetas, strict=True):
         dtypes = {placement.spec.name: placement.spec.dtype for placement in fragment.tensors}

@@ -1,4 +1,5 @@
-"""What a part of a run tells: events for programs, progress for people. Of several ranks only the first one tells anything."""
+"""What a part of a run tells: events for programs, progress for people. Of several ranks only the first one tells
+anything."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Where tokens come from: one corpus of training tokens and one of held-out tokens, either in memory or memory-mapped."""
+"""Where tokens come from: one corpus of training tokens and one of held-out tokens, either in memory or
+memory-mapped."""
 
 import hashlib
 import os
@@ -73,7 +74,8 @@ class Corpus:
     tokenizer: "PreTrainedTokenizerBase | None" = None
 
     def fingerprint(self) -> str:
-        """sha256 (hex) of sizes and of 64 stretches spread over both parts: tells one corpus from another without reading all."""
+        """sha256 (hex) of sizes and of 64 stretches spread over both parts: tells one corpus from another without
+        reading all."""
         digest = hashlib.sha256(str(self.vocab_size).encode())
         for tokens in (self.train, self.held_out):
             digest.update(str(len(tokens)).encode())
@@ -84,7 +86,8 @@ class Corpus:
 
 
 def load_corpus(data: DataTable) -> Corpus:
-    """The corpus that a run file describes. Raises ConfigError when it cannot be read or is too short for one sequence."""
+    """The corpus that a run file describes. Raises ConfigError when it cannot be read or is too short for one
+    sequence."""
     if data.kind == "stdlib":
         corpus = _stdlib()
     elif data.kind == "text":
@@ -103,7 +106,8 @@ def load_corpus(data: DataTable) -> Corpus:
 
 
 def _stdlib() -> Corpus:
-    """The `.py` files of the running interpreter's standard library, in path order; one in twenty is held out by its path."""
+    """The `.py` files of the running interpreter's standard library, in path order; one in twenty is held out by its
+    path."""
     root = Path(sysconfig.get_path("stdlib"))
     train: list[bytes] = []
     held_out: list[bytes] = []
@@ -116,7 +120,8 @@ def _stdlib() -> Corpus:
 
 
 def _stdlib_files(root: Path) -> Iterator[str]:
-    """Paths from `root`. What is skipped is not walked through: packages may be installed there, of ten times as many files."""
+    """Paths from `root`. What is skipped is not walked through: packages may be installed there, of ten times as many
+    files."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]
         relative = Path(folder).relative_to(root).as_posix()

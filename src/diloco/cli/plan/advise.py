@@ -40,7 +40,8 @@ def command(
         bool, typer.Option("--json", help="Print JSON: every setting, explained, and the run file.")
     ] = False,
 ) -> None:
-    """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss, and write the run file of the best."""
+    """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss, and write the run file of the
+    best."""
     from diloco.planning.ranking import advise, case_of
     from diloco.planning.runfile import run_file
     from diloco.planning.site import load_site

@@ -42,8 +42,8 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure this machine: the time of an inner step, and rate and latency of its link to the running syncer. As `diloco train`, under
-    torchrun too."""
+    """Measure this machine: the time of an inner step, and rate and latency of its link to the running syncer. As
+    `diloco train`, under torchrun too."""
     from diloco.config import load_config
 
     name = name or f"learner-{shard}"
