@@ -55,8 +55,13 @@ def row_of(command: str, num_runs: int) -> dict[str, Any]:
     answer_s = statistics.median(answer_s for _, answer_s in times)
     ratio = statistics.median(answer_s / import_s for import_s, answer_s in times)
     return {
-        "name": f"plan {command}", "value": answer_s, "unit": "s", "ratio": ratio, "target": None, "met": answer_s < LIMIT_S,
-    }  # fmt: skip
+        "name": f"plan {command}",
+        "value": answer_s,
+        "unit": "s",
+        "ratio": ratio,
+        "target": None,
+        "met": answer_s < LIMIT_S,
+    }
 
 
 def _timed(command: str, arguments: tuple[str, ...]) -> tuple[float, float]:

@@ -83,7 +83,7 @@ def measure(*, num_bytes: int, rounds: int, merge_elements: int) -> list[dict[st
         torch.set_num_threads(num_threads)
 
 
-#  rows -----------------------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _transfers(folder: Path, tls: bool, num_bytes: int, rounds: int) -> list[dict[str, Any]]:
@@ -193,7 +193,7 @@ def _layout(num_elements: int) -> Layout:
     return Layout((Fragment(0, (Placement(TensorSpec("weights", (num_elements,), "float32"), 0),)),), ())
 
 
-#  a syncer and its learners, as far as bytes go ------------------------------------------------------------------------
+# --- a syncer and its learners, as far as bytes go --------------------------------------------------------------------
 
 
 class _Learner:
@@ -237,8 +237,12 @@ class _Syncer:
         self.connections = [Connection(self._address, token=None, ca=ca, insecure=False) for _ in range(number)]
         parts = bytes_of(theta), memoryview(save({}))  # the fragment, and no static tensors
         header = pb.InitialiseHeader(
-            run=RUN, learner="0", layout=json.dumps(layout.to_dict()), source="benchmark", part_bytes=[len(part) for part in parts]
-        )  # fmt: skip
+            run=RUN,
+            learner="0",
+            layout=json.dumps(layout.to_dict()),
+            source="benchmark",
+            part_bytes=[len(part) for part in parts],
+        )
         self.connections[0].upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
         return [_Learner(connection, str(index), layout) for index, connection in enumerate(self.connections)]
 
@@ -260,9 +264,20 @@ class _Syncer:
 def _serving(method: Method, state: Path, trust: Path | None) -> Iterator[_Syncer]:
     """A fresh syncer process; with TLS if there is a directory with certificates."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.transfer", "--serve", json.dumps(method.to_dict()), str(state), str(trust or "")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.transfer",
+            "--serve",
+            json.dumps(method.to_dict()),
+            str(state),
+            str(trust or ""),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+    )
     try:
         assert process.stdout is not None
         address = process.stdout.readline().strip()

@@ -27,7 +27,11 @@ METHODS = {
         'method={preset = "DiLoCo", sync_every = 30, outer = {type = "Nesterov", lr = 0.7, momentum = 0.9}}'
     ],
     "DiLoCo, E3M0": [
-        'method={preset = "DiLoCo", sync_every = 30, codec = "e3m0", outer = {type = "Nesterov", lr = 0.7, momentum = 0.9}}'
+        (
+            'method={preset = "DiLoCo", sync_every = 30, codec = "e3m0", outer = {type = "Nesterov", lr = 0.7, '
+            "momentum = "
+            "0.9}}"
+        )
     ],
     "Streaming, E3M0, tau 5": [],  # as the example says
 }
@@ -76,8 +80,12 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
     ]
     with tempfile.TemporaryDirectory() as directory, two_sites(rate), ExitStack() as stack:
         work = Path(directory)
-        subprocess.run([_diloco(), "keys", "new", "keys", "--host", SITES["site-a"], "--learner", "site-a", "--learner", "site-b"],
-                       cwd=work, check=True, capture_output=True)  # fmt: skip
+        subprocess.run(
+            [_diloco(), "keys", "new", "keys", "--host", SITES["site-a"], "--learner", "site-a", "--learner", "site-b"],
+            cwd=work,
+            check=True,
+            capture_output=True,
+        )
         settings = [*common, f"syncer.address={SITES['site-a']}:7700", 'method.quorum={type = "AllLive", at_least = 2}']
         stack.callback(
             _stop, _start(work, "site-a", ["syncer", str(RUN_FILE), "--address", "0.0.0.0:7700"], settings, "syncer")
@@ -85,11 +93,23 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
         before = _link_bytes()
         learners = {
             site: _start(
-                work, site, ["train", str(RUN_FILE), "--name", site, "--shard", str(shard), "--json", *["--initialise"] * (shard == 0)],
-                [*settings, f"syncer.token_file=keys/{site}.token"], site,
+                work,
+                site,
+                [
+                    "train",
+                    str(RUN_FILE),
+                    "--name",
+                    site,
+                    "--shard",
+                    str(shard),
+                    "--json",
+                    *["--initialise"] * (shard == 0),
+                ],
+                [*settings, f"syncer.token_file=keys/{site}.token"],
+                site,
             )
             for shard, site in enumerate(SITES)
-        }  # fmt: skip
+        }
         for learner in learners.values():
             stack.callback(_stop, learner)
         for site, learner in learners.items():

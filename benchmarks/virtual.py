@@ -52,8 +52,13 @@ def _row(name: str, method: Method, num_pairs: int) -> dict[str, Any]:
     seconds = statistics.median(simulated for simulated, _ in pairs) / (NUM_LEARNERS * NUM_STEPS)
     ratio = statistics.median(simulated / bare for simulated, bare in pairs)
     return {
-        "name": f"64 learners, {name}", "value": seconds, "unit": "s", "ratio": ratio, "target": TARGET, "met": ratio <= TARGET,
-    }  # fmt: skip
+        "name": f"64 learners, {name}",
+        "value": seconds,
+        "unit": "s",
+        "ratio": ratio,
+        "target": TARGET,
+        "met": ratio <= TARGET,
+    }
 
 
 class _Part:

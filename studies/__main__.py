@@ -18,9 +18,21 @@ from pathlib import Path
 from studies.report import RESULTS, Study, add_options, markdown, run, show
 
 NAMES = (
-    "learners", "who_calls", "wire", "decoupled", "eager", "warm_start", "sync_interval", "streaming", "merge", "failures", "pool",
-    "non_iid", "inner", "poison",
-)  # fmt: skip
+    "learners",
+    "who_calls",
+    "wire",
+    "decoupled",
+    "eager",
+    "warm_start",
+    "sync_interval",
+    "streaming",
+    "merge",
+    "failures",
+    "pool",
+    "non_iid",
+    "inner",
+    "poison",
+)
 DOCS = Path(__file__).parents[1] / "docs" / "studies.md"
 INTRODUCTION = """# Studies
 

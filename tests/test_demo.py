@@ -31,9 +31,14 @@ def step(t: float, number: int, tokens: int) -> ev.Stepped:
 
 def merged(t: float, version: int, *contributors: str) -> ev.Merged:
     return ev.Merged(
-        t=t, fragment=0, round=version - 1, version=version, contributors=contributors, weights=(1.0,) * len(contributors),
+        t=t,
+        fragment=0,
+        round=version - 1,
+        version=version,
+        contributors=contributors,
+        weights=(1.0,) * len(contributors),
         tokens=(1,) * len(contributors),
-    )  # fmt: skip
+    )
 
 
 def read(directory: Path) -> Timeline:

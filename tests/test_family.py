@@ -77,7 +77,7 @@ class Constant:
 FRAGMENTS = diloco.Named([["layers.0.*"], ["layers.1.*", "layers.2.*"]])
 
 
-#  identities -------------------------------------------------------------------------------------------------------------
+# --- identities -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fragments", [diloco.Whole(), FRAGMENTS], ids=["whole", "two"])
@@ -137,7 +137,7 @@ def test_top_k_of_everything_is_lossless() -> None:
         assert torch.equal(one["parameters"], other["parameters"])
 
 
-#  golden trajectories ------------------------------------------------------------------------------------------------------
+# --- golden trajectories ----------------------------------------------------------------------------------------------
 
 
 def test_a_whole_interval_of_overlap_counts_no_work_twice() -> None:
@@ -238,7 +238,7 @@ def test_eager_learners_train_the_whole_model() -> None:
         diloco.run_local(live, learners=1)
 
 
-#  what holds in any run ------------------------------------------------------------------------------------------------
+# --- what holds in any run --------------------------------------------------------------------------------------------
 
 
 EVERY = {

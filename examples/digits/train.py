@@ -209,7 +209,8 @@ def main() -> None:
         worth = judge(served, data)
         same = all(torch.equal(value, local[name]) for name, value in served.items())
         print(
-            f"over a syncer: loss {worth.loss:.3f}, accuracy {worth.accuracy:.1%}; the bits of the local run: {'yes' if same else 'no'}"
+            f"over a syncer: loss {worth.loss:.3f}, accuracy {worth.accuracy:.1%}; the bits of the local run: "
+            f"{'yes' if same else 'no'}"
         )
     else:
         for division in ("mixed", "by class"):

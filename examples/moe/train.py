@@ -261,7 +261,8 @@ def compare(seeds: range, steps: int) -> dict[str, list[float]]:
             losses.setdefault(name, []).append(judge(result.state, held_out)[0])
     num_parameters = sum(p.numel() for p in Mixture().parameters())
     print(
-        f"{num_parameters:,} parameters; {LEARNERS} learners, {steps} steps, {steps // 4} of them before they part; {len(seeds)} seed(s)"
+        f"{num_parameters:,} parameters; {LEARNERS} learners, {steps} steps, {steps // 4} of them before they part; "
+        f"{len(seeds)} seed(s)"
     )
     print(f"  {'':<28}held-out loss   parameters trained by a learner")
     for name, values in losses.items():

@@ -80,7 +80,8 @@ def chosen(rates: Sequence[str] | None, methods: Sequence[str] | None, *, quick:
     collective, torchft = (rates if any(each in name for each in wanted) else () for name in (COLLECTIVE, TORCHFT))
     if not cases and not collective and not torchft:
         raise ValueError(
-            f"no method is called {', '.join(wanted)}; there are {', '.join(case.name for case in CASES)}, {COLLECTIVE}, {TORCHFT}"
+            f"no method is called {', '.join(wanted)}; there are {', '.join(case.name for case in CASES)}, "
+            f"{COLLECTIVE}, {TORCHFT}"
         )
     return Wanted(cases, rates, (), collective, torchft, QUICK if quick else LONG)
 

@@ -106,8 +106,14 @@ def exchange_for(case: Case, merging: Merging | None = None) -> ExchangePlan:
 
 
 def prediction(
-    case: Case, payload_bit_per_s: float, latency_s: float, merging: Merging, num_steps: int | None = None, *, narrower: float = 0.0
-) -> Prediction:  # fmt: skip
+    case: Case,
+    payload_bit_per_s: float,
+    latency_s: float,
+    merging: Merging,
+    num_steps: int | None = None,
+    *,
+    narrower: float = 0.0,
+) -> Prediction:
     """What the planner says, which is told no more than this: sizes, the rate that TCP carries, step time, latency, and
     the syncer's seconds for a round. `narrower`: the part by which each learner's link is narrower than the one
     before."""

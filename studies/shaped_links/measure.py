@@ -75,12 +75,21 @@ def measure(wanted: Wanted) -> dict[str, Any]:
     collective = [_equals_cell("a process group", run_collective, rate, wanted.span) for rate in wanted.collective]
     peer = [_equals_cell("torchft", run_torchft, rate, wanted.span) for rate in wanted.torchft]
     return {
-        "study": report.NAME, "step_s": STEP_S, "sync_every": SYNC_EVERY,
-        "told": {case.name: {"fragment_bytes": exchange_for(case).up_bytes[0], **it._asdict()} for case, it in told.items()},
-        "rows": rows, "in_turns": in_turns, "collective": collective, "torchft": peer, "summary": report.summary(rows) if rows else None,
-        "machine": {**found, "load_after": round(os.getloadavg()[0], 1)}, "seconds": round(time.monotonic() - began_s),
+        "study": report.NAME,
+        "step_s": STEP_S,
+        "sync_every": SYNC_EVERY,
+        "told": {
+            case.name: {"fragment_bytes": exchange_for(case).up_bytes[0], **it._asdict()} for case, it in told.items()
+        },
+        "rows": rows,
+        "in_turns": in_turns,
+        "collective": collective,
+        "torchft": peer,
+        "summary": report.summary(rows) if rows else None,
+        "machine": {**found, "load_after": round(os.getloadavg()[0], 1)},
+        "seconds": round(time.monotonic() - began_s),
         "date": datetime.now(UTC).date().isoformat(),
-    }  # fmt: skip
+    }
 
 
 def _told(case: Case) -> Told:

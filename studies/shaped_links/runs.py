@@ -79,8 +79,13 @@ def run_ours(sites: Sites, case: Case, num_steps: int, expected_s: float, *, pin
         merge_s = _merge_s(work / "state" / "events.jsonl")
     period = fmean([_period_steps(each["adopted"]) for each in said]) if case.is_called else None
     return Measured(
-        num_steps, *_shares(said, num_steps), period, said[0]["latency_s"], merge_s, fmean([each["blocked_s"] for each in said])
-    )  # fmt: skip
+        num_steps,
+        *_shares(said, num_steps),
+        period,
+        said[0]["latency_s"],
+        merge_s,
+        fmean([each["blocked_s"] for each in said]),
+    )
 
 
 def run_collective(sites: Sites, num_steps: int, expected_s: float) -> Measured:

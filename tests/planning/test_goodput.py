@@ -72,9 +72,13 @@ def test_the_page_is_up_to_date() -> None:
 
 @settings(max_examples=30)
 @given(
-    mtbf_s=st.floats(20.0, 1e6), step_s=st.floats(0.05, 20.0), down_s=st.floats(1.0, 200.0), repair_s=st.floats(5.0, 5000.0),
-    up_s=st.floats(1.0, 200.0), elastic=st.booleans(),
-)  # fmt: skip
+    mtbf_s=st.floats(20.0, 1e6),
+    step_s=st.floats(0.05, 20.0),
+    down_s=st.floats(1.0, 200.0),
+    repair_s=st.floats(5.0, 5000.0),
+    up_s=st.floats(1.0, 200.0),
+    elastic=st.booleans(),
+)
 def test_formula_and_simulation_agree_for_any_times(
     mtbf_s: float, step_s: float, down_s: float, repair_s: float, up_s: float, elastic: bool
 ) -> None:

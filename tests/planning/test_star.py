@@ -117,7 +117,7 @@ def test_activities_fill_a_learners_time() -> None:
         assert [a.end_s - a.begin_s for a in on_the_wire] == pytest.approx([1.0] * len(on_the_wire))
 
 
-#  called rounds ------------------------------------------------------------------------------------------------------------
+# --- called rounds ----------------------------------------------------------------------------------------------------
 
 
 def called(every: int = 12, num_fragments: int = 4, quorum: Called | None = None) -> ExchangePlan:

@@ -6,8 +6,20 @@ from diloco.core.codecs import CODECS, codec_from_name
 from diloco.errors import ConfigError
 from diloco.planning.wire import wire_format
 
-NAMES = [*CODECS, "int8:32", "int4:128", "e3m0:32768", "2bit:64", "2bit-4sigma", "2bit-4sigma:8", "topk-1-bf16", "topk-4096",
-         "topk-64-2bit", "sign-pruned-0.25-bf16", "sign-pruned-1e-05"]  # fmt: skip
+NAMES = [
+    *CODECS,
+    "int8:32",
+    "int4:128",
+    "e3m0:32768",
+    "2bit:64",
+    "2bit-4sigma",
+    "2bit-4sigma:8",
+    "topk-1-bf16",
+    "topk-4096",
+    "topk-64-2bit",
+    "sign-pruned-0.25-bf16",
+    "sign-pruned-1e-05",
+]
 COUNTS = (0, 1, 7, 63, 64, 65, 255, 4095, 4096, 4097, 32767, 32768, 32769, 100_003)
 
 

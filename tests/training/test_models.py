@@ -15,8 +15,12 @@ from diloco.training.model import build_model
 from diloco.training.pretrained import export_run
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
 def table(**keys: Any) -> ModelTable:

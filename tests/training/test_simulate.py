@@ -184,8 +184,17 @@ def test_what_comes_between_the_warm_start_and_the_run_is_no_step(tmp_path: Path
         t=1.0, run="r", learners=1, num_parameters=1, step=0, tokens=0, role="learner", shard=0, method={}
     )
     given = Initialised(t=9.0, learner="a", source="seed", layout_digest="d", num_parameters=1, step=20)
-    told = {"a": [begun, step(2.0, 10), step(4.0, 20), step(15.0, 30), step(20.0, 40), Waited(t=20.0, step=40, seconds=2.0, times=1)],
-            "syncer": [given, Joined(t=10.0, learner="a", incarnation=1, step=20)]}  # fmt: skip
+    told = {
+        "a": [
+            begun,
+            step(2.0, 10),
+            step(4.0, 20),
+            step(15.0, 30),
+            step(20.0, 40),
+            Waited(t=20.0, step=40, seconds=2.0, times=1),
+        ],
+        "syncer": [given, Joined(t=10.0, learner="a", incarnation=1, step=20)],
+    }
     for who, log in told.items():
         with EventLog(tmp_path / who / "events.jsonl", who) as file:
             for event in log:

@@ -122,11 +122,21 @@ def prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
     if directory.exists() and not _may_go(directory, run_file):
         raise ConfigError(f"{directory} holds something that is not a demo; choose another directory with --dir")
     text = RUN_FILE.format(
-        mark=MARK, directory=json.dumps(str(directory)), seed=seed, learners=NUM_LEARNERS, held_out=plan.held_out,
-        tokens=plan.steps * plan.sequences * plan.sequence_length, sequences=plan.sequences,
-        sequence_length=plan.sequence_length, warm_start_steps=plan.warm_start_steps, warmup_steps=min(50, plan.steps // 12),
-        steps=plan.steps, sync_every=plan.sync_every, checkpoint_every=plan.checkpoint_every, port=free_port(),
-    )  # fmt: skip
+        mark=MARK,
+        directory=json.dumps(str(directory)),
+        seed=seed,
+        learners=NUM_LEARNERS,
+        held_out=plan.held_out,
+        tokens=plan.steps * plan.sequences * plan.sequence_length,
+        sequences=plan.sequences,
+        sequence_length=plan.sequence_length,
+        warm_start_steps=plan.warm_start_steps,
+        warmup_steps=min(50, plan.steps // 12),
+        steps=plan.steps,
+        sync_every=plan.sync_every,
+        checkpoint_every=plan.checkpoint_every,
+        port=free_port(),
+    )
     try:
         if directory.exists():
             shutil.rmtree(directory)

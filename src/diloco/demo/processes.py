@@ -80,7 +80,8 @@ class Family:
                 continue
             if code > 0:
                 raise RunError(
-                    f"{child.name} failed with exit code {code}; the end of {self._log(child.name)} says why:\n{self._tail(child.name)}"
+                    f"{child.name} failed with exit code {code}; the end of {self._log(child.name)} says "
+                    f"why:\n{self._tail(child.name)}"
                 )
             now = time.monotonic()
             if child.restart_at is None:

@@ -80,32 +80,46 @@ def _cards(summary: dict[str, Any]) -> str:
     alone = "a learner that never communicates" if isolated is not None else "no isolated learner with --quick"
     cards = [
         (f"{summary['global_loss']:.3f}", "held-out loss of the global model, nats per byte"),
-        (f"{summary['baseline_loss']:.3f}", f"data parallel; the global model is at {summary['loss_gap_percent']:+.1f} %"),
+        (
+            f"{summary['baseline_loss']:.3f}",
+            f"data parallel; the global model is at {summary['loss_gap_percent']:+.1f} %",
+        ),
         (f"{summary['bytes_ratio']:.0f}×", "fewer bytes on the wire than data parallel, joins included"),
         ("–" if isolated is None else f"{isolated:.3f}", alone),
         (f"{kills}", "process killed, and back" if kills == 1 else "times a process was killed, and back"),
         (f"{summary['merges']}", "merges of a fragment"),
-    ]  # fmt: skip
+    ]
     return "".join(f'<div class="card"><b>{number}</b><span>{text}</span></div>' for number, text in cards)
 
 
 def _isolated_note(summary: dict[str, Any]) -> str:
     if summary["isolated_loss"] is None:
         return ""
-    return " The isolated learner goes on alone after the warm start, on a third of the tokens: its curve is drawn at the run's step."
+    return (
+        " The isolated learner goes on alone after the warm start, on a third of the tokens: its curve is drawn at the "
+        "run's step."
+    )
 
 
 def _counted(summary: dict[str, Any]) -> str:
     if summary["counted_on"] == "sockets":
         return "Counted by the kernel on the syncer's sockets, framing and retransmissions included."
-    return "This system does not count bytes per socket: these are message sizes as the learners counted them, without framing."
+    return (
+        "This system does not count bytes per socket: these are message sizes as the learners counted them, without "
+        "framing."
+    )
 
 
 def _participation(summary: dict[str, Any]) -> str:
     rows = [
-        (name, f"{100 * share:.0f} %", f"{summary['learner_steps'].get(name, 0):,}", f"{summary['blocked_s'].get(name, 0.0):.1f}")
+        (
+            name,
+            f"{100 * share:.0f} %",
+            f"{summary['learner_steps'].get(name, 0):,}",
+            f"{summary['blocked_s'].get(name, 0.0):.1f}",
+        )
         for name, share in summary["participation"].items()
-    ]  # fmt: skip
+    ]
     note = (
         '<p class="note">Blocked seconds are of the learner\'s last process. They include waiting for a processor.</p>'
     )

@@ -82,10 +82,19 @@ def tell(directory: Path, plan: Plan, seed: int, say: Say) -> DemoResult:
         global_loss, sample = stage.meanwhile("evaluating the global model", judged.result)
         timeline = stage.look()
     return DemoResult(
-        config=config, plan=plan, method=resolved_method(config), timeline=timeline, tokens=served.tokens, versions=served.versions,
-        ledger=served.ledger, global_loss=global_loss, sample=sample, learners=learners, controls=controls,
+        config=config,
+        plan=plan,
+        method=resolved_method(config),
+        timeline=timeline,
+        tokens=served.tokens,
+        versions=served.versions,
+        ledger=served.ledger,
+        global_loss=global_loss,
+        sample=sample,
+        learners=learners,
+        controls=controls,
         seconds=time.monotonic() - started,
-    )  # fmt: skip
+    )
 
 
 class _Stage:

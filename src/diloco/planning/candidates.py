@@ -38,6 +38,9 @@ class Candidate:
     setting: Setting
     table: dict[str, Any]
 
+    def __str__(self) -> str:
+        return f"{self.title}, {self.detail}"
+
     @property
     def title(self) -> str:
         """What people call it."""

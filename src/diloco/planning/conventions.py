@@ -44,14 +44,18 @@ class _Table:
 
 _TABLES = {
     "streaming-diloco": _Table(
-        {name: PRESETS[name].step_s for name in ("1b", "10b", "100b")}, ("data-parallel", "diloco", "streaming", "eager"), (30, 100),
+        {name: PRESETS[name].step_s for name in ("1b", "10b", "100b")},
+        ("data-parallel", "diloco", "streaming", "eager"),
+        (30, 100),
         ("bf16", "e3m0"),
     ),
     "scaling-laws": _Table(
-        {"10b": 0.893, **{name: PRESETS[name].step_s for name in ("llama-405b", "deepseek-v3")}}, ("data-parallel", "diloco"),
-        (10, 50, 100, 300), ("bf16",),
+        {"10b": 0.893, **{name: PRESETS[name].step_s for name in ("llama-405b", "deepseek-v3")}},
+        ("data-parallel", "diloco"),
+        (10, 50, 100, 300),
+        ("bf16",),
     ),
-}  # fmt: skip
+}
 
 
 class Printed(NamedTuple):
@@ -120,7 +124,8 @@ def published_run(
         _check(convention, "sync-every", every, table.sync_every)
     if down is not None or latency_s:
         raise ConfigError(
-            f"the convention {convention} knows no {'--codec-down' if down else '--latency'}; leave it out, or use --convention steady."
+            f"the convention {convention} knows no {'--codec-down' if down else '--latency'}; leave it out, or use "
+            "--convention steady."
         )
     workload = PRESETS[model].with_step(table.step_s[model])
     own_every = None if method == "data-parallel" else every
@@ -153,5 +158,6 @@ def _check(convention: str, what: str, value: object, published: tuple[object, .
     if value not in published:
         known = ", ".join(map(str, published))
         raise ConfigError(
-            f"the convention {convention} has no --{what} {value}: its paper published {known}; use one of these, or --convention steady."
+            f"the convention {convention} has no --{what} {value}: its paper published {known}; use one of these, or "
+            "--convention steady."
         )

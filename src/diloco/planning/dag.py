@@ -212,5 +212,6 @@ def steady_utilization(pattern: Pattern, costs: Costs) -> float:
                 return compute_s / max(most_s, compute_s)
         states.appendleft(newest)
     raise DilocoError(
-        f"the utilisation did not settle in {MAX_PERIODS} periods of {pattern.period} steps; change the bandwidth a little."
+        f"the utilisation did not settle in {MAX_PERIODS} periods of {pattern.period} steps; change the bandwidth a "
+        "little."
     )

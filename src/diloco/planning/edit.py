@@ -42,7 +42,8 @@ def with_measurement(
     new = head + ("\n" if head and lines else "") + "\n".join(lines) + "\n"
     if not _reads_as(new, validate(Site, {**tables, **missing, "site": sites}, source)):
         raise ConfigError(
-            f"{source} holds its sites in a form that cannot be extended; write each as a [[site]] table, one line for each key"
+            f"{source} holds its sites in a form that cannot be extended; write each as a [[site]] table, one line for "
+            "each key"
         )
     return new
 

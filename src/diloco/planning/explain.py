@@ -34,15 +34,19 @@ def _period(workload: Workload, setting: Setting, step_s: float) -> list[str]:
     )
     sentences = [
         f"H = {every} steps compute for {TIME.show(every * step_s)}.",
-        (f"Meanwhile {workload.num_parameters:,.0f} values of {codec.bits_per_value:g} bits ({setting.up}) are sent: {sends}. "
-         f"Carried without a pause that is {least}, the least that any overlap could do with."),
-    ]  # fmt: skip
+        (
+            f"Meanwhile {workload.num_parameters:,.0f} values of {codec.bits_per_value:g} bits ({setting.up}) are "
+            f"sent: {sends}. "
+            f"Carried without a pause that is {least}, the least that any overlap could do with."
+        ),
+    ]
     if setting.method == "decoupled":
         sentences.append("Nobody waits: a link that is too narrow makes H longer and answers older.")
     elif tau:
         slack = TIME.show(tau * step_s)
         sentences.append(
-            f"With τ = {tau} a send may take {tau} inner step{'s' * (tau > 1)}, {slack}, before its answer is waited for."
+            f"With τ = {tau} a send may take {tau} inner step{'s' * (tau > 1)}, {slack}, before its answer is waited "
+            "for."
         )
     else:
         sentences.append("With τ = 0 every send is waited for at once.")
@@ -58,7 +62,10 @@ def _graph(question: Graph, bit_per_s: float) -> list[str]:
         if has_closed_form(pattern_of(num_layers, setting))
         else "by running the graph until it is periodic"
     )
-    nodes = f"A step is {3 * num_layers - 1} nodes of {TIME.show(costs.node_s)}; a layer is sent as soon as its gradient is there."
+    nodes = (
+        f"A step is {3 * num_layers - 1} nodes of {TIME.show(costs.node_s)}; a layer is sent as soon as its gradient "
+        "is there."
+    )
     sentences = [nodes]
     if setting.down is not None:
         sentences.append(
@@ -84,14 +91,16 @@ def _around(question: Around, bit_per_s: float) -> list[str]:
     pace = "on links without limit" if math.isinf(share) else f"at {RATE.show(share)}"
     sentences = [
         (f"A fragment is {SIZE.show(up)} up and {SIZE.show(down)} down; {pace} for each of {num} learners, and with "
-         f"{TIME.show(merge_s)} for the merge and {TIME.show(4 * setting.latency_s)} of latency (up, notice, request, down), its answer "
+         f"{TIME.show(merge_s)} for the merge and {TIME.show(4 * setting.latency_s)} of latency (up, notice, request, "
+         "down), its answer "
          f"comes after {TIME.show(answer_s)} if nothing is before it."),
     ]  # fmt: skip
     found = question.predict(bit_per_s)
     if setting.method == "decoupled":
         late = "for ever" if math.isinf(found.stale_steps) else f"{found.stale_steps:.3g} steps"
         sentences.append(
-            f"Run in virtual time, a fragment is merged every {found.period_steps:.4g} steps and an answer is {late} old."
+            f"Run in virtual time, a fragment is merged every {found.period_steps:.4g} steps and an answer is {late} "
+            "old."
         )
     else:
         each = ", ".join(f"{100 * value:.4g} %" for value in sorted(set(found.utilization)))

@@ -71,7 +71,8 @@ class Speeds:
         _not_negative("Speeds(jitter=…)", self.jitter)
         if self.jitter > MOST_JITTER:
             raise ConfigError(
-                f"step times that vary by {100 * self.jitter:g} % of their mean cannot be simulated; give {100 * MOST_JITTER:g} % or less."
+                f"step times that vary by {100 * self.jitter:g} % of their mean cannot be simulated; give "
+                f"{100 * MOST_JITTER:g} % or less."
             )
         for speed in self.relative:
             amount("a learner's speed", speed)

@@ -47,7 +47,8 @@ def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> Picture:
     return Picture(
         "goodput",
         "Goodput against chips",
-        "Work done, in percent of what the same chips would do if nothing failed and nobody waited. What steps together stands still "
+        "Work done, in percent of what the same chips would do if nothing failed and nobody waited. What steps "
+        "together stands still "
         "together, so the more chips, the less each of them does; learners of their own keep a failure to themselves.",
         figure,
         ("chips", *(f"{title(fleet, mode)}, %" for mode in curves)),
@@ -101,9 +102,10 @@ def _against_quorum(fleet: Fleet, seed: int) -> Picture:
     return Picture(
         "quorum",
         "What a quorum costs, and what it gets",
-        "A higher quorum waits for slower learners; a low one closes a round without them. The grace window uses the time in which "
-        f"nobody waits yet. In time: running learners whose work is in the round it was made for. Overlap of {fleet.rounds.overlap} steps"
-        + (", and no learner ever waits." if not fleet.rounds.wait else "."),
+        "A higher quorum waits for slower learners; a low one closes a round without them. The grace window uses the "
+        "time in which "
+        "nobody waits yet. In time: running learners whose work is in the round it was made for. Overlap of "
+        f"{fleet.rounds.overlap} steps" + (", and no learner ever waits." if not fleet.rounds.wait else "."),
         lines(drawn, Axis("quorum, learners", ticks=tuple(quorums)), Axis("share, %", low=0, high=103)),
         ("quorum", *(f"{what} {name}, %" for name in found for what in ("goodput", "in time"))),
         [

@@ -108,7 +108,7 @@ def smallest_rate(value: Callable[[float], float], target: float, start: float, 
     return high
 
 
-#  closed forms -----------------------------------------------------------------------------------------------------------
+# --- closed forms -----------------------------------------------------------------------------------------------------
 
 
 def has_closed_form(pattern: Pattern) -> bool:
@@ -135,7 +135,8 @@ def closed_form(pattern: Pattern, costs: Costs) -> float:
         return compute_s / (compute_s + sum(stalls))
     if len(pattern.layers_after) != 1:
         raise ConfigError(
-            f"launches in {len(pattern.layers_after)} steps of a period with an overlap of {tau} steps have no closed form; run the graph."
+            f"launches in {len(pattern.layers_after)} steps of a period with an overlap of {tau} steps have no closed "
+            "form; run the graph."
         )
     [layers] = pattern.layers_after.values()
     turns = tau // pattern.period + 1

@@ -51,9 +51,13 @@ def _curve(question: Question, points: Sequence[tuple[float, float]]) -> Picture
     figure = lines([*curves, asked], Axis("Gbit/s of a learner's link", log=True), Axis(label, low=0, high=103))
     rows = [(f"{100 * value:.4g} %", RATE.show(rate)) for rate, value in points]
     return Picture(
-        "utilization", f"{question.workload.name}: what a link is worth",
-        f"{_described(question.setting)}; the others have the same H and codec.", figure, (question.measure, "link"), rows,
-    )  # fmt: skip
+        "utilization",
+        f"{question.workload.name}: what a link is worth",
+        f"{_described(question.setting)}; the others have the same H and codec.",
+        figure,
+        (question.measure, "link"),
+        rows,
+    )
 
 
 def _range(relatives: Sequence[Question], asked: Sequence[float]) -> tuple[float, float]:
@@ -82,9 +86,11 @@ def _relatives(question: Question) -> Iterable[tuple[str, Question]]:
         return
     every = own.sync_every if own.method != "data-parallel" else 100
     wanted: list[tuple[str, str, dict[str, int]]] = [
-        ("diloco", "diloco", {"sync_every": every}), ("streaming", "streaming", {"sync_every": every}),
-        ("streaming, τ = 1", "streaming", {"sync_every": every, "overlap": 1}), ("eager", "eager", {"sync_every": every}),
-    ]  # fmt: skip
+        ("diloco", "diloco", {"sync_every": every}),
+        ("streaming", "streaming", {"sync_every": every}),
+        ("streaming, τ = 1", "streaming", {"sync_every": every, "overlap": 1}),
+        ("eager", "eager", {"sync_every": every}),
+    ]
     if isinstance(question, Graph):
         wanted.insert(0, ("data parallel", "data-parallel", {}))
     for name, method, options in wanted:

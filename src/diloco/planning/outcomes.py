@@ -96,7 +96,7 @@ def evaluate(case: Case, candidate: Candidate) -> Outcome:
     return _decoupled(case, candidate) if method == "decoupled" else _scheduled(case, candidate)
 
 
-#  by method --------------------------------------------------------------------------------------------------------------
+# --- by method --------------------------------------------------------------------------------------------------------
 
 
 def _scheduled(case: Case, candidate: Candidate) -> Outcome:
@@ -195,24 +195,35 @@ def _part_of(site: Site, kept: Sequence[int], copies: int) -> Site:
         name: None if rate is None else rate / copies
         for name, rate in (("up", site.syncer.up), ("down", site.syncer.down))
     }
-    return site.model_copy(update={
-        "site": tuple(place.model_copy(update={"learners": n}) for place, n in zip(site.site, kept, strict=True)),
-        "link": tuple(link.model_copy(update={"up": link.up / copies, "down": link.down / copies}) for link in site.link),
-        "syncer": site.syncer.model_copy(update=parts),
-    })  # fmt: skip
+    return site.model_copy(
+        update={
+            "site": tuple(place.model_copy(update={"learners": n}) for place, n in zip(site.site, kept, strict=True)),
+            "link": tuple(
+                link.model_copy(update={"up": link.up / copies, "down": link.down / copies}) for link in site.link
+            ),
+            "syncer": site.syncer.model_copy(update=parts),
+        }
+    )
 
 
 def _share_something(site: Site) -> bool:
     return site.syncer.up is not None or site.syncer.down is not None or any(place.shares for place in site.site)
 
 
-#  what they share --------------------------------------------------------------------------------------------------------
+# --- what they share --------------------------------------------------------------------------------------------------
 
 
 def _outcome(
-    case: Case, candidate: Candidate, utilization: tuple[float, ...], steps: float, step_s: float, seconds: float, up_bytes: float,
-    down_bytes: float, prediction: Prediction | None,
-) -> Outcome:  # fmt: skip
+    case: Case,
+    candidate: Candidate,
+    utilization: tuple[float, ...],
+    steps: float,
+    step_s: float,
+    seconds: float,
+    up_bytes: float,
+    down_bytes: float,
+    prediction: Prediction | None,
+) -> Outcome:
     slowdown = slowdown_by_failures(case, candidate, step_s)
     hours = seconds * slowdown / 3600
     return Outcome(
@@ -274,7 +285,8 @@ def _penalty(case: Case, candidate: Candidate, prediction: Prediction | None) ->
     every, num = candidate.setting.sync_every, len(case.learners)
     if every < KEEPS_UP * prediction.period_steps or prediction.contributors < KEEPS_UP * num:
         reason = (
-            f"a fragment is merged every {prediction.period_steps:.3g} steps with {prediction.contributors:.2g} of {num} learners in it, "
+            f"a fragment is merged every {prediction.period_steps:.3g} steps with {prediction.contributors:.2g} of "
+            f"{num} learners in it, "
             f"and measured every {every} steps with nearly all"
         )  # fmt: skip
         return Penalty((*penalty.terms, Term("merges on these links", None, reason)))

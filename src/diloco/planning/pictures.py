@@ -227,12 +227,12 @@ def _scale(axis: object, set_scale: Callable[..., None], set_limits: Callable[..
     axis.set_major_formatter(lambda value, _: short(value))
 
 
-def short(value: float) -> str:
-    """A count as short as the field writes it: 1500 → "1.5k", 1.2e6 → "1.2M", 70e9 → "70B"."""
+def short(value: float, digits: int = 6) -> str:
+    """A count as the field writes it, to `digits` significant digits: 1500 → "1.5k", 1.2e6 → "1.2M", 70e9 → "70B"."""
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
-            return f"{value / factor:g}{suffix}"
-    return f"{value:g}"
+            return f"{value / factor:.{digits}g}{suffix}"
+    return f"{value:.{digits}g}"
 
 
 def _name_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], height_in: float) -> None:
@@ -257,10 +257,18 @@ def _name_points(axes: Axes, points: Sequence[tuple[str, float, float, str]]) ->
     for label, x, y, colour in points:
         is_right = float(to_axes.transform((x, y))[0]) > 0.8
         axes.annotate(
-            label, (x, y), (-9 if is_right else 9, -4), textcoords="offset points", color=colour, fontsize=SMALL, fontweight="bold",
-            va="top", ha="right" if is_right else "left", zorder=6,
+            label,
+            (x, y),
+            (-9 if is_right else 9, -4),
+            textcoords="offset points",
+            color=colour,
+            fontsize=SMALL,
+            fontweight="bold",
+            va="top",
+            ha="right" if is_right else "left",
+            zorder=6,
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
-        )  # fmt: skip
+        )
 
 
 def _legend(axes: Axes, entries: int) -> None:

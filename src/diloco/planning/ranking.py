@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from diloco.errors import ConfigError
 from diloco.planning.candidates import candidates
@@ -19,8 +19,9 @@ the same model."""
 ALIKE, ROUNDING = 0.01, 1e-9
 """Hours, money or bytes that differ by less than this share count as the same."""
 
-STANDINGS = ("allowed", "not allowed", "not known")
-"""Of a penalty."""
+Standing = Literal["allowed", "not allowed", "not known"]
+STANDINGS: tuple[Standing, ...] = get_args(Standing)
+"""Of a loss penalty, the best first."""
 
 By = Literal["hours", "usd", "bytes"]
 
@@ -39,7 +40,8 @@ def case_of(site: Site) -> Case:
     for place in site.site:
         if place.memory is not None and place.memory < needed:
             raise ConfigError(
-                f"the model does not fit site {place.name}: its {workload.num_parameters:.4g} parameters take {SIZE.show(needed)} on every "
+                f"the model does not fit site {place.name}: its {workload.num_parameters:.4g} parameters take "
+                f"{SIZE.show(needed)} on every "
                 f"accelerator ({TRAINING_BYTES} bytes each to train) and there are {SIZE.show(place.memory)}; "
                 "take a smaller model, or larger accelerators"
             )  # fmt: skip
@@ -68,17 +70,15 @@ def advise(case: Case, by: By = "hours") -> list[Outcome]:
     if by == "usd" and cost_usd(case, 1.0, 0.0, 0.0) is None:
         raise ConfigError("the site file has no prices to rank by; add price_per_accelerator_hour to a site")
     outcomes = [evaluate(case, candidate) for candidate in candidates(case.workload)]
-    groups: list[list[Outcome]] = [[], [], []]
-    for outcome in outcomes:
-        groups[standing(case, outcome)].append(outcome)
+    groups = ([each for each in outcomes if standing(case, each) == wanted] for wanted in STANDINGS)
     return [outcome for group in groups for outcome in _ordered(group, by)]
 
 
-def standing(case: Case, outcome: Outcome) -> int:
-    """Of its penalty, as an index of `STANDINGS`."""
+def standing(case: Case, outcome: Outcome) -> Standing:
+    """Whether the loss penalty is known and within the budget."""
     if outcome.penalty.percent is None:
-        return 2
-    return 0 if outcome.penalty.percent <= case.budget.loss_penalty_percent else 1
+        return "not known"
+    return "allowed" if outcome.penalty.percent <= case.budget.loss_penalty_percent else "not allowed"
 
 
 def _ordered(group: Sequence[Outcome], by: By) -> list[Outcome]:

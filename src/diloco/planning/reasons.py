@@ -47,7 +47,8 @@ def _step(case: Case, outcome: Outcome) -> str:
         prediction = outcome.prediction
         assert prediction is not None
         return (
-            f"nobody waits; a fragment is merged every {prediction.period_steps:.4g} steps with {prediction.contributors:.3g} of "
+            f"nobody waits; a fragment is merged every {prediction.period_steps:.4g} steps with "
+            f"{prediction.contributors:.3g} of "
             f"{len(case.learners)} learners in it (events in virtual time)"
         )
     exchange = case.exchange(outcome.candidate)
@@ -94,7 +95,8 @@ def _hours(case: Case, outcome: Outcome) -> str:
         text = f"{budget.tokens:.6g} tokens / {per_s:.6g} tokens a second of all learners"
     else:
         text = (
-            f"{budget.tokens:.6g} tokens / {budget.tokens_per_step:.6g} a step = {outcome.steps:.6g} steps × {TIME.show(outcome.step_s, 4)}"
+            f"{budget.tokens:.6g} tokens / {budget.tokens_per_step:.6g} a step = {outcome.steps:.6g} steps × "
+            f"{TIME.show(outcome.step_s, 4)}"
         )  # fmt: skip
     faults = case.site.faults
     if faults is not None:
@@ -142,7 +144,10 @@ def _costs(case: Case, outcome: Outcome) -> Iterator[str]:
     for place in case.site.site:
         if place.price_per_accelerator_hour is not None:
             number = place.learners * place.accelerators
-            yield f"{significant(outcome.hours, 4)} h × {number} × {3600 * place.price_per_accelerator_hour:.4g} USD/h ({place.name})"
+            yield (
+                f"{significant(outcome.hours, 4)} h × {number} × {3600 * place.price_per_accelerator_hour:.4g} USD/h "
+                f"({place.name})"
+            )
         for price, num_bytes, way in (
             (place.price_up, outcome.up_bytes, "up"),
             (place.price_down, outcome.down_bytes, "down"),

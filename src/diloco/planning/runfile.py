@@ -23,7 +23,10 @@ def run_file(case: Case, candidate: Candidate, name: str = "advised") -> str:
     steps = math.ceil(budget.tokens / budget.tokens_per_step)
     head = f"# Advised: {candidate.title}, {candidate.detail}; for the learners {', '.join(case.site.names)}.\n"
     if candidate.setting.method == "data-parallel":
-        head += "# Data parallel has no syncer: start one rank for each learner as torchrun … -m diloco train … --collective.\n"
+        head += (
+            "# Data parallel has no syncer: start one rank for each learner as torchrun … -m diloco train … "
+            "--collective.\n"
+        )
     parts = [
         head + write_toml({"run": {"name": name, "tokens": round(budget.tokens), "learners": num}}),
         _model(case),
@@ -55,7 +58,10 @@ def _model(case: Case) -> str:
         "num_attention_heads": width // HEAD_DIM,
         "num_key_value_heads": width // HEAD_DIM,
     }
-    note = f"# A decoder of about {workload.num_parameters:.3g} parameters besides its embeddings; put your own model here.\n"
+    note = (
+        f"# A decoder of about {workload.num_parameters:.3g} parameters besides its embeddings; put your own model "
+        "here.\n"
+    )
     return note + write_toml({"model": settings})
 
 

@@ -130,10 +130,21 @@ def _outside(num_parameters: float, num_learners: int, sync_every: int, tokens: 
         yield f"the fits were measured with 1 to 8 learners; {num_learners} is extrapolated"
     if tokens is not None and not 0.9 <= tokens / (TOKENS_PER_PARAMETER * num_parameters) <= 1.1:
         ratio = tokens / num_parameters
-        yield f"the fits were measured at 20 tokens per parameter; these are {ratio:.3g}, so no loss given here is this run's"
+        yield (
+            f"the fits were measured at 20 tokens per parameter; these are {ratio:.3g}, so no loss given here is this "
+            "run's"
+        )
     if sync_every != SYNC_EVERY:
-        yield f"the fits were measured at H = 30; at H = {sync_every} the best outer learning rate is another (it grows with H)"
+        yield (
+            f"the fits were measured at H = 30; at H = {sync_every} the best outer learning rate is another (it grows "
+            "with H)"
+        )
     if num_learners not in OUTER_LR:
-        yield f"the best outer learning rate was measured for 1, 2, 4 and 8 learners; for {num_learners} it is not known"
+        yield (
+            f"the best outer learning rate was measured for 1, 2, 4 and 8 learners; for {num_learners} it is not known"
+        )
     elif num_parameters < OUTER_LR_PARAMETERS:
-        yield "the best outer learning rate was found to be independent of N from 335M parameters on; this model is smaller"
+        yield (
+            "the best outer learning rate was found to be independent of N from 335M parameters on; this model is "
+            "smaller"
+        )

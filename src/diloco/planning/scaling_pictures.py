@@ -23,16 +23,28 @@ def pictures(here: Expected) -> list[Picture]:
     point = Line("this model", [here.num_parameters], [here.loss], style="o", colour="#111827")
     mark = Line("this model", [here.num_parameters], [here.loss_penalty_percent], style="o", colour="#111827")
     text = (
-        "Power laws, measured from 35M to 2.4B parameters with 1, 2, 4 and 8 learners at 20 tokens per parameter; further out they are "
+        "Power laws, measured from 35M to 2.4B parameters with 1, 2, 4 and 8 learners at 20 tokens per parameter; "
+        "further out they are "
         "extrapolated."
     )
     return [
-        Picture("loss", "Loss by the scaling laws", text, lines([*drawn, point], x, Axis("held-out loss, nats per token")),
-                ("parameters", *losses), _rows(sizes, list(losses.values()), 3)),
-        Picture("penalty", "Loss above data parallel", text + " The fits are off by up to a point here.",
-                lines([*above, mark], x, Axis("loss above data parallel, %")),
-                ("parameters", *(f"{name}, %" for name in penalties)), _rows(sizes, list(penalties.values()), 2)),
-    ]  # fmt: skip
+        Picture(
+            "loss",
+            "Loss by the scaling laws",
+            text,
+            lines([*drawn, point], x, Axis("held-out loss, nats per token")),
+            ("parameters", *losses),
+            _rows(sizes, list(losses.values()), 3),
+        ),
+        Picture(
+            "penalty",
+            "Loss above data parallel",
+            text + " The fits are off by up to a point here.",
+            lines([*above, mark], x, Axis("loss above data parallel, %")),
+            ("parameters", *(f"{name}, %" for name in penalties)),
+            _rows(sizes, list(penalties.values()), 2),
+        ),
+    ]
 
 
 def _rows(sizes: list[float], values: list[list[float]], digits: int) -> list[tuple[str, ...]]:

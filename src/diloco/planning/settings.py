@@ -45,6 +45,9 @@ class Setting:
     down: str | None = None
     latency_s: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.method}, H = {self.sync_every}, τ = {self.overlap}, P = {self.num_fragments}, {self.up}"
+
     @property
     def schedule(self) -> Schedule:
         """Which fragment is sent after which inner step."""
@@ -52,9 +55,16 @@ class Setting:
 
 
 def setting_for(
-    workload: Workload, method: str, *, sync_every: int | None = None, overlap: int | None = None, num_fragments: int | None = None,
-    up: str = "bf16", down: str | None = None, latency_s: float = 0.0,
-) -> Setting:  # fmt: skip
+    workload: Workload,
+    method: str,
+    *,
+    sync_every: int | None = None,
+    overlap: int | None = None,
+    num_fragments: int | None = None,
+    up: str = "bf16",
+    down: str | None = None,
+    latency_s: float = 0.0,
+) -> Setting:
     """A setting with what is not given filled in.
 
     H = 1 for data parallel, 24 for decoupled, else 100. P = L / 3 for streaming and eager, 24 (or as many as there are
@@ -66,7 +76,8 @@ def setting_for(
     if method not in METHODS:
         close = difflib.get_close_matches(method, METHODS, n=1, cutoff=0.4)
         raise ConfigError(
-            f"there is no method {method!r}; {f'did you mean {close[0]!r}?' if close else 'choose ' + ', '.join(METHODS) + '.'}"
+            f"there is no method {method!r}; "
+            f"{f'did you mean {close[0]!r}?' if close else 'choose ' + ', '.join(METHODS) + '.'}"
         )
     name = method
     every = _SYNC_EVERY[name] if sync_every is None else sync_every
@@ -94,7 +105,8 @@ def _check_every(method: MethodName, every: int) -> None:
         raise ConfigError(f"H = {every} steps between synchronisations cannot be; raise --sync-every to 1 or more.")
     if method == "data-parallel" and every != 1:
         raise ConfigError(
-            f"data parallel reduces after every step, not every {every}; leave --sync-every out, or use --method diloco."
+            f"data parallel reduces after every step, not every {every}; leave --sync-every out, or use --method "
+            "diloco."
         )
 
 
@@ -103,11 +115,13 @@ def _check_fragments(method: MethodName, fragments: int, workload: Workload) -> 
         raise ConfigError(f"P = {fragments} fragments cannot be; give --fragments 1 or more.")
     if fragments > 1 and method in ("data-parallel", "diloco"):
         raise ConfigError(
-            f"{method} sends the whole model at once, not {fragments} fragments; leave --fragments out, or use --method streaming."
+            f"{method} sends the whole model at once, not {fragments} fragments; leave --fragments out, or use "
+            "--method streaming."
         )
     if fragments > workload.num_layers:
         raise ConfigError(
-            f"P = {fragments} fragments do not fit a model of {workload.num_layers} layers; lower --fragments to at most that."
+            f"P = {fragments} fragments do not fit a model of {workload.num_layers} layers; lower --fragments to at "
+            "most that."
         )
 
 
@@ -118,9 +132,11 @@ def _check_overlap(method: MethodName, tau: int, every: int) -> None:
         raise ConfigError(f"data parallel cannot overlap {tau} steps; leave --overlap out.")
     if method == "eager" and tau not in (every, 2 * every):
         raise ConfigError(
-            f"eager updates overlap a whole outer step, {every} inner steps, or two, not {tau}; leave --overlap out, or use streaming."
+            f"eager updates overlap a whole outer step, {every} inner steps, or two, not {tau}; leave --overlap out, "
+            "or use streaming."
         )
     if method in ("diloco", "streaming") and tau > every:
         raise ConfigError(
-            f"an overlap of {tau} steps is longer than H = {every}; lower --overlap, raise --sync-every, or use --method eager."
+            f"an overlap of {tau} steps is longer than H = {every}; lower --overlap, raise --sync-every, or use "
+            "--method eager."
         )

@@ -94,7 +94,8 @@ class Site(Table):
                                      f"{nearest(name, known) if known else 'add it'}")  # fmt: skip
             if place.speed is not None and (self.model is None or self.budget is None):
                 raise ValueError(
-                    f"site {place.name} gives speed and utilization; its step time follows only with [model] and [budget]"
+                    f"site {place.name} gives speed and utilization; its step time follows only with [model] and "
+                    "[budget]"
                 )
         if self.faults is not None and self.fault:
             raise ValueError("[faults] and [[fault]] contradict each other; keep one of them")
@@ -114,7 +115,7 @@ class Site(Table):
                     )
                 gone_until[index] = math.inf if fault.back is None else fault.back
 
-    #  what follows from it ---------------------------------------------------------------------------------------------
+    # --- what follows from it -----------------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
@@ -133,10 +134,19 @@ class Site(Table):
     def learners(self) -> list[SiteLearner]:
         """Every learner, in the order of the file."""
         return [
-            SiteLearner(name, place.name, place.accelerators, self._step_s(place), place.jitter_percent / 100, place.up, place.down,
-                    place.latency, place.shares)
+            SiteLearner(
+                name,
+                place.name,
+                place.accelerators,
+                self._step_s(place),
+                place.jitter_percent / 100,
+                place.up,
+                place.down,
+                place.latency,
+                place.shares,
+            )
             for name, place in zip(self.names, self.places, strict=True)
-        ]  # fmt: skip
+        ]
 
     def network(self) -> Network:
         """All links and each learner's way over them, for transfers in virtual time."""
@@ -186,7 +196,9 @@ class Site(Table):
 
     def _named(self, name: str) -> list[int]:
         """Indices of the learner, or of all learners of the site, of this name."""
-        return [i for i, (own, place) in enumerate(zip(self.names, self.places, strict=True)) if name in (own, place.name)]  # fmt: skip
+        return [
+            i for i, (own, place) in enumerate(zip(self.names, self.places, strict=True)) if name in (own, place.name)
+        ]
 
     def _step_s(self, place: SiteTable) -> float:
         """6·N·D / (accelerators · peak · utilization): N parameters that a token uses, D tokens of a step, an equal

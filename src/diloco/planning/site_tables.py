@@ -51,7 +51,8 @@ class SiteModelTable(Table):
             and self.active_parameters > self.parameters
         ):
             raise ValueError(
-                f"a token cannot use {self.active_parameters:g} of {self.parameters:g} parameters; lower active_parameters"
+                f"a token cannot use {self.active_parameters:g} of {self.parameters:g} parameters; lower "
+                "active_parameters"
             )
         return self
 
@@ -68,7 +69,8 @@ class BudgetTable(Table):
     def _holds_a_step(self) -> Self:
         if self.tokens_per_step > self.tokens:
             raise ValueError(
-                f"a step of {self.tokens_per_step:.12g} tokens is more than all {self.tokens:.12g}; lower tokens_per_step"
+                f"a step of {self.tokens_per_step:.12g} tokens is more than all {self.tokens:.12g}; lower "
+                "tokens_per_step"
             )
         return self
 

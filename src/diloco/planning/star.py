@@ -83,9 +83,15 @@ def exchange_of(
 
 
 def predict(
-    network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: ExchangePlan, *, num_steps: int | None = None,
-    copies: int = 1, traced: bool = False,
-) -> Prediction:  # fmt: skip
+    network: Network,
+    step_s: Sequence[float],
+    latency_s: Sequence[float],
+    exchange: ExchangePlan,
+    *,
+    num_steps: int | None = None,
+    copies: int = 1,
+    traced: bool = False,
+) -> Prediction:
     """What a run comes to in the long run, or over its first `num_steps` steps.
 
     Arguments:
@@ -139,7 +145,8 @@ def _called(star: CalledRounds, exchange: ExchangePlan) -> Prediction:
     num_steps = sum(CALLED_ROUNDS) * every * sum(slowest_s / each.step_s for each in star.stations)
     if num_steps > MOST_STEPS:
         raise ConfigError(
-            f"called rounds at H = {every} are {num_steps:.3g} inner steps to play through, more than {MOST_STEPS:,}; lower H, or leave "
+            f"called rounds at H = {every} are {num_steps:.3g} inner steps to play through, more than {MOST_STEPS:,}; "
+            "lower H, or leave "
             "out learners that are far faster than the others."
         )
     until_s = CALLED_PERIODS * every * slowest_s

@@ -54,9 +54,16 @@ class Scheduled(Star):
     """
 
     def __init__(
-        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: ExchangePlan, *, copies: int = 1,
-        traced: bool = False, stop_at: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        network: Network,
+        step_s: Sequence[float],
+        latency_s: Sequence[float],
+        exchange: ExchangePlan,
+        *,
+        copies: int = 1,
+        traced: bool = False,
+        stop_at: int | None = None,
+    ) -> None:
         super().__init__(
             network,
             step_s,
@@ -164,9 +171,15 @@ class CalledRounds(Star):
     """
 
     def __init__(
-        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: ExchangePlan, *, copies: int = 1,
+        self,
+        network: Network,
+        step_s: Sequence[float],
+        latency_s: Sequence[float],
+        exchange: ExchangePlan,
+        *,
+        copies: int = 1,
         traced: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
             network,
             step_s,
@@ -200,7 +213,7 @@ class CalledRounds(Star):
         for station in self.stations:
             self._compute(station)
 
-    #  learners ---------------------------------------------------------------------------------------------------------
+    # --- learners -----------------------------------------------------------------------------------------------------
 
     def _compute(self, station: Station) -> None:
         self.note(station.index, "compute", self.now_s, self.now_s + station.step_s)
@@ -245,7 +258,7 @@ class CalledRounds(Star):
     def received(self, station: Station, fragment: int) -> None:
         self._arrivals[station.index].add(fragment)  # adopted at the next boundary
 
-    #  the syncer -------------------------------------------------------------------------------------------------------
+    # --- the syncer ---------------------------------------------------------------------------------------------------
 
     def _heard(self, learner: int, step: int) -> None:
         self._clock += (step - self._reported[learner]) / len(self.stations)

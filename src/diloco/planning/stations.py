@@ -105,7 +105,7 @@ class Star:
         self._carried: dict[int, tuple[int, int]] = {}  # transfer → fragment and round or version
         self._merger_free_s = 0.0
 
-    #  time -------------------------------------------------------------------------------------------------------------
+    # --- time ---------------------------------------------------------------------------------------------------------
 
     def at(self, time_s: float, do: Callable[[], None]) -> None:
         """Have this done then; what is due at the same time is done in the order in which it was asked for."""
@@ -131,7 +131,7 @@ class Star:
         if self.trace is not None and end_s > begin_s:
             self.trace.append(Activity(learner, kind, begin_s, end_s))
 
-    #  connections ------------------------------------------------------------------------------------------------------
+    # --- connections --------------------------------------------------------------------------------------------------
 
     def push(self, station: Station, fragment: int, round_: int) -> None:
         """Hand in a contribution; it travels when those before it are acknowledged."""
@@ -178,7 +178,7 @@ class Star:
         station.got[fragment] = max(station.got[fragment], number)
         self.received(station, fragment)
 
-    #  the syncer -------------------------------------------------------------------------------------------------------
+    # --- the syncer ---------------------------------------------------------------------------------------------------
 
     def merge(self, fragment: int, version: int, num_contributions: int) -> None:
         """Close a round; it is published when the worker has come to it and is done."""
@@ -193,7 +193,7 @@ class Star:
             self.at(self.now_s + station.latency_s, partial(self._told, station, fragment, version))
         self.published(fragment, version)
 
-    #  what a method does -----------------------------------------------------------------------------------------------
+    # --- what a method does -------------------------------------------------------------------------------------------
 
     def contributed(self, station: Station, fragment: int, round_: int) -> None:
         """All bytes of a contribution are at the syncer."""

@@ -65,7 +65,8 @@ def _against_link(found: Sequence[tuple[str, TrainingPlan, WallClock]]) -> Pictu
     return Picture(
         "hours",
         "Hours against the link across sites",
-        f"Latency of {jobs[0].across.latency_s * 1e3:g} ms. A link to the right of the bend is not what the hours are spent on.",
+        f"Latency of {jobs[0].across.latency_s * 1e3:g} ms. A link to the right of the bend is not what the hours are "
+        "spent on.",
         lines(drawn, Axis("bandwidth across sites, Gbit/s", log=True), Axis("hours", log=True)),
         ("Gbit/s", *(f"{name}, h" for name in curves)),
         [(f"{gbit_per_s[mark]:g}", *(significant(each[mark]) for each in curves.values())) for mark in marks],

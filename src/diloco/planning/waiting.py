@@ -57,7 +57,8 @@ def simulate_rounds(fleet: Fleet, seed: int) -> list[RunShares]:
     num_steps = num_rounds * period
     if num_steps > MOST_STEPS or num_steps * fleet.learners * num_runs > MOST_LEARNER_STEPS:
         raise ConfigError(
-            f"{num_rounds:,} rounds of {period:,} steps of {fleet.learners:,} learners are too many to simulate; lower the steps from one "
+            f"{num_rounds:,} rounds of {period:,} steps of {fleet.learners:,} learners are too many to simulate; lower "
+            "the steps from one "
             "round to the next, the overlap, the time of a synchronisation or the learners."
         )
     learners = _Learners(fleet, num_runs, np.random.default_rng([seed, 2]))

@@ -38,7 +38,8 @@ class Workload:
         amount("the number of parameters", self.num_parameters)
         if self.num_layers < 1:
             raise ConfigError(
-                f"a model of {self.num_parameters:g} parameters in {self.num_layers} layers cannot be; give 1 layer or more."
+                f"a model of {self.num_parameters:g} parameters in {self.num_layers} layers cannot be; give 1 layer or "
+                "more."
             )
 
     def with_step(self, step_s: float) -> Self:
@@ -89,7 +90,8 @@ def load_workload(model: str, step_s: float | None = None) -> Workload:
         workload = Workload(Path(model).parent.name or model, *count_parameters(model), 0.0)
     else:
         raise ConfigError(
-            f"there is no model {model!r}; choose {', '.join(PRESETS)}, or name a .toml file or a transformers config.json."
+            f"there is no model {model!r}; choose {', '.join(PRESETS)}, or name a .toml file or a transformers "
+            "config.json."
         )
     if step_s is not None:
         return workload.with_step(step_s)

@@ -116,6 +116,8 @@ def summary(found: dict[str, Any]) -> str:
     loss = "" if found["loss"] is None else f", held-out loss {found['loss']:.4f} nats per token"
     missing = f"; {found['missing_events']:,} events are missing from the files" if found["missing_events"] else ""
     return (
-        f"{found['method']}, {found['num_parameters']:,} parameters, {len(found['learners'])} learners: {found['tokens']:,} tokens in "
-        f"{found['duration_s']:,.1f} s, {found['merges']:,} merges, {found['num_bytes'] / 1e6:,.2f} MB on the wire{loss}{missing}"
+        f"{found['method']}, {found['num_parameters']:,} parameters, {len(found['learners'])} learners: "
+        f"{found['tokens']:,} tokens in "
+        f"{found['duration_s']:,.1f} s, {found['merges']:,} merges, {found['num_bytes'] / 1e6:,.2f} MB on the "
+        f"wire{loss}{missing}"
     )

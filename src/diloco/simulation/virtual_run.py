@@ -130,7 +130,8 @@ def method_to_simulate(configs: Mapping[str, RunConfig]) -> Method:
     method = method_from_table(first.method)
     if method.exchanged == "gradients":
         raise ConfigError(
-            "a syncer cannot run DataParallel on gradients, so there is nothing to simulate; `diloco plan utilization` compares with it."
+            "a syncer cannot run DataParallel on gradients, so there is nothing to simulate; `diloco plan utilization` "
+            "compares with it."
         )
     if len(configs) != first.run.learners:
         raise ConfigError(
@@ -193,7 +194,8 @@ class _Stage:
                 raise
             first = self._names[0]
             raise ConfigError(
-                f"{first}, which initialises the run, is killed before it has and does not come back, so nobody can begin; "
+                f"{first}, which initialises the run, is killed before it has and does not come back, so nobody can "
+                "begin; "
                 "let it come back, or be killed later."
             ) from error
 
@@ -247,9 +249,13 @@ class _Stage:
             if summary is not None:
                 sent = summary.metrics["num_bytes"]
                 received = {"contributions": sent.get("contributions", 0)}
-                log.append(events.Traffic(
-                    learner=name, received_bytes=received, sent_bytes={key: n for key, n in sent.items() if key not in received}
-                ))  # fmt: skip
+                log.append(
+                    events.Traffic(
+                        learner=name,
+                        received_bytes=received,
+                        sent_bytes={key: n for key, n in sent.items() if key not in received},
+                    )
+                )
 
     def _log_end(self, log: events.EventLog, done: Simulated) -> None:
         core = self._run.core
@@ -270,8 +276,9 @@ class _Stage:
                 if fault.learner == index and fault.at_s < end_s
             ]
             busy = sorted(
-                [*stopped, *(each for each in self._spans[index] if each.kind == "compute")], key=lambda each: each.begin_s
-            )  # fmt: skip
+                [*stopped, *(each for each in self._spans[index] if each.kind == "compute")],
+                key=lambda each: each.begin_s,
+            )
             waiting, at_s = [], busy[0].begin_s if busy else end_s  # nobody waits before the first step
             for each in busy:
                 if each.begin_s > at_s:

@@ -141,7 +141,8 @@ def held_out_batches(corpus: Corpus, sequence_length: int, num_sequences: int, b
     count = min(num_sequences, available)
     if count < 1:
         raise ConfigError(
-            f"the held-out part has {len(corpus.held_out)} tokens, less than one sequence of {sequence_length} + 1; hold out more"
+            f"the held-out part has {len(corpus.held_out)} tokens, less than one sequence of {sequence_length} + 1; "
+            "hold out more"
         )
     windows = [available * k // count for k in range(count)]
     return [

@@ -29,23 +29,6 @@ def flushed_denormals(enabled: bool) -> Iterator[None]:
             torch.set_flush_denormal(False)
 
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of `train.device` for one of the ranks on this machine.
-
-    Raises ConfigError when CUDA is asked for and not there, or has fewer devices than there are ranks.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('train.device = "cuda" but torch sees no CUDA device; use "auto" or "cpu"')
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"rank {local_rank} of this machine has no CUDA device, there are {torch.cuda.device_count()}; "
-            "start no more ranks than devices"
-        )
-    return torch.device("cuda", local_rank)
-
-
 @dataclass(frozen=True)
 class StepResult:
     """Scalars of one inner step, left on the device so that a step does not wait for them."""

@@ -14,8 +14,8 @@ from diloco.training.budget import Budget
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
 from diloco.training.clock import Clock
 from diloco.training.data import Stream
-from diloco.training.inner import InnerStep, StepResult, choose_device
-from diloco.training.job import Job, local_rank
+from diloco.training.inner import InnerStep, StepResult
+from diloco.training.job import Job, choose_device
 from diloco.training.learning_rate import schedule_factor
 from diloco.training.model import build_model, load_state
 from diloco.training.optimizers import load_optimizer, make_optimizer, untrained
@@ -41,7 +41,7 @@ class Island:
         self._config = config
         self._clock = clock or Clock()
         self._job = job
-        device = choose_device(config.train.device, local_rank())
+        device = choose_device(config.train.device)
         length = config.data.sequence_length
         model: nn.Module = build_model(config.model, corpus.vocab_size, length, config.run.seed)
         self.model = model.to(device)

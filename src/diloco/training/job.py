@@ -29,7 +29,7 @@ class Job:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self._process_group = process_group
+        self.process_group = process_group
         self._group = None if process_group is None else Group(process_group, timeout_s=TIMEOUT_S)
         self.rank = 0 if self._group is None else self._group.rank
         self.size = 1 if self._group is None else self._group.size
@@ -48,7 +48,7 @@ class Job:
         """The model as its ranks train it: gradients become the mean over ranks in the backward pass."""
         if self._group is None or self.size == 1:
             return model
-        return DistributedDataParallel(model, process_group=self._process_group)
+        return DistributedDataParallel(model, process_group=self.process_group)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""
@@ -106,15 +106,39 @@ def local_rank() -> int:
     return int(os.environ["LOCAL_RANK"]) if started_by_torchrun() else 0
 
 
+def choose_device(name: str) -> torch.device:
+    """The device of `train.device` for this process.
+
+    Raises ConfigError when CUDA is asked for and not there, or has fewer devices than there are ranks.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('train.device = "cuda" but torch sees no CUDA device; use "auto" or "cpu"')
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank = local_rank()
+    if rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {rank} of this machine has no CUDA device, there are {torch.cuda.device_count()}; "
+            "start no more ranks than devices"
+        )
+    return torch.device("cuda", rank)
+
+
 @contextmanager
-def process_group(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """The group of all ranks that torchrun started."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+def job_of_process(device: str) -> Iterator[Job]:
+    """The ranks that torchrun started, on the devices of `train.device`; or this process alone."""
+    if not started_by_torchrun():
+        yield Job()
+        return
+    chosen = choose_device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
     try:
-        group = dist.group.WORLD
-        assert group is not None
-        yield group
+        job = Job(dist.group.WORLD)
+        try:
+            yield job
+        finally:
+            job.close()
     finally:
         dist.destroy_process_group()

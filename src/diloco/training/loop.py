@@ -54,9 +54,16 @@ class Trainer:
     """
 
     def __init__(
-        self, config: RunConfig, part: Part, attach: Attach | None = None, progress: Progress | None = None,
-        job: Job | None = None, together: Together | None = None, clock: Clock | None = None, shared: Shared | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        part: Part,
+        attach: Attach | None = None,
+        progress: Progress | None = None,
+        job: Job | None = None,
+        together: Together | None = None,
+        clock: Clock | None = None,
+        shared: Shared | None = None,
+    ) -> None:
         self.config = config
         self.part = part
         self.directory = config.dir / part.name
@@ -83,7 +90,8 @@ class Trainer:
         for size in sizes:
             if size % parts:
                 raise ConfigError(
-                    f"a batch of {size} sequences does not divide over {self._job.size} ranks x {config.train.accumulate} "
+                    f"a batch of {size} sequences does not divide over {self._job.size} ranks x "
+                    f"{config.train.accumulate} "
                     "micro-batches; change train.batch, train.global_batch or train.accumulate"
                 )
 

@@ -64,7 +64,8 @@ def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> Pr
         raise ConfigError(f"the [model] table does not describe a {model_type} model ({error}); correct it") from error
     if config.get_text_config().vocab_size < vocab_size:
         raise ConfigError(
-            f"model.vocab_size = {config.get_text_config().vocab_size} is below the data's {vocab_size}; leave it out or raise it"
+            f"model.vocab_size = {config.get_text_config().vocab_size} is below the data's {vocab_size}; leave it out "
+            "or raise it"
         )
     return config
 

@@ -24,9 +24,19 @@ BYTE_VOCABULARY = 256
 _SEPARATOR = b"\0"
 # Parts of the standard library that are tests, tables, or not there in every installation of the same version.
 _STDLIB_SKIPPED = {
-    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip",
-    "encodings", "pydoc_data",
-}  # fmt: skip
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idlelib",
+    "tkinter",
+    "turtledemo",
+    "lib2to3",
+    "ensurepip",
+    "encodings",
+    "pydoc_data",
+}
 
 
 class Tokens:
@@ -228,7 +238,8 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot load the tokenizer {name} ({str(error).splitlines()[0]}); give a tokenizer.json, a directory or a hub name"
+            f"cannot load the tokenizer {name} ({str(error).splitlines()[0]}); give a tokenizer.json, a directory or a "
+            "hub name"
         ) from error
     return tokenizer
 

@@ -38,14 +38,15 @@ class StepTime:
     num_layers: int
 
 
-def measure_pace(config: RunConfig, shard: int, *, seconds: float, at_least: int = 10, job: Job) -> StepTime:
+def measure_step_time(config: RunConfig, shard: int, *, seconds: float, at_least: int = 10, job: Job) -> StepTime:
     """Take inner steps as the learner of this shard would, for `seconds` and `at_least` so many.
 
     Every rank of a `job` calls it. Raises ConfigError when the run file cannot be trained here.
     """
     if config.learner_batch % (job.size * config.train.accumulate):
         raise ConfigError(
-            f"a batch of {config.learner_batch} sequences does not divide over {job.size} ranks x {config.train.accumulate} "
+            f"a batch of {config.learner_batch} sequences does not divide over {job.size} ranks x "
+            f"{config.train.accumulate} "
             "micro-batches; change train.batch, train.global_batch or train.accumulate"
         )
     island = Island(config, load_corpus(config.data), job)
