@@ -8,8 +8,20 @@ from matplotlib.figure import Figure
 
 from diloco.demo.accounting import KINDS
 from diloco.planning.pages import svg
-from diloco.planning.pictures import AMBER, BLUE, GREY, GRID, SKY, SMALL, TEXT, VIOLET, WIDTH_IN, plain
-from diloco.report.charts import row_of_axes
+from diloco.planning.pictures import (
+    AMBER,
+    BLUE,
+    GREY,
+    GRID,
+    SKY,
+    SMALL,
+    TEXT,
+    VIOLET,
+    WIDTH_IN,
+    legend_above,
+    new_axes,
+    plain,
+)
 from diloco.report.timeline import Timeline
 
 GLOBAL, BASELINE, ISOLATED = BLUE, AMBER, VIOLET
@@ -18,7 +30,7 @@ KIND_COLOURS = dict(zip(KINDS, (GLOBAL, SKY, "#a78bfa", GREY), strict=True))
 
 def loss_chart(timeline: Timeline, tokens_per_step: int, end: tuple[int, float]) -> str:
     """Held-out loss against tokens: the global model up to its `end` (tokens, loss), and the controls."""
-    figure, axes = row_of_axes(3.7)
+    figure, axes = new_axes(3.7)
     curves = {
         "data parallel": (BASELINE, [(e.tokens, e.loss) for e in timeline.evaluated.get("baseline", [])]),
         # It trains a third of the tokens: what counts is that it stands where the learners of the run stand.
@@ -67,6 +79,5 @@ def bytes_chart(summary: dict[str, Any]) -> str:
     below.set_yticks([0], ["of which"])
     below.set_xlim(0, max(left, 1e-6))
     below.set_xlabel("MB", fontsize=SMALL)
-    below.legend(frameon=False, ncols=len(KINDS), loc="lower left", bbox_to_anchor=(0, 1), fontsize=SMALL,
-                 handlelength=0.9, columnspacing=1.2, borderaxespad=0.1)  # fmt: skip
+    legend_above(below, len(KINDS))
     return svg(figure)
