@@ -10,8 +10,7 @@ from diloco.core.quorum import Called
 from diloco.planning.network import Network, Path
 from diloco.planning.settings import setting_for
 from diloco.planning.star import Prediction, exchange_of, predict
-from diloco.planning.star_rounds import ExchangePlan
-from diloco.planning.stations import Merging
+from diloco.planning.stations import ExchangePlan, Merging
 from diloco.planning.workload import Workload
 from studies.shaped_links.links import LEARNERS
 

@@ -153,7 +153,7 @@ def test_decoupled_learners_always_compute_and_are_judged_by_their_pace(call: Ca
     code, printed, _ = call("--model", "1b", "--method", "decoupled", "--targets", "50", "--why")
     assert code == 0
     assert "answer's age, steps" in printed
-    assert "Nobody waits" in printed
+    assert "Learners never wait" in printed
 
 
 def test_a_model_of_ones_own(call: Call, tmp_path: Path) -> None:

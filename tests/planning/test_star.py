@@ -12,8 +12,7 @@ from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.planning.settings import setting_for
 from diloco.planning.star import Learners, exchange_of, pace, predict, predict_learners, star_network
-from diloco.planning.star_rounds import ExchangePlan
-from diloco.planning.stations import Merging
+from diloco.planning.stations import ExchangePlan, Merging
 from diloco.planning.workload import PRESETS, Workload
 
 ONE_B = PRESETS["1b"]

@@ -15,7 +15,8 @@ from diloco.core.quorum import Called
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.world import Run, World
 from diloco.planning.star import predict, star_network
-from diloco.planning.star_rounds import CalledRounds, ExchangePlan
+from diloco.planning.star_rounds import CalledRounds
+from diloco.planning.stations import ExchangePlan
 
 WIDTH, LAYERS = 10, 4
 BYTES = 4.0 * WIDTH * WIDTH

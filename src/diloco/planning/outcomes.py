@@ -17,7 +17,7 @@ from diloco.planning.penalty import Penalty, Term, expected_penalty
 from diloco.planning.site import Site, SiteLearner
 from diloco.planning.site_tables import BudgetTable
 from diloco.planning.star import Prediction, exchange_of, predict
-from diloco.planning.star_rounds import ExchangePlan
+from diloco.planning.stations import ExchangePlan
 from diloco.planning.wire import wire_format
 from diloco.planning.workload import Workload
 

@@ -18,8 +18,8 @@ from diloco.errors import ConfigError
 from diloco.planning.graph import strided
 from diloco.planning.network import Network, Path
 from diloco.planning.settings import Setting
-from diloco.planning.star_rounds import CalledRounds, ExchangePlan, Scheduled
-from diloco.planning.stations import Activity, Merging
+from diloco.planning.star_rounds import CalledRounds, Scheduled
+from diloco.planning.stations import Activity, ExchangePlan, Merging
 from diloco.planning.wire import wire_format
 from diloco.planning.workload import Workload
 

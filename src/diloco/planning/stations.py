@@ -1,13 +1,14 @@
-"""Learners and a syncer in virtual time: who computes, who waits, what is on which link. No model, no tensor.
+"""Learners and a syncer in virtual time: what each computes, waits for and has on its link. No model, no tensor.
 
-What a learner and a syncer do is that of `diloco.learner`, `diloco.exchange.remote` and `diloco.syncer`, in time only:
+Learners and syncer do what `diloco.learner`, `diloco.exchange.remote` and `diloco.syncer` do, in time only:
 
-    a learner pushes one contribution at a time, in order, and the next when the last is acknowledged; it pulls one
-    update at a time the syncer merges one round at a time, then tells every learner, who then asks for the update: a
-    publication costs two latencies more than its bytes
-    at a boundary sends come before applications; where the method waits, a learner blocks until all that is due is
-    there
-Who sends what, and when, is in `rounds.py`.
+- A learner pushes one contribution at a time, in order; the next one when the last is acknowledged. It pulls one update
+  at a time.
+- The syncer merges one round at a time, then notifies every learner, and each learner asks for the update: a
+  publication costs two latencies more than its bytes.
+- At a boundary sends come before applications; where the method waits, a learner blocks until all that is due is there.
+
+`star_rounds.py` says what is sent when.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
+from diloco.core.quorum import Called
+from diloco.core.schedule import Schedule
 from diloco.planning.network import Network, Transfer
 
 
@@ -49,6 +52,24 @@ class Merging:
         return self.fixed_s + num_bytes / self.bytes_per_s
 
 
+@dataclass(frozen=True)
+class ExchangePlan:
+    """What is exchanged.
+
+    Attributes:
+        schedule: which fragment after which inner step, and τ.
+        up_bytes, down_bytes: of each fragment, encoded.
+        merging: what the syncer takes for a round.
+        called: the syncer calls the rounds by this rule; None: the schedule does, and learners wait.
+    """
+
+    schedule: Schedule
+    up_bytes: Sequence[float]
+    down_bytes: Sequence[float]
+    merging: Merging = Merging()
+    called: Called | None = None
+
+
 @dataclass
 class Station:
     """One learner: its inner steps, and its two connections.
@@ -74,22 +95,27 @@ class Station:
 
 
 class Star:
-    """The links, the connections and the syncer's worker; who sends what and when is for the subclasses.
+    """The links, the connections and the syncer's worker; subclasses decide what is sent when.
 
     Arguments:
         network: all links; nothing is on them.
         step_s, latency_s: of each learner.
-        up_bytes, down_bytes: of each fragment.
-        merging: what the syncer takes.
+        exchange: what is exchanged.
         copies: how many learners each one stands for (equal ones do the same at the same time).
-        traced: keep what everybody did.
+        traced: keep what every learner did.
     """
 
     def __init__(
-        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], up_bytes: Sequence[float],
-        down_bytes: Sequence[float], merging: Merging, *, copies: int = 1, traced: bool = False,
-    ) -> None:  # fmt: skip
-        num_fragments = len(up_bytes)
+        self,
+        network: Network,
+        step_s: Sequence[float],
+        latency_s: Sequence[float],
+        exchange: ExchangePlan,
+        *,
+        copies: int = 1,
+        traced: bool = False,
+    ) -> None:
+        num_fragments = len(exchange.up_bytes)
         self.stations = [
             Station(i, seconds, latency, [0] * num_fragments, [0] * num_fragments)
             for i, (seconds, latency) in enumerate(zip(step_s, latency_s, strict=True))
@@ -98,8 +124,8 @@ class Star:
         self.trace: list[Activity] | None = [] if traced else None
         self.num_merges = [0] * num_fragments
         self.num_contributions = 0
-        self._network, self._merging, self._copies = network, merging, copies
-        self._up_bytes, self._down_bytes = up_bytes, down_bytes
+        self._network, self._merging, self._copies = network, exchange.merging, copies
+        self._up_bytes, self._down_bytes = exchange.up_bytes, exchange.down_bytes
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._carried: dict[int, tuple[int, int]] = {}  # transfer → fragment and round or version

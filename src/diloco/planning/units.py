@@ -91,12 +91,17 @@ class Quantity:
 
 
 def amount(name: str, value: float) -> float:
-    """A number that has no unit, such as one of tokens, if it can be one. Raises ConfigError naming it if it is not
-    above 0, or beyond all measure."""
+    """The value of a number without a unit, such as one of tokens. Raises ConfigError naming it where it is impossible."""
     positive(name, value)
     if not SMALLEST <= value <= LARGEST:
         raise ConfigError(f"{name} = {value!r} is beyond all measure; give a number below {LARGEST:g}.")
     return value
+
+
+def not_negative(name: str, value: float) -> None:
+    """Raise ConfigError naming `name` unless the value is finite and at least 0."""
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be a finite number of at least 0, not {value!r}.")
 
 
 def significant(value: float, digits: int = 3) -> str:
