@@ -204,8 +204,7 @@ def main() -> None:
     for row in run(arguments.quick):
         print(
             f"{row['name']:36s}{row['ratio']:7.3f}x  [{row['low']:.3f}, {row['high']:.3f}]  of "
-            f"{row['bare_step_s'] * 1e3:.0f} ms"
-            f"   target {row['target']:.2f} {'met' if row['met'] else 'MISSED'}"
+            f"{row['bare_step_s'] * 1e3:.0f} ms   target {row['target']:.2f} {'met' if row['met'] else 'MISSED'}"
         )
 
 

@@ -56,10 +56,9 @@ STUDY = Study(
     notes=[
         (
             "M = 2, H = 30, after a warm start of a quarter. The global model of eager and delayed arms is the outer "
-            "step over the published "
-            "means, which misses the last one or two intervals (30 or 60 of 450 steps). The rule: delayed worse than "
-            "delayed with a quarter "
-            "of the lr, eager better than delayed, and eager within 0.03 of no overlap."
+            "step over the published means, which misses the last one or two intervals (30 or 60 of 450 steps). The "
+            "rule: delayed worse than delayed with a quarter of the lr, eager better than delayed, and eager within "
+            "0.03 of no overlap."
         )
     ],
 )

@@ -54,10 +54,8 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     bits = {name: cost[name, "2bit, M=4"] - cost[name, "DiLoCo, M=4"] for name in own}
     return every([better, smaller]), (
         f"Muon in data parallel is {(own['Muon'] - own['AdamW']).mean:+.3f} against AdamW; the gap of DiLoCo to data "
-        "parallel with the same inner "
-        f"optimizer is {shown} (Muon against AdamW); 2 bits cost {bits['Muon'].mean:+.3f} with Muon and "
-        f"{bits['AdamW'].mean:+.3f} with "
-        "AdamW"
+        f"parallel with the same inner optimizer is {shown} (Muon against AdamW); 2 bits cost {bits['Muon'].mean:+.3f} "
+        f"with Muon and {bits['AdamW'].mean:+.3f} with AdamW"
     )
 
 
@@ -72,12 +70,9 @@ STUDY = Study(
     notes=[
         (
             "H = 30. Both inner optimizers have their lr (of 2e-3, 4e-3, 8e-3; Muon's own is twice that) chosen in "
-            "data parallel, and the outer "
-            "settings for every M among lr 0.7, 1.0 and momentum 0.5 … 0.9, all on the other split. The first two rows "
-            "are the controls of "
-            "the other studies, at lr 4e-3. The rule: Muon ends lower at M = 4, and its gap to its own data parallel "
-            "is smaller by 0.01 at M = 4 "
-            "and 8."
+            "data parallel, and the outer settings for every M among lr 0.7, 1.0 and momentum 0.5 … 0.9, all on the "
+            "other split. The first two rows are the controls of the other studies, at lr 4e-3. The rule: Muon ends "
+            "lower at M = 4, and its gap to its own data parallel is smaller by 0.01 at M = 4 and 8."
         )
     ],
 )

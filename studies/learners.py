@@ -34,8 +34,7 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     limits = "within" if within else "not all within"
     return every([within, grows, recovered, below(better, -0.03)]), (
         f"with the outer settings chosen the gap is {shown}, {limits} 0.02, 0.04 and 0.09 at M = 1, 2, 4; M = 4 beats "
-        "the isolated "
-        f"learner by {-better.mean:.3f}"
+        f"the isolated learner by {-better.mean:.3f}"
     )
 
 

@@ -40,8 +40,7 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     low = ", ".join(f"{against(m, ', half the lr').mean:+.3f}" for m in COUNTS)
     return every(below(against(m), -TIE) for m in (8, 16)), (
         f"against the mean, radial-directional is {shown} with the lr chosen for the mean at M = 4 (below 0 is "
-        f"better), and {low} with "
-        "half of it"
+        f"better), and {low} with half of it"
     )
 
 
@@ -54,9 +53,8 @@ STUDY = Study(
     notes=[
         (
             "H = 30. Outer lr and momentum are those chosen for the mean at M = 4, for every M and merge, and half "
-            "that lr; embeddings are "
-            "averaged unless named. The isolated control is that of M = 4. The rule: better than the mean by 0.01 at M "
-            "= 8 and at M = 16."
+            "that lr; embeddings are averaged unless named. The isolated control is that of M = 4. The rule: better "
+            "than the mean by 0.01 at M = 8 and at M = 16."
         )
     ],
 )

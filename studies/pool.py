@@ -62,9 +62,8 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     shown = ", ".join(f"{name} {gap:+.3f}" for name, gap in longer.items())
     return every([order, same]), (
         f"in runs of one length doubling is {doubling.mean:+.3f} against halving and ramping up {ramp.mean:+.3f} "
-        "against ramping down; "
-        f"constant 8 {by_name['constant 8'].mean:+.3f}, constant 1 {by_name['constant 1'].mean:+.3f}. With as much "
-        f"compute as constant 8, in more steps: {shown}"
+        f"against ramping down; constant 8 {by_name['constant 8'].mean:+.3f}, constant 1 "
+        f"{by_name['constant 1'].mean:+.3f}. With as much compute as constant 8, in more steps: {shown}"
     )
 
 
@@ -81,10 +80,9 @@ STUDY = Study(
     notes=[
         (
             "H = 30, two sequences a learner, 15 rounds. 'As long as it takes': more rounds, until the learners have "
-            "taken as many steps "
-            "together as eight do in 450 each (constant 1 takes 3,600). A learner that joins starts from the global "
-            "model. The rule: in runs "
-            "of one length the same compute in another order ends within 0.02, and more compute ends lower."
+            "taken as many steps together as eight do in 450 each (constant 1 takes 3,600). A learner that joins "
+            "starts from the global model. The rule: in runs of one length the same compute in another order ends "
+            "within 0.02, and more compute ends lower."
         )
     ],
 )

@@ -271,10 +271,8 @@ def markdown(values: Mapping[str, Any]) -> str:
         "",
         (
             f"Held-out nats per byte of the global model; seeds {', '.join(map(str, seeds)) or 'none'}, compared in "
-            "pairs (± standard"
-            f" error); below {TIE} is a tie. Equal {values['equal']}. {values['machine']}; {values['seconds']} s in "
-            "all;"
-            f" {values['date']}."
+            f"pairs (± standard error); below {TIE} is a tie. Equal {values['equal']}. {values['machine']}; "
+            f"{values['seconds']} s in all; {values['date']}."
         ),
     ]
     for note in values["notes"]:

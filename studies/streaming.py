@@ -27,9 +27,8 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     worst = max(cost, key=lambda label: cost[label])
     return every(below(each, 0.02) for each in gap.values()), (
         f"against DiLoCo τ = 0, 1, 5 without mixing cost {cost['streaming, τ=0, α=0']:+.3f}, "
-        f"{cost['streaming, τ=1, α=0']:+.3f}, "
-        f"{cost['streaming, τ=5, α=0']:+.3f}; α = 0.5 costs {cost['streaming, τ=1, α=0.5']:+.3f} at τ = 1; the dearest "
-        f"is {worst}"
+        f"{cost['streaming, τ=1, α=0']:+.3f}, {cost['streaming, τ=5, α=0']:+.3f}; α = 0.5 costs "
+        f"{cost['streaming, τ=1, α=0.5']:+.3f} at τ = 1; the dearest is {worst}"
     )
 
 
@@ -41,8 +40,7 @@ STUDY = Study(
     notes=[
         (
             "M = 4, H = 30, one layer a fragment and the embedding apart (P = 4), fp32 on the wire, outer settings of "
-            "DiLoCo. The rule: "
-            "each within 0.02 of DiLoCo."
+            "DiLoCo. The rule: each within 0.02 of DiLoCo."
         )
     ],
 )

@@ -57,12 +57,9 @@ STUDY = Study(
     notes=[
         (
             "M = 4, H = 30. For each share and momentum the outer lr is the best of 0.5, 0.7 and 1.0 on the other "
-            "split. A longer warm start "
-            "leaves less to lose: the isolated learner shows how much. The rule: each longer warm start has a smaller "
-            "lowest gap, and from "
-            "scratch a momentum below 0.9 is best. No paper claims it: in arXiv 2311.08105, with 88,000 steps in all, "
-            "a start from scratch costs "
-            "0.1 of perplexity."
+            "split. A longer warm start leaves less to lose: the isolated learner shows how much. The rule: each "
+            "longer warm start has a smaller lowest gap, and from scratch a momentum below 0.9 is best. No paper "
+            "claims it: in arXiv 2311.08105, with 88,000 steps in all, a start from scratch costs 0.1 of perplexity."
         )
     ],
 )

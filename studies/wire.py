@@ -54,18 +54,14 @@ STUDY = Study(
     notes=[
         (
             "M = 4, H = 30, both directions unless named; a lossy answer always keeps its error on the syncer. The "
-            "rule: int4 and E3M0 both "
-            "ways within 0.5 % of fp32's loss. Fewer bits stand beside them; 2 bits under Muon, of which arXiv "
-            "2505.23725 claims it, are in `inner`."
+            "rule: int4 and E3M0 both ways within 0.5 % of fp32's loss. Fewer bits stand beside them; 2 bits under "
+            "Muon, of which arXiv 2505.23725 claims it, are in `inner`."
         ),
         (
             "Feedback makes coarse codecs worse here. What is left out of one of the 15 rounds is measured again in "
-            "the next, since the "
-            "learner's parameters went back without it, and feedback sends the earlier measurement on top; with an "
-            "outer momentum of 0.8 the sum "
-            "overshoots, and what is late comes from a higher inner learning rate. With outer SGD(1.0) and more rounds "
-            "it helps 2 bits "
-            "(a quadratic: dev/LOG.md)."
+            "the next, since the learner's parameters went back without it, and feedback sends the earlier measurement "
+            "on top; with an outer momentum of 0.8 the sum overshoots, and what is late comes from a higher inner "
+            "learning rate. With outer SGD(1.0) and more rounds it helps 2 bits (a quadratic: dev/LOG.md)."
         ),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from diloco.errors import ConfigError
-from diloco.tables import Table, read_toml, validate, write_toml
+from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
 LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer")
 """The tables that a `[learner.NAME]` table may change."""
@@ -277,11 +277,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), learner: str | 
     the others, and the overrides over both; nothing is left to lay over. Raises ConfigError naming file, key and value
     when the file is missing, is not TOML, or holds unknown keys or impossible values.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the run file {path} ({error}); check the path") from error
-    return parse_config(text, source=str(path), overrides=overrides, learner=learner)
+    return parse_config(read_text(path, "run file"), source=str(path), overrides=overrides, learner=learner)
 
 
 def parse_config(

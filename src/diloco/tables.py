@@ -5,6 +5,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,6 +19,14 @@ class Table(BaseModel):
     """A table of a file: frozen, unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """The text of a UTF-8 file. Raises ConfigError that names the file and `what` it is."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the {what} {path} ({error}); check the path") from error
 
 
 def read_toml(text: str, source: str) -> dict[str, Any]:

@@ -89,11 +89,9 @@ def sentence(values: Mapping[str, Any]) -> str:
     verdict = "within" if it["accepted"] else "**not** within"
     return (
         f"{it['cells']} cells: median error {100 * it['median_error']:.1f} %, worst {100 * it['worst_error']:.1f} %; "
-        f"{verdict} what was "
-        f"asked for, 10 and 25 %. {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, TCP "
-        f"{machine['tcp']}; {priority}load "
-        f"{machine['load']} at the beginning, {machine['load_after']} at the end; {values['seconds']:.0f} s in all; "
-        f"{values['date']}."
+        f"{verdict} what was asked for, 10 and 25 %. {machine['cpu']}, {machine['cores']} cores, Linux "
+        f"{machine['kernel']}, TCP {machine['tcp']}; {priority}load {machine['load']} at the beginning, "
+        f"{machine['load_after']} at the end; {values['seconds']:.0f} s in all; {values['date']}."
     )
 
 

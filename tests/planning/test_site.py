@@ -163,8 +163,7 @@ def test_random_outages_are_seeded_exponential_and_each_learners_own() -> None:
             "[[site]",
             (
                 "site file is not TOML: Expected ']]' at the end of an array declaration (at line 1, column 7); "
-                "correct "
-                "that line"
+                "correct that line"
             ),
         ),
         (ONE.replace("up", "upp"), 'site file: unknown key "site.a.upp"; did you mean "up"?'),

@@ -4,22 +4,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from diloco.errors import ConfigError
+from diloco.tables import read_text
 
 N = TypeVar("N", int, float)
 
 
 def read_token(path: Path | None) -> str | None:
     """The secret in a token file; None without one. Raises ConfigError when it cannot be read."""
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the token file {path} ({error}); check its path and permissions") from error
+    return None if path is None else read_text(path, "token file").strip()
 
 
 def parse_list(option: str, text: str, kind: type[N], what: str, example: str) -> tuple[N, ...]:
-    """The numbers of `text`, between commas. Raises ConfigError that names the option, `what` it takes and an example."""
+    """The numbers of `text`, between commas. Raises ConfigError that names the option and `what` it takes."""
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:

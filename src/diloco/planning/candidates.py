@@ -16,13 +16,14 @@ EAGER_GRID = [(every, "e3m0") for every in (30, 100)]
 DECOUPLED_GRID = [(24, "bf16"), (24, "int4"), (96, "int4")]
 """(H, codec), with τ between for Streaming. Down the wire goes the same codec."""
 
-TITLES: dict[MethodName, str] = {
-    "data-parallel": "data parallel",
-    "diloco": "DiLoCo",
-    "streaming": "Streaming DiLoCo",
-    "eager": "eager updates",
-    "decoupled": "Decoupled DiLoCo",
+NAMES: dict[MethodName, tuple[str, str]] = {
+    "data-parallel": ("data parallel", "DataParallel"),
+    "diloco": ("DiLoCo", "DiLoCo"),
+    "streaming": ("Streaming DiLoCo", "StreamingDiLoCo"),
+    "eager": ("eager updates", "EagerDiLoCo"),
+    "decoupled": ("Decoupled DiLoCo", "DecoupledDiLoCo"),
 }
+"""By method: its title in a table, and its preset."""
 DECOUPLED_FRAGMENTS = 24
 
 
@@ -43,8 +44,8 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """What people call it."""
-        return TITLES[self.setting.method]
+        """The method's name in a table."""
+        return NAMES[self.setting.method][0]
 
     @property
     def detail(self) -> str:
@@ -57,27 +58,30 @@ class Candidate:
 
 def candidates(workload: Workload) -> Iterator[Candidate]:
     """All of the grid."""
-    yield Candidate(setting_for(workload, "data-parallel"), {"preset": "DataParallel", "codec": "bf16"})
+    strided = {"type": "ByLayer", "layers": LAYERS_PER_FRAGMENT, "pattern": "strided"}
+    num_fragments = min(DECOUPLED_FRAGMENTS, workload.num_layers)
+    balanced = {"type": "Balanced", "num_fragments": num_fragments}
+    yield _candidate(workload, "data-parallel", "bf16")
     for every, codec in DILOCO_GRID:
-        yield Candidate(
-            setting_for(workload, "diloco", sync_every=every, up=codec),
-            {"preset": "DiLoCo", "sync_every": every, "codec": codec},
-        )
+        yield _candidate(workload, "diloco", codec, every)
     for every, tau, codec in STREAMING_GRID:
-        yield Candidate(
-            setting_for(workload, "streaming", sync_every=every, overlap=tau, up=codec),
-            {"preset": "StreamingDiLoCo", "sync_every": every, "overlap": tau, "codec": codec,
-             "fragments": {"type": "ByLayer", "layers": LAYERS_PER_FRAGMENT, "pattern": "strided"}},
-        )  # fmt: skip
+        yield _candidate(workload, "streaming", codec, every, tau, fragments=strided)
     for every, codec in EAGER_GRID:
-        yield Candidate(
-            setting_for(workload, "eager", sync_every=every, num_fragments=1, up=codec),
-            {"preset": "EagerDiLoCo", "sync_every": every, "codec": codec},
-        )
+        yield _candidate(workload, "eager", codec, every, num_fragments=1)
     for every, codec in DECOUPLED_GRID:
-        num_fragments = min(DECOUPLED_FRAGMENTS, workload.num_layers)
-        yield Candidate(
-            setting_for(workload, "decoupled", sync_every=every, num_fragments=num_fragments, up=codec),
-            {"preset": "DecoupledDiLoCo", "sync_every": every, "codec": codec,
-             "fragments": {"type": "Balanced", "num_fragments": num_fragments}},
-        )  # fmt: skip
+        yield _candidate(workload, "decoupled", codec, every, num_fragments=num_fragments, fragments=balanced)
+
+
+def _candidate(
+    workload: Workload,
+    method: MethodName,
+    codec: str,
+    every: int | None = None,
+    tau: int | None = None,
+    *,
+    num_fragments: int | None = None,
+    fragments: dict[str, Any] | None = None,
+) -> Candidate:
+    setting = setting_for(workload, method, sync_every=every, overlap=tau, num_fragments=num_fragments, up=codec)
+    table = {"preset": NAMES[method][1], "sync_every": every, "overlap": tau, "codec": codec, "fragments": fragments}
+    return Candidate(setting, {key: value for key, value in table.items() if value is not None})

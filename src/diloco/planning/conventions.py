@@ -1,10 +1,10 @@
-"""The papers' own conventions, with which their printed tables come out: for comparison, not for buying a link.
+"""The papers' own conventions, which reproduce their printed tables: for comparison, not for buying a link.
 
-    streaming-diloco   2H steps; a fragment is sent every g steps in turn      (arXiv 2501.18512 table 4, arXiv 2502.12996 table 5)
-    scaling-laws       H + 10 steps of DiLoCo, 11 of data parallel             (arXiv 2503.09799 table 6)
+    streaming-diloco   2H steps; a fragment is sent every g steps in turn     arXiv 2501.18512 table 4, 2502.12996 table 5
+    scaling-laws       H + 10 steps of DiLoCo, 11 of data parallel            arXiv 2503.09799 table 6
 
-In both, a reduction is one pass of 16 bits a value (4 for FP4), reductions due after the end are not counted, and what
-is printed is the last bandwidth of a grid whose utilisation does not exceed the target: it does not reach it. The
+In both, a reduction is one pass of 16 bits a value (4 for FP4), and reductions due after the end are not counted. The
+printed value is the last bandwidth of a grid whose utilisation does not exceed the target: it does not reach it. The
 interval g is not H / P. The papers describe the graph; these rules were inferred from their tables. They are known at
 the published settings only and refused elsewhere.
 """
@@ -44,16 +44,16 @@ class _Table:
 
 _TABLES = {
     "streaming-diloco": _Table(
-        {name: PRESETS[name].step_s for name in ("1b", "10b", "100b")},
-        ("data-parallel", "diloco", "streaming", "eager"),
-        (30, 100),
-        ("bf16", "e3m0"),
+        step_s={name: PRESETS[name].step_s for name in ("1b", "10b", "100b")},
+        methods=("data-parallel", "diloco", "streaming", "eager"),
+        sync_every=(30, 100),
+        codecs=("bf16", "e3m0"),
     ),
     "scaling-laws": _Table(
-        {"10b": 0.893, **{name: PRESETS[name].step_s for name in ("llama-405b", "deepseek-v3")}},
-        ("data-parallel", "diloco"),
-        (10, 50, 100, 300),
-        ("bf16",),
+        step_s={"10b": 0.893, **{name: PRESETS[name].step_s for name in ("llama-405b", "deepseek-v3")}},
+        methods=("data-parallel", "diloco"),
+        sync_every=(10, 50, 100, 300),
+        codecs=("bf16",),
     ),
 }
 

@@ -25,7 +25,7 @@ class Goodput:
     """What came out. All but `method` and `num_runs` in percent.
 
     Attributes:
-        goodput: of the work that the same chips would do if nothing failed and nobody waited.
+        goodput: of the work that the same chips would do without failures and waiting.
         interval: its 95 % confidence interval, of the simulation alone.
         waiting, stopped: where the rest went: waiting for other learners, standing still for a failure.
         closed_form: the same by formula; None where there is none.

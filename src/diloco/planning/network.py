@@ -36,8 +36,7 @@ class Path:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What has arrived: from whom or to whom, its size, and when it was sent, got its turn, left the last link and
-    arrived."""
+    """A transfer that has arrived: its learner, its size, and when it was sent, began, left the last link and arrived."""
 
     number: int
     learner: int

@@ -7,7 +7,7 @@ it comes from.
     ΔH       for a longer interval
     Δτ       for an answer that comes late
     Δcodec   for fewer bits
-    Δmethod  for eager updates, for rounds that wait for nobody
+    Δmethod  for eager updates, for asynchronous merges
 
 The experiments varied one thing at a time, and the sum assumes that they add up. What no experiment covers has no
 penalty: None, with the reason.
@@ -89,8 +89,7 @@ class Penalty:
 def expected_penalty(num_parameters: float, num_learners: int, setting: Setting) -> Penalty:
     """The penalty of a method, for a model of so many parameters and so many learners.
 
-    Of decoupled learners it holds where merges come as often as planned and nearly everybody is in them; the caller has
-    to see to that.
+    For decoupled learners the caller must ensure that merges come as often as planned, with nearly all learners in them.
     """
     if setting.method == "data-parallel":
         return Penalty((Term("data parallel", 0.0, "by definition"),))
@@ -103,9 +102,7 @@ def expected_penalty(num_parameters: float, num_learners: int, setting: Setting)
             else Term("eager updates", None, "measured with 2 learners at H = 30 only (arXiv 2502.12996)")
         )
     if setting.method == "decoupled":
-        terms.append(
-            Term("merges that wait for nobody, at most", DECOUPLED_PERCENT, "study decoupled (165k parameters)")
-        )
+        terms.append(Term("asynchronous merges, at most", DECOUPLED_PERCENT, "study decoupled (165k parameters)"))
     return Penalty(tuple(terms))
 
 

@@ -122,7 +122,7 @@ def expect(
 
 
 def _outside(num_parameters: float, num_learners: int, sync_every: int, tokens: float | None) -> Iterator[str]:
-    """A sentence for everything that was not measured."""
+    """A sentence for each input outside of what was measured."""
     low, high = PARAMETERS
     if not low <= num_parameters <= high:
         yield f"the fits were measured from 35M to 2.4B parameters; {num_parameters:.3g} is extrapolated"

@@ -101,7 +101,7 @@ def predict(
         exchange: what is exchanged.
         num_steps: only of scheduled rounds: as long as a run is.
         copies: learners that each of these stands for.
-        traced: return what everybody did.
+        traced: return what every learner did.
     """
     if exchange.called is not None:
         return _called(CalledRounds(network, step_s, latency_s, exchange, copies=copies, traced=traced), exchange)
@@ -146,8 +146,7 @@ def _called(star: CalledRounds, exchange: ExchangePlan) -> Prediction:
     if num_steps > MOST_STEPS:
         raise ConfigError(
             f"called rounds at H = {every} are {num_steps:.3g} inner steps to play through, more than {MOST_STEPS:,}; "
-            "lower H, or leave "
-            "out learners that are far faster than the others."
+            "lower H, or leave out learners that are far faster than the others."
         )
     until_s = CALLED_PERIODS * every * slowest_s
     skipped, measured = (rounds * num_fragments for rounds in CALLED_ROUNDS)

@@ -30,8 +30,7 @@ MOST_STOPS = 16  # of one learner on the way to one contribution that are rememb
 
 @dataclass(frozen=True)
 class RunShares:
-    """Shares of the time of one simulated run: work done, waiting, and of the running learners those that were in a
-    round."""
+    """Of one simulated run: shares of the time for work and waiting, and the running learners' share in a round."""
 
     goodput: float
     waiting: float
@@ -39,8 +38,9 @@ class RunShares:
 
 
 def simulate_rounds(fleet: Fleet, seed: int) -> list[RunShares]:
-    """Simulate decoupled learners that meet in rounds. Arguments: the fleet; a seed of the random numbers. Returns
-    independent runs.
+    """Simulate decoupled learners that meet in rounds, in independent runs.
+
+    Arguments: the fleet; a seed of the random numbers.
 
     Raises:
         ConfigError: so many steps between rounds, or learners, that it would take minutes.
@@ -48,9 +48,8 @@ def simulate_rounds(fleet: Fleet, seed: int) -> list[RunShares]:
     import numpy as np
 
     every, overlap = fleet.rounds.sync_every, fleet.rounds.overlap
-    behind, after = divmod(
-        overlap, every
-    )  # which round's answer is needed, after how many of the steps to the next contribution
+    # Which round's answer is needed, after how many of the steps to the next contribution.
+    behind, after = divmod(overlap, every)
     period = max(every, math.ceil(fleet.rounds.sync_s / fleet.times.step_s / (behind + 1)))
     num_rounds = max(MIN_ROUNDS, math.ceil(MIN_STEPS / period)) + behind
     num_runs = max(MIN_RUNS, LEARNER_STEPS // (fleet.learners * num_rounds * period))
@@ -58,8 +57,7 @@ def simulate_rounds(fleet: Fleet, seed: int) -> list[RunShares]:
     if num_steps > MOST_STEPS or num_steps * fleet.learners * num_runs > MOST_LEARNER_STEPS:
         raise ConfigError(
             f"{num_rounds:,} rounds of {period:,} steps of {fleet.learners:,} learners are too many to simulate; lower "
-            "the steps from one "
-            "round to the next, the overlap, the time of a synchronisation or the learners."
+            "the steps from one round to the next, the overlap, the time of a synchronisation or the learners."
         )
     learners = _Learners(fleet, num_runs, np.random.default_rng([seed, 2]))
     answers = [np.full(num_runs, -np.inf) for _ in range(behind + 1)]
@@ -192,19 +190,19 @@ class _Learners:
         from diloco.core.quorum import EMA
 
         np, at_s = self._np, self._at_s
-        everybody_s = self._everybody()
-        formed_s = np.minimum(np.partition(at_s, rules.quorum - 1, axis=1)[:, rules.quorum - 1], everybody_s)
+        all_s = self._all_contributed()
+        formed_s = np.minimum(np.partition(at_s, rules.quorum - 1, axis=1)[:, rules.quorum - 1], all_s)
         quorum_s = (1 - EMA) * quorum_s + EMA * (formed_s - at_s.min(1))
         slack_s = rules.overlap * float(np.median(self._step_s)) - quorum_s - rules.sync_s
         grace_s = np.clip(rules.grace * slack_s, 0, rules.grace_cap_s)
-        self._closed_s = np.maximum(self._closed_s, np.minimum(formed_s + grace_s, everybody_s))
+        self._closed_s = np.maximum(self._closed_s, np.minimum(formed_s + grace_s, all_s))
         contributed = at_s <= self._closed_s[:, None]
         in_time = contributed.sum(1) / (contributed | ~self._standing(self._closed_s)).sum(1)
         self._number = np.where(contributed, np.maximum(self._number, number), self._number)
         self._go_on(contributed)
         return self._closed_s, quorum_s, in_time
 
-    def _everybody(self) -> Floats:
+    def _all_contributed(self) -> Floats:
         """The earliest time at which every learner has contributed or stands still."""
         np = self._np
         now_s: Floats = self._at_s.min(1)

@@ -117,7 +117,6 @@ def summary(found: dict[str, Any]) -> str:
     missing = f"; {found['missing_events']:,} events are missing from the files" if found["missing_events"] else ""
     return (
         f"{found['method']}, {found['num_parameters']:,} parameters, {len(found['learners'])} learners: "
-        f"{found['tokens']:,} tokens in "
-        f"{found['duration_s']:,.1f} s, {found['merges']:,} merges, {found['num_bytes'] / 1e6:,.2f} MB on the "
-        f"wire{loss}{missing}"
+        f"{found['tokens']:,} tokens in {found['duration_s']:,.1f} s, {found['merges']:,} merges, "
+        f"{found['num_bytes'] / 1e6:,.2f} MB on the wire{loss}{missing}"
     )

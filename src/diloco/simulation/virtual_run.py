@@ -194,9 +194,8 @@ class _Stage:
                 raise
             first = self._names[0]
             raise ConfigError(
-                f"{first}, which initialises the run, is killed before it has and does not come back, so nobody can "
-                "begin; "
-                "let it come back, or be killed later."
+                f"{first}, which initialises the run, is killed before it has and does not come back; let it come back, "
+                "or be killed later."
             ) from error
 
     def _life(self, index: int, exchange: Local) -> Summary:
@@ -279,7 +278,7 @@ class _Stage:
                 [*stopped, *(each for each in self._spans[index] if each.kind == "compute")],
                 key=lambda each: each.begin_s,
             )
-            waiting, at_s = [], busy[0].begin_s if busy else end_s  # nobody waits before the first step
+            waiting, at_s = [], busy[0].begin_s if busy else end_s  # waiting begins with the first step
             for each in busy:
                 if each.begin_s > at_s:
                     waiting.append(Span(at_s, each.begin_s, "waiting"))

@@ -46,8 +46,7 @@ def measure_step_time(config: RunConfig, shard: int, *, seconds: float, at_least
     if config.learner_batch % (job.size * config.train.accumulate):
         raise ConfigError(
             f"a batch of {config.learner_batch} sequences does not divide over {job.size} ranks x "
-            f"{config.train.accumulate} "
-            "micro-batches; change train.batch, train.global_batch or train.accumulate"
+            f"{config.train.accumulate} micro-batches; change train.batch, train.global_batch or train.accumulate"
         )
     island = Island(config, load_corpus(config.data), job)
     island.narrow(shard, config.learner_batch)

@@ -132,9 +132,8 @@ def _headline(case: "Case") -> str:
     slowest = TIME.show(max(learner.step_s for learner in case.learners))
     return (
         f"{len(case.learners)} learner{'s' * (len(case.learners) > 1)}, {short(workload.num_parameters, 3)} "
-        "parameters, "
-        f"{short(budget.tokens, 3)} tokens in {steps:,.0f} steps of {slowest} at the slowest; a loss penalty of up to "
-        f"{budget.loss_penalty_percent:g} % is allowed"
+        f"parameters, {short(budget.tokens, 3)} tokens in {steps:,.0f} steps of {slowest} at the slowest; a loss "
+        f"penalty of up to {budget.loss_penalty_percent:g} % is allowed"
     )
 
 

@@ -11,7 +11,7 @@ import typer
 
 from diloco.cli._input import check_shard, read_token
 from diloco.cli._options import Json, LearnerName, Overrides
-from diloco.errors import ConfigError, StoreError
+from diloco.errors import StoreError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -105,8 +105,7 @@ def _sentence(name: str, step: "StepTime | None", link: "LinkSpeed | None") -> s
     if link is not None:
         lines.append(
             f"{name}: {RATE.show(link.up_bit_per_s)} up, {RATE.show(link.down_bit_per_s)} down, "
-            f"{TIME.show(link.latency_s)} "
-            f"one way to the syncer ({SIZE.show(link.num_bytes)} sent to measure it)"
+            f"{TIME.show(link.latency_s)} one way to the syncer ({SIZE.show(link.num_bytes)} sent to measure it)"
         )
     return "\n".join(lines)
 
@@ -136,7 +135,7 @@ def _write(path: Path, config: "RunConfig", name: str, step: "StepTime | None", 
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig") if path.exists() else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the site file {path} ({error}); check the path") from error
+    """The text of a site file that is extended; empty where it is new."""
+    from diloco.tables import read_text
+
+    return read_text(path, "site file").removeprefix("\ufeff") if path.exists() else ""
