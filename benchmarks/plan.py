@@ -42,7 +42,7 @@ answered_s = time.process_time()
 print(imported_s - started_s, answered_s - imported_s)
 """
 
-_MODULES = ("advise", "conventions", "failures", "models", "question", "scaling", "site", "wallclock")
+_MODULES = ("ranking", "conventions", "failures", "workload", "question", "scaling_laws", "site", "training_time")
 
 
 def run(quick: bool) -> list[dict[str, Any]]:

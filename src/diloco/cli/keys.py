@@ -10,16 +10,14 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 import typer
 
 from diloco.cli._options import Json
 from diloco.cli._output import make_table
 from diloco.errors import ConfigError, StoreError
-
-if TYPE_CHECKING:
-    from diloco.syncer.auth import Role, TokenEntry
+from diloco.syncer.auth import Role, TokenEntry, new_token, read_tokens, token_sha256, write_secret, write_tokens
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -48,7 +46,6 @@ def new(
 
     A learner's token speaks for the learner id of the same name only.
     """
-    from diloco.syncer.auth import Role, TokenEntry, new_token, token_sha256, write_secret, write_tokens
     from diloco.syncer.certificates import make_certificates
 
     by_role: dict[Role, list[str] | None] = {"learner": learner, "viewer": viewer, "admin": admin}
@@ -92,8 +89,6 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Add a token. A running syncer takes it at once."""
-    from diloco.syncer.auth import TokenEntry, new_token, read_tokens, token_sha256, write_secret, write_tokens
-
     if any_learner and speaks_for is not None:
         raise ConfigError(f"--speaks-for {speaks_for} and --any-learner contradict each other; give one of them.")
     entries = read_tokens(directory / "tokens.toml")
@@ -111,16 +106,12 @@ def add(
 @app.command("list")
 def list_(directory: Directory, as_json: Json = False) -> None:
     """List the tokens a syncer accepts: names, roles and the start of each hash."""
-    from diloco.syncer.auth import read_tokens
-
     _print(directory, list(read_tokens(directory / "tokens.toml").values()), as_json)
 
 
 @app.command()
 def revoke(directory: Directory, name: Annotated[str, typer.Argument(metavar="NAME")], as_json: Json = False) -> None:
     """Take a token back. A running syncer refuses it at once."""
-    from diloco.syncer.auth import read_tokens, write_tokens
-
     entries = read_tokens(directory / "tokens.toml")
     if name not in entries:
         raise ConfigError(f"{name!r} has no token in {directory}; `diloco keys list` shows who has.")
@@ -145,27 +136,21 @@ def _token_file(name: str) -> str:
     return f"{name}.token"
 
 
-def _print(directory: Path, entries: "list[TokenEntry]", as_json: bool) -> None:
-    rows = []
-    for entry in entries:
-        file = directory / _token_file(entry.name)
-        found = str(file) if file.exists() else None
-        sha256 = entry.sha256[:12]
-        rows.append(
-            {"name": entry.name, "role": entry.role, "learner": entry.learner, "sha256": sha256, "token_file": found}
-        )
+def _print(directory: Path, entries: list[TokenEntry], as_json: bool) -> None:
+    plain, rows = [], []
+    for it in entries:
+        file = directory / _token_file(it.name)
+        path, sha256 = str(file) if file.exists() else None, it.sha256[:12]
+        plain.append({"name": it.name, "role": it.role, "learner": it.learner, "sha256": sha256, "token_file": path})
+        rows.append((it.name, it.role, it.learner or "any", f"{sha256}…", path or "not here"))
     if as_json:
-        typer.echo(json.dumps({"directory": str(directory), "tokens": rows}, indent=2))
+        typer.echo(json.dumps({"directory": str(directory), "tokens": plain}, indent=2))
         return
+    heads = ("name", "role", "speaks for", "sha256", "secret")
     from rich.console import Console
 
-    heads = ("name", "role", "speaks for", "sha256", "secret")
-    shown = [
-        (row["name"], row["role"], row["learner"] or "any", f"{row['sha256']}…", row["token_file"] or "not here")
-        for row in rows
-    ]
     console = Console(markup=False, highlight=False)
-    console.print(make_table(heads, shown, num_text=len(heads)))
+    console.print(make_table(heads, rows, num_text=len(heads)))
     console.print(
         f"The syncer needs {directory}/server.pem, server.key and tokens.toml; a site needs ca.pem and its own .token "
         "file.",

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from diloco.cli._options import Overrides, RunFile
 from diloco.cli._output import make_table
+from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError
+from diloco.planning.pictures import Axis, Line, Picture, lines, require, timeline, write
+from diloco.planning.site import Site, load_site
+from diloco.planning.tape import is_simulation, read_tape
 
 if TYPE_CHECKING:
-    from diloco.config import RunConfig
-    from diloco.planning.site import Site
     from diloco.simulation.scenario import Scenario
     from diloco.simulation.virtual_run import Simulated
 
@@ -38,10 +41,6 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train the run that RUN_FILE describes in virtual time, over modelled links and faults."""
-    from diloco.config import load_config
-    from diloco.planning.pictures import require
-    from diloco.planning.site import load_site
-
     require()
     config = load_config(run_file, overrides or ())
     names, make_scenario = _scenario(config, None if site is None else load_site(site), tape)
@@ -70,12 +69,8 @@ def command(
         typer.echo(f"see {page}")
 
 
-def _scenario(
-    config: "RunConfig", site: "Site | None", tape: Path | None
-) -> "tuple[list[str], Callable[[], Scenario]]":
+def _scenario(config: RunConfig, site: Site | None, tape: Path | None) -> "tuple[list[str], Callable[[], Scenario]]":
     """The learners' names, and what makes the scenario: called once all options are checked, for it imports torch."""
-    from diloco.planning.tape import read_tape
-
     recorded = None if tape is None else read_tape(tape)
     if recorded is not None and site is not None and len(recorded) != len(site.names):
         raise ConfigError(
@@ -101,8 +96,6 @@ def _scenario(
 
 def _has_earlier(directory: Path, replace: bool) -> bool:
     """Whether an earlier simulation is there that may be replaced. Raises ConfigError for anything else there."""
-    from diloco.planning.tape import is_simulation
-
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return False
     if not is_simulation(directory):
@@ -113,8 +106,6 @@ def _has_earlier(directory: Path, replace: bool) -> bool:
 
 
 def _print(done: "Simulated") -> None:
-    from rich.console import Console
-
     heads = ("learner", "steps", "busy", "computing s", "waiting s", "gone s", "merges", "up MB", "down MB")
     rows = []
     for name, each in done.to_dict()["learners"].items():
@@ -130,10 +121,8 @@ def _print(done: "Simulated") -> None:
     typer.echo(f"{done.duration_s:,.1f} s of virtual time; {loss}")
 
 
-def _draw(done: "Simulated", directory: Path, config: "RunConfig") -> Path:
+def _draw(done: "Simulated", directory: Path, config: RunConfig) -> Path:
     """Each learner's timeline, and the loss against time. Returns the page."""
-    from diloco.planning.pictures import Axis, Line, Picture, lines, timeline, write
-
     heads = ("learner", "utilisation", "computing, s", "waiting, s", "gone, s")
     rows = [
         (name, f"{each.utilisation:.1%}", f"{each.compute_s:,.1f}", f"{each.waiting_s:,.1f}", f"{each.stopped_s:,.1f}")

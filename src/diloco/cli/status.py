@@ -5,16 +5,17 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
 
 from diloco.cli._input import read_token
 from diloco.cli._options import Json
+from diloco.config import load_config
 from diloco.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 MAX_NAMES = 6
 
@@ -58,8 +59,6 @@ def command(
     from diloco.exchange.remote import fetch_status
 
     if run_file is not None:
-        from diloco.config import load_config
-
         config = load_config(run_file)
         address, run = address or config.syncer.address, run or config.run.name
         token_file, ca = token_file or config.syncer.token_file, ca or config.syncer.ca
@@ -79,8 +78,6 @@ def command(
 
 
 def _print(status: dict[str, Any]) -> None:
-    from rich.console import Console
-
     console = Console(highlight=False)
     uptime_s = round(status["uptime_s"])
     console.print(
@@ -113,7 +110,7 @@ def _participation(status: dict[str, Any]) -> str:
     return f"{line}; newest merge: version {merge['version']} of fragment {merge['fragment']} by {who}{part}"
 
 
-def _learners(status: dict[str, Any]) -> "Table":
+def _learners(status: dict[str, Any]) -> Table:
     learners, num_fragments = status["learners"], len(status["fragments"])
     num_bytes: dict[str, dict[str, dict[str, int]]] = status["num_bytes"] or {}
     table = _table(("learner", "state"), LEARNER_HEADS)
@@ -146,7 +143,7 @@ def _traffic(num_bytes: dict[str, dict[str, dict[str, int]]], name: str) -> tupl
     return _short(sent, "B"), _short(received, "B")
 
 
-def _fragments(status: dict[str, Any]) -> "Table":
+def _fragments(status: dict[str, Any]) -> Table:
     table = _table((), FRAGMENT_HEADS)
     table.add_column("now")
     for it in status["fragments"]:
@@ -158,10 +155,7 @@ def _fragments(status: dict[str, Any]) -> "Table":
     return table
 
 
-def _table(text_heads: tuple[str, ...], heads: tuple[str, ...]) -> "Table":
-    from rich.box import SIMPLE
-    from rich.table import Table
-
+def _table(text_heads: tuple[str, ...], heads: tuple[str, ...]) -> Table:
     table = Table(*text_heads, box=SIMPLE, padding=(0, 1, 0, 0))
     for head in heads:
         table.add_column(head, justify="right")

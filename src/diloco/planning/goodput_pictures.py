@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from diloco.planning.failures import Goodput, simulate
 from diloco.planning.fleet import Fleet, Mode, closed_form
@@ -90,7 +91,10 @@ def _against_quorum(fleet: Fleet, seed: int) -> Picture:
     spread = fleet.learners - 1
     quorums = sorted({1 + round(spread * step / min(7, spread)) for step in range(min(7, spread) + 1)})
     drawn, heads, columns = [], ["quorum"], []
-    for name, grace, style in (("with grace", fleet.rounds.grace or 0.8, "-"), ("without", 0.0, "--")):
+    with_grace = fleet.rounds.grace or 0.8
+    styles: dict[str, Literal["-", "--"]] = {"with grace": "-", "without": "--"}
+    for name, style in styles.items():
+        grace = with_grace if name == "with grace" else 0.0
         rules = [replace(fleet.rounds, quorum=quorum, grace=grace) for quorum in quorums]
         found = [simulate(replace(fleet, rounds=each), seed) for each in rules]
         goodput, in_time = [each.goodput for each in found], [each.participation or 0 for each in found]

@@ -37,7 +37,7 @@ def _curve(question: Question, points: Points) -> Picture:
     low, high = _range([each for _, each in relatives], [rate for rate, _ in points])
     num = NUM_POINTS if isinstance(question, Graph) else AROUND_POINTS
     rates = [low * (high / low) ** (i / (num - 1)) for i in range(num)]
-    drawn = []
+    drawn: list[Line] = []
     for name, each in relatives:
         values = [100 * each.value(rate) for rate in rates]
         drawn.append(Line(name, [rate / 1e9 for rate in rates], values, style="--" if drawn else "-"))
@@ -77,9 +77,9 @@ def _relatives(question: Question) -> Iterator[tuple[str, Question]]:
     ]
     if isinstance(question, Graph):
         wanted.insert(0, ("data parallel", "data-parallel", None, None))
-    codecs = {"up": own.up, "down": own.down}
     for name, method, h, tau in wanted:
-        setting = setting_for(question.workload, method, sync_every=h, overlap=tau, latency_s=own.latency_s, **codecs)
+        setting = setting_for(question.workload, method, sync_every=h, overlap=tau)
+        setting = replace(setting, up=own.up, down=own.down, latency_s=own.latency_s)
         if setting != own:
             yield name, replace(question, setting=setting)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
-from diloco.planning.units import not_negative
 from diloco.planning.wire import wire_format
 from diloco.planning.workload import Workload
 
@@ -91,13 +91,14 @@ def setting_for(
         raise ConfigError(wrong)
     for codec in {up, down} - {None}:
         wire_format(str(codec))
-    not_negative("latency_s", latency_s)
     return setting
 
 
 def _problems(it: Setting, num_layers: int) -> Iterator[str]:
     """A sentence for each number that the method cannot have, or that does not fit the model."""
     method, every, tau, num = it.method, it.sync_every, it.overlap, it.num_fragments
+    if not 0 <= it.latency_s < math.inf:
+        yield f"a latency of {it.latency_s!r} s cannot be; give 0 or more."
     if every < 1:
         yield f"H = {every} steps between synchronisations cannot be; raise --sync-every to 1 or more."
     if method == "data-parallel" and every != 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from diloco.core.values import positive, whole_number
 from diloco.errors import ConfigError
@@ -33,7 +34,12 @@ class Link:
         return 0.0 if num_chips <= 1 else 2 * num_bits / self.bit_per_s * (1 - 1 / num_chips) + self.latency_s
 
 
-NETWORKS: Mapping[str, Link] = {"high": Link(400e9, 1e-4), "medium": Link(100e9, 1e-3), "low": Link(10e9, 1e-2)}
+PaperNetwork = Literal["high", "medium", "low"]
+NETWORKS: Mapping[str, Link] = {
+    "high": Link(400e9, 1e-4),
+    "medium": Link(100e9, 1e-3),
+    "low": Link(10e9, 1e-2),
+}
 """The paper's three."""
 
 FLOP_PER_S = 300e12

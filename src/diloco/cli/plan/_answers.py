@@ -3,17 +3,20 @@
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
 
 from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError
-
-if TYPE_CHECKING:
-    from diloco.planning.question import Question
-    from diloco.planning.settings import Setting
-    from diloco.planning.workload import Workload
+from diloco.planning.explain import why
+from diloco.planning.link_pictures import pictures
+from diloco.planning.pictures import require, write
+from diloco.planning.question import Question
+from diloco.planning.settings import Setting
+from diloco.planning.units import RATE, TIME
+from diloco.planning.workload import Workload
 
 Answers = list[dict[str, Any]]
 
@@ -23,7 +26,7 @@ DECOUPLED_COLUMNS = {
 """By key of an answer: what it gives besides, where the learners are decoupled."""
 
 
-def print_json(answers: Answers, workload: "Workload", setting: "Setting", convention: str, measure: str) -> None:
+def print_json(answers: Answers, workload: Workload, setting: Setting, convention: str, measure: str) -> None:
     """The answers, each with what was asked."""
     asked = {
         "measure": measure, "convention": convention, "model": workload.name, "parameters": workload.num_parameters,
@@ -35,13 +38,9 @@ def print_json(answers: Answers, workload: "Workload", setting: "Setting", conve
 
 
 def print_answers(
-    answers: Answers, workload: "Workload", setting: "Setting", convention: str, measure: str, never: str = ""
+    answers: Answers, workload: Workload, setting: Setting, convention: str, measure: str, never: str = ""
 ) -> None:
     """A table, and below it why a target is never reached and the sentences of `why`, where there are such."""
-    from rich.console import Console
-
-    from diloco.planning.units import RATE, TIME
-
     console = Console(highlight=False)
     console.print(
         f"[bold]{workload.name}[/], {setting}, steps of {TIME.show(workload.step_s)}, {convention}", soft_wrap=True
@@ -65,19 +64,14 @@ def print_answers(
         console.print(f"- {sentence}", soft_wrap=True)
 
 
-def explained(answers: Answers, question: "Question") -> Answers:
+def explained(answers: Answers, question: Question) -> Answers:
     """The answers with the sentences of `why`; a target that is never reached is explained on a link without limit."""
-    from diloco.planning.explain import why
-
     rates = [math.inf if answer["gbit_per_s"] is None else 1e9 * answer["gbit_per_s"] for answer in answers]
     return [{**answer, "why": why(question, rate)} for answer, rate in zip(answers, rates, strict=True)]
 
 
-def write_pictures(answers: Answers, question: "Question", out: Path) -> None:
+def write_pictures(answers: Answers, question: Question, out: Path) -> None:
     """Write PNG files and a page. Raises ConfigError where no target is reached by any link."""
-    from diloco.planning.link_pictures import pictures
-    from diloco.planning.pictures import require, write
-
     require()
     reached = [
         (1e9 * answer["gbit_per_s"], _percent(answer, question.measure) / 100)
@@ -93,5 +87,5 @@ def write_pictures(answers: Answers, question: "Question", out: Path) -> None:
 
 def _percent(answer: dict[str, Any], measure: str) -> float:
     """What was asked for, or what a given link comes to."""
-    percent: float = answer.get("target", answer.get(measure))
+    percent: float = answer["target"] if "target" in answer else answer[measure]
     return percent

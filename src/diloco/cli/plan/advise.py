@@ -1,35 +1,28 @@
 """`diloco plan advise`: which method to take at the sites of a site file, and what each would cost."""
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError, StoreError
-
-if TYPE_CHECKING:
-    from diloco.planning.outcomes import Case, Outcome
-    from diloco.planning.pictures import Picture
+from diloco.planning.outcomes import Case, Outcome
+from diloco.planning.pictures import Axis, Bars, Picture, bars, require, short, write
+from diloco.planning.ranking import By, advise, case_of, standing
+from diloco.planning.reasons import explain
+from diloco.planning.runfile import run_file
+from diloco.planning.site import load_site
+from diloco.planning.units import SIZE, TIME, significant
 
 RUN_FILE = "run.toml"
 
 
-class By(StrEnum):
-    """What to rank by."""
-
-    HOURS = "hours"
-    USD = "usd"
-    BYTES = "bytes"
-
-
 def command(
     site_file: Annotated[Path, typer.Argument(help="The site file (TOML): sites, links, prices, model, budget.")],
-    by: Annotated[
-        By, typer.Option(help="What to rank by, among the methods whose loss penalty is allowed.")
-    ] = By.HOURS,
+    by: Annotated[By, typer.Option(help="What to rank by, among the methods whose loss penalty is allowed.")] = "hours",
     everything: Annotated[
         bool, typer.Option("--all", help="Every setting that was compared, not the best of each method.")
     ] = False,
@@ -43,12 +36,8 @@ def command(
     ] = False,
 ) -> None:
     """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss, and write the best one's run file."""
-    from diloco.planning.ranking import advise, case_of
-    from diloco.planning.runfile import run_file
-    from diloco.planning.site import load_site
-
     case = case_of(load_site(site_file))
-    ranked = advise(case, by.value)
+    ranked = advise(case, by)
     if choose > len(ranked):
         raise ConfigError(f"--choose {choose} does not exist; there are {len(ranked)} settings, see --all")
     chosen = ranked[choose - 1]
@@ -67,7 +56,7 @@ def command(
     _print_choice(case, ranked, choose, out)
 
 
-def _best_of_methods(ranked: "list[Outcome]") -> "list[Outcome]":
+def _best_of_methods(ranked: list[Outcome]) -> list[Outcome]:
     """The first outcome of each method, in their order."""
     best: dict[str, Outcome] = {}
     for outcome in ranked:
@@ -75,9 +64,7 @@ def _best_of_methods(ranked: "list[Outcome]") -> "list[Outcome]":
     return list(best.values())
 
 
-def _plain(case: "Case", rank: int, outcome: "Outcome") -> dict[str, Any]:
-    from diloco.planning.ranking import standing
-    from diloco.planning.reasons import explain
+def _plain(case: Case, rank: int, outcome: Outcome) -> dict[str, Any]:
 
     it, num, penalty = outcome.candidate.setting, len(case.learners), outcome.penalty
     return {
@@ -90,8 +77,7 @@ def _plain(case: "Case", rank: int, outcome: "Outcome") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(case: "Case", shown: "list[tuple[int, Outcome]]") -> None:
-    from rich.console import Console
+def _print(case: Case, shown: list[tuple[int, Outcome]]) -> None:
 
     rows, notes = [], []
     for rank, each in shown:
@@ -111,10 +97,8 @@ def _print(case: "Case", shown: "list[tuple[int, Outcome]]") -> None:
         console.print(line, style="dim")
 
 
-def _numbers(case: "Case", outcome: "Outcome", no_price: str) -> tuple[str, ...]:
+def _numbers(case: Case, outcome: Outcome, no_price: str) -> tuple[str, ...]:
     """Utilisation, hours, bytes, money and loss, for a table."""
-    from diloco.planning.units import SIZE, significant
-
     percent = outcome.penalty.percent
     return (
         f"{100 * case.utilization(outcome):.1f} %", significant(outcome.hours), SIZE.show(outcome.total_bytes),
@@ -123,10 +107,7 @@ def _numbers(case: "Case", outcome: "Outcome", no_price: str) -> tuple[str, ...]
     )  # fmt: skip
 
 
-def _headline(case: "Case") -> str:
-    from diloco.planning.pictures import short
-    from diloco.planning.units import TIME
-
+def _headline(case: Case) -> str:
     workload, budget = case.workload, case.budget
     steps = budget.tokens / budget.tokens_per_step
     slowest = TIME.show(max(learner.step_s for learner in case.learners))
@@ -137,11 +118,7 @@ def _headline(case: "Case") -> str:
     )
 
 
-def _print_why(case: "Case", shown: "list[tuple[int, Outcome]]") -> None:
-    from rich.console import Console
-
-    from diloco.planning.reasons import explain
-
+def _print_why(case: Case, shown: list[tuple[int, Outcome]]) -> None:
     console = Console(highlight=False, markup=False)
     for rank, outcome in shown:
         console.print(f"\n{rank}: {outcome.candidate}", style="bold")
@@ -149,10 +126,7 @@ def _print_why(case: "Case", shown: "list[tuple[int, Outcome]]") -> None:
             console.print(f"  {line}")
 
 
-def _print_choice(case: "Case", ranked: "list[Outcome]", choose: int, out: Path | None) -> None:
-    from diloco.planning.ranking import standing
-    from diloco.planning.units import significant
-
+def _print_choice(case: Case, ranked: list[Outcome], choose: int, out: Path | None) -> None:
     chosen = ranked[choose - 1]
     where = f"its run file is {out / RUN_FILE}" if out is not None else "--out DIR writes its run file"
     typer.echo(f"\nTake {chosen.candidate}; {where}.")
@@ -165,9 +139,7 @@ def _print_choice(case: "Case", ranked: "list[Outcome]", choose: int, out: Path 
         )
 
 
-def _write(directory: Path, text: str, case: "Case", ranked: "list[Outcome]") -> None:
-    from diloco.planning.pictures import require, write
-
+def _write(directory: Path, text: str, case: Case, ranked: list[Outcome]) -> None:
     require()
     drawn = _pictures(case, _best_of_methods(ranked))
     files = write(directory, "advice", "Which method, at what cost", _headline(case) + ".", drawn)
@@ -180,10 +152,7 @@ def _write(directory: Path, text: str, case: "Case", ranked: "list[Outcome]") ->
     say_written((*files, directory / RUN_FILE))
 
 
-def _pictures(case: "Case", shown: "list[Outcome]") -> "list[Picture]":
-    from diloco.planning.pictures import Axis, Bars, Picture, bars
-    from diloco.planning.ranking import standing
-
+def _pictures(case: Case, shown: list[Outcome]) -> list[Picture]:
     names = []
     for each in shown:
         status = standing(case, each)

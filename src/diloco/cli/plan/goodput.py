@@ -1,34 +1,28 @@
 """`diloco plan goodput`: which part of the accelerators' time trains the model when chips fail."""
 
 import json
-from enum import StrEnum
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
+from rich.console import Console
 
 from diloco.cli._input import parse_list
 from diloco.cli._options import Json
 from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError
-
-if TYPE_CHECKING:
-    from diloco.planning.failures import Goodput
-    from diloco.planning.fleet import Fleet, Mode
-
-
-class Working(StrEnum):
-    """How the chips work together."""
-
-    DATA_PARALLEL = "data-parallel"
-    ELASTIC = "elastic"
-    DECOUPLED = "decoupled"
+from diloco.planning.failures import CONFIDENCE, Goodput, simulate
+from diloco.planning.fleet import Fleet, Mode, RoundRules, Speeds, Times
+from diloco.planning.goodput_pictures import pictures, title
+from diloco.planning.pictures import require, write
+from diloco.planning.units import TIME
 
 
 def command(
     chips: Annotated[int, typer.Option(min=1, help="Of all learners together.")],
     learners: Annotated[int, typer.Option(min=1, help="M; each has the same number of chips.")] = 1,
-    mode: Annotated[Working, typer.Option(help="Who stands still when a chip fails.")] = Working.DECOUPLED,
+    mode: Annotated[Mode, typer.Option(help="What stands still when a chip fails.")] = "decoupled",
     mtbi: Annotated[str, typer.Option(help="Mean time between interruptions of one chip.")] = "1 y",
     repair: Annotated[str, typer.Option(help="From a failure until the missing chips are back.")] = "65 s",
     down: Annotated[str, typer.Option(help="Standing still to go on without the chips that failed.")] = "15 s",
@@ -72,14 +66,6 @@ def command(
 
     The default times reproduce the published table of Decoupled DiLoCo; give your own.
     """
-    from dataclasses import replace
-    from typing import get_args
-
-    from diloco.planning.failures import simulate
-    from diloco.planning.fleet import Fleet, Mode, RoundRules, Speeds, Times
-    from diloco.planning.pictures import require
-    from diloco.planning.units import TIME
-
     if out is not None:
         require()
     times = Times(
@@ -94,12 +80,12 @@ def command(
         "quorum": quorum, "grace": grace, "overlap": overlap, "wait": wait, "sync_every": sync_every, "sync_s": sync_s
     }  # fmt: skip
     given = {key: value for key, value in rounds.items() if value is not None}
-    if mode is not Working.DECOUPLED and (given or elastic_learners is not None):
+    if mode != "decoupled" and (given or elastic_learners is not None):
         option = next(iter(given), "elastic_learners").removesuffix("_s").replace("_", "-")
         raise ConfigError(f"--{option} is of decoupled learners; leave it out, or use --mode decoupled.")
     relative = () if speeds is None else parse_list("--speeds", speeds, float, "numbers", "1,1,0.6,0.6")
     varying, rules = Speeds(jitter / 100, relative), RoundRules(**given)
-    fleet = Fleet(chips, learners, mode.value, times, varying, rules, elastic_learners is not False)
+    fleet = Fleet(chips, learners, mode, times, varying, rules, elastic_learners is not False)
     if as_json:
         typer.echo(json.dumps(_plain(fleet, simulate(fleet, seed), seed), indent=1))
         if out is None:
@@ -111,11 +97,7 @@ def command(
         _draw(fleet, found, seed, out)
 
 
-def _plain(fleet: "Fleet", it: "Goodput", seed: int) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from diloco.planning.failures import CONFIDENCE
-
+def _plain(fleet: Fleet, it: Goodput, seed: int) -> dict[str, Any]:
     plain = asdict(fleet)
     return {
         "goodput_percent": it.goodput, "confidence_interval_percent": it.interval, "confidence": CONFIDENCE,
@@ -126,11 +108,7 @@ def _plain(fleet: "Fleet", it: "Goodput", seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(fleet: "Fleet", found: "dict[Mode, Goodput]", seed: int) -> None:
-    from rich.console import Console
-
-    from diloco.planning.units import TIME
-
+def _print(fleet: Fleet, found: dict[Mode, Goodput], seed: int) -> None:
     times, here, rows = fleet.times, found[fleet.mode], []
     for mode, it in found.items():
         name = f"{mode} × {fleet.learners}" if mode == "decoupled" else mode
@@ -157,10 +135,7 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f} %" if value >= 0.1 else f"{value:.1g} %"
 
 
-def _draw(fleet: "Fleet", found: "dict[Mode, Goodput]", seed: int, out: Path) -> None:
-    from diloco.planning.goodput_pictures import pictures, title
-    from diloco.planning.pictures import write
-
+def _draw(fleet: Fleet, found: dict[Mode, Goodput], seed: int, out: Path) -> None:
     lead = f"{fleet.chips:,} chips: goodput of {found[fleet.mode].goodput:.1f} %. Made by diloco plan goodput."
     heading = f"Goodput, {title(fleet, fleet.mode)}"
     say_written(write(out, "goodput", heading, lead, pictures(fleet, found, seed)))

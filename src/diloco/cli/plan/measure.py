@@ -3,33 +3,28 @@
 import json
 from contextlib import ExitStack
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from diloco.cli._input import check_shard, read_token
 from diloco.cli._options import Json, LearnerName, Overrides
+from diloco.config import RunConfig, load_config
 from diloco.errors import StoreError
+from diloco.planning.edit import with_measurement
+from diloco.planning.units import RATE, SIZE, TIME
+from diloco.tables import read_text
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from diloco.config import RunConfig
     from diloco.exchange.probe import LinkSpeed
     from diloco.training.job import Job
     from diloco.training.step_time import StepTime
 
 DIGITS = 4
 """Significant digits of what is measured."""
-
-
-class MeasuredPart(StrEnum):
-    """What to measure."""
-
-    STEP = "step"
-    LINK = "link"
 
 
 def command(
@@ -39,7 +34,9 @@ def command(
     out: Annotated[
         Path | None, typer.Option(help="The site file to write, or to extend by this learner's site.")
     ] = None,
-    only: Annotated[MeasuredPart | None, typer.Option(help="Measure the inner step, or the link, alone.")] = None,
+    only: Annotated[
+        Literal["step", "link"] | None, typer.Option(help="Measure the inner step, or the link, alone.")
+    ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long inner steps are taken.")] = 10.0,
     overrides: Overrides = None,
     as_json: Json = False,
@@ -48,17 +45,15 @@ def command(
 
     Runs under torchrun too, as `diloco train` does.
     """
-    from diloco.config import load_config
-
     name = name or f"learner-{shard}"
     config = load_config(run_file, overrides or (), learner=name)
     check_shard(shard, config.run.learners)
     if out is not None:
         _read(out)  # before anything is measured
     with ExitStack() as stack:
-        job = None if only is MeasuredPart.LINK else stack.enter_context(_job(config))
+        job = None if only == "link" else stack.enter_context(_job(config))
         is_first = job is None or job.first
-        link = _measure_link(config, name) if is_first and only is not MeasuredPart.STEP else None
+        link = _measure_link(config, name) if is_first and only != "step" else None
         step = None if job is None else _measure_step_time(config, shard, seconds, job)
     if not is_first:
         return
@@ -69,13 +64,13 @@ def command(
     typer.echo(json.dumps(values) if as_json else _sentence(name, step, link))
 
 
-def _job(config: "RunConfig") -> "AbstractContextManager[Job]":
+def _job(config: RunConfig) -> "AbstractContextManager[Job]":
     from diloco.training.job import job_of_process
 
     return job_of_process(config.train.device)
 
 
-def _measure_link(config: "RunConfig", name: str) -> "LinkSpeed":
+def _measure_link(config: RunConfig, name: str) -> "LinkSpeed":
     from diloco.exchange.probe import measure_link
 
     run, it = config.run.name, config.syncer
@@ -83,7 +78,7 @@ def _measure_link(config: "RunConfig", name: str) -> "LinkSpeed":
     return measure_link(it.address, run=run, learner=name, token=token, ca=it.ca, insecure=it.insecure)
 
 
-def _measure_step_time(config: "RunConfig", shard: int, seconds: float, job: "Job") -> "StepTime":
+def _measure_step_time(config: RunConfig, shard: int, seconds: float, job: "Job") -> "StepTime":
     import torch
 
     from diloco.training.step_time import measure_step_time
@@ -94,8 +89,6 @@ def _measure_step_time(config: "RunConfig", shard: int, seconds: float, job: "Jo
 
 
 def _sentence(name: str, step: "StepTime | None", link: "LinkSpeed | None") -> str:
-    from diloco.planning.units import RATE, SIZE, TIME
-
     lines = []
     if step is not None:
         lines.append(
@@ -110,10 +103,7 @@ def _sentence(name: str, step: "StepTime | None", link: "LinkSpeed | None") -> s
     return "\n".join(lines)
 
 
-def _write(path: Path, config: "RunConfig", name: str, step: "StepTime | None", link: "LinkSpeed | None") -> None:
-    from diloco.planning.edit import with_measurement
-    from diloco.planning.units import RATE, SIZE, TIME
-
+def _write(path: Path, config: RunConfig, name: str, step: "StepTime | None", link: "LinkSpeed | None") -> None:
     measured: dict[str, Any] = {}
     budget = {"tokens": config.run.tokens, "tokens_per_step": config.tokens_per_full_step}
     defaults: dict[str, dict[str, Any]] = {"budget": {**budget, "sequence_length": config.data.sequence_length}}
@@ -136,6 +126,4 @@ def _write(path: Path, config: "RunConfig", name: str, step: "StepTime | None", 
 
 def _read(path: Path) -> str:
     """The text of a site file that is extended; empty where it is new."""
-    from diloco.tables import read_text
-
     return read_text(path, "site file").removeprefix("\ufeff") if path.exists() else ""

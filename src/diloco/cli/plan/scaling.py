@@ -2,16 +2,19 @@
 
 import json
 import warnings
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from diloco.cli._options import Json, Model, Parameters, PicturesDir, SyncEvery
 from diloco.cli._output import make_table, say_written
 from diloco.cli.plan._model import parameters_of
-
-if TYPE_CHECKING:
-    from diloco.planning.scaling_laws import Expected
+from diloco.planning.pictures import require, write
+from diloco.planning.scaling_laws import Expected, expect
+from diloco.planning.scaling_pictures import pictures
+from diloco.planning.units import significant
 
 
 def command(
@@ -29,12 +32,6 @@ def command(
 
     What lies outside of what was measured is warned about.
     """
-    from dataclasses import asdict
-
-    from diloco.planning.pictures import require, write
-    from diloco.planning.scaling_laws import expect
-    from diloco.planning.scaling_pictures import pictures
-
     if out is not None:
         require()
     with warnings.catch_warnings(record=True) as caught:
@@ -52,11 +49,7 @@ def command(
         say_written(write(out, "scaling", "Scaling laws", lead, pictures(found)))
 
 
-def _print(it: "Expected") -> None:
-    from rich.console import Console
-
-    from diloco.planning.units import significant
-
+def _print(it: Expected) -> None:
     loss = f"{it.loss:.3f} ({it.loss_penalty_percent:+.1f} %)"
     sequences = (significant(it.batch_sequences), significant(it.data_parallel_batch_sequences))
     rows = [

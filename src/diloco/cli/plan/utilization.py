@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -10,12 +10,13 @@ from diloco.cli._input import parse_list
 from diloco.cli._options import PicturesDir
 from diloco.cli.plan._answers import Answers, explained, print_answers, print_json, write_pictures
 from diloco.errors import ConfigError
-
-if TYPE_CHECKING:
-    from diloco.planning.question import Question
-    from diloco.planning.settings import Setting
-    from diloco.planning.star import Learners
-    from diloco.planning.workload import Workload
+from diloco.planning.conventions import CONVENTIONS, published_run
+from diloco.planning.question import Around, Graph, Question, required_bit_per_s
+from diloco.planning.settings import Setting, setting_for
+from diloco.planning.star import Learners
+from diloco.planning.stations import Merging
+from diloco.planning.units import RATE, TIME
+from diloco.planning.workload import Workload, load_workload
 
 TARGETS = "50,80,90,95,99"
 DIGITS = 6
@@ -69,9 +70,6 @@ def command(
 
     Decoupled learners always compute; there the percentages are of the pace at which fragments are meant to be merged.
     """
-    from diloco.planning.conventions import CONVENTIONS
-    from diloco.planning.units import TIME
-
     options: dict[str, Any] = {
         "sync_every": sync_every, "overlap": overlap, "num_fragments": fragments, "up": codec, "down": codec_down,
         "latency_s": 0.0 if latency is None else TIME.parse(latency, "--latency"),
@@ -120,11 +118,7 @@ def _refuse_beside(convention: str, given: dict[str, object]) -> None:
 
 def _question(
     model: str, method: str, step_time: str | None, options: dict[str, Any], around: dict[str, Any]
-) -> "Question":
-    from diloco.planning.question import Around, Graph
-    from diloco.planning.settings import setting_for
-    from diloco.planning.units import TIME
-    from diloco.planning.workload import load_workload
+) -> Question:
 
     step_s = None if step_time is None else TIME.parse(step_time, "--step-time", positive=True)
     workload = load_workload(model, step_s)
@@ -135,12 +129,8 @@ def _question(
     return Around(workload, setting, _learners(around))
 
 
-def _learners(around: dict[str, Any]) -> "Learners":
+def _learners(around: dict[str, Any]) -> Learners:
     """The learners and the syncer of the options."""
-    from diloco.planning.star import Learners
-    from diloco.planning.stations import Merging
-    from diloco.planning.units import RATE
-
     num, text, shards = around["--learners"], around["--speeds"], around["--shards"]
     if shards is not None and shards < 1:
         raise ConfigError(f"a syncer of {shards} shards is none; give --shards 1 or more.")
@@ -169,8 +159,7 @@ def _learners(around: dict[str, Any]) -> "Learners":
 
 def _published(
     convention: str, model: str, method: str, percentages: tuple[float, ...], options: dict[str, Any]
-) -> tuple[Answers, "Workload", "Setting"]:
-    from diloco.planning.conventions import published_run
+) -> tuple[Answers, Workload, Setting]:
 
     run = published_run(convention, model, method, **options)
     cells = run.printed([percent / 100 for percent in percentages])
@@ -181,10 +170,7 @@ def _published(
     return answers, run.workload, run.setting
 
 
-def _steady(question: "Question", percentages: tuple[float, ...], bandwidth: str | None) -> Answers:
-    from diloco.planning.question import required_bit_per_s
-    from diloco.planning.units import RATE
-
+def _steady(question: Question, percentages: tuple[float, ...], bandwidth: str | None) -> Answers:
     if bandwidth is not None:
         rate = RATE.parse(bandwidth, "--bandwidth", positive=True)
         value = _rounded(100 * question.value(rate))

@@ -1,29 +1,23 @@
 """`diloco plan wallclock`: hours of a training, by what they go into."""
 
 import json
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from diloco.cli._input import parse_list
 from diloco.cli._options import Model, Parameters, PicturesDir, SyncEvery
 from diloco.cli._output import make_table, say_written
 from diloco.cli.plan._model import parameters_of
 from diloco.errors import ConfigError
+from diloco.planning.pictures import require, write
+from diloco.planning.training_time import NETWORKS, Link, PaperNetwork, TrainingPlan, WallClock, wall_clock
+from diloco.planning.training_time_pictures import pictures, title
+from diloco.planning.units import COMPUTE, RATE, SIZE, TIME, significant
+from diloco.planning.wire import wire_format
 
-if TYPE_CHECKING:
-    from diloco.planning.training_time import Link, TrainingPlan, WallClock
-
-    Found = list[tuple[str, TrainingPlan, WallClock]]
-
-
-class PaperNetwork(StrEnum):
-    """The paper's networks across sites."""
-
-    HIGH = "high"
-    MEDIUM = "medium"
-    LOW = "low"
+Found = list[tuple[str, TrainingPlan, WallClock]]
 
 
 def command(
@@ -55,12 +49,6 @@ def command(
 
     The model of the scaling-law paper (arXiv 2503.09799), in which nothing overlaps.
     """
-    from diloco.planning.pictures import require, write
-    from diloco.planning.training_time import Link, TrainingPlan, wall_clock
-    from diloco.planning.training_time_pictures import pictures
-    from diloco.planning.units import COMPUTE, RATE, TIME
-    from diloco.planning.wire import wire_format
-
     if out is not None:
         require()
     num_parameters = parameters_of(model, parameters)
@@ -84,21 +72,18 @@ def command(
         say_written(write(out, "wallclock", "Wall clock", lead, pictures(found)))
 
 
-def _links(network: PaperNetwork | None, across: str | None, latency: str | None) -> "dict[str, Link]":
-    from diloco.planning.training_time import NETWORKS, Link
-    from diloco.planning.units import RATE, TIME
-
+def _links(network: PaperNetwork | None, across: str | None, latency: str | None) -> dict[str, Link]:
     if across is None:
         if latency is not None:
             raise ConfigError("--across-latency is of your own link; add --across, or leave it out.")
-        return dict(NETWORKS) if network is None else {network.value: NETWORKS[network]}
+        return dict(NETWORKS) if network is None else {network: NETWORKS[network]}
     if network is not None:
         raise ConfigError("--network names a link and --across gives one; leave one of them out.")
     rate = RATE.parse(across, "--across", positive=True)
     return {RATE.show(rate): Link(rate, 0.0 if latency is None else TIME.parse(latency, "--across-latency"))}
 
 
-def _plain(network: str, plan: "TrainingPlan", clock: "WallClock") -> dict[str, Any]:
+def _plain(network: str, plan: TrainingPlan, clock: WallClock) -> dict[str, Any]:
     return {
         "network": network, "method": "data-parallel" if plan.learners == 1 else "diloco", "learners": plan.learners,
         "hours": clock.total_s / 3600, "compute_s": clock.compute_s, "within_s": clock.within_s,
@@ -111,12 +96,7 @@ def _plain(network: str, plan: "TrainingPlan", clock: "WallClock") -> dict[str, 
     }  # fmt: skip
 
 
-def _print(found: "Found") -> None:
-    from rich.console import Console
-
-    from diloco.planning.training_time_pictures import title
-    from diloco.planning.units import SIZE, significant
-
+def _print(found: Found) -> None:
     rows, before = [], ""
     for network, plan, clock in found:
         seconds = (clock.total_s, clock.compute_s, clock.within_s, clock.across_s)
