@@ -31,14 +31,15 @@ KIND_COLOURS = dict(zip(KINDS, (GLOBAL, SKY, "#a78bfa", GREY), strict=True))
 def loss_chart(timeline: Timeline, tokens_per_step: int, end: tuple[int, float]) -> str:
     """Held-out loss against tokens: the global model up to its `end` (tokens, loss), and the controls."""
     figure, axes = new_axes(3.7)
+    found = timeline.evaluated
     curves = {
-        "data parallel": (BASELINE, [(e.tokens, e.loss) for e in timeline.evaluated.get("baseline", [])]),
-        # It trains a third of the tokens: what counts is that it stands where the learners of the run stand.
+        "data parallel": (BASELINE, [(e.tokens, e.loss) for e in found.get("baseline", [])]),
+        # It trains a third of the tokens and is drawn where the learners of the run are at the same step.
         "isolated learner, at the same step": (
             ISOLATED,
-            [(e.step * tokens_per_step, e.loss) for e in timeline.evaluated.get("isolated", [])],
+            [(e.step * tokens_per_step, e.loss) for e in found.get("isolated", [])],
         ),
-        "global model": (GLOBAL, [*((e.tokens, e.loss) for e in timeline.evaluated.get("learner-0", [])), end]),
+        "global model": (GLOBAL, [*((e.tokens, e.loss) for e in found.get("learner-0", [])), end]),
     }
     for label, (colour, points) in curves.items():
         if points:

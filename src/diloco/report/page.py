@@ -79,17 +79,17 @@ def write_page(path: Path, timeline: Timeline) -> None:
 
 
 def _body(timeline: Timeline, found: dict[str, Any]) -> str:
-    losses = (
-        timeline.evaluated
-        and f"<h2>Held-out loss</h2><p>Of the global model, and of controls.</p>{losses_chart(timeline)}"
+    losses = timeline.evaluated and (
+        f"<h2>Held-out loss</h2><p>Of the global model, and of controls.</p>{losses_chart(timeline)}"
     )
     training = timeline.steps and f"<h2>Training loss</h2><p>Of each process's own model.</p>{training_chart(timeline)}"
     return f"""<h1>{html.escape(timeline.run)}</h1>
 <p class="lead">{html.escape(summary(found))}</p>
 {losses or ""}
 <h2>Who took part</h2>
-<p>A row per process. A band is a learner's presence in the run, a tick a merge that it is in, <b style="color:#16a34a">▶</b> a return. In
-the syncer's row every merge is a tick, and <b style="color:#d97706">amber</b> where a learner of the run is missing from it.</p>
+<p>A row per process. A band is a learner's presence in the run, a tick a merge that it is in,
+<b style="color:#16a34a">▶</b> a return. In the syncer's row every merge is a tick, and
+<b style="color:#d97706">amber</b> where a learner of the run is missing from it.</p>
 {timeline_chart(timeline)}
 {table(HEADS, rows(found))}
 {training or ""}
@@ -104,11 +104,16 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """A row for each learner, under `HEADS`."""
     return [
         (
-            name, f"{each['present_s']:,.1f}", str(each["joined"]), str(len(each["given_up"])), f"{each['step']:,}",
-            f"{each['merges']:,}", f"{each['waited_s']:,.1f}", f"{each['num_bytes'] / 1e6:,.2f}",
+            name,
+            f"{each['present_s']:,.1f}",
+            str(each["joined"]),
+            str(len(each["given_up"])),
+            *(f"{each[key]:,}" for key in ("step", "merges")),
+            f"{each['waited_s']:,.1f}",
+            f"{each['num_bytes'] / 1e6:,.2f}",
         )
         for name, each in found["learners"].items()
-    ]  # fmt: skip
+    ]
 
 
 def summary(found: dict[str, Any]) -> str:
