@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from diloco.errors import StoreError
+from diloco.errors import StoreError, translated
 
 log = logging.getLogger("diloco")
 
@@ -146,7 +146,7 @@ class Initialised(Event):
 
     kind: Literal["initialised"] = "initialised"
     learner: str
-    source: str  # "seed", "weights" or "checkpoint", as the trainer says; what `connect(source=…)` was given, "learner" by default
+    source: str  # the trainer's "seed", "weights" or "checkpoint"; in general `connect(source=…)`, default "learner"
     layout_digest: str
     num_parameters: int
     num_bytes: int = 0
@@ -221,7 +221,7 @@ class Merged(Event):
     weights: tuple[float, ...]
     tokens: tuple[int, ...]  # per contributor, newly merged
     steps: tuple[int, ...] = ()
-    members: tuple[str, ...] = ()  # whom the round counted on
+    members: tuple[str, ...] = ()  # learners that the round counted on
     scale: float = 1.0  # the merged outer gradient was multiplied by it
     merge_s: float = 0.0
 
@@ -300,12 +300,10 @@ class EventLog:
         self._lock = threading.Lock()
         self._gap = 0  # events that are missing since the last one that was written
         self._torn_at: int | None = None  # where a line begins that the disk took only a part of
-        try:
+        with translated(OSError, StoreError, f"cannot open the event log {self.path}", "choose a writable directory"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(self.path)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-        except OSError as error:
-            raise StoreError(f"cannot open the event log {self.path} ({error}); choose a writable directory") from error
 
     def append(self, event: E) -> E:
         """Stamp `event` with time and author where they are missing, write it, and return it as stamped."""
@@ -374,10 +372,8 @@ def read_events(path: str | Path) -> list[Event]:
     Raises StoreError when the file cannot be read, or when a complete line is not an event of the schema (with its
     number).
     """
-    try:
+    with translated(OSError, StoreError, f"cannot read the event log {path}", "check the path"):
         content = Path(path).read_bytes()
-    except OSError as error:
-        raise StoreError(f"cannot read the event log {path} ({error}); check the path") from error
     return _parse(content, path, first_line=1)
 
 
@@ -394,14 +390,13 @@ class EventTail:
 
     def read(self) -> list[Event]:
         """Whole lines only: what is being written, or was torn by a kill and will be cut off, waits."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self._offset)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StoreError(f"cannot read the event log {self.path} ({error}); check the path") from error
+        with translated(OSError, StoreError, f"cannot read the event log {self.path}", "check the path"):
+            try:
+                with open(self.path, "rb") as file:
+                    file.seek(self._offset)
+                    content = file.read()
+            except FileNotFoundError:
+                return []
         content = content[: content.rfind(b"\n") + 1]
         events = _parse(content, self.path, first_line=self._next_line)
         self._offset += len(content)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, translated
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -23,15 +23,12 @@ class Table(BaseModel):
 
 def read_text(path: str | Path, what: str) -> str:
     """The text of a UTF-8 file. Raises ConfigError that names the file and `what` it is."""
-    try:
+    with translated((OSError, UnicodeDecodeError), ConfigError, f"cannot read the {what} {path}", "check the path"):
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the {what} {path} ({error}); check the path") from error
 
 
 def read_toml(text: str, source: str) -> dict[str, Any]:
-    """The tables of a TOML text, with or without a byte-order mark. Raises ConfigError that names `source` and the
-    line."""
+    """The tables of a TOML text, with or without a byte-order mark. Raises ConfigError that names source and line."""
     try:
         return tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:

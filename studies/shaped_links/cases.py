@@ -119,7 +119,7 @@ def prediction(
     links = {f"{i} {way}": payload_bit_per_s * (1 - narrower) ** i for i in range(LEARNERS) for way in ("up", "down")}
     network = Network(links, [Path((f"{i} up",), (f"{i} down",), latency_s) for i in range(LEARNERS)])
     each_s = [STEP_S] * LEARNERS
-    return predict(network, each_s, [latency_s] * LEARNERS, exchange_for(case, merging), num_steps=num_steps)
+    return predict(network, each_s, exchange_for(case, merging), num_steps=num_steps)
 
 
 def length_of(found: Prediction, case: Case, span: Span) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.cli._options import JsonSummary
-from diloco.errors import ConfigError, StoreError
+from diloco.errors import ConfigError, StoreError, translated
 
 
 def command(
@@ -40,11 +40,9 @@ def command(
     display.say("writing the report")
     from diloco.demo.result_page import write_report
 
-    try:
+    with translated(OSError, StoreError, f"cannot write the report to {directory}", "free disk space"):
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         write_report(directory / "report.html", result, summary)
-    except OSError as error:
-        raise StoreError(f"cannot write the report to {directory} ({error}); free disk space") from error
     typer.echo(json.dumps(summary) if as_json else _sentences(summary, directory))
 
 

@@ -7,8 +7,7 @@ tokens.toml          names, roles, hashes of tokens             stays with the s
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -16,7 +15,7 @@ import typer
 
 from diloco.cli._options import Json
 from diloco.cli._output import make_table
-from diloco.errors import ConfigError, StoreError
+from diloco.errors import ConfigError, StoreError, translated
 from diloco.syncer.auth import Role, TokenEntry, new_token, read_tokens, token_sha256, write_secret, write_tokens
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -122,14 +121,8 @@ def revoke(directory: Directory, name: Annotated[str, typer.Argument(metavar="NA
     _print(directory, list(entries.values()), as_json)
 
 
-@contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"the keys in {directory} could not be written ({error}); repair that and try again."
-        ) from error
+def _writing(directory: Path) -> AbstractContextManager[None]:
+    return translated(OSError, StoreError, f"cannot write the keys in {directory}", "repair that and try again")
 
 
 def _token_file(name: str) -> str:

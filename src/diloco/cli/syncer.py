@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from diloco.config import load_config
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, translated
 
 
 def command(
@@ -61,8 +61,6 @@ def command(
 def _write_port(path: Path, port: int) -> None:
     """All at once: a reader sees the whole number or no file."""
     partial = path.with_name(f".{path.name}")
-    try:
+    with translated(OSError, ConfigError, f"cannot write --port-file {path}", "choose another file"):
         partial.write_text(str(port))
         partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--port-file {path} cannot be written ({error.strerror}).") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config import RunConfig, load_config
-from diloco.errors import ConfigError, RunError
+from diloco.errors import ConfigError, RunError, translated
 from diloco.tables import write_toml
 
 NUM_LEARNERS = 3
@@ -73,13 +73,11 @@ def prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
     if directory.exists() and not _may_go(directory, run_file):
         raise ConfigError(f"{directory} holds something that is not a demo; choose another directory with --dir")
     text = f"{MARK}. `diloco syncer` and `diloco train` run it.\n\n{write_toml(_tables(directory, plan, seed))}"
-    try:
+    with translated(OSError, ConfigError, f"cannot write to {directory}", "choose another directory with --dir"):
         if directory.exists():
             shutil.rmtree(directory)
         directory.mkdir(parents=True)
         run_file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot be written ({error}); choose another directory with --dir") from error
     return load_config(run_file)
 
 

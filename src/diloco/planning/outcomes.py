@@ -181,9 +181,9 @@ def _predict(case: Case, exchange: ExchangePlan, *, one_each: bool) -> tuple[Pre
     merging = exchange.merging  # has all contributions of a round to work through
     share = len(learners) * copies / len(case.learners)
     exchange = replace(exchange, merging=replace(merging, bytes_per_s=merging.bytes_per_s * share))
-    step_s, latency_s = [each.step_s for each in learners], [each.latency_s for each in learners]
+    step_s = [each.step_s for each in learners]
     counts = [number // few for number, few in zip(numbers, kept, strict=True) for _ in range(few)]
-    return predict(network, step_s, latency_s, exchange, copies=copies), counts
+    return predict(network, step_s, exchange, copies=copies), counts
 
 
 def _part_of(site: Site, kept: Sequence[int], copies: int) -> Site:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from diloco.errors import ConfigError, StoreError
+from diloco.errors import ConfigError, StoreError, translated
 from diloco.planning.pages import page, svg, table
 from diloco.planning.units import significant
 
@@ -294,18 +294,14 @@ def write(directory: Path, name: str, title: str, text: str, pictures: Sequence[
     sections = [section(each) for each in pictures]  # before the PNG files: those have titles
     body = f'<h1>{html.escape(title)}</h1>\n<p class="lead">{html.escape(text)}</p>\n' + "\n".join(sections)
     files = [directory / f"{each.name}.png" for each in pictures]
-    try:
+    page_file = directory / f"{name}.html"
+    with translated(OSError, StoreError, f"cannot write pictures to {directory}", "name another directory with --out"):
         directory.mkdir(parents=True, exist_ok=True)
         for each, file in zip(pictures, files, strict=True):
             each.figure.suptitle(each.title, x=0.01, ha="left", fontsize=12, fontweight="bold", color="#1f2937")
             each.figure.savefig(file, dpi=150)
             each.figure.suptitle("")
-        page_file = directory / f"{name}.html"
         page_file.write_text(page(title, body), encoding="utf-8")
-    except OSError as error:
-        raise StoreError(
-            f"cannot write pictures to {directory} ({error.strerror}); name another directory with --out"
-        ) from error
     return [*files, page_file]
 
 

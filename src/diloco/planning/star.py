@@ -62,8 +62,7 @@ class Prediction:
 def exchange_of(
     workload: Workload, setting: Setting, merging: Merging | None = None, called: Called | None = None
 ) -> ExchangePlan:
-    """The exchange of a setting: strided fragments of equal layers, in the exact bytes of their codecs; down as up by
-    default."""
+    """The exchange of a setting: strided fragments of equal layers, in the bytes of their codecs; down as up by default."""
     if setting.method == "data-parallel":
         raise ConfigError(
             "data parallel has no syncer; leave --learners and the syncer's options out, or use another method."
@@ -85,7 +84,6 @@ def exchange_of(
 def predict(
     network: Network,
     step_s: Sequence[float],
-    latency_s: Sequence[float],
     exchange: ExchangePlan,
     *,
     num_steps: int | None = None,
@@ -96,19 +94,18 @@ def predict(
 
     Arguments:
         network: all links, with nothing on them.
-        step_s, latency_s: of each learner: an inner step, and one way to the syncer; the latter as in the network's
-            paths.
+        step_s: an inner step of each learner.
         exchange: what is exchanged.
         num_steps: only of scheduled rounds: as long as a run is.
         copies: learners that each of these stands for.
         traced: return what every learner did.
     """
     if exchange.called is not None:
-        return _called(CalledRounds(network, step_s, latency_s, exchange, copies=copies, traced=traced), exchange)
-    star = Scheduled(network, step_s, latency_s, exchange, copies=copies, traced=traced, stop_at=num_steps)
+        return _called(CalledRounds(network, step_s, exchange, copies=copies, traced=traced), exchange)
+    star = Scheduled(network, step_s, exchange, copies=copies, traced=traced, stop_at=num_steps)
     if num_steps is None:
         star.run(lambda: _is_settled(star))
-        window_s = max(_window_s(star, i) for i in range(len(step_s)))  # who is ahead comes to wait for the slowest
+        window_s = max(_window_s(star, i) for i in range(len(step_s)))  # faster learners come to wait for the slowest
         utilization = [star.window * seconds / window_s for seconds in step_s]
     else:
         star.run(lambda: math.isfinite(max(star.ended_s)))
@@ -217,9 +214,7 @@ def predict_learners(
     copies = num if len(set(step_s)) == 1 else 1
     num_stations = num // copies
     network = star_network(num_stations, bit_per_s, bit_per_s, setting.latency_s, learners.syncer_bit_per_s / copies)
-    return predict(
-        network, step_s[:num_stations], [setting.latency_s] * num_stations, exchange, copies=copies, traced=traced
-    )
+    return predict(network, step_s[:num_stations], exchange, copies=copies, traced=traced)
 
 
 def pace(prediction: Prediction, setting: Setting) -> float:

@@ -37,14 +37,13 @@ class Scheduled(Star):
         self,
         network: Network,
         step_s: Sequence[float],
-        latency_s: Sequence[float],
         exchange: ExchangePlan,
         *,
         copies: int = 1,
         traced: bool = False,
         stop_at: int | None = None,
     ) -> None:
-        super().__init__(network, step_s, latency_s, exchange, copies=copies, traced=traced)
+        super().__init__(network, step_s, exchange, copies=copies, traced=traced)
         schedule = exchange.schedule
         assert isinstance(schedule.sync_every, int)
         assert schedule.offsets is not None
@@ -141,13 +140,12 @@ class CalledRounds(Star):
         self,
         network: Network,
         step_s: Sequence[float],
-        latency_s: Sequence[float],
         exchange: ExchangePlan,
         *,
         copies: int = 1,
         traced: bool = False,
     ) -> None:
-        super().__init__(network, step_s, latency_s, exchange, copies=copies, traced=traced)
+        super().__init__(network, step_s, exchange, copies=copies, traced=traced)
         assert exchange.called is not None
         schedule, quorum = exchange.schedule, exchange.called
         num, num_fragments = len(self.stations), len(self._up_bytes)

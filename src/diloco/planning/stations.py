@@ -99,7 +99,7 @@ class Star:
 
     Arguments:
         network: all links; nothing is on them.
-        step_s, latency_s: of each learner.
+        step_s: an inner step of each learner.
         exchange: what is exchanged.
         copies: how many learners each one stands for (equal ones do the same at the same time).
         traced: keep what every learner did.
@@ -109,7 +109,6 @@ class Star:
         self,
         network: Network,
         step_s: Sequence[float],
-        latency_s: Sequence[float],
         exchange: ExchangePlan,
         *,
         copies: int = 1,
@@ -117,8 +116,8 @@ class Star:
     ) -> None:
         num_fragments = len(exchange.up_bytes)
         self.stations = [
-            Station(i, seconds, latency, [0] * num_fragments, [0] * num_fragments)
-            for i, (seconds, latency) in enumerate(zip(step_s, latency_s, strict=True))
+            Station(i, seconds, network.latency_s(i), [0] * num_fragments, [0] * num_fragments)
+            for i, seconds in enumerate(step_s)
         ]
         self.now_s = 0.0
         self.trace: list[Activity] | None = [] if traced else None

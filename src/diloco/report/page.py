@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigError, StoreError
+from diloco.errors import ConfigError, StoreError, translated
 from diloco.events import read_events
 from diloco.planning.pages import page, table, values_table
 from diloco.report.charts import losses_chart, timeline_chart, training_chart
@@ -72,10 +72,8 @@ def _learner(timeline: Timeline, name: str) -> dict[str, Any]:
 def write_page(path: Path, timeline: Timeline) -> None:
     """Write the page; nothing in it is loaded from elsewhere. Raises StoreError where it cannot be written."""
     body = _body(timeline, numbers(timeline))
-    try:
+    with translated(OSError, StoreError, f"cannot write {path}", "choose another place with --out"):
         path.write_text(page(f"run {timeline.run}", body), encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"cannot write {path} ({error.strerror}); choose another place with --out.") from error
 
 
 def _body(timeline: Timeline, found: dict[str, Any]) -> str:

@@ -95,4 +95,4 @@ class AloneLearner:
         """No round waits for it anyway."""
 
     def close(self) -> None:
-        """Nobody to say goodbye to."""
+        """There is no exchange to leave."""

@@ -132,8 +132,7 @@ class Stream:
 
 
 def held_out_batches(corpus: Corpus, sequence_length: int, num_sequences: int, batch: int) -> list[Tensor]:
-    """The same `num_sequences` (fewer when there are fewer) sequences for everybody, spread evenly over the held-out
-    part.
+    """The first `num_sequences` held-out sequences (fewer when there are fewer), spread evenly; the same for all learners.
 
     Raises ConfigError when there is none.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from diloco.config import RunConfig
-from diloco.errors import CheckpointError, ConfigError, LayoutError
+from diloco.errors import CheckpointError, ConfigError, LayoutError, translated
 from diloco.training.alone import AloneLearner, LearnerLike
 from diloco.training.budget import Budget
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
@@ -29,7 +29,7 @@ Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], LearnerLike]
 class Island:
     """Model, inner optimizer, data and learner of one part of a run.
 
-    It begins as a model that nobody else knows, reading every shard at the full batch of the run; `narrow` and
+    It begins as a model of its own, reading every shard at the full batch of the run; `narrow` and
     `connect` make it a learner. Every rank of a `job` has an island of its own, and all do the same.
 
     Attributes:
@@ -126,7 +126,7 @@ class Island:
     # --- checkpoints
 
     def state(self, *, warming_up: bool) -> dict[str, Any]:
-        """Everything that `load` and `take_over` need; every rank calls it, and the first one's is everybody's."""
+        """Everything that `load` and `take_over` need; every rank calls it, and the first one saves its result for all."""
         learner = self.learner.state_dict()  # before the model: it may wait for answers
         layout, model = self.learner.layout, self.model.state_dict()
         if layout is not None:  # what is trained is in the learner's state
@@ -150,19 +150,15 @@ class Island:
 
         Raises CheckpointError when it does not fit.
         """
-        try:
+        failed, advice = f"{path} does not fit the model of this run", "check [model] and [inner]"
+        with translated((LayoutError, ValueError), CheckpointError, failed, advice):
             load_state(self.model, global_model(saved))
             load_optimizer(self.optimizer, saved["optimizer"])
-        except (LayoutError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} does not fit the model of this run ({error}); check [model] and [inner]"
-            ) from error
         self.learner.load_state_dict({"type": "alone", "steps": saved["step"], "run_tokens": saved["run_tokens"]})
         self._beginning = (saved["step"], saved["run_tokens"])
 
     def begin_from(self, saved: dict[str, Any], path: Path) -> None:
-        """Begin a run with what a checkpoint, of any run, came to. Raises CheckpointError or ConfigError when that
-        cannot be."""
+        """Begin a run with the state of a checkpoint of any run. Raises CheckpointError or ConfigError."""
         self.take_over(saved, path)
         budget = self._config.run.tokens
         if saved["run_tokens"] >= budget:

@@ -44,6 +44,14 @@ class Job:
         share = num_rows // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
+    def check_batch(self, num_rows: int, accumulate: int) -> None:
+        """Raise ConfigError unless a batch divides equally over ranks and micro-batches."""
+        if num_rows % (self.size * accumulate):
+            raise ConfigError(
+                f"a batch of {num_rows} sequences does not divide over {self.size} ranks x {accumulate} micro-batches; "
+                "change train.batch, train.global_batch or train.accumulate"
+            )
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as its ranks train it: gradients become the mean over ranks in the backward pass."""
         if self._group is None or self.size == 1:

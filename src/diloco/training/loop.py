@@ -9,7 +9,7 @@ from torch import nn
 
 from diloco import events as ev
 from diloco.config import RunConfig, dump_config
-from diloco.errors import CheckpointError, ConfigError, StoreError
+from diloco.errors import CheckpointError, ConfigError, StoreError, translated
 from diloco.training.alone import LearnerLike
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.clock import Clock, Shared
@@ -81,19 +81,13 @@ class Trainer:
         self._judge = Judge(self.model, corpus, config, None if shared is None else shared.losses)
 
     def _check_batches(self) -> None:
-        """Every batch that this part will take is divided over ranks and micro-batches, equally."""
+        """Check that every batch of this part divides equally over ranks and micro-batches."""
         config = self.config
         sizes = {config.train.global_batch if self.part.role == "baseline" else config.learner_batch}
         if self._begins and config.warm_start.steps:
             sizes.add(config.train.global_batch if self._together is None else config.share)
-        parts = self._job.size * config.train.accumulate
         for size in sizes:
-            if size % parts:
-                raise ConfigError(
-                    f"a batch of {size} sequences does not divide over {self._job.size} ranks x "
-                    f"{config.train.accumulate} "
-                    "micro-batches; change train.batch, train.global_batch or train.accumulate"
-                )
+            self._job.check_batch(size, config.train.accumulate)
 
     @property
     def model(self) -> nn.Module:
@@ -249,13 +243,11 @@ class Trainer:
         )
 
     def _save_config(self) -> None:
-        try:
+        with translated(
+            OSError, StoreError, f"cannot write to {self.directory}", "set [run] dir to a writable directory"
+        ):
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "run.toml").write_text(dump_config(self.config), encoding="utf-8")
-        except OSError as error:
-            raise StoreError(
-                f"cannot write to {self.directory} ({error}); set [run] dir to a writable directory"
-            ) from error
 
 
 def _seed_of(*numbers: int) -> int:

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from diloco.config import RunConfig
 from diloco.core.fragments import Layout, scatter
-from diloco.errors import StoreError
+from diloco.errors import StoreError, translated
 from diloco.training.checkpoint import load_checkpoint
 from diloco.training.model import build_model, load_state
 from diloco.training.sources import BYTE_VOCABULARY, load_tokenizer
@@ -38,7 +38,7 @@ def save_pretrained(state: Mapping[str, Tensor], model_config: PreTrainedConfig,
     model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, dtype=_dtype(state))
     load_state(model, state)
     model.config.use_cache = True  # off in training, wanted for generation
-    try:
+    with translated(OSError, StoreError, f"cannot write the model to {out_dir}", "choose another directory"):
         # Written beside its place and then moved, so that a directory of that name is always whole.
         partial = out_dir.with_name(f".{out_dir.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -48,8 +48,6 @@ def save_pretrained(state: Mapping[str, Tensor], model_config: PreTrainedConfig,
         for file in partial.iterdir():
             file.replace(out_dir / file.name)
         partial.rmdir()
-    except OSError as error:
-        raise StoreError(f"cannot write the model to {out_dir} ({error}); choose another directory") from error
 
 
 def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) -> int:
@@ -60,13 +58,11 @@ def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) ->
     vocab_size, tokenizer = _vocabulary(config)
     model = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
     save_pretrained(state, model.config, out_dir)
-    try:
+    with translated(OSError, StoreError, f"cannot write the tokenizer to {out_dir}", "choose another directory"):
         if tokenizer is not None:
             tokenizer.save_pretrained(out_dir)
         elif config.data.kind != "tokens":
             (out_dir / "TOKENS.md").write_text(_BYTES_NOTE, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"cannot write the tokenizer to {out_dir} ({error}); choose another directory") from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 

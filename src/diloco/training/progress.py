@@ -83,22 +83,31 @@ class Silent:
         """Nothing."""
 
 
-class Plain:
-    """A line every few seconds, for logs and pipes."""
+class _Paced:
+    """Wants a status every `every_s` seconds."""
 
-    def __init__(self, file: TextIO, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file = file
-        self._every_s = every_s
-        self._clock = clock
+    def __init__(self, every_s: float, clock: Callable[[], float]) -> None:
+        self._every_s, self._clock = every_s, clock
         self._next = clock()
 
     def wants(self) -> bool:
-        """Every few seconds."""
+        """Whether the time has come."""
         return self._clock() >= self._next
+
+    def _shown(self) -> None:
+        self._next = self._clock() + self._every_s
+
+
+class Plain(_Paced):
+    """A line every few seconds, for logs and pipes."""
+
+    def __init__(self, file: TextIO, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(every_s, clock)
+        self._file = file
 
     def show(self, status: StepStatus) -> None:
         """Print the line."""
-        self._next = self._clock() + self._every_s
+        self._shown()
         self.say(status.line())
 
     def say(self, text: str) -> None:
@@ -109,23 +118,17 @@ class Plain:
         """Nothing to restore."""
 
 
-class LiveLine:
+class LiveLine(_Paced):
     """One line that is redrawn in place, for a terminal."""
 
     def __init__(self, console: Console, every_s: float = 0.25, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(every_s, clock)
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
-        self._every_s = every_s
-        self._clock = clock
-        self._next = clock()
-
-    def wants(self) -> bool:
-        """A few times a second."""
-        return self._clock() >= self._next
 
     def show(self, status: StepStatus) -> None:
         """Redraw the line."""
-        self._next = self._clock() + self._every_s
+        self._shown()
         self._live.update(Text(status.line()), refresh=True)
 
     def say(self, text: str) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from diloco.config import RunConfig
-from diloco.errors import ConfigError
 from diloco.training.island import Island
 from diloco.training.job import Job
 from diloco.training.sources import load_corpus
@@ -43,11 +42,7 @@ def measure_step_time(config: RunConfig, shard: int, *, seconds: float, at_least
 
     Every rank of a `job` calls it. Raises ConfigError when the run file cannot be trained here.
     """
-    if config.learner_batch % (job.size * config.train.accumulate):
-        raise ConfigError(
-            f"a batch of {config.learner_batch} sequences does not divide over {job.size} ranks x "
-            f"{config.train.accumulate} micro-batches; change train.batch, train.global_batch or train.accumulate"
-        )
+    job.check_batch(config.learner_batch, config.train.accumulate)
     island = Island(config, load_corpus(config.data), job)
     island.narrow(shard, config.learner_batch)
     island.specialise()

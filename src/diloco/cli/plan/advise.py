@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from diloco.cli._output import make_table, say_written
-from diloco.errors import ConfigError, StoreError
+from diloco.errors import ConfigError, StoreError, translated
 from diloco.planning.outcomes import Case, Outcome
 from diloco.planning.pictures import Axis, Bars, Picture, bars, require, short, write
 from diloco.planning.ranking import By, advise, case_of, standing
@@ -143,12 +143,8 @@ def _write(directory: Path, text: str, case: Case, ranked: list[Outcome]) -> Non
     require()
     drawn = _pictures(case, _best_of_methods(ranked))
     files = write(directory, "advice", "Which method, at what cost", _headline(case) + ".", drawn)
-    try:
+    with translated(OSError, StoreError, f"cannot write {directory / RUN_FILE}", "name another directory with --out"):
         (directory / RUN_FILE).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(
-            f"cannot write {directory / RUN_FILE} ({error.strerror}); name another directory with --out"
-        ) from error
     say_written((*files, directory / RUN_FILE))
 
 

@@ -11,7 +11,7 @@ import typer
 from diloco.cli._input import check_shard, read_token
 from diloco.cli._options import Json, LearnerName, Overrides
 from diloco.config import RunConfig, load_config
-from diloco.errors import StoreError
+from diloco.errors import StoreError, translated
 from diloco.planning.edit import with_measurement
 from diloco.planning.units import RATE, SIZE, TIME
 from diloco.tables import read_text
@@ -118,10 +118,8 @@ def _write(path: Path, config: RunConfig, name: str, step: "StepTime | None", li
         measured |= {"up": RATE.show(link.up_bit_per_s, DIGITS), "down": RATE.show(link.down_bit_per_s, DIGITS)}
         measured["latency"] = TIME.show(link.latency_s, DIGITS)
     text = with_measurement(_read(path), str(path), name, measured, defaults)
-    try:
+    with translated(OSError, StoreError, f"cannot write the site file {path}", "choose another --out"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"cannot write the site file {path} ({error.strerror}); choose another --out") from error
 
 
 def _read(path: Path) -> str:
