@@ -6,35 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
+from diloco.planning import pictures as draw
 from diloco.planning.failures import Goodput, simulate
 from diloco.planning.fleet import Fleet, Mode, closed_form
-from diloco.planning.pictures import (
-    AMBER,
-    BLUE,
-    GREEN,
-    RED,
-    STOPPED,
-    VIOLET,
-    WAITING,
-    Axis,
-    Bars,
-    Line,
-    Picture,
-    bars,
-    lines,
-    rows_of,
-    short,
-)
 
 NAMES: Mapping[Mode, tuple[str, str]] = {
-    "data-parallel": ("data parallel", AMBER),
-    "elastic": ("elastic data parallel", VIOLET),
-    "decoupled": ("decoupled", BLUE),
+    "data-parallel": ("data parallel", draw.AMBER),
+    "elastic": ("elastic data parallel", draw.VIOLET),
+    "decoupled": ("decoupled", draw.BLUE),
 }
 """By mode: its name and its colour."""
 
 
-def pictures(fleet: Fleet, found: Mapping[Mode, Goodput], seed: int) -> list[Picture]:
+def pictures(fleet: Fleet, found: Mapping[Mode, Goodput], seed: int) -> list[draw.Picture]:
     """All pictures of a fleet, given its goodput in every mode."""
     drawn = [_against_chips(fleet, found[fleet.mode], seed), _where_time_goes(fleet, found)]
     return [*drawn, _against_quorum(fleet, seed)] if fleet.has_rounds and fleet.learners > 1 else drawn
@@ -51,43 +35,43 @@ def _goodput(fleet: Fleet, seed: int) -> float:
     return simulate(fleet, seed).goodput if formula is None else 100 * formula
 
 
-def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> Picture:
+def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> draw.Picture:
     counts = sorted({max(fleet.learners, round(fleet.chips * 2.0**power)) for power in range(-4, 4)})
     drawn, heads, columns = [], ["chips"], []
     for mode, (_, colour) in NAMES.items():
         columns.append([_goodput(replace(fleet, chips=chips, mode=mode), seed) for chips in counts])
-        drawn.append(Line(title(fleet, mode), counts, columns[-1], colour=colour))
+        drawn.append(draw.Line(title(fleet, mode), counts, columns[-1], colour=colour))
         heads.append(f"{title(fleet, mode)}, %")
     half = (here.interval[1] - here.interval[0]) / 2
-    drawn.append(Line("this plan", [fleet.chips], [here.goodput], [half], style="o", colour=RED))
+    drawn.append(draw.Line("this plan", [fleet.chips], [here.goodput], [half], style="o", colour=draw.RED))
     worst = min(map(min, columns))
     low = 0.0 if worst < 50 else 100 - 2 * (100 - worst)  # a small fleet's goodput is near 100 %
-    span = Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else Axis("goodput, %")
+    span = draw.Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else draw.Axis("goodput, %")
     text = (
         "Work done, in percent of what the same chips would do without failures and waiting. What steps together stands "
         "still together, so the more chips, the less each of them does; a decoupled learner's failure stops only itself."
     )
-    figure = lines(drawn, Axis("chips", log=True, ticks=tuple(counts)), span)
-    rows = rows_of([f"{chips:,}" for chips in counts], columns, "{:.1f}".format)
-    return Picture("goodput", "Goodput against chips", text, figure, heads, rows)
+    figure = draw.lines(drawn, draw.Axis("chips", log=True, ticks=tuple(counts)), span)
+    rows = draw.rows_of([f"{chips:,}" for chips in counts], columns, "{:.1f}".format)
+    return draw.Picture("goodput", "Goodput against chips", text, figure, heads, rows)
 
 
-def _where_time_goes(fleet: Fleet, found: Mapping[Mode, Goodput]) -> Picture:
+def _where_time_goes(fleet: Fleet, found: Mapping[Mode, Goodput]) -> draw.Picture:
     labels, values = [title(fleet, mode) for mode in found], list(found.values())
     goodput, waiting, stopped = zip(*((each.goodput, each.waiting, each.stopped) for each in values), strict=True)
     shares = [
-        Bars("working", goodput, colour=BLUE),
-        Bars("waiting for other learners", waiting, colour=WAITING),
-        Bars("standing still after a failure", stopped, colour=STOPPED),
+        draw.Bars("working", goodput, colour=draw.BLUE),
+        draw.Bars("waiting for other learners", waiting, colour=draw.WAITING),
+        draw.Bars("standing still after a failure", stopped, colour=draw.STOPPED),
     ]
-    figure = bars(labels, shares, Axis("share of the chips' time, %", low=0, high=100))
+    figure = draw.bars(labels, shares, draw.Axis("share of the chips' time, %", low=0, high=100))
     heads = ("", "goodput, %", "waiting, %", "standing still, %", "some learner runs, %")
     uptime = [100 - each.all_stopped for each in values]
-    rows = rows_of(labels, (goodput, waiting, stopped, uptime), "{:.2f}".format)
-    return Picture("time", "Where the time goes", f"Of {fleet.chips:,} chips.", figure, heads, rows)
+    rows = draw.rows_of(labels, (goodput, waiting, stopped, uptime), "{:.2f}".format)
+    return draw.Picture("time", "Where the time goes", f"Of {fleet.chips:,} chips.", figure, heads, rows)
 
 
-def _against_quorum(fleet: Fleet, seed: int) -> Picture:
+def _against_quorum(fleet: Fleet, seed: int) -> draw.Picture:
     spread = fleet.learners - 1
     quorums = sorted({1 + round(spread * step / min(7, spread)) for step in range(min(7, spread) + 1)})
     drawn, heads, columns = [], ["quorum"], []
@@ -98,8 +82,8 @@ def _against_quorum(fleet: Fleet, seed: int) -> Picture:
         rules = [replace(fleet.rounds, quorum=quorum, grace=grace) for quorum in quorums]
         found = [simulate(replace(fleet, rounds=each), seed) for each in rules]
         goodput, in_time = [each.goodput for each in found], [each.participation or 0 for each in found]
-        for what, column, colour in (("goodput", goodput, BLUE), ("in time", in_time, GREEN)):
-            drawn.append(Line(f"{what}, {name}", quorums, column, style=style, colour=colour))
+        for what, column, colour in (("goodput", goodput, draw.BLUE), ("in time", in_time, draw.GREEN)):
+            drawn.append(draw.Line(f"{what}, {name}", quorums, column, style=style, colour=colour))
             heads.append(f"{what} {name}, %")
             columns.append(column)
     waits = "." if fleet.rounds.wait else ", and learners never wait."
@@ -108,6 +92,8 @@ def _against_quorum(fleet: Fleet, seed: int) -> Picture:
         "before a learner has to wait. In time: running learners whose work is in the round it was made for. Overlap of "
         f"{fleet.rounds.overlap} steps{waits}"
     )
-    figure = lines(drawn, Axis("quorum, learners", ticks=tuple(quorums)), Axis("share, %", low=0, high=103))
-    rows = rows_of([short(quorum) for quorum in quorums], columns, "{:.1f}".format)
-    return Picture("quorum", "What a quorum costs, and what it gets", text, figure, heads, rows)
+    figure = draw.lines(
+        drawn, draw.Axis("quorum, learners", ticks=tuple(quorums)), draw.Axis("share, %", low=0, high=103)
+    )
+    rows = draw.rows_of([draw.short(quorum) for quorum in quorums], columns, "{:.1f}".format)
+    return draw.Picture("quorum", "What a quorum costs, and what it gets", text, figure, heads, rows)

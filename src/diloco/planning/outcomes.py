@@ -87,6 +87,32 @@ class Case:
         """Of all accelerators."""
         return sum(w * u for w, u in zip(self.weights, outcome.utilization, strict=True))
 
+    def bit_per_s(self, learner: SiteLearner, way: Literal["up", "down"]) -> float:
+        """A learner's rate, where all use the links that they share at once."""
+        rates = [learner.up_bit_per_s if way == "up" else learner.down_bit_per_s]
+        for link in self.site.link:
+            if link.name in learner.shares:
+                users = sum(link.name in other.shares for other in self.learners)
+                rates.append((link.up if way == "up" else link.down) / users)
+        return min(rates)
+
+    @property
+    def slowest_bit_per_s(self) -> float:
+        """The slowest learner's rate between sites, up or down, where all use the links that they share at once."""
+        return min(min(self.bit_per_s(learner, "up"), self.bit_per_s(learner, "down")) for learner in self.learners)
+
+    def reduced_bytes(self, candidate: Candidate) -> float:
+        """What a learner sends, and receives, in a ring all-reduce."""
+        size = wire_format(candidate.setting.up).encoded_bytes(round(self.workload.num_parameters))
+        return 2 * (1 - 1 / len(self.learners)) * size
+
+    def reduce_s(self, candidate: Candidate) -> float:
+        """Seconds of a ring all-reduce."""
+        if len(self.learners) == 1:
+            return 0.0
+        latency_s = 2 * max(learner.latency_s for learner in self.learners)
+        return 8 * self.reduced_bytes(candidate) / self.slowest_bit_per_s + latency_s
+
 
 def evaluate(case: Case, candidate: Candidate) -> Outcome:
     """What a run with this method comes to."""
@@ -131,39 +157,10 @@ def _data_parallel(case: Case, candidate: Candidate) -> Outcome:
     Source: arXiv 2503.09799, without overlap.
     """
     steps = case.budget.tokens / case.budget.tokens_per_step
-    step_s = max(learner.step_s for learner in case.learners) + reduce_s(case, candidate)
+    step_s = max(learner.step_s for learner in case.learners) + case.reduce_s(candidate)
     utilization = tuple(learner.step_s / step_s for learner in case.learners)
-    num_bytes = len(case.learners) * steps * reduced_bytes(case, candidate)
+    num_bytes = len(case.learners) * steps * case.reduced_bytes(candidate)
     return _outcome(case, candidate, _Run(utilization, steps, step_s, steps * step_s, num_bytes, num_bytes, None))
-
-
-def reduced_bytes(case: Case, candidate: Candidate) -> float:
-    """What a learner sends, and receives, in a ring all-reduce."""
-    size = wire_format(candidate.setting.up).encoded_bytes(round(case.workload.num_parameters))
-    return 2 * (1 - 1 / len(case.learners)) * size
-
-
-def reduce_s(case: Case, candidate: Candidate) -> float:
-    """Seconds of a ring all-reduce."""
-    if len(case.learners) == 1:
-        return 0.0
-    latency_s = 2 * max(learner.latency_s for learner in case.learners)
-    return 8 * reduced_bytes(case, candidate) / slowest_bit_per_s(case) + latency_s
-
-
-def slowest_bit_per_s(case: Case) -> float:
-    """The slowest learner's rate between sites, up or down, where all use the links that they share at once."""
-    return min(bit_per_s(case, learner, way) for learner in case.learners for way in ("up", "down"))
-
-
-def bit_per_s(case: Case, learner: SiteLearner, way: Literal["up", "down"]) -> float:
-    """A learner's rate, where all use the links that they share at once."""
-    rates = [learner.up_bit_per_s if way == "up" else learner.down_bit_per_s]
-    for link in case.site.link:
-        if link.name in learner.shares:
-            users = sum(link.name in other.shares for other in case.learners)
-            rates.append((link.up if way == "up" else link.down) / users)
-    return min(rates)
 
 
 def _predict(case: Case, exchange: ExchangePlan, *, one_each: bool) -> tuple[Prediction, list[int]]:

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diloco.planning.outcomes import (
-    Case,
-    Outcome,
-    bit_per_s,
-    given_up_after_s,
-    reduce_s,
-    reduced_bytes,
-    slowest_bit_per_s,
-)
+from diloco.planning.outcomes import Case, Outcome, given_up_after_s
 from diloco.planning.units import PRICE_PER_BYTE, RATE, SIZE, TIME, significant
 from diloco.planning.wire import wire_format
 
@@ -41,10 +33,10 @@ def _computes_longest(case: Case) -> str:
 
 def _data_parallel_step(case: Case, outcome: Outcome) -> str:
     up = outcome.candidate.setting.up
-    size, rate = SIZE.show(reduced_bytes(case, outcome.candidate)), RATE.show(slowest_bit_per_s(case))
+    size, rate = SIZE.show(case.reduced_bytes(outcome.candidate)), RATE.show(case.slowest_bit_per_s)
     return (
         f"{_computes_longest(case)}; then 2·(1 − 1/M) of the {up} gradient, {size}, at {rate} and a round trip: "
-        f"{TIME.show(reduce_s(case, outcome.candidate))} more = {TIME.show(outcome.step_s)}"
+        f"{TIME.show(case.reduce_s(outcome.candidate))} more = {TIME.show(outcome.step_s)}"
     )
 
 
@@ -62,7 +54,7 @@ def _scheduled_step(case: Case, outcome: Outcome) -> str:
     up, down = max(exchange.up_bytes), max(exchange.down_bytes)
     passes = {}
     for each in case.learners:
-        up_s, down_s = 8 * up / bit_per_s(case, each, "up"), 8 * down / bit_per_s(case, each, "down")
+        up_s, down_s = 8 * up / case.bit_per_s(each, "up"), 8 * down / case.bit_per_s(each, "down")
         passes[each.name] = up_s + down_s + 4 * each.latency_s
     name = max(passes, key=passes.__getitem__)
     step_s = max(learner.step_s for learner in case.learners)
@@ -117,7 +109,7 @@ def _bytes(case: Case, outcome: Outcome) -> str:
     setting, num = outcome.candidate.setting, len(case.learners)
     each = f"{SIZE.show(outcome.up_bytes / num)} up and {SIZE.show(outcome.down_bytes / num)} down a learner"
     if setting.method == "data-parallel":
-        return f"{outcome.steps:.6g} steps × {SIZE.show(reduced_bytes(case, outcome.candidate))} = {each}"
+        return f"{outcome.steps:.6g} steps × {SIZE.show(case.reduced_bytes(outcome.candidate))} = {each}"
     exchange, bits = case.exchange(outcome.candidate), wire_format(setting.up).bits_per_value
     every, who = float(setting.sync_every), f"{num} learners"
     if setting.method == "decoupled" and outcome.prediction is not None:
