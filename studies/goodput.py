@@ -65,7 +65,7 @@ def distances_table() -> str:
 
 
 def speeds_table() -> str:
-    """Eight learners, two of them slower: who waits for whom, and whose work comes in time."""
+    """Eight learners, two of them slower: how long learners wait, and how much work comes in time."""
     speeds = Speeds(0.05, SPEEDS)
     kinds: list[tuple[str, Fleet]] = [
         ("data parallel, elastic", Fleet(1_200_000, 8, "elastic", speeds=speeds)),
@@ -74,7 +74,7 @@ def speeds_table() -> str:
         ("K = 6, no grace", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(6, 0.0))),
         ("K = 1, no grace", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(1, 0.0))),
         ("K = 1 and grace", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(1))),
-        ("K = 8, nobody waits", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(8, wait=False))),
+        ("K = 8, without waiting", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(8, wait=False))),
     ]
     lines = ["| | goodput, % | waiting, % | standing still, % | in time, % |", "|---|---:|---:|---:|---:|"]
     for name, fleet in kinds:

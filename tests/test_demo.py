@@ -180,15 +180,15 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     (demo / "old").write_text("")
     assert prepare(demo, QUICK, seed=4).run.seed == 4
     assert sorted(path.name for path in demo.iterdir()) == ["run.toml"]
-    (demo / "run.toml").write_text("[run]\n")  # somebody's own run
+    (demo / "run.toml").write_text("[run]\n")  # a run of the user's own
     with pytest.raises(ConfigError, match="not a demo"):
         prepare(demo, QUICK, seed=0)
 
 
 @pytest.mark.timeout(400)
 def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
-    """The whole story with real processes, with the syncer and the learner that initialised the run killed by somebody
-    else."""
+    """The whole story with real processes, with the syncer and the learner that initialised the run killed by
+    the test."""
     plan = Plan(steps=120, kill_after=0.1, isolated=False, sync_every=10, held_out=32, sample_bytes=20)
     killed: list[str] = []
     phases: list[str] = []

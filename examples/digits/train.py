@@ -167,11 +167,11 @@ def compare(division: str, split: str, seeds: range, steps: int) -> dict[str, li
     """The global model beside what a learner reaches alone, and what all reach when they exchange every gradient."""
     data = digits(division, split)
     own, every = sent_bytes(steps)
-    everybody = list(range(LEARNERS))
+    all_shards = list(range(LEARNERS))
     arms = {
         "DiLoCo, the global model": [judge(in_process(data, seed, steps), data) for seed in seeds],
         "a learner on its own": [judge(train(0, None, data, seed, steps, [0]), data) for seed in seeds],
-        "data parallel": [judge(train(0, None, data, seed, steps, everybody), data) for seed in seeds],
+        "data parallel": [judge(train(0, None, data, seed, steps, all_shards), data) for seed in seeds],
     }
     print(f"\nshards {division}; {LEARNERS} learners, {steps} steps of {BATCH} images each, {len(seeds)} seed(s)")
     print(f"  {'':<34}{'loss':<14}  accuracy   bytes sent by a learner")

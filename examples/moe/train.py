@@ -239,13 +239,13 @@ def judge(state: dict[str, Tensor], batches: Sequence[Tensor]) -> tuple[float, T
 
 
 def arms(plan: Plan) -> dict[str, Result]:
-    everybody = range(LEARNERS)
-    warm = Worker.new(plan, everybody).train(plan, plan.warm_steps)
+    all_shards = range(LEARNERS)
+    warm = Worker.new(plan, all_shards).train(plan, plan.warm_steps)
     return {
         "DiLoCo, the global model": together(plan, warm, lambda _: None),
         "DiLoCo, experts divided": together(plan, warm, experts_of),
         "a learner on its own": apart(plan, warm, [0]),
-        "data parallel": apart(plan, warm, everybody),
+        "data parallel": apart(plan, warm, all_shards),
     }
 
 

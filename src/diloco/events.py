@@ -7,14 +7,16 @@ events and nothing else: a `gap` says how many.
 """
 
 import errno
+import functools
 import logging
+import operator
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -252,29 +254,13 @@ class Traffic(Event):
     learner: str = ""  # the other end, when these are one learner's connections
 
 
-AnyEvent = Annotated[
-    Gap
-    | RunStarted
-    | Stepped
-    | Evaluated
-    | Sampled
-    | Adopted
-    | Waited
-    | Checkpointed
-    | Finished
-    | SyncerStarted
-    | Initialised
-    | Joined
-    | Left
-    | Evicted
-    | Contributed
-    | Rejected
-    | Merged
-    | Published
-    | Traffic,
-    Field(discriminator="kind"),
-]
-_READER: TypeAdapter[Event] = TypeAdapter(AnyEvent)
+def event_types() -> dict[str, type[Event]]:
+    """Every event class by its `kind`."""
+    return {cls.model_fields["kind"].default: cls for cls in Event.__subclasses__()}
+
+
+_KINDS: Any = functools.reduce(operator.or_, event_types().values())
+_READER: TypeAdapter[Event] = TypeAdapter(cast("Any", Annotated)[_KINDS, Field(discriminator="kind")])
 
 E = TypeVar("E", bound=Event)
 
@@ -438,8 +424,3 @@ def _cut_torn_line(path: Path) -> None:
             keep = start
         if keep < end:
             file.truncate(keep)
-
-
-def event_types() -> dict[str, type[Event]]:
-    """Every event class by its `kind`."""
-    return {cls.model_fields["kind"].default: cls for cls in Event.__subclasses__()}

@@ -57,7 +57,7 @@ class Case:
 
     @property
     def is_called(self) -> bool:
-        """Whether the syncer calls the rounds, so that nobody waits and the pace is what a link costs."""
+        """Whether the syncer calls the rounds, so that learners never wait and the pace is what a link costs."""
         return self.planned == "decoupled"
 
     def run_file(self, host: str) -> str:

@@ -62,7 +62,7 @@ def test_diloco_without_overlap_by_hand() -> None:
 
 def test_an_overlap_that_is_long_enough_leaves_the_slowest_computing_all_the_time() -> None:
     found = outcome(case(TWO), "eager", sync_every=100, num_fragments=1, up="e3m0")
-    assert found.utilization == pytest.approx([0.8, 1.0])  # whoever is faster still waits for the others
+    assert found.utilization == pytest.approx([0.8, 1.0])  # faster learners still wait for the others
 
 
 def test_data_parallel_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""Expected loss penalties: the published numbers come out, what nobody measured is unknown, and the studies say what is
+"""Expected loss penalties: the published numbers come out, what no experiment measured is unknown, and the studies say what is
 claimed of them."""
 
 import json

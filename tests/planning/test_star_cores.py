@@ -22,7 +22,7 @@ WIDTH, LAYERS = 10, 4
 BYTES = 4.0 * WIDTH * WIDTH
 STEPS = 60
 BEGIN_S = 1000.0
-"""When everybody has the model, and all begin together."""
+"""When all learners have the model and begin together."""
 
 FRAGMENTS = diloco.ByLayer(layers=1)
 

@@ -26,7 +26,7 @@ from diloco.training.learning_rate import learning_rate
 from diloco.training.loop import Part, Summary, Trainer
 from diloco.training.model import build_model
 from diloco.training.pretrained import checkpoint_state
-from diloco.training.progress import Silent
+from diloco.training.progress import Progress
 
 Tiny = Callable[..., RunConfig]
 DILOCO = "method={preset='DiLoCo', sync_every=6}"
@@ -136,7 +136,7 @@ def test_a_run_whose_syncer_lost_everything_goes_on_from_a_learners_checkpoint(t
     assert (given.step, given.tokens) == (8, load_checkpoint(checkpoint)["run_tokens"])
 
 
-class Starter(Silent):
+class Starter(Progress):
     """Starts the other learner when this one has made a few steps."""
 
     def __init__(self) -> None:

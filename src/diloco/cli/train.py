@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from diloco.config import RunConfig
-    from diloco.training.alone import LearnerLike
+    from diloco.training.alone import AnyLearner
     from diloco.training.job import Job
     from diloco.training.loop import Attach, Part, Summary, Trainer
 
@@ -156,10 +156,10 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
     """What connects a learner of this run to the syncer."""
     syncer = config.syncer
 
-    def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int) -> "LearnerLike":
+    def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int) -> "AnyLearner":
         import diloco
 
-        def connect(initialise: bool) -> "LearnerLike":
+        def connect(initialise: bool) -> "AnyLearner":
             exchange = diloco.connect(
                 syncer.address,
                 run=config.run.name,

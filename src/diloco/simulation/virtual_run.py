@@ -31,7 +31,7 @@ from diloco.planning.tape import SIMULATED
 from diloco.simulation.scenario import Scenario
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
-from diloco.training.alone import LearnerLike
+from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import latest_checkpoint
 from diloco.training.clock import Clock, Shared
 from diloco.training.loop import CHECKPOINTS, Trainer
@@ -208,7 +208,7 @@ class _Stage:
         def now_s() -> float:
             return exchange.now_s
 
-        def attach(model: nn.Module, optimizer: Optimizer, steps: int, tokens: int) -> LearnerLike:
+        def attach(model: nn.Module, optimizer: Optimizer, steps: int, tokens: int) -> AnyLearner:
             exchange.initial_step, exchange.initial_tokens = steps, tokens
             return Learner(model, optimizer, method=self._method, exchange=exchange, trains=config.train.trains or None)
 

@@ -1,53 +1,13 @@
-"""What the inner loop asks of a learner, and the learner that exchanges nothing."""
+"""The learner that exchanges nothing, with the methods of `diloco.Learner` that the trainer uses."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from diloco.core.fragments import Layout
 from diloco.errors import CheckpointError
-
-
-class LearnerLike(Protocol):
-    """The part of `diloco.Learner` that the trainer uses."""
-
-    @property
-    def steps(self) -> int:
-        """This learner's schedule step: inner steps done, counted from the run's step for a late joiner."""
-
-    @property
-    def run_tokens(self) -> int:
-        """Tokens trained by the whole run, as far as this learner knows."""
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Version held of each fragment."""
-
-    @property
-    def layout(self) -> Layout | None:
-        """How the model is cut; None where nothing is exchanged."""
-
-    def step(self, *, tokens: int) -> None:
-        """Tell of one inner step; send, receive and adopt what is due."""
-
-    def global_state_dict(self) -> Mapping[str, Tensor]:
-        """The global model."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Anchors, versions, counters, error feedback."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from a saved state; False where the run has gone on and its newest model was adopted instead."""
-
-    def metrics(self) -> dict[str, Any]:
-        """Counters for people."""
-
-    def finish(self) -> None:
-        """No more steps will be taken: no round is to wait for this learner."""
-
-    def close(self) -> None:
-        """Say goodbye."""
+from diloco.learner import Learner
 
 
 class AloneLearner:
@@ -96,3 +56,7 @@ class AloneLearner:
 
     def close(self) -> None:
         """There is no exchange to leave."""
+
+
+AnyLearner = Learner | AloneLearner
+"""What the trainer trains with."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from diloco.config import RunConfig
 from diloco.errors import CheckpointError, ConfigError, LayoutError, translated
-from diloco.training.alone import AloneLearner, LearnerLike
+from diloco.training.alone import AloneLearner, AnyLearner
 from diloco.training.budget import Budget
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
 from diloco.training.clock import Clock
@@ -23,7 +23,7 @@ from diloco.training.pretrained import global_model
 from diloco.training.sources import Corpus
 
 # Makes the learner that exchanges: (model, inner optimizer, steps already done, tokens that the run has trained).
-Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], LearnerLike]
+Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], AnyLearner]
 
 
 class Island:
@@ -51,7 +51,7 @@ class Island:
         self._inner = InnerStep(self._trained, self.optimizer, config.train, device)
         everything = range(config.run.learners)
         self.stream = Stream(corpus, length, config.run.learners, everything, config.share, config.run.seed)
-        self.learner: LearnerLike = AloneLearner(self.model, config.tokens_per_full_step)
+        self.learner: AnyLearner = AloneLearner(self.model, config.tokens_per_full_step)
         self.tokens = 0
         self.num_steps = 0
         self.inner_s = 0.0

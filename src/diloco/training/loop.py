@@ -10,7 +10,7 @@ from torch import nn
 from diloco import events as ev
 from diloco.config import RunConfig, dump_config
 from diloco.errors import CheckpointError, ConfigError, StoreError, translated
-from diloco.training.alone import LearnerLike
+from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.clock import Clock, Shared
 from diloco.training.evaluate import Judge
@@ -20,7 +20,7 @@ from diloco.training.learning_rate import learning_rate
 from diloco.training.monitor import Monitor
 from diloco.training.optimizers import describe_optimizer
 from diloco.training.part import Part, Role, Summary
-from diloco.training.progress import Progress, Silent
+from diloco.training.progress import Progress
 from diloco.training.reporter import Reporter
 from diloco.training.sources import load_corpus
 
@@ -71,7 +71,7 @@ class Trainer:
         self._together = together
         self._job = job or Job()
         self._everyone = self._job if together is None else together.everyone
-        self._progress = progress or Silent()
+        self._progress = progress or Progress()
         self._stopping = False
         self._joined = False
         self._check_batches()
@@ -100,7 +100,7 @@ class Trainer:
         return self._island.optimizer
 
     @property
-    def learner(self) -> LearnerLike:
+    def learner(self) -> AnyLearner:
         """What takes part in the run for this process, in the present phase."""
         return self._island.learner
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -50,11 +50,12 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.2f} MB"
 
 
-class Progress(Protocol):
-    """Takes a status after every step, when it wants one."""
+class Progress:
+    """Shows nothing; its subclasses show the state of things."""
 
     def wants(self) -> bool:
         """Whether it is time to show something: computing a status may wait for the device."""
+        return False
 
     def show(self, status: StepStatus) -> None:
         """Show the state of things."""
@@ -66,24 +67,7 @@ class Progress(Protocol):
         """Leave the terminal in good order."""
 
 
-class Silent:
-    """Shows nothing."""
-
-    def wants(self) -> bool:
-        """Never."""
-        return False
-
-    def show(self, status: StepStatus) -> None:
-        """Nothing."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class _Paced:
+class _Paced(Progress):
     """Wants a status every `every_s` seconds."""
 
     def __init__(self, every_s: float, clock: Callable[[], float]) -> None:
@@ -91,7 +75,6 @@ class _Paced:
         self._next = clock()
 
     def wants(self) -> bool:
-        """Whether the time has come."""
         return self._clock() >= self._next
 
     def _shown(self) -> None:
@@ -113,9 +96,6 @@ class Plain(_Paced):
     def say(self, text: str) -> None:
         """Print a sentence."""
         print(text, file=self._file, flush=True)
-
-    def close(self) -> None:
-        """Nothing to restore."""
 
 
 class LiveLine(_Paced):

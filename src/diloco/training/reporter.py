@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from diloco import events as ev
 from diloco.training.clock import Clock
-from diloco.training.progress import Progress, Silent, StepStatus
+from diloco.training.progress import Progress, StepStatus
 
 
 class Reporter:
@@ -17,7 +17,7 @@ class Reporter:
         self.who = who
         self._clock = clock or Clock()
         self._log = None if path is None else ev.EventLog(path, who=who, clock=self._clock.stamp)
-        self._progress = progress if path is not None else Silent()
+        self._progress = progress if path is not None else Progress()
         self._last_step = (self._clock.seconds(), 0)
         self._waits = (0.0, 0)
 
