@@ -204,25 +204,25 @@ class RunConfig(Table):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.train.global_batch % (self.run.learners * self.train.accumulate):
+        accumulate, schedule_steps = self.train.accumulate, self.schedule_steps
+        parts = self.run.learners * accumulate
+        if self.train.global_batch % parts:
             raise ValueError(
-                f"train.global_batch = {self.train.global_batch} must be a multiple of "
-                f"run.learners x train.accumulate = {self.run.learners * self.train.accumulate}"
+                f"train.global_batch = {self.train.global_batch} must be a multiple of run.learners x train.accumulate "
+                f"= {parts}"
             )
-        if self.learner_batch % self.train.accumulate:
-            raise ValueError(
-                f"train.batch = {self.train.batch} must be a multiple of train.accumulate = {self.train.accumulate}"
-            )
+        if self.learner_batch % accumulate:
+            raise ValueError(f"train.batch = {self.train.batch} must be a multiple of train.accumulate = {accumulate}")
         if self.inner_optimizer == "adamw":
             for key, field in InnerTable.model_fields.items():
                 if key.startswith("muon_") and getattr(self.inner, key) != field.default:
                     raise ValueError(
                         f'inner.{key} has no effect with AdamW; set inner.optimizer = "muon" or leave it out'
                     )
-        if self.schedule.warmup_steps >= self.schedule_steps:
+        warmup_steps = self.schedule.warmup_steps
+        if warmup_steps >= schedule_steps:
             raise ValueError(
-                f"schedule.warmup_steps = {self.schedule.warmup_steps} must be below "
-                f"the schedule's {self.schedule_steps} steps"
+                f"schedule.warmup_steps = {warmup_steps} must be below the schedule's {schedule_steps} steps"
             )
         if self.warm_start.steps * self.tokens_per_full_step >= self.run.tokens:
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.tokens to the learners")

@@ -24,7 +24,7 @@ edge where they enter; everything else propagates.
     └── CheckpointError        a checkpoint is missing, damaged or belongs to something else
 """
 
-from collections.abc import Iterator
+from collections import abc
 from contextlib import contextmanager
 
 
@@ -103,7 +103,7 @@ class CheckpointError(DilocoError):
 @contextmanager
 def translated(
     causes: type[Exception] | tuple[type[Exception], ...], to: type[DilocoError], failed: str, advice: str
-) -> Iterator[None]:
+) -> abc.Iterator[None]:
     """Inside, foreign errors of the `causes` become a `to`: "<failed> (<the error's first line>); <advice>"."""
     try:
         yield

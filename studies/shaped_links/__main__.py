@@ -1,9 +1,9 @@
 """Prediction against measurement on shaped links.
 
-    python -m studies.shaped_links                              everything, about twenty minutes; writes results and docs/shaped-links.md
-    python -m studies.shaped_links --quick                      one rate, short runs; prints
-    python -m studies.shaped_links --rate 20mbit --method int4  part of it; prints
-    python -m studies.shaped_links --show                       tables, picture and page again, from the results
+    python -m studies.shaped_links     everything, about twenty minutes; writes results and docs/shaped-links.md
+        --quick                        one rate, short runs; prints
+        --rate 20mbit --method int4    part of it; prints
+        --show                         tables, picture and page again, from the results
 
 A real syncer (TLS, tokens, a disk) and two real learners, each in a network namespace of its own; a learner's link is
 shaped in both directions. Steps of a model of 4M parameters are padded to 50 ms. Beside each measurement stands what

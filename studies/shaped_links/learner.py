@@ -61,7 +61,7 @@ class Steps:
 
 
 def timed(steps: Steps, num_steps: int, boundary: Callable[[int], None]) -> dict[str, Any]:
-    """Begin when told to, together with all learners; seconds of all steps and what follows each, and of the steps alone."""
+    """Begin when told to, with all learners; seconds of all steps with what follows each, and of the steps alone."""
     print("ready", flush=True)
     begins_s = float(sys.stdin.readline())
     time.sleep(max(0.0, begins_s - time.monotonic()))

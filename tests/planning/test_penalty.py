@@ -1,5 +1,4 @@
-"""Expected loss penalties: the published numbers come out, what no experiment measured is unknown, and the studies say what is
-claimed of them."""
+"""Expected loss penalties: the published numbers, unknown where nothing was measured, the studies' own as they say."""
 
 import json
 import math
@@ -17,7 +16,8 @@ MODEL = PRESETS["1b"]
 
 
 def percent(num_parameters: float, learners: int, method: str = "diloco", **numbers: object) -> float | None:
-    return expected_penalty(num_parameters, learners, setting_for(MODEL, method, **numbers)).percent  # type: ignore[arg-type]
+    setting = setting_for(MODEL, method, **numbers)  # type: ignore[arg-type]
+    return expected_penalty(num_parameters, learners, setting).percent
 
 
 @pytest.mark.parametrize("size", LOSSES)

@@ -98,7 +98,7 @@ def _print(status: dict[str, Any]) -> None:
 
 
 def _participation(status: dict[str, Any]) -> str:
-    """How many learners are live, and which were in the newest merge: all alive with half of them merging is a fault."""
+    """Live learners beside those of the newest merge: all alive while half of them merge is a fault."""
     learners = status["learners"].values()
     line = f"{sum(it['live'] for it in learners)} live, {sum(it['healthy'] for it in learners)} healthy"
     merge = status["newest_merge"]

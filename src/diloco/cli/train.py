@@ -112,9 +112,7 @@ def _trainer(config: "RunConfig", part: "Part", job: "Job", collective: bool, as
         attach = _connector(config, part) if part.role == "learner" else None
         return Trainer(config, part, attach=attach, progress=progress, job=job)
     if job.size != config.run.learners:
-        raise ConfigError(
-            f"there are {job.size} ranks and run.learners = {config.run.learners}; start one for each learner"
-        )
+        raise ConfigError(f"{job.size} ranks and run.learners = {config.run.learners}: start one rank for each learner")
 
     from diloco.core.presets import method_from_table
     from diloco.training.together import attach_over, together_over

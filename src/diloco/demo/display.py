@@ -20,8 +20,7 @@ STYLES = {"killed": "bold red", "coming back": "yellow", "in the run": "green", 
 
 
 class Display:
-    """`show(state)` as often as one likes. A context manager; standard output, or standard error where that is for
-    results."""
+    """Shows a demo: call `show(state)` as often as wanted. A context manager; on standard error where asked."""
 
     def __init__(self, *, to_stderr: bool) -> None:
         self._console = Console(stderr=to_stderr)

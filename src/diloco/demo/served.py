@@ -74,8 +74,7 @@ def _patiently(ask: Callable[[], T]) -> T:
 
 
 def judge(config: RunConfig, state: Mapping[str, Tensor], sample_bytes: int) -> tuple[float, str]:
-    """Held-out loss of a model in nats per byte, on the sequences that the trainer's own evaluations use; and text that
-    it writes."""
+    """Held-out loss of a model in nats per byte, on the sequences of the trainer's evaluations, and text it writes."""
     import torch
 
     from diloco.training.data import held_out_batches

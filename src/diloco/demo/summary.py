@@ -10,8 +10,7 @@ from diloco.demo.story import DemoResult
 
 
 def summarise(outcome: DemoResult) -> dict[str, Any]:
-    """Plain values. Losses are nats per byte on the same held-out sequences; bytes are those on the sockets, both
-    directions."""
+    """Plain values: losses in nats per byte on the same held-out sequences; bytes on the sockets, both directions."""
     timeline, config = outcome.timeline, outcome.config
     by_kind = {kind: timeline.traffic.get(kind, 0) for kind in KINDS}
     counted_on = "sockets" if sum(by_kind.values()) else "messages"
@@ -51,8 +50,7 @@ def summarise(outcome: DemoResult) -> dict[str, Any]:
 
 
 def _message_bytes(outcome: DemoResult) -> dict[str, int]:
-    """Where the system counts no sockets: what learners say they sent and received, without framing. Killed ones say
-    nothing."""
+    """Bytes without framing as learners count them, where the system counts no sockets; killed ones are missing."""
     counts = dict.fromkeys(KINDS, 0)
     for learner in outcome.learners.values():
         for kind, num_bytes in learner["metrics"]["num_bytes"].items():

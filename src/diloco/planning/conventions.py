@@ -1,7 +1,7 @@
 """The papers' own conventions, which reproduce their printed tables: for comparison, not for buying a link.
 
-    streaming-diloco   2H steps; a fragment is sent every g steps in turn     arXiv 2501.18512 table 4, 2502.12996 table 5
-    scaling-laws       H + 10 steps of DiLoCo, 11 of data parallel            arXiv 2503.09799 table 6
+    streaming-diloco   2H steps; a fragment is sent every g steps in turn   arXiv 2501.18512 table 4, 2502.12996 table 5
+    scaling-laws       H + 10 steps of DiLoCo, 11 of data parallel          arXiv 2503.09799 table 6
 
 In both, a reduction is one pass of 16 bits a value (4 for FP4), and reductions due after the end are not counted. The
 printed value is the last bandwidth of a grid whose utilisation does not exceed the target: it does not reach it. The
@@ -88,8 +88,7 @@ class PublishedRun:
         return run_utilization(self.pattern, costs, self.num_steps)
 
     def printed(self, targets: Sequence[float]) -> list[Printed]:
-        """The cells of these targets (0 to 1): the last grid point whose utilisation, which rises, does not exceed the
-        target."""
+        """The cells of these targets (0 to 1): the last grid point whose utilisation does not exceed the target."""
         at = lru_cache(self.utilization)
         return [_cell(bisect_right(GRID_GBIT_PER_S, target, key=at) - 1) for target in targets]
 
@@ -138,8 +137,7 @@ def published_run(
 
 
 def _pattern(num_layers: int, setting: Setting) -> Pattern:
-    """The whole model after steps H, 2H, …; or fragment ⌊t / g⌋ mod P after steps g, 2g, … (τ = 0) or 1, 1 + g, 1 + 2g,
-    … (τ ≥ 1)."""
+    """What is launched when; see the module. Fragment ⌊t / g⌋ mod P after steps g, 2g, … or, with τ ≥ 1, 1, 1 + g, …"""
     every, tau = setting.sync_every, setting.overlap
     if setting.method in ("data-parallel", "diloco"):
         return Pattern(every, {every: range(num_layers, 0, -1)}, tau)

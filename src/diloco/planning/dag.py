@@ -78,8 +78,7 @@ class Costs:
 
 
 class Interval(NamedTuple):
-    """What happened from `start_s` to `end_s`: the processor computes or waits, or a layer is on the link; `step` is
-    the newest."""
+    """One interval of a run: the processor computes or waits, or a layer is on the link; `step` is the newest one."""
 
     kind: Literal["compute", "wait", "up", "down"]
     start_s: float
@@ -163,14 +162,12 @@ class Execution:
         return self._down_free_s + costs.latency_s
 
     def ends_s(self) -> float:
-        """When the newest step ended and all that the next one starts with is there; what is due later is not
-        counted."""
+        """When the newest step has ended and all that the next step waits for at its start is there."""
         due = (at_s for step, arrivals in self._due.items() if step <= self.step + 1 for _, at_s in arrivals)
         return max([self.now_s, *due])
 
     def state(self) -> tuple[float, ...]:
-        """The times that decide about what follows, in an order that depends on the step's place in the period
-        alone."""
+        """The times that determine what follows, in an order that depends on the step's place in the period alone."""
         due = (at_s for _, arrivals in sorted(self._due.items()) for _, at_s in arrivals)
         return (self.now_s, self._up_free_s, *((self._down_free_s,) if self.costs.down_s else ()), *due)
 
@@ -211,7 +208,4 @@ def steady_utilization(pattern: Pattern, costs: Costs) -> float:
             if most_s - least_s <= ROUNDING * most_s:
                 return compute_s / max(most_s, compute_s)
         states.appendleft(newest)
-    raise DilocoError(
-        f"the utilisation did not settle in {MAX_PERIODS} periods of {pattern.period} steps; change the bandwidth a "
-        "little."
-    )
+    raise DilocoError(f"the utilisation did not settle in {MAX_PERIODS} periods; change the bandwidth a little.")

@@ -137,8 +137,7 @@ def _lock_step(fleet: Fleet, seed: int) -> _Step:
 
 
 def _running(rng: random.Random, rate: float, step: _Step, times: Times, elastic: bool, failures: int) -> float:
-    """Share of time in which a machine does not stand still, over whole cycles: from one with all chips there to the
-    next."""
+    """Share of time in which a machine runs, over whole cycles that begin with all chips present."""
     chance = step.chance_of_failure(rate)
     run_s = stopped_s = 0.0
     while failures > 0:

@@ -166,8 +166,7 @@ class Fleet:
 
     @property
     def has_rounds(self) -> bool:
-        """Whether it matters to decoupled learners when the others contribute: they differ, or must agree, or an answer
-        is late."""
+        """Whether decoupled learners depend on each other's times: they differ, need a quorum, or an answer is late."""
         if self.mode != "decoupled":
             return False
         differ = self.speeds.jitter > 0 or len(set(self.relative_speeds)) > 1 or self.rounds.quorum > 1
@@ -209,8 +208,7 @@ def availability(failures_per_s: float, step_s: float, times: Times, *, elastic:
 
 
 def closed_form(fleet: Fleet) -> float | None:
-    """Goodput from 0 to 1 by formula; None where waiting is random: step times that vary in lock-step, or learners that
-    may wait."""
+    """Goodput from 0 to 1 by formula; None where waiting is random."""
     speeds, times = fleet.relative_speeds, fleet.times
     if fleet.has_rounds and fleet.rounds.wait:
         return None

@@ -48,8 +48,9 @@ def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> draw.Picture:
     low = 0.0 if worst < 50 else 100 - 2 * (100 - worst)  # a small fleet's goodput is near 100 %
     span = draw.Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else draw.Axis("goodput, %")
     text = (
-        "Work done, in percent of what the same chips would do without failures and waiting. What steps together stands "
-        "still together, so the more chips, the less each of them does; a decoupled learner's failure stops only itself."
+        "Work done, in percent of what the same chips would do without failures and waiting. What steps together "
+        "stands still together, so the more chips, the less each of them does; a decoupled learner's failure stops "
+        "only itself."
     )
     figure = draw.lines(drawn, draw.Axis("chips", log=True, ticks=tuple(counts)), span)
     rows = draw.rows_of([f"{chips:,}" for chips in counts], columns, "{:.1f}".format)
@@ -88,9 +89,9 @@ def _against_quorum(fleet: Fleet, seed: int) -> draw.Picture:
             columns.append(column)
     waits = "." if fleet.rounds.wait else ", and learners never wait."
     text = (
-        "A higher quorum waits for slower learners; a low one closes a round without them. The grace window uses the time "
-        "before a learner has to wait. In time: running learners whose work is in the round it was made for. Overlap of "
-        f"{fleet.rounds.overlap} steps{waits}"
+        "A higher quorum waits for slower learners; a low one closes a round without them. The grace window uses the "
+        "time before a learner has to wait. In time: running learners whose work is in the round it was made for. "
+        f"Overlap of {fleet.rounds.overlap} steps{waits}"
     )
     figure = draw.lines(
         drawn, draw.Axis("quorum, learners", ticks=tuple(quorums)), draw.Axis("share, %", low=0, high=103)

@@ -24,8 +24,7 @@ reached."""
 
 
 def strided(num_layers: int, num_fragments: int) -> list[tuple[int, ...]]:
-    """The layers (1..L) of each fragment in the order of the backward pass: fragment i has layers i + 1, i + 1 + P,
-    …"""
+    """The layers (1..L) of each fragment in the order of the backward pass; fragment i has i + 1, i + 1 + P, …."""
     return [
         tuple(range(num_layers, 0, -1)[(num_layers - 1 - i) % num_fragments :: num_fragments])
         for i in range(num_fragments)
@@ -77,8 +76,7 @@ def utilization(workload: Workload, setting: Setting, bit_per_s: float, down_bit
 
 
 def required_bit_per_s(workload: Workload, setting: Setting, target: float) -> float:
-    """The smallest bandwidth with a utilisation of at least `target` (0 to 1), to `PRECISION`; infinite where none has
-    it."""
+    """The smallest bandwidth with a utilisation of at least `target` (0 to 1); infinite where there is none."""
     period_s = setting.sync_every * workload.step_s
     bits = workload.num_parameters * wire_format(setting.up).bits_per_value
     return smallest_rate(lambda rate: utilization(workload, setting, rate), target, start=bits / period_s)
@@ -123,8 +121,8 @@ def closed_form(pattern: Pattern, costs: Costs) -> float:
     lowest layer's forward pass sees it), on a link that was free:
 
         τ = 0    λ = H·C + Σ_t max(0, s_t): all that is launched is waited for at once
-        one t    λ = max(H·C, L·c_up, L·c_down, (s + ((m + 1)·H − τ)·C) / (m + 1)),  m = ⌊τ / H⌋: compute alone, the link alone, or
-                 from a launch over the forward pass that waits for it to the next launch but m
+        one t    λ = max(H·C, L·c_up, L·c_down, (s + ((m + 1)·H − τ)·C) / (m + 1)),  m = ⌊τ / H⌋: compute alone, the
+                 link alone, or from a launch over the forward pass that waits for it to the next launch but m
 
     Raises:
         ConfigError: neither holds.
@@ -150,7 +148,8 @@ def late_s(costs: Costs, layers: Sequence[int]) -> float:
 
     The first of a burst of k may hold up the others: with b_i the time at which the i-th is launched, n = k − i + 1,
 
-        max_i b_i + max(c_up + n·c_down, n·c_up + c_down) + 2·latency,    and  b_i + n·c_up + latency  where a reduction is one pass
+        max_i b_i + max(c_up + n·c_down, n·c_up + c_down) + 2·latency
+        max_i b_i + n·c_up + latency                                       where a reduction is one pass
 
     It is linear in the layers between that two passes may change over at, so one of the ends is the worst.
     """

@@ -36,7 +36,7 @@ class Path:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer that has arrived: its learner, its size, and when it was sent, began, left the last link and arrived."""
+    """A transfer that has arrived: learner, size, and when it was sent, began, left the last link and arrived."""
 
     number: int
     learner: int
@@ -118,8 +118,7 @@ class Network:
 
     @property
     def next_s(self) -> float:
-        """When the next transfer leaves its last link or arrives, if nothing is sent before; infinite where nothing is
-        under way."""
+        """When the next transfer leaves its last link or arrives, if nothing is sent before; infinite where none is."""
         ends = min((queue[0].ends_s for queue in self._queues.values()), default=math.inf)
         return min(ends, self._arriving[0][0] if self._arriving else math.inf)
 
@@ -167,8 +166,7 @@ class Network:
         self._share()
 
     def _share(self) -> None:
-        """Max-min fair rates: the link that gives least is filled first, its flows keep their share, and so on with
-        what is left."""
+        """Max-min fair rates: fill the link that gives least, fix the rates of its flows, repeat with what is left."""
         flows = [queue[0] for queue in self._queues.values()]
         rates = dict.fromkeys((flow.number for flow in flows), math.inf)
         left = {

@@ -287,8 +287,8 @@ def _penalty(case: Case, candidate: Candidate, prediction: Prediction | None) ->
     every, num = candidate.setting.sync_every, len(case.learners)
     if every < KEEPS_UP * prediction.period_steps or prediction.contributors < KEEPS_UP * num:
         reason = (
-            f"a fragment is merged every {prediction.period_steps:.3g} steps with {prediction.contributors:.2g} of {num} "
-            f"learners in it, and measured every {every} steps with nearly all"
+            f"a fragment is merged every {prediction.period_steps:.3g} steps with {prediction.contributors:.2g} of "
+            f"{num} learners in it, and measured every {every} steps with nearly all"
         )
         return Penalty((*penalty.terms, Term("merges on these links", None, reason)))
     return penalty

@@ -55,8 +55,7 @@ M = 4: at most."""
 
 @dataclass(frozen=True)
 class Term:
-    """A part of a penalty: what for, how much, and which experiment says so. Where none does `percent` is None and
-    `source` says why."""
+    """A part of a penalty and the experiment behind it; without one `percent` is None and `source` says why."""
 
     what: str
     percent: float | None
@@ -89,7 +88,7 @@ class Penalty:
 def expected_penalty(num_parameters: float, num_learners: int, setting: Setting) -> Penalty:
     """The penalty of a method, for a model of so many parameters and so many learners.
 
-    For decoupled learners the caller must ensure that merges come as often as planned, with nearly all learners in them.
+    For decoupled learners the caller must ensure that merges come as often as planned, with nearly all learners.
     """
     if setting.method == "data-parallel":
         return Penalty((Term("data parallel", 0.0, "by definition"),))

@@ -69,8 +69,7 @@ class Around:
         return pace(self.predict(bit_per_s), self.setting)
 
     def details(self, bit_per_s: float) -> dict[str, Any]:
-        """Utilisation in percent, H as achieved, age of an answer in steps, learners in a merge, of a link that is
-        finite."""
+        """Utilisation in percent, H as achieved, steps to an answer, learners in a merge; none without a limit."""
         if math.isinf(bit_per_s):
             return {}
         found = self.predict(bit_per_s)

@@ -43,7 +43,7 @@ def case_of(site: Site) -> Case:
                 f"the model does not fit site {place.name}: its {workload.num_parameters:.4g} parameters take "
                 f"{SIZE.show(needed)} on every accelerator ({TRAINING_BYTES} bytes each to train) and there are "
                 f"{SIZE.show(place.memory)}; take a smaller model, or larger accelerators"
-            )  # fmt: skip
+            )
     learners = site.learners()
     sequences = site.budget.tokens_per_step / site.budget.sequence_length
     if sequences % len(learners):

@@ -17,8 +17,7 @@ SYNCER = "syncer.example.org:7700"
 
 
 def run_file(case: Case, candidate: Candidate, name: str = "advised") -> str:
-    """The text of a run file that `diloco syncer` and `diloco train` take. Raises ConfigError where it would not be
-    one."""
+    """The text of a run file for `diloco syncer` and `diloco train`. Raises ConfigError where it would not be valid."""
     budget, num = case.budget, len(case.learners)
     steps = math.ceil(budget.tokens / budget.tokens_per_step)
     head = f"# Advised: {candidate.title}, {candidate.detail}; for the learners {', '.join(case.site.names)}.\n"

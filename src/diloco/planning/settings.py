@@ -103,7 +103,8 @@ def _problems(it: Setting, num_layers: int) -> Iterator[str]:
         yield f"H = {every} steps between synchronisations cannot be; raise --sync-every to 1 or more."
     if method == "data-parallel" and every != 1:
         yield (
-            f"data parallel reduces after every step, not every {every}; leave --sync-every out, or use --method diloco."
+            f"data parallel reduces after every step, not every {every}; leave --sync-every out, or use --method "
+            "diloco."
         )
     if num < 1:
         yield f"P = {num} fragments cannot be; give --fragments 1 or more."
@@ -120,11 +121,11 @@ def _problems(it: Setting, num_layers: int) -> Iterator[str]:
         yield f"data parallel cannot overlap {tau} steps; leave --overlap out."
     if method == "eager" and tau not in (every, 2 * every):
         yield (
-            f"eager updates overlap a whole outer step, {every} inner steps, or two, not {tau}; leave --overlap out, or "
-            "use streaming."
+            f"eager updates overlap a whole outer step, {every} inner steps, or two, not {tau}; leave --overlap out, "
+            "or use streaming."
         )
     if method in ("diloco", "streaming") and tau > every:
         yield (
-            f"an overlap of {tau} steps is longer than H = {every}; lower --overlap, raise --sync-every, or use --method "
-            "eager."
+            f"an overlap of {tau} steps is longer than H = {every}; lower --overlap, raise --sync-every, or use "
+            "--method eager."
         )

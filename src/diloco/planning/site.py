@@ -108,9 +108,8 @@ class Site(Table):
                 raise ValueError(f'a [[fault]] names the learner "{fault.learner}"; {nearest(fault.learner, known)}')
             for index in self._named(fault.learner):
                 if fault.at < gone_until.get(index, 0.0):
-                    raise ValueError(
-                        f"{self.names[index]} fails at {TIME.show(fault.at)} while it is gone; drop that [[fault]]"
-                    )
+                    at = TIME.show(fault.at)
+                    raise ValueError(f"{self.names[index]} fails at {at} while it is gone; drop that [[fault]]")
                 gone_until[index] = math.inf if fault.back is None else fault.back
 
     # --- what follows from it -----------------------------------------------------------------------------------------
@@ -166,7 +165,7 @@ class Site(Table):
         return Merging(self.syncer.merge_time, bytes_per_s)
 
     def outages(self, until_s: float) -> list[Outage]:
-        """Outages of learners that begin before `until_s`, in order: the trace, or drawn from the mean time between failures.
+        """Outages of learners that begin before `until_s`, in order: those of the trace, or drawn by the fault rate.
 
         Each learner draws from its own seeded stream, so that adding a learner changes nothing for the others.
         """
@@ -190,7 +189,7 @@ class Site(Table):
         return [i for i, (own, place) in learners if name in (own, place.name)]
 
     def _step_s(self, place: SiteTable) -> float:
-        """6·N·D / (accelerators · peak · utilization): N parameters that a token uses, D an equal share of a step's tokens."""
+        """6·N·D / (accelerators · peak · utilization): N parameters that a token uses, D a learner's tokens."""
         if place.step_time is not None:
             return place.step_time
         assert self.model is not None

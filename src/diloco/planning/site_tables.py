@@ -74,8 +74,7 @@ class BudgetTable(Table):
 
 
 class SiteTable(Table):
-    """Learners of one kind at one place. Everything here is of one learner; with `learners = 4` there are four like
-    it."""
+    """Equal learners at one place. Everything here is of one learner; `learners` says how many there are."""
 
     name: Name
     learners: int = Field(default=1, ge=1)

@@ -62,11 +62,9 @@ class Prediction:
 def exchange_of(
     workload: Workload, setting: Setting, merging: Merging | None = None, called: Called | None = None
 ) -> ExchangePlan:
-    """The exchange of a setting: strided fragments of equal layers, in the bytes of their codecs; down as up by default."""
+    """The exchange of a setting: strided fragments of equal layers, sized by their codecs; down as up by default."""
     if setting.method == "data-parallel":
-        raise ConfigError(
-            "data parallel has no syncer; leave --learners and the syncer's options out, or use another method."
-        )
+        raise ConfigError("data parallel has no syncer; leave out the syncer's options, or use another method.")
     up, down = wire_format(setting.up), wire_format(setting.down or setting.up)
     layer_values = workload.num_parameters / workload.num_layers
     sizes = [round(len(layers) * layer_values) for layers in strided(workload.num_layers, setting.num_fragments)]
@@ -197,9 +195,7 @@ class Learners:
     def __post_init__(self) -> None:
         for speed in self.speeds:
             if not 0 < speed < math.inf:
-                raise ConfigError(
-                    f"a learner of speed {speed:g} never ends a step; give speeds above 0, 1 is the model's step time."
-                )
+                raise ConfigError(f"a learner of speed {speed:g} never ends a step; give speeds above 0.")
         if not self.speeds:
             raise ConfigError("0 learners train nothing; give --learners 1 or more.")
 
@@ -207,8 +203,7 @@ class Learners:
 def predict_learners(
     workload: Workload, setting: Setting, learners: Learners, bit_per_s: float, *, traced: bool = False
 ) -> Prediction:
-    """`predict` for links of `bit_per_s` up and down. Equal learners do the same at the same time: one of them stands
-    for all."""
+    """`predict` for links of `bit_per_s` up and down. One learner stands for all where they are equal."""
     exchange, num = exchange_of(workload, setting, learners.merging), len(learners.speeds)
     step_s = [workload.step_s / speed for speed in learners.speeds]
     copies = num if len(set(step_s)) == 1 else 1
@@ -218,8 +213,7 @@ def predict_learners(
 
 
 def pace(prediction: Prediction, setting: Setting) -> float:
-    """What a link is judged by, 0 to 1: the mean utilisation; of decoupled learners, which always compute, H ÷ the H
-    achieved."""
+    """The value of a link, 0 to 1: the mean utilisation; for decoupled learners, H ÷ the H achieved."""
     if setting.method != "decoupled":
         return prediction.mean_utilization
     return min(1.0, setting.sync_every / prediction.period_steps)

@@ -64,9 +64,7 @@ def read_tape(directory: Path) -> list[Recorded]:
     logs = {file.parent.name: ev.read_events(file) for file in files}
     learners = {name: log for name, log in logs.items() if _shard(log) is not None}
     if not learners:
-        raise ConfigError(
-            f"{directory} holds no learner's events.jsonl; name the directory of a run, such as runs/demo."
-        )
+        raise ConfigError(f"{directory} holds no learner's events.jsonl; name the directory of a run.")
     told = [each for log in logs.values() for each in log]
     warm_steps = next((each.step for each in told if isinstance(each, ev.Initialised)), 0)
     joined_s = {

@@ -92,9 +92,8 @@ class TrainingPlan:
             whole_number(f"TrainingPlan({name}=…)", getattr(self, name), minimum=1)
         check_chips(self.chips, self.learners)
         if self.batch_tokens > self.tokens:
-            raise ConfigError(
-                f"a batch of {self.batch_tokens:,.0f} tokens is more than all {self.tokens:,.0f}; lower it."
-            )
+            batch, tokens = f"{self.batch_tokens:,.0f}", f"{self.tokens:,.0f}"
+            raise ConfigError(f"a batch of {batch} tokens is more than all {tokens}; lower it.")
 
 
 @dataclass(frozen=True)

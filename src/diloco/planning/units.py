@@ -70,8 +70,7 @@ class Quantity:
         return value
 
     def show(self, value: float, digits: int = 3) -> str:
-        """`value`, in the base unit, to `digits` significant digits in the largest unit of which it is at least one;
-        see `coarse`."""
+        """`value`, given in the base unit, in the largest unit of which it is at least one; see `coarse`."""
         if not math.isfinite(value):
             return str(value)
         rounded = float(f"{value:.{digits - 1}e}")
@@ -91,7 +90,7 @@ class Quantity:
 
 
 def amount(name: str, value: float) -> float:
-    """The value of a number without a unit, such as one of tokens. Raises ConfigError naming it where it is impossible."""
+    """A number without a unit, such as one of tokens. Raises ConfigError naming it where it is impossible."""
     positive(name, value)
     if not SMALLEST <= value <= LARGEST:
         raise ConfigError(f"{name} = {value!r} is beyond all measure; give a number below {LARGEST:g}.")

@@ -112,8 +112,7 @@ class _Learners:
         self._waited_s = self._np.zeros(self._at_s.shape)
 
     def _begin_anywhere(self) -> None:
-        """Stops and repairs as they are found at any moment of a long run, so that a short run need not begin with all
-        chips there."""
+        """Draw stops and repairs as they are at a random moment of a long run, so that short runs start there."""
         np, times = self._np, self._times
         shape, run_s = self._at_s.shape, self._step_s / -np.expm1(-self._rate * self._step_s)
         at, into = self._rng.random(shape), self._rng.random(shape)
@@ -138,8 +137,7 @@ class _Learners:
         self._num_stops[where] += 1
 
     def contribute(self, after: int, answered_s: Floats) -> None:
-        """Those that go on make the steps to their next contribution; before those that come `after` so many they need
-        an answer."""
+        """Make the steps to the next contribution; the answer is needed after the first `after` of them."""
         np, need_s, going = self._np, answered_s[:, None], self._goes_on
         self._step(after)
         if self._waits:
@@ -172,8 +170,7 @@ class _Learners:
             self._repaired_s[back] = np.inf
 
     def leave_the_late_behind(self, number: int) -> bool:
-        """Those whose contribution was made before the round opened go on, to another one for this round. Returns if
-        there are any."""
+        """Let learners go on whose contribution was made before the round opened. Returns whether there are any."""
         np = self._np
         opened_s = np.where(self._number >= number, self._at_s, np.inf).min(1)
         late = self._at_s < opened_s[:, None]

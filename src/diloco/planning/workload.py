@@ -63,7 +63,7 @@ PRESETS: Mapping[str, Workload] = {
 
 
 class ModelDescription(Table):
-    """A model as far as a plan needs to know it: its parameters and layers, or the transformers config they follow from."""
+    """A model as far as a plan needs to know it: parameters and layers, or the transformers config that has them."""
 
     parameters: float | None = Field(default=None, gt=0)
     layers: int | None = Field(default=None, gt=0)

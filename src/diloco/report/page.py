@@ -34,8 +34,7 @@ def read_run(folders: Sequence[Path]) -> Timeline:
 
 
 def numbers(timeline: Timeline) -> dict[str, Any]:
-    """Plain values. Seconds; bytes as counted on the syncer's connections, both directions; losses in nats per
-    token."""
+    """Plain values: seconds; bytes on the syncer's connections, both directions; losses in nats per token."""
     begun = timeline.syncer_starts[0]
     losses = [(event.tokens, event.loss) for name in timeline.presence for event in timeline.evaluated.get(name, [])]
     learners = {name: _learner(timeline, name) for name in sorted(timeline.presence)}

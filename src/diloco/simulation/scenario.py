@@ -34,8 +34,7 @@ class Scenario:
 
 
 def scenario_of_site(site: Site, run: RunConfig) -> Scenario:
-    """What a site file says. Failures at random are drawn for a hundred times as long as the run would take without
-    any."""
+    """The scenario of a site file. Random failures cover a hundred times the length of an undisturbed run."""
     learners = site.learners()
     horizon_s = 100.0 * run.schedule_steps * max(each.step_s for each in learners)
     faults = [

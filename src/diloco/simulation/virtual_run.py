@@ -194,8 +194,8 @@ class _Stage:
                 raise
             first = self._names[0]
             raise ConfigError(
-                f"{first}, which initialises the run, is killed before it has and does not come back; let it come back, "
-                "or be killed later."
+                f"{first}, which initialises the run, is killed before it has and does not come back; let it come "
+                "back, or be killed later."
             ) from error
 
     def _life(self, index: int, exchange: Local) -> Summary:

@@ -20,7 +20,7 @@ class Budget:
         """Tokens of the run now; `own` is this learner's count now, `heard` the run's as last reported."""
         if heard != self._heard:
             if own > self._own:
-                # At least its own pace: a learner that left takes its tokens with it, which would look like a negative pace.
+                # At least its own pace: a learner that left takes its tokens with it, which looks like a negative pace.
                 self._pace = max(1.0, (heard - self._heard) / (own - self._own))
             self._own, self._heard = own, heard
         return heard + int((own - self._own) * self._pace)

@@ -112,8 +112,7 @@ class Stream:
         return {"position": self.position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved cursor. Raises CheckpointError when it belongs to other data, another seed or another
-        division."""
+        """Continue at a saved cursor. Raises CheckpointError when it belongs to other data, seed or division."""
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise CheckpointError(
@@ -132,7 +131,7 @@ class Stream:
 
 
 def held_out_batches(corpus: Corpus, sequence_length: int, num_sequences: int, batch: int) -> list[Tensor]:
-    """The first `num_sequences` held-out sequences (fewer when there are fewer), spread evenly; the same for all learners.
+    """At most `num_sequences` held-out sequences, spread evenly; the same for all learners.
 
     Raises ConfigError when there is none.
     """

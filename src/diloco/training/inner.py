@@ -89,8 +89,7 @@ class InnerStep:
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:
-        """Spares the backward pass of what is left alone. The ranks of a learner agreed on their gradients when they
-        were wrapped."""
+        """Skip gradients of parameters that are left alone; under DDP drop them afterwards."""
         spared = () if isinstance(self._model, DistributedDataParallel) else self._left_alone
         for parameter in spared:
             parameter.requires_grad_(False)
@@ -103,8 +102,7 @@ class InnerStep:
                 parameter.grad = None
 
     def _update(self) -> Tensor:
-        """Clip and step. The hook runs last, after one that exchanges gradients: their mean is clipped, with denormals
-        intact."""
+        """Clip and step. The hook runs after the one that exchanges gradients: it clips their mean."""
         norms = []
 
         def clip(*_: object) -> None:

@@ -126,7 +126,7 @@ class Island:
     # --- checkpoints
 
     def state(self, *, warming_up: bool) -> dict[str, Any]:
-        """Everything that `load` and `take_over` need; every rank calls it, and the first one saves its result for all."""
+        """Everything that `load` and `take_over` need. Every rank calls it; the first one saves for all."""
         learner = self.learner.state_dict()  # before the model: it may wait for answers
         layout, model = self.learner.layout, self.model.state_dict()
         if layout is not None:  # what is trained is in the learner's state
@@ -166,8 +166,7 @@ class Island:
         self.stream.position = self.step * self.stream.batch
 
     def load(self, saved: dict[str, Any]) -> bool:
-        """Continue exactly (True), or with the run's newest model where the run has gone on (False); after
-        `take_over`."""
+        """After `take_over`: continue exactly (True), or with the newest model of a run that went on (False)."""
         exact = self.learner.load_state_dict(saved["learner"])
         if self.learner.layout is None:  # else the learner has restored what it trains, and the rest is the run's
             self.model.load_state_dict(saved["model"])

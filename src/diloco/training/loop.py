@@ -112,10 +112,10 @@ class Trainer:
             if self._job.first:
                 self._save_config()
             path = self.directory / "events.jsonl" if self._job.first else None
-            with Reporter(path, self.part.name, self._progress, self._clock) as self._journal:
-                self._monitor = Monitor(self.config, self.part, self._island, self._judge, self._job, self._journal)
+            with Reporter(path, self.part.name, self._progress, self._clock) as self._reporter:
+                self._monitor = Monitor(self.config, self.part, self._island, self._judge, self._job, self._reporter)
                 self._prepare()
-                self._journal.begins(self._island.tokens)
+                self._reporter.begins(self._island.tokens)
                 started = self._clock.seconds()
                 reason = self._loop()
                 return self._finish(reason, self._clock.seconds() - started)
@@ -152,8 +152,7 @@ class Trainer:
 
     @property
     def _warming_up(self) -> bool:
-        """Whether the next step belongs to the warm start: one model at the full batch, before the run is
-        initialised."""
+        """Whether the next step belongs to the warm start: one model at the full batch, before initialisation."""
         return (
             self._begins
             and self.part.role != "baseline"  # which trains at the full batch all along
@@ -161,8 +160,7 @@ class Trainer:
         )
 
     def _warm_up(self) -> None:
-        """Begin the warm start: over a process group every learner brings its share of the batch, else this one takes
-        it all."""
+        """Begin the warm start; over a process group every learner has a share of the batch, otherwise one has all."""
         if self._together is not None:
             self._island.narrow(self.part.shard, self.config.share)
             self._island.connect(self._together.data_parallel)
@@ -176,7 +174,7 @@ class Trainer:
             island.specialise()
         if part.role == "learner":
             assert self._attach is not None
-            self._journal.say("joins the run")
+            self._reporter.say("joins the run")
             steps = island.step
             island.connect(self._attach)
             if island.step < steps and not resumed:
@@ -197,7 +195,7 @@ class Trainer:
     def _prepare(self) -> None:
         config, part = self.config, self.part
         if config.inner_optimizer != "adamw":
-            self._journal.say(describe_optimizer(self.optimizer, config))
+            self._reporter.say(describe_optimizer(self.optimizer, config))
         torch.manual_seed(_seed_of(config.run.seed, part.shard, self._job.rank))
         if part.resume_from is not None:
             self._resume(part.resume_from)
@@ -205,7 +203,7 @@ class Trainer:
             if config.warm_start.checkpoint is not None and self._begins:
                 path = config.warm_start.checkpoint
                 self._island.begin_from(load_checkpoint(path), path)
-                self._journal.say(f"begins at step {self._island.step} with the model of {path}")
+                self._reporter.say(f"begins at step {self._island.step} with the model of {path}")
             if self._warming_up:
                 self._warm_up()
             else:
@@ -227,7 +225,7 @@ class Trainer:
         exact = self._island.load(saved)
         self._everyone.require_same(self._island.step, "the step to resume from")
         how = "" if exact else ", with the run's newest model"
-        self._journal.say(f"resumes at step {self._island.step} from {path}{how}")
+        self._reporter.say(f"resumes at step {self._island.step} from {path}{how}")
 
     def _save(self) -> None:
         started = self._clock.seconds()
@@ -238,7 +236,7 @@ class Trainer:
         step = self._island.step
         saved = save_checkpoint(self.directory / CHECKPOINTS, step, state, keep=self.config.checkpoint.keep)
         seconds = self._clock.seconds() - started
-        self._journal.append(
+        self._reporter.append(
             ev.Checkpointed(step=step, path=str(saved.path), num_bytes=saved.num_bytes, seconds=seconds)
         )
 

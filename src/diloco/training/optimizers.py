@@ -46,9 +46,7 @@ class Chained(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while this is made: a group belongs to one of the optimizers. Raises ConfigError afterwards."""
         if self.optimizers:
-            raise ConfigError(
-                "a chained optimizer takes no more groups; give them to one of the optimizers that it is made of."
-            )
+            raise ConfigError("a chained optimizer takes no more groups; give them to one of its optimizers.")
         super().add_param_group(param_group)
 
     @overload

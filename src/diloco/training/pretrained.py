@@ -85,8 +85,7 @@ def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def merge_fragments(layout: Layout, thetas: Sequence[Tensor], static: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One named tensor of each parameter in its own dtype, from the flat fp32 fragments; and what training leaves
-    alone."""
+    """Named tensors in their own dtypes from the flat fp32 fragments, and the static ones, which are not trained."""
     state = dict(static)
     for fragment, theta in zip(layout.fragments, thetas, strict=True):
         dtypes = {placement.spec.name: placement.spec.dtype for placement in fragment.tensors}

@@ -89,8 +89,7 @@ class Corpus:
     tokenizer: "PreTrainedTokenizerBase | None" = None
 
     def fingerprint(self) -> str:
-        """sha256 (hex) of sizes and of 64 stretches spread over both parts: tells one corpus from another without
-        reading all."""
+        """sha256 (hex) of sizes and of 64 stretches spread over both parts: identifies a corpus without reading all."""
         digest = hashlib.sha256(str(self.vocab_size).encode())
         for tokens in (self.train, self.held_out):
             digest.update(str(len(tokens)).encode())

@@ -35,7 +35,7 @@ def command(
         bool, typer.Option("--json", help="Print JSON: every setting, explained, and the run file.")
     ] = False,
 ) -> None:
-    """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss, and write the best one's run file."""
+    """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss; write the best one's run file."""
     case = case_of(load_site(site_file))
     ranked = advise(case, by)
     if choose > len(ranked):

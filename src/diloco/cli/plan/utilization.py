@@ -135,10 +135,7 @@ def _learners(around: dict[str, Any]) -> Learners:
     if shards is not None and shards < 1:
         raise ConfigError(f"a syncer of {shards} shards is none; give --shards 1 or more.")
     if shards is not None and around["--syncer"] is None and around["--merge"] is None:
-        raise ConfigError(
-            f"{shards} shards change nothing where a shard has no limit; add --syncer or --merge, or leave --shards "
-            "out."
-        )
+        raise ConfigError(f"{shards} shards change nothing without a limit of each; add --syncer or --merge.")
     if num is not None and num < 1:
         raise ConfigError(f"{num} learners train nothing; give --learners 1 or more.")
     if text is None:
@@ -146,10 +143,7 @@ def _learners(around: dict[str, Any]) -> Learners:
     else:
         speeds = parse_list("--speeds", text, float, "numbers", "1,1,0.5")
         if num not in (None, len(speeds)):
-            raise ConfigError(
-                f"--speeds {text} is of {len(speeds)} learners, not of {num}; give one for each, or leave --learners "
-                "out."
-            )
+            raise ConfigError(f"--speeds {text} is of {len(speeds)} learners, not of {num}; give one for each.")
     rate, merged = (
         math.inf if around[option] is None else (shards or 1) * RATE.parse(around[option], option, positive=True)
         for option in ("--syncer", "--merge")
