@@ -23,7 +23,7 @@ MUON_PRESET = "MuLoCo"
 
 
 class RunTable(Table):
-    """What the run is called, how long it is, and how many learners are planned."""
+    """The run's name, its length and its planned number of learners."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     tokens: int = Field(gt=0)  # trained by all learners together; ends the run
@@ -34,7 +34,7 @@ class RunTable(Table):
 
 
 class ModelTable(BaseModel):
-    """Which causal language model; every other key of the table is a setting of its transformers configuration."""
+    """The causal language model; other keys of the table are settings of its transformers configuration."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
@@ -51,7 +51,7 @@ class ModelTable(BaseModel):
 
 
 class DataTable(Table):
-    """Where the tokens come from, and which of them are held out."""
+    """The source of the tokens, and the held-out part."""
 
     kind: Literal["stdlib", "text", "tokens", "huggingface"] = "stdlib"
     sequence_length: int = Field(default=64, ge=1)
@@ -129,7 +129,7 @@ class TrainTable(Table):
 
 
 class WarmStartTable(Table):
-    """What comes before the learners part: one model, at the full batch of the run."""
+    """The part before the learners join: one model, at the full batch of the run."""
 
     steps: int = Field(default=0, ge=0)  # of the run; they end when the run is initialised, and the schedule goes on
     checkpoint: Path | None = None  # begin with this checkpoint's global model, inner optimizer, step and tokens
@@ -152,7 +152,7 @@ class CheckpointTable(Table):
 
 
 class SyncerTable(Table):
-    """Where the syncer is, how it is trusted, and when it gives up on a learner."""
+    """The syncer's address, its certificates and tokens, and its deadlines."""
 
     address: str = "127.0.0.1:7700"
     ca: Path | None = None
@@ -283,7 +283,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), learner: str | 
 def parse_config(
     text: str, source: str = "run file", overrides: Sequence[str] = (), learner: str | None = None
 ) -> RunConfig:
-    """As `load_config`, from the text of a run file."""
+    """Read the text of a run file; see `load_config`."""
     tables = read_toml(text, source)
     config = resolved = _read(tables, overrides, source)
     for name, own in config.learner.items():

@@ -1,4 +1,4 @@
-"""What happened in a run: one schema for every `events.jsonl`.
+"""The events of a run: one schema for every `events.jsonl`.
 
 Each process of a run appends to its own file: one JSON object per line, with `t` (Unix time in seconds), `kind` and
 `who` (a learner's name, or "syncer") first. `docs/events.md` describes every kind. A process that is killed leaves at

@@ -1,5 +1,4 @@
-"""What watches a run (a log, metrics, an observer) can never stop what decides: its failures are said, and the run goes
-on."""
+"""Watchers of a run (a log, metrics, an observer) never stop it: their failures are logged, and the run goes on."""
 
 from __future__ import annotations
 

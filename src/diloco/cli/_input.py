@@ -1,4 +1,4 @@
-"""What commands read besides the run file: tokens, and lists of numbers in options."""
+"""Inputs of commands besides the run file: tokens, lists of numbers, shards."""
 
 from pathlib import Path
 from typing import TypeVar

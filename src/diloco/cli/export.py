@@ -50,7 +50,7 @@ def command(
 
 
 def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
-    """From a running syncer."""
+    """Fetch the model from a running syncer."""
     from diloco.exchange.remote import fetch_model
 
     syncer = config.syncer
@@ -59,7 +59,7 @@ def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
 
 
 def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":
-    """From the disk of a syncer that is not running."""
+    """Read the model from the disk of a syncer that is not running."""
     from safetensors.torch import load
 
     from diloco.core.fragments import Layout

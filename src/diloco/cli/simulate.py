@@ -122,7 +122,7 @@ def _print(done: "Simulated") -> None:
 
 
 def _draw(done: "Simulated", directory: Path, config: RunConfig) -> Path:
-    """Each learner's timeline, and the loss against time. Returns the page."""
+    """Draw each learner's timeline and the loss against time. Returns the page."""
     heads = ("learner", "utilisation", "computing, s", "waiting, s", "gone, s")
     rows = [
         (name, f"{each.utilisation:.1%}", f"{each.compute_s:,.1f}", f"{each.waiting_s:,.1f}", f"{each.stopped_s:,.1f}")

@@ -128,7 +128,7 @@ def _learners(status: dict[str, Any]) -> Table:
 
 
 def _state(it: dict[str, Any]) -> str:
-    """One word; only a healthy learner is expected in a merge."""
+    """The state of a learner in a word; only a healthy one is expected in a merge."""
     if not it["live"]:
         return f"lost, {it['given_up_in_s']:.0f} s left"
     return "waiting" if it["waiting"] else "healthy" if it["healthy"] else "starting"
@@ -163,7 +163,7 @@ def _table(text_heads: tuple[str, ...], heads: tuple[str, ...]) -> Table:
 
 
 def _legend(status: dict[str, Any]) -> str:
-    """What the columns mean, and the reasons for which tokens were discarded in this run."""
+    """The meaning of the columns, and the reasons for which tokens were discarded in this run."""
     reasons: Counter[str] = Counter()
     for fragment in status["fragments"]:
         reasons.update(fragment["ledger"]["discarded"])

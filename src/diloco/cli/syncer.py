@@ -59,7 +59,7 @@ def command(
 
 
 def _write_port(path: Path, port: int) -> None:
-    """All at once: a reader sees the whole number or no file."""
+    """Write the port at once: a reader sees the whole number or no file."""
     partial = path.with_name(f".{path.name}")
     with translated(OSError, ConfigError, f"cannot write --port-file {path}", "choose another file"):
         partial.write_text(str(port))

@@ -151,7 +151,7 @@ def _stops_on_signals(trainer: "Trainer") -> "Iterator[None]":
 
 
 def _connector(config: "RunConfig", part: "Part") -> "Attach":
-    """What connects a learner of this run to the syncer."""
+    """The function that connects a learner of this run to the syncer."""
     syncer = config.syncer
 
     def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int) -> "AnyLearner":
@@ -184,7 +184,7 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
 
 
 def _source(config: "RunConfig", part: "Part") -> str:
-    """Where a model that this part gives the run comes from."""
+    """The source of the model that this part gives the run."""
     if part.resume_from is not None or config.warm_start.checkpoint is not None:
         return "checkpoint"
     return "seed" if config.model.weights is None else "weights"

@@ -1,4 +1,4 @@
-"""What a person sees while the demo runs: a live panel in a terminal, plain lines elsewhere."""
+"""The display of a running demo: a live panel in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Display:
             self.say("; ".join([state.phase, *_news(state)]))
 
     def say(self, text: str) -> None:
-        """One line, with the time."""
+        """Print a line with the time."""
         self._last_line = time.monotonic()
         line = f"[{self._last_line - self._started:5.1f} s] {text}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def checkpoint_every(self) -> int:
-        """Several in the warm start, so that a learner killed in it has something to come back from."""
+        """Steps between checkpoints; several in the warm start, for a learner that is killed in it."""
         return max(1, min(60, self.warm_start_steps // 3))
 
 

@@ -44,7 +44,7 @@ class Child:
 
     @property
     def done(self) -> bool:
-        """It ended in good order."""
+        """Whether it ended in good order."""
         return self.process.poll() == 0
 
 
@@ -88,7 +88,7 @@ class Family:
                 self._write_pids()
 
     def kill(self, name: str) -> None:
-        """kill -9."""
+        """Send SIGKILL."""
         self.children[name].process.send_signal(signal.SIGKILL)
 
     def is_dead(self, name: str) -> bool:
@@ -106,7 +106,7 @@ class Family:
             child.process.wait()
 
     def output(self, name: str) -> str:
-        """What a process printed on standard output since it was last started."""
+        """Standard output of a process since it was last started."""
         return (self.directory / "logs" / f"{name}.out").read_text(encoding="utf-8")
 
     def __enter__(self) -> Self:

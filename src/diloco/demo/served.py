@@ -1,4 +1,4 @@
-"""What the syncer serves when the run is over: the global model and its books; and what that model is worth."""
+"""The global model and its ledger as the syncer serves them at the end, and the loss of that model."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class DemoState:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What was measured, before it is summed up. Losses are in nats per byte, on the same held-out sequences."""
+    """The measurements of a demo. Losses are in nats per byte, on the same held-out sequences."""
 
     config: RunConfig
     plan: Plan
@@ -108,7 +108,7 @@ class _Stage:
     # --- scenes
 
     def start_run(self) -> None:
-        """All at once: the joiners are ready, and wait, when the first learner has warmed up."""
+        """Start all processes: the joiners wait until the first learner has warmed up."""
         self._family.start("syncer", ["syncer", self._run_file], serves=True)
         for shard, name in enumerate(self.learners):
             command = self._learner_command(shard, name)
@@ -117,7 +117,7 @@ class _Stage:
             self._family.start(name, command, restart=partial(self._restart_command, shard, name))
 
     def train(self) -> None:
-        """Until every learner has left, and one was killed on the way."""
+        """Watch until every learner has left, and kill one on the way."""
         killed = False
 
         def phase() -> str:
@@ -159,7 +159,7 @@ class _Stage:
             time.sleep(POLL_S)
 
     def look(self) -> Timeline:
-        """Start again what was killed, and take in what is new."""
+        """Restart killed processes, and read new events."""
         self._family.watch()
         timeline = self._follower.read()
         timeline.kills = self._family.kills
@@ -174,7 +174,7 @@ class _Stage:
         return [*command, *evaluates] if shard == 0 else command
 
     def _restart_command(self, shard: int, name: str) -> list[str]:
-        """As after any crash: from the newest local checkpoint, where there is one."""
+        """The arguments after a crash: from the newest local checkpoint, where there is one."""
         command = self._learner_command(shard, name)
         has_checkpoint = any((self._config.dir / name / "checkpoints").glob("step-*"))
         if has_checkpoint:
@@ -240,7 +240,7 @@ class _Stage:
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:
-    """On a thread that does not keep the demo from ending."""
+    """Work on a thread that does not keep the demo from ending."""
     future: Future[T] = Future()
 
     def run() -> None:

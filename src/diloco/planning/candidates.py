@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def detail(self) -> str:
-        """Its numbers."""
+        """The numbers of the method that matter for it."""
         it = self.setting
         numbers = [f"H = {it.sync_every}", f"τ = {it.overlap}", f"P = {it.num_fragments}", it.up]
         shown = {"data-parallel": (3,), "diloco": (0, 3), "eager": (0, 3)}.get(it.method, (0, 1, 2, 3))
@@ -57,7 +57,7 @@ class Candidate:
 
 
 def candidates(workload: Workload) -> Iterator[Candidate]:
-    """All of the grid."""
+    """Yield every candidate of the grid."""
     strided = {"type": "ByLayer", "layers": LAYERS_PER_FRAGMENT, "pattern": "strided"}
     num_fragments = min(DECOUPLED_FRAGMENTS, workload.num_layers)
     balanced = {"type": "Balanced", "num_fragments": num_fragments}

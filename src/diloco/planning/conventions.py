@@ -34,7 +34,7 @@ BITS = {"bf16": 16, "e3m0": 4}
 
 @dataclass(frozen=True)
 class _Table:
-    """What a paper simulated: models with their step times, methods, H of DiLoCo, codecs."""
+    """The settings of a paper's simulation: models with their step times, methods, H of DiLoCo, codecs."""
 
     step_s: dict[str, float]
     methods: tuple[MethodName, ...]
@@ -67,7 +67,7 @@ class Printed(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """What a paper simulated for one row of its table.
+    """The simulation behind one row of a paper's table.
 
     Attributes:
         workload: the model, at the step time of this paper.
@@ -148,7 +148,7 @@ def _pattern(num_layers: int, setting: Setting) -> Pattern:
 
 
 def _interval(sync_every: int, num_fragments: int) -> int:
-    """g."""
+    """The interval g between the sends of two fragments, in steps."""
     return sync_every // (num_fragments + 1) + 1 if sync_every == 100 else 1
 
 

@@ -27,7 +27,7 @@ LONGEST_CYCLE = 100
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which layers are reduced after which step, over and over.
+    """The layers that are reduced after each step, repeating.
 
     Attributes:
         period: steps after which it repeats.
@@ -51,7 +51,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the nodes take, seconds.
+    """Durations of the nodes, in seconds.
 
     Attributes:
         num_layers: L.
@@ -69,11 +69,11 @@ class Costs:
 
     @property
     def step_s(self) -> float:
-        """C."""
+        """Compute of an inner step: C."""
         return (3 * self.num_layers - 1) * self.node_s
 
     def launch_s(self, layer: int) -> float:
-        """From the end of the forward pass to the end of the layer's backward pass by parameters."""
+        """Time from the end of the forward pass to the end of the layer's backward pass by parameters."""
         return (2 * (self.num_layers - layer + 1) - (layer == 1)) * self.node_s
 
 
@@ -106,7 +106,7 @@ class Execution:
         self._due: dict[int, list[tuple[int, float]]] = {}  # by step: (layer, when it is there), layers ascending
 
     def advance(self) -> None:
-        """One more inner step."""
+        """Run one more inner step."""
         self.step += 1
         start_s = self.now_s
         forward_ends_s = self._forward(self._due.pop(self.step, ()))
@@ -120,7 +120,7 @@ class Execution:
             self.trace.append(Interval("compute", start_s, self.now_s, self.step, 0))
 
     def advance_to(self, step: int) -> None:
-        """To the end of inner step `step`, over stretches in which nothing is launched or due at once."""
+        """Run to the end of inner step `step`; stretches in which nothing is launched or due are skipped at once."""
         launches = sorted(self.pattern.layers_after)
         while self.step < step:
             place = self.step % self.pattern.period

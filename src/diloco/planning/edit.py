@@ -49,14 +49,14 @@ def with_measurement(
 
 
 def _append(lines: list[str], new_site: Sequence[str]) -> None:
-    """After the last site, or at the end."""
+    """Insert the new site after the last one, or at the end."""
     starts = [number for number, line in enumerate(lines) if _SITE.match(line)]
     end = _end_of(lines, starts[-1]) if starts else len(lines)
     lines[end:end] = [*([""] if end else []), *new_site]
 
 
 def _replace(lines: list[str], index: int, values: Mapping[str, Any], dropped: Sequence[str]) -> None:
-    """In the site of this number: each value in the line of its key, comment kept, or at the end."""
+    """Write each value of a site in the line of its key and keep the comment; new keys go to the end of the site."""
     starts = [number for number, line in enumerate(lines) if _SITE.match(line)]
     if index >= len(starts):
         return

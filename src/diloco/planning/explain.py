@@ -1,4 +1,4 @@
-"""Why a link comes to what it comes to, in sentences with their numbers."""
+"""Explanations of a link's value, in sentences with their numbers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FAILURES_PER_RUN = 600
 
 @dataclass(frozen=True)
 class Goodput:
-    """What came out. All but `method` and `num_runs` in percent.
+    """The result of a simulation. All but `method` and `num_runs` in percent.
 
     Attributes:
         goodput: of the work that the same chips would do without failures and waiting.
@@ -92,7 +92,7 @@ class _Step:
         return rng.gammavariate(number * shape, self.mean_s / shape)
 
     def chance_of_failure(self, failures_per_s: float) -> float:
-        """That at least one failure falls into a step: 1 − E[e^(−λD)]."""
+        """The chance that at least one failure falls into a step: 1 − E[e^(−λD)]."""
         if self.variation == 0:
             return -math.expm1(-failures_per_s * self.mean_s)
         shape = 1 / self.variation**2

@@ -222,7 +222,7 @@ def closed_form(fleet: Fleet) -> float | None:
 
 
 def running_shares(fleet: Fleet) -> list[float]:
-    """For each decoupled learner, the share of time in which it does not stand still for a failure."""
+    """The share of time in which each decoupled learner is not stopped by a failure."""
     rate, times = fleet.chips / fleet.learners / fleet.times.mtbi_s, fleet.times
     return [
         availability(rate, times.step_s / speed, times, elastic=fleet.elastic_learners)

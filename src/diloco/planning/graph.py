@@ -32,7 +32,7 @@ def strided(num_layers: int, num_fragments: int) -> list[tuple[int, ...]]:
 
 
 def pattern_of(num_layers: int, setting: Setting) -> Pattern:
-    """Each fragment once in H steps, spread evenly: what `diloco.core.schedule` does."""
+    """The pattern of `diloco.core.schedule`: each fragment once in H steps, spread evenly."""
     schedule, fragments = setting.schedule, strided(num_layers, setting.num_fragments)
     layers_after = {
         step: sorted((layer for p in schedule.sends(step) for layer in fragments[p]), reverse=True)
@@ -42,7 +42,7 @@ def pattern_of(num_layers: int, setting: Setting) -> Pattern:
 
 
 def costs_of(workload: Workload, setting: Setting, bit_per_s: float, down_bit_per_s: float | None = None) -> Costs:
-    """What the nodes take where the link carries `bit_per_s`; down `down_bit_per_s`, as much by default."""
+    """Durations of the nodes on a link of `bit_per_s`; down `down_bit_per_s`, the same by default."""
     if not bit_per_s > 0 or (down_bit_per_s is not None and not down_bit_per_s > 0):
         raise ConfigError(
             f"a link of {min(bit_per_s, down_bit_per_s or bit_per_s):g} bit/s carries nothing; give more than 0."
@@ -110,7 +110,7 @@ def smallest_rate(value: Callable[[float], float], target: float, start: float, 
 
 
 def has_closed_form(pattern: Pattern) -> bool:
-    """Without overlap, or where the whole model goes at once."""
+    """Whether there is no overlap, or the whole model is sent at once."""
     return pattern.overlap == 0 or len(pattern.layers_after) == 1
 
 

@@ -1,4 +1,4 @@
-"""What a link is worth against its bandwidth, and what learners do when, as pictures."""
+"""Pictures of links: value against bandwidth, and what learners do in one period."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _curve(question: Question, points: Points) -> Picture:
 
 
 def _range(relatives: Sequence[Question], asked: Sequence[float]) -> tuple[float, float]:
-    """From where the first curve begins to rise to where the last one has nearly risen; what was asked for is in it."""
+    """The range of the axis: from where the first curve rises to where the last one has, with what was asked for."""
     if not all(isinstance(each, Graph) for each in relatives):  # no data parallel among them, and searching is slow
         return min(asked) / 5, 30 * max(asked)
     lowest, highest = min(asked) / WIDEST, WIDEST * max(asked)

@@ -113,7 +113,7 @@ class Network:
         self._share()
 
     def latency_s(self, learner: int) -> float:
-        """Of a learner's path, one way."""
+        """The one-way latency of a learner's path."""
         return self._paths[learner].latency_s
 
     @property
@@ -146,7 +146,7 @@ class Network:
         self._carry(to_s)
 
     def _carry(self, to_s: float) -> None:
-        """All that is under way moves on at its rate."""
+        """Advance everything under way at its rate."""
         for queue in self._queues.values():
             flow = queue[0]
             if flow.rate_bit_per_s < math.inf:

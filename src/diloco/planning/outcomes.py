@@ -1,4 +1,4 @@
-"""What a run comes to with one method: utilisation, hours, bytes, money, loss penalty.
+"""The outcome of a run with one method: utilisation, hours, bytes, money, loss penalty.
 
 Time comes from the learners and the syncer in virtual time (`star.py`): their mean step times, their links and what
 they share. Bytes are payload: contributions, updates and gradients; a learner fetches the whole model once more when it
@@ -60,13 +60,13 @@ class Outcome:
 
     @property
     def total_bytes(self) -> float:
-        """Up and down."""
+        """Bytes up and down."""
         return self.up_bytes + self.down_bytes
 
 
 @dataclass(frozen=True)
 class Case:
-    """What all candidates share."""
+    """The inputs that all candidates share."""
 
     site: Site
     workload: Workload
@@ -80,11 +80,11 @@ class Case:
         return [learner.accelerators / total for learner in self.learners]
 
     def exchange(self, candidate: Candidate) -> ExchangePlan:
-        """What learners and the syncer exchange with a method."""
+        """The exchange between learners and the syncer with a method."""
         return exchange_of(self.workload, candidate.setting, self.site.merging())
 
     def utilization(self, outcome: Outcome) -> float:
-        """Of all accelerators."""
+        """Utilisation of all accelerators."""
         return sum(w * u for w, u in zip(self.weights, outcome.utilization, strict=True))
 
     def bit_per_s(self, learner: SiteLearner, way: Literal["up", "down"]) -> float:
@@ -102,7 +102,7 @@ class Case:
         return min(min(self.bit_per_s(learner, "up"), self.bit_per_s(learner, "down")) for learner in self.learners)
 
     def reduced_bytes(self, candidate: Candidate) -> float:
-        """What a learner sends, and receives, in a ring all-reduce."""
+        """Bytes that a learner sends, and receives, in a ring all-reduce."""
         size = wire_format(candidate.setting.up).encoded_bytes(round(self.workload.num_parameters))
         return 2 * (1 - 1 / len(self.learners)) * size
 
@@ -115,7 +115,7 @@ class Case:
 
 
 def evaluate(case: Case, candidate: Candidate) -> Outcome:
-    """What a run with this method comes to."""
+    """The outcome of a run with this method."""
     method = candidate.setting.method
     if method == "data-parallel":
         return _data_parallel(case, candidate)
@@ -184,7 +184,7 @@ def _predict(case: Case, exchange: ExchangePlan, *, one_each: bool) -> tuple[Pre
 
 
 def _part_of(site: Site, kept: Sequence[int], copies: int) -> Site:
-    """So many learners of each place, with one of `copies` parts of what they share."""
+    """A site with `kept` learners of each place and one of `copies` parts of what they share."""
 
     def part(rate: float | None) -> float | None:
         return None if rate is None else rate / copies

@@ -70,18 +70,18 @@ class Penalty:
 
     @property
     def percent(self) -> float | None:
-        """Of the loss of data parallel; None: there is a term that no experiment gives."""
+        """In percent of the loss of data parallel; None where a term is unknown."""
         values = [term.percent for term in self.terms]
         return None if None in values else sum(value for value in values if value is not None)
 
     @property
     def unknown(self) -> str | None:
-        """Why there is none."""
+        """The reason for an unknown penalty; None where it is known."""
         return next((f"{term.what}: {term.source}" for term in self.terms if term.percent is None), None)
 
     @property
     def sources(self) -> list[str]:
-        """Of the terms that are known, each once."""
+        """The sources of the known terms, each once."""
         return list(dict.fromkeys(term.source for term in self.terms if term.percent is not None))
 
 

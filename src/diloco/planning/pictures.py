@@ -177,7 +177,7 @@ def timeline(rows: Mapping[str, Sequence[Span]], *, seconds: str = "seconds") ->
 
 
 def new_axes(height_in: float) -> tuple[Figure, Axes]:
-    """One panel as wide as a page."""
+    """A figure with one panel as wide as a page."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
@@ -187,7 +187,7 @@ def new_axes(height_in: float) -> tuple[Figure, Axes]:
 
 
 def plain(axes: Axes) -> None:
-    """No box, quiet ticks, a light grid behind."""
+    """Style axes: no box, quiet ticks, a light grid behind."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(colors=TEXT, labelsize=SMALL)
@@ -198,7 +198,7 @@ def plain(axes: Axes) -> None:
 
 
 def legend_above(axes: Axes, entries: int) -> None:
-    """All entries in one row above the panel."""
+    """Put the legend in one row above the panel."""
     axes.legend(
         frameon=False, ncols=entries, loc="lower left", bbox_to_anchor=(0, 1), fontsize=SMALL, handlelength=0.9,
         columnspacing=1.4, borderaxespad=0.1,

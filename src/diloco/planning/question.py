@@ -41,7 +41,7 @@ class Graph:
 
     @property
     def never(self) -> str:
-        """Why a target may be out of reach of any bandwidth."""
+        """The reason why a target may be out of reach of any bandwidth."""
         return "latency alone costs more" if self.setting.latency_s else "the last layer is always waited for"
 
 
@@ -57,11 +57,11 @@ class Around:
 
     @property
     def measure(self) -> str:
-        """What the value is: of learners that always compute, how much of the intended pace of merges is kept."""
+        """The kind of value: utilisation or, for learners that always compute, the share of the intended merges."""
         return "pace" if self.setting.method == "decoupled" else "computing"
 
     def predict(self, bit_per_s: float, *, traced: bool = False) -> Prediction:
-        """All that is predicted."""
+        """The prediction for learners on links of `bit_per_s`."""
         return predict_learners(self.workload, self.setting, self.learners, bit_per_s, traced=traced)
 
     def value(self, bit_per_s: float) -> float:
@@ -82,7 +82,7 @@ class Around:
 
     @property
     def never(self) -> str:
-        """Why a target may be out of reach of any bandwidth."""
+        """The reason why a target may be out of reach of any bandwidth."""
         if len(set(self.learners.speeds)) > 1 and self.setting.method != "decoupled":
             return "the slowest learner makes the others wait"
         return "latency, the merge or the syncer's own link cost more"

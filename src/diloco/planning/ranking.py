@@ -1,4 +1,4 @@
-"""Which method to take at the sites of a site file: all candidates, ranked."""
+"""The methods for the sites of a site file: all candidates, ranked."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ DATA_PARALLEL_BATCH_SEQUENCES = PowerLaw(0.22592, 0.281)
 
 @dataclass(frozen=True)
 class Expected:
-    """What the fits say about one model, for DiLoCo with M learners beside data parallel.
+    """The fits for one model: DiLoCo with M learners, and data parallel.
 
     Attributes:
         loss, data_parallel_loss: held-out, nats per token of the paper's data and tokenizer: compare them with each

@@ -1,4 +1,4 @@
-"""What is planned: a method of the family with its numbers, checked against a model."""
+"""A method of the family with its numbers, checked against a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def schedule(self) -> Schedule:
-        """Which fragment is sent after which inner step."""
+        """The schedule of sends."""
         return Schedule(self.sync_every, self.num_fragments, self.overlap)
 
 

@@ -143,7 +143,7 @@ class Site(Table):
         ]
 
     def network(self) -> Network:
-        """All links and each learner's way over them, for transfers in virtual time."""
+        """The links and each learner's path over them, for transfers in virtual time."""
         bit_per_s = {
             "syncer up": math.inf if self.syncer.up is None else self.syncer.up * self.syncer.shards,
             "syncer down": math.inf if self.syncer.down is None else self.syncer.down * self.syncer.shards,
@@ -159,7 +159,7 @@ class Site(Table):
         return Network(bit_per_s, paths)
 
     def merging(self) -> Merging:
-        """What the syncer takes for a round."""
+        """The syncer's time for a round."""
         speed = self.syncer.merge_speed
         bytes_per_s = math.inf if speed is None else self.syncer.shards * speed / 8
         return Merging(self.syncer.merge_time, bytes_per_s)
@@ -219,5 +219,5 @@ def load_site(path: str | FilePath) -> Site:
 
 
 def parse_site(text: str, source: str = "site file") -> Site:
-    """As `load_site`, from the text of a site file."""
+    """Read the text of a site file; see `load_site`."""
     return validate(Site, read_toml(text, source), source)

@@ -111,7 +111,7 @@ class LinkTable(Table):
 
 
 class SiteSyncerTable(Table):
-    """Where the syncer is. Without this table its link is no limit and costs nothing."""
+    """The syncer's links, merges and prices. Without this table its link is no limit and costs nothing."""
 
     up: Rate | None = None  # of each shard, from the syncer to the internet; none: no limit
     down: Rate | None = None

@@ -36,7 +36,7 @@ CALLED_PERIODS = 1000
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run comes to.
+    """The predicted times of a run.
 
     Attributes:
         utilization: of each learner, compute ÷ wall clock.
@@ -55,7 +55,7 @@ class Prediction:
 
     @property
     def mean_utilization(self) -> float:
-        """Over learners."""
+        """Mean utilisation of the learners."""
         return sum(self.utilization) / len(self.utilization)
 
 
@@ -88,7 +88,7 @@ def predict(
     copies: int = 1,
     traced: bool = False,
 ) -> Prediction:
-    """What a run comes to in the long run, or over its first `num_steps` steps.
+    """Predict a run in the long run, or over its first `num_steps` steps.
 
     Arguments:
         network: all links, with nothing on them.
@@ -127,7 +127,7 @@ def _is_settled(star: Scheduled) -> bool:
 
 
 def _window_s(star: Scheduled, i: int) -> float:
-    """Of the last window; the mean of the later half of them where they never settled."""
+    """Duration of the last window; the mean of the later half of all windows where they never settled."""
     left_s = star.left_s[i]
     windows = 1 if len(left_s) <= MAX_WINDOWS else len(left_s) // 2
     return (left_s[-1] - left_s[-1 - windows]) / windows

@@ -27,7 +27,7 @@ from diloco.planning.network import Network, Transfer
 
 
 class Activity(NamedTuple):
-    """What a learner or its link did from one time to another."""
+    """An interval in which a learner or its link did one thing."""
 
     learner: int
     kind: Literal["compute", "waiting", "up", "down"]
@@ -37,7 +37,7 @@ class Activity(NamedTuple):
 
 @dataclass(frozen=True)
 class Merging:
-    """What the syncer takes for a round, one after the other.
+    """The syncer's time for a round; rounds are merged one after the other.
 
     Attributes:
         fixed_s: whatever its size: closing, storing, telling.
@@ -48,13 +48,13 @@ class Merging:
     bytes_per_s: float = math.inf
 
     def seconds(self, num_bytes: float) -> float:
-        """Of a round with this many bytes of contributions."""
+        """Time of a round with this many bytes of contributions."""
         return self.fixed_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What is exchanged.
+    """The exchange of a method: schedule, sizes and the syncer's time.
 
     Attributes:
         schedule: which fragment after which inner step, and τ.
@@ -133,12 +133,12 @@ class Star:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def at(self, time_s: float, do: Callable[[], None]) -> None:
-        """Have this done then; what is due at the same time is done in the order in which it was asked for."""
+        """Schedule `do` at a time; what is due at the same time runs in the order of the calls."""
         heapq.heappush(self._events, (time_s, self._num_events, do))
         self._num_events += 1
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Until `is_over()`, or nothing is left to happen."""
+        """Run events until `is_over()`, or until there are none."""
         while not is_over():
             next_s = min(self._network.next_s, self._events[0][0] if self._events else math.inf)
             if math.isinf(next_s):
@@ -152,14 +152,14 @@ class Star:
     def note(
         self, learner: int, kind: Literal["compute", "waiting", "up", "down"], begin_s: float, end_s: float
     ) -> None:
-        """For the trace."""
+        """Add an interval to the trace."""
         if self.trace is not None and end_s > begin_s:
             self.trace.append(Activity(learner, kind, begin_s, end_s))
 
     # --- connections --------------------------------------------------------------------------------------------------
 
     def push(self, station: Station, fragment: int, round_: int) -> None:
-        """Hand in a contribution; it travels when those before it are acknowledged."""
+        """Queue a contribution; it is sent when those before it are acknowledged."""
         station.pushes.append((fragment, round_))
         if len(station.pushes) == 1:
             self._send_next(station)
@@ -206,7 +206,7 @@ class Star:
     # --- the syncer ---------------------------------------------------------------------------------------------------
 
     def merge(self, fragment: int, version: int, num_contributions: int) -> None:
-        """Close a round; it is published when the worker has come to it and is done."""
+        """Close a round; it is published when the syncer's worker has merged it."""
         seconds = self._merging.seconds(num_contributions * self._copies * self._up_bytes[fragment])
         self._merger_free_s = max(self._merger_free_s, self.now_s) + seconds
         self.num_merges[fragment] += 1
@@ -221,12 +221,12 @@ class Star:
     # --- what a method does -------------------------------------------------------------------------------------------
 
     def contributed(self, station: Station, fragment: int, round_: int) -> None:
-        """All bytes of a contribution are at the syncer."""
+        """Handle a contribution whose bytes are all at the syncer."""
         raise NotImplementedError
 
     def received(self, station: Station, fragment: int) -> None:
-        """A version is at a learner."""
+        """Handle a version that has arrived at a learner."""
         raise NotImplementedError
 
     def published(self, fragment: int, version: int) -> None:
-        """A version is out."""
+        """Handle a published version."""

@@ -1,5 +1,4 @@
-"""What a recorded run says of its learners: how long their steps took, when they came, and when they were gone.
-Torch-free."""
+"""Step times, arrivals and absences of the learners of a recorded run. Torch-free."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class Recorded:
         return _pace_at(self.paces, step)
 
     def warm_step_s(self, step: int) -> float | None:
-        """Likewise, of the warm start; None: it made none."""
+        """Seconds of the n-th step of the warm start; None where there was none."""
         return _pace_at(self.warm_paces, step) if self.warm_paces else None
 
 
@@ -102,7 +101,7 @@ def _recorded(name: str, log: Sequence[ev.Event], began: float, warm_steps: int,
 
 
 def _paces(life: Sequence[ev.Event], first: int, last: float, joined_s: Sequence[float]) -> list[tuple[int, float]]:
-    """Between two step events, without the waiting that is told right after the second one; of steps `first` to `last`.
+    """Step times between two step events, steps `first` to `last`, without the waiting reported after the second.
 
     What lies between the warm start and joining, such as the transfer of the model, is no part of a step.
     """

@@ -58,7 +58,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What is trained, and on what.
+    """A training and the chips and networks that it uses.
 
     Attributes:
         num_parameters: N. tokens: D. batch_tokens: of a step over all learners together.

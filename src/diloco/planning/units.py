@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"\s*([+-]?(?:(?:\d[\d_]*)?\.?\d+\.?(?:[eE][+-]?\d+)?|inf|n
 
 @dataclass(frozen=True)
 class Quantity:
-    """One kind of quantity.
+    """A kind of quantity.
 
     Arguments:
         name: what it is, for error sentences.

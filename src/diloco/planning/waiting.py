@@ -153,7 +153,7 @@ class _Learners:
         self._number += going
 
     def _step(self, number: int) -> None:
-        """Those that go on make steps; at the end of each, failures are noticed and repaired chips taken in."""
+        """Make steps; at the end of each, failures are noticed and repaired chips taken in."""
         np, times = self._np, self._times
         for _ in range(number):
             took_s = np.broadcast_to(self._step_s, self._at_s.shape)
@@ -222,7 +222,7 @@ class _Learners:
         self._steps += self._every * who
 
     def shares(self, span_s: Floats) -> tuple[Floats, Floats]:
-        """Of the time span since `forget`, the share of work done and of waiting, in each run."""
+        """Shares of work done and of waiting in the time since `forget`, for each run."""
         ideal = span_s * self._speeds.sum()
         nominal_s = float((self._step_s * self._speeds)[0])
         return self._steps.sum(1) * nominal_s / ideal, (self._waited_s * self._speeds).sum(1) / ideal

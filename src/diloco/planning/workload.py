@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model: how many parameters and layers, and how long an inner step takes.
+"""A model as a plan sees it: parameters, layers, and the time of an inner step.
 
 preset   the models of the papers' simulators, as they are printed there
 TOML     parameters = 1.2e9, layers = 24, step_time = "310 ms"; or config = "config.json" in place of the first two
@@ -71,7 +71,7 @@ class ModelDescription(Table):
 
     @property
     def num_ways(self) -> int:
-        """In how many ways the model is described; 2 where one of them is incomplete."""
+        """The number of ways in which the model is described; 2 where one of them is incomplete."""
         if (self.parameters is None) != (self.layers is None):
             return 2
         return (self.parameters is not None) + (self.config is not None)

@@ -40,7 +40,7 @@ def _curves(curves: Mapping[str, Sequence[tuple[float, float]]], along: str, up:
 
 
 def timeline_chart(timeline: Timeline) -> str:
-    """Who was there, who was in which merge, who was killed and came back. A row per process."""
+    """A row per process: when it was part of the run, its merges, kills and returns."""
     names = ["syncer", *sorted(timeline.presence)]
     figure, axes = new_axes(0.5 * len(names) + 1.1)
     start = timeline.syncer_starts[0] if timeline.syncer_starts else 0.0
@@ -77,7 +77,7 @@ def timeline_chart(timeline: Timeline) -> str:
 
 
 def _syncer_row(axes: Axes, timeline: Timeline, start: float) -> None:
-    """Its lives, and every merge: in another colour where not all learners of the run were in it."""
+    """Draw the syncer's lifetimes and every merge, in another colour where learners of the run are missing."""
     kills = sorted(kill.t for kill in timeline.kills if kill.name == "syncer")
     for begin in timeline.syncer_starts:
         end = min([t for t in kills if t > begin], default=timeline.ended_at)

@@ -1,2 +1,1 @@
-"""`diloco simulate`: the real trainer and syncer in virtual time. Needs torch; what it is told comes from
-`diloco.planning`."""
+"""Runs in virtual time, with the real trainer and syncer. Needs torch; `diloco.planning` describes sites and tapes."""

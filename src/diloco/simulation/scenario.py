@@ -1,4 +1,4 @@
-"""Where and when a simulated run takes place: its step times, links and faults, from a site file or a recorded run."""
+"""The scenario of a simulated run: step times, links and faults, from a site file or a recorded run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diloco.planning.tape import Recorded
 
 @dataclass(frozen=True)
 class Scenario:
-    """Where and when a run takes place.
+    """Step times, links, starts and faults of a simulated run.
 
     Attributes:
         step_s: seconds of a learner's n-th inner step at its own batch (learner index, n from 0).
@@ -45,7 +45,7 @@ def scenario_of_site(site: Site, run: RunConfig) -> Scenario:
 
 
 def scenario_of_tape(recorded: Sequence[Recorded], network: Network | None) -> Scenario:
-    """What a recorded run says, over links that may be others than it had."""
+    """The scenario of a recorded run, over links that may differ from its own."""
     faults = [Fault(index, at_s, back_s) for index, each in enumerate(recorded) for at_s, back_s in each.gone]
     starts_s = [each.start_s for each in recorded]
     began = next((each for each in recorded if each.warm_paces), recorded[0])

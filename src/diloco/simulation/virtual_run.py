@@ -42,7 +42,7 @@ from diloco.training.sources import load_corpus
 
 @dataclass(frozen=True)
 class LearnerTime:
-    """Where a learner's time went, in seconds: computing, waiting for answers, gone.
+    """Seconds of a learner: computing, waiting for answers, gone.
 
     `utilisation`: the share of its time in the run, from its first step to its last and while it was there, that it
     computed.
@@ -61,7 +61,7 @@ class LearnerTime:
 
 @dataclass
 class Simulated:
-    """What a simulated run came to.
+    """The result of a simulated run.
 
     Attributes:
         summaries: what each learner's trainer says; None for one that was killed and did not come back.
@@ -83,7 +83,7 @@ class Simulated:
         return max((each.run_tokens for each in self.summaries.values() if each is not None), default=0)
 
     def times(self) -> dict[str, LearnerTime]:
-        """Each learner's time."""
+        """The time of each learner."""
 
         def total(spans: Sequence[Span], kind: Kind) -> float:
             return math.fsum(each.end_s - each.begin_s for each in spans if each.kind == kind)
@@ -199,7 +199,7 @@ class _Stage:
             ) from error
 
     def _life(self, index: int, exchange: Local) -> Summary:
-        """One learner, as `diloco train` would run it."""
+        """Train one learner as `diloco train` would."""
         config, name = self._configs[index], self._names[index]
         exchange.initialises = index == 0
         first = index == 0 and not exchange.run_exists
@@ -235,7 +235,7 @@ class _Stage:
         return self._scenario.step_s(index, 0) * config.train.global_batch / config.learner_batch
 
     def _watch(self, kind: Kind, learner: int, began_s: float, ended_s: float) -> None:
-        """Spans of a kind that touch are one."""
+        """Record a span; touching spans of a kind become one."""
         spans = self._spans[learner]
         for place in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
             if spans[place].kind == kind and spans[place].end_s == began_s:
@@ -262,7 +262,7 @@ class _Stage:
         log.append(events.Finished(steps=steps, tokens=tokens, seconds=done.duration_s, reason="stopped"))
 
     def _account(self, done: Simulated) -> None:
-        """What is neither computing nor being gone is waiting."""
+        """Fill in loss, duration and each learner's spans; time that is neither compute nor absence is waiting."""
         done.duration_s = max(self._ended_s)
         newest = [each for each in done.summaries.values() if each is not None]
         if newest:

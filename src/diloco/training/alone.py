@@ -32,7 +32,7 @@ class AloneLearner:
         self.run_tokens += self._tokens_per_step
 
     def global_state_dict(self) -> Mapping[str, Tensor]:
-        """Its own model: alone, that is the global one."""
+        """The global model, which is the model itself without an exchange."""
         return {name: tensor.detach() for name, tensor in self._model.state_dict().items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,14 +48,14 @@ class AloneLearner:
         return True
 
     def metrics(self) -> dict[str, Any]:
-        """Nothing is exchanged, so nothing is counted."""
+        """No counters: nothing is exchanged."""
         return {}
 
     def finish(self) -> None:
-        """No round waits for it anyway."""
+        """Do nothing: no round waits for this learner."""
 
     def close(self) -> None:
-        """There is no exchange to leave."""
+        """Do nothing: there is no exchange to leave."""
 
 
 AnyLearner = Learner | AloneLearner

@@ -26,7 +26,7 @@ class Budget:
         return heard + int((own - self._own) * self._pace)
 
     def state_dict(self) -> dict[str, float]:
-        """What was last heard, when, and the pace."""
+        """The last report, its time in own tokens, and the pace."""
         return {"own": self._own, "heard": self._heard, "pace": self._pace}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

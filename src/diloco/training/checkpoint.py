@@ -30,7 +30,7 @@ _TENSORS = "tensors.safetensors"
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """Where a checkpoint is and how large."""
+    """Path and size of a checkpoint."""
 
     path: Path
     num_bytes: int
@@ -197,7 +197,7 @@ def to_bytes(state: dict[str, Any]) -> Tensor:
 
 
 def from_bytes(raw: Tensor) -> dict[str, Any]:
-    """What `to_bytes` made."""
+    """The state that `to_bytes` encoded."""
     content = raw.numpy().tobytes()
     header_bytes = int.from_bytes(content[:8], "little")
     plain = json.loads(content[8 : 8 + header_bytes])["__metadata__"]["state"]

@@ -1,4 +1,4 @@
-"""What a trainer measures time by, and what several trainers in one process have in common."""
+"""The clock of a trainer, and what several trainers in one process share."""
 
 import time
 from collections.abc import Callable, Hashable

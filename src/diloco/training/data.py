@@ -1,4 +1,4 @@
-"""Which sequences a learner trains on: a pure function of (seed, shard, position), so resuming is exact.
+"""The sequences that a learner trains on: a pure function of (seed, shard, position), so resuming is exact.
 
 The training tokens are cut into windows. A seeded permutation deals them into one shard per planned learner, and every
 pass over a shard has its own order. Learners never share a window, whatever their pace. A stream over all shards (the

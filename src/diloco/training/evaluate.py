@@ -64,7 +64,7 @@ def sample_bytes(
 
 
 def digest_of(state: Mapping[str, Tensor]) -> str:
-    """Of names and values."""
+    """A digest of names and values."""
     found = hashlib.blake2b(digest_size=16)
     for name, tensor in state.items():
         found.update(name.encode())
@@ -115,15 +115,15 @@ class Judge:
         return sum(len(batch) for batch in self._batches)
 
     def known(self, learner: AnyLearner) -> float | None:
-        """The loss of this very model, if it was evaluated before."""
+        """The loss of the learner's present global model, if it was evaluated before."""
         return self._losses.get(self._key(learner))
 
     def loss(self, learner: AnyLearner) -> float:
-        """In nats per token; the model being trained stays as it is."""
+        """The held-out loss in nats per token; the model being trained stays as it is."""
         return evaluate(self._model, learner.global_state_dict(), self._batches)
 
     def remember(self, learner: AnyLearner, loss: float) -> None:
-        """This is the loss of the learner's global model as it is now."""
+        """Remember the loss of the learner's present global model."""
         if not self._shared:
             self._losses.clear()  # the last one is enough
         self._losses[self._key(learner)] = loss

@@ -67,7 +67,7 @@ class InnerStep:
         self._left_alone = tuple(parameters)
 
     def run(self, batch: Tensor, lr_factor: float) -> StepResult:
-        """One optimizer step on int64 `batch` (B, T + 1) in `accumulate` equal micro-batches.
+        """Take an optimizer step on int64 `batch` (B, T + 1) in `accumulate` equal micro-batches.
 
         `lr_factor`: share of its peak learning rate that every parameter group has in this step.
         """

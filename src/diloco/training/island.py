@@ -1,4 +1,4 @@
-"""What one part of a run trains with, how far it has come, and all of that in a checkpoint."""
+"""One part of a run: what it trains with, its progress, and both in a checkpoint."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -73,11 +73,11 @@ class Island:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of this part, since its process began."""
+        """Tokens per second of this part since its process began."""
         return self._trained_here / max(1e-9, self.inner_s)
 
     def take_step(self) -> StepResult:
-        """One inner step, and what the learner does after it."""
+        """Take one inner step, and do what the learner does after it."""
         started = self._clock.seconds()
         batch = self.stream.next(self._job.rows(self.stream.num_rows))
         result = self._inner.run(batch, schedule_factor(self._config, self.step + 1))
@@ -115,7 +115,7 @@ class Island:
         self.count_anew()
 
     def count_anew(self) -> None:
-        """What the learner hears of the run's tokens now is exact."""
+        """Restart the count of the run's tokens at what the learner hears now, which is exact."""
         self._budget = Budget(self.tokens, self.learner.run_tokens)
 
     def tokens_at(self, step: int) -> int:

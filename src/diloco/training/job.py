@@ -23,7 +23,7 @@ once."""
 
 
 class Job:
-    """What ranks do together. Without a group this process is alone, and everything is local.
+    """Ranks that act together. Without a group this process is alone, and everything is local.
 
     Every method but `rows` and `synchronised` is called by all ranks in the same order.
     """
@@ -59,18 +59,18 @@ class Job:
         return DistributedDataParallel(model, process_group=self.process_group)
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Whether the flag is set on any rank."""
         return flag if self._group is None else self._group.sum([int(flag)], "a request to stop")[0] > 0
 
     def mean(self, value: float) -> float:
-        """Over ranks."""
+        """The mean over ranks."""
         if self._group is None:
             return value
         values: list[float] = self._group.gather_values(value, "the mean over ranks")
         return sum(values) / self.size
 
     def shared(self, value: float) -> float:
-        """The first rank's, on every rank."""
+        """The first rank's value, on every rank."""
         if self._group is None:
             return value
         number = torch.tensor([value], dtype=torch.float64)
@@ -100,7 +100,7 @@ class Job:
 
 
 def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[object]:
-    """Around the backward pass of a micro-batch: ranks exchange gradients in the last one only."""
+    """A context for the backward pass of a micro-batch: ranks exchange gradients in the last one only."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
 
 
@@ -110,7 +110,7 @@ def started_by_torchrun() -> bool:
 
 
 def local_rank() -> int:
-    """Which of the machine's ranks this is, as torchrun says; 0 without it."""
+    """This process's rank on its machine, as torchrun says; 0 without it."""
     return int(os.environ["LOCAL_RANK"]) if started_by_torchrun() else 0
 
 

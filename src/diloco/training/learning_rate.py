@@ -2,41 +2,30 @@
 
 import math
 
-from diloco.config import RunConfig
+from diloco.config import RunConfig, ScheduleTable
 
 
-def lr_factor(
-    step: int, *, kind: str, steps: int, warmup_steps: int = 0, final_fraction: float = 0.1, decay_fraction: float = 0.2
-) -> float:
+def lr_factor(schedule: ScheduleTable, steps: int, step: int) -> float:
     """Share of the peak rate at inner step `step` = 1, 2, 3 …; after `steps` it stays at its last value.
 
     Warm-up: step / warmup_steps. "cosine": f + (1−f)·(1 + cos πx)/2 with x the share of the remaining steps done.
     "wsd" (warm-up, stable, decay): 1, then linearly to f over the last `decay_fraction` of `steps`. "constant": 1.
     """
-    if step <= warmup_steps:
-        return step / warmup_steps
-    step = min(step, steps)
-    if kind == "cosine":
-        done = (step - warmup_steps) / max(1, steps - warmup_steps)
-        return final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * done)) / 2
-    if kind == "wsd":
-        decay_steps = max(1, round(steps * decay_fraction))
-        done = max(0, step - (steps - decay_steps)) / decay_steps
-        return 1 - (1 - final_fraction) * done
+    if step <= schedule.warmup_steps:
+        return step / schedule.warmup_steps
+    step, final = min(step, steps), schedule.final_fraction
+    if schedule.kind == "cosine":
+        done = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
+        return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+    if schedule.kind == "wsd":
+        decay_steps = max(1, round(steps * schedule.decay_fraction))
+        return 1 - (1 - final) * max(0, step - (steps - decay_steps)) / decay_steps
     return 1.0
 
 
 def schedule_factor(config: RunConfig, step: int) -> float:
     """Share of the peak rate of a run at a learner's step; the same for every parameter."""
-    schedule = config.schedule
-    return lr_factor(
-        step,
-        kind=schedule.kind,
-        steps=config.schedule_steps,
-        warmup_steps=schedule.warmup_steps,
-        final_fraction=schedule.final_fraction,
-        decay_fraction=schedule.decay_fraction,
-    )
+    return lr_factor(config.schedule, config.schedule_steps, step)
 
 
 def learning_rate(config: RunConfig, step: int) -> float:

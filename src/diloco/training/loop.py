@@ -101,7 +101,7 @@ class Trainer:
 
     @property
     def learner(self) -> AnyLearner:
-        """What takes part in the run for this process, in the present phase."""
+        """The learner of this process in the present phase."""
         return self._island.learner
 
     # --- the life of a part
@@ -249,5 +249,5 @@ class Trainer:
 
 
 def _seed_of(*numbers: int) -> int:
-    """One seed of several numbers, so that learners and ranks draw different ones (in dropout, for instance)."""
+    """One seed from several numbers, so that learners and ranks draw different ones (in dropout, for instance)."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little") >> 1

@@ -54,7 +54,7 @@ class Chained(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of each."""
+        """Take one step of each optimizer."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -153,7 +153,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> str:
-    """What trains which parameters, and why: the end of a sentence that begins with the learner's name."""
+    """The end of a sentence about a learner: which parameters are trained by what, and why."""
     if config.inner_optimizer == "adamw":
         return "trains every parameter by AdamW"
     num_matrices = sum(len(group["params"]) for group in optimizer.param_groups if "ns_steps" in group)

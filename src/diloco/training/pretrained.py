@@ -51,7 +51,7 @@ def save_pretrained(state: Mapping[str, Tensor], model_config: PreTrainedConfig,
 
 
 def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) -> int:
-    """As `save_pretrained`, for the model of a run, with its tokenizer (or a note on its tokens) beside it.
+    """Write the model of a run, as `save_pretrained`, with its tokenizer or a note on its tokens beside it.
 
     Returns the number of parameters, tied ones counted once.
     """
@@ -72,7 +72,7 @@ def checkpoint_state(path: Path) -> dict[str, Tensor]:
 
 
 def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Of a learner's saved state: what it last adopted; its own model where nothing is exchanged, or gradients."""
+    """The global model of a saved state: the newest adopted one, or the own model without outer gradients."""
     state: dict[str, Tensor] = saved["model"]
     if saved["layout"] is None:
         return state

@@ -12,7 +12,7 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class StepStatus:
-    """What is worth knowing after a step."""
+    """The state of a learner after a step."""
 
     name: str
     step: int
@@ -28,7 +28,7 @@ class StepStatus:
     note: str = ""
 
     def line(self) -> str:
-        """One line of text."""
+        """The status as one line of text."""
         parts = [
             f"{self.name} step {self.step}",
             f"loss {self.loss:.3f}",

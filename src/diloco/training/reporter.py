@@ -1,5 +1,4 @@
-"""What a part of a run tells: events for programs, progress for people. Of several ranks only the first one tells
-anything."""
+"""Reports of a part of a run: events for programs, progress for people. Only the first of several ranks reports."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,7 +52,7 @@ class Reporter:
         )
 
     def adopted(self, step: int, before: Sequence[int], after: Sequence[int]) -> None:
-        """Which fragments have a new version."""
+        """Report the fragments that have a new version."""
         for fragment, (old, new) in enumerate(zip(before, after, strict=True)):
             if new != old:
                 self.append(ev.Adopted(step=step, fragment=fragment, version=new))

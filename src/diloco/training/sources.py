@@ -1,5 +1,4 @@
-"""Where tokens come from: one corpus of training tokens and one of held-out tokens, either in memory or
-memory-mapped."""
+"""Sources of tokens: a corpus of training and of held-out tokens, in memory or memory-mapped."""
 
 import hashlib
 import os
@@ -65,7 +64,7 @@ class Tokens:
         return np.concatenate(parts).astype(np.int64)
 
     def split_tail(self, fraction: float) -> tuple["Tokens", "Tokens"]:
-        """All but the last `fraction` of the tokens, and those."""
+        """Split off the last `fraction` of the tokens."""
         cut = len(self) - int(len(self) * fraction)
         head, tail, begin = [], [], 0
         for array, end in zip(self._arrays, self._ends, strict=True):
@@ -194,7 +193,7 @@ def _huggingface(data: DataTable) -> Corpus:
 
 
 def _dataset_texts(data: DataTable, split: str) -> list[str]:
-    """One text per row of a split: from a directory of `save_to_disk`, or by `load_dataset`."""
+    """The texts of a split, one per row: from a directory of `save_to_disk`, or by `load_dataset`."""
     import datasets
 
     assert data.dataset is not None  # checked by DataTable

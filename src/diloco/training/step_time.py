@@ -17,7 +17,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class StepTime:
-    """What was measured of one learner.
+    """The measured step time of one learner.
 
     Attributes:
         step_s: mean time of an inner step, seconds.

@@ -35,7 +35,7 @@ class Continued(Collective):
         return self._tokens_before + (super().run_tokens or 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Collective`, with the tokens that came before."""
+        """The state of `Collective`, with the tokens that came before."""
         return super().state_dict() | {"tokens_before": self._tokens_before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:

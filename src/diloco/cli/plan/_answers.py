@@ -86,6 +86,6 @@ def write_pictures(answers: Answers, question: Question, out: Path) -> None:
 
 
 def _percent(answer: dict[str, Any], measure: str) -> float:
-    """What was asked for, or what a given link comes to."""
+    """The target that was asked for, or the value of a given link."""
     percent: float = answer["target"] if "target" in answer else answer[measure]
     return percent

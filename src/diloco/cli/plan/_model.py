@@ -1,4 +1,4 @@
-"""What several questions ask about the model."""
+"""The model of a question."""
 
 from diloco.errors import ConfigError
 from diloco.planning.workload import load_workload
