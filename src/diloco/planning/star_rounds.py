@@ -38,12 +38,11 @@ class Scheduled(Star):
         network: Network,
         step_s: Sequence[float],
         exchange: ExchangePlan,
-        *,
         copies: int = 1,
         traced: bool = False,
         stop_at: int | None = None,
     ) -> None:
-        super().__init__(network, step_s, exchange, copies=copies, traced=traced)
+        super().__init__(network, step_s, exchange, copies, traced)
         schedule = exchange.schedule
         assert isinstance(schedule.sync_every, int)
         assert schedule.offsets is not None
@@ -137,15 +136,9 @@ class CalledRounds(Star):
     """
 
     def __init__(
-        self,
-        network: Network,
-        step_s: Sequence[float],
-        exchange: ExchangePlan,
-        *,
-        copies: int = 1,
-        traced: bool = False,
+        self, network: Network, step_s: Sequence[float], exchange: ExchangePlan, copies: int = 1, traced: bool = False
     ) -> None:
-        super().__init__(network, step_s, exchange, copies=copies, traced=traced)
+        super().__init__(network, step_s, exchange, copies, traced)
         assert exchange.called is not None
         schedule, quorum = exchange.schedule, exchange.called
         num, num_fragments = len(self.stations), len(self._up_bytes)

@@ -106,13 +106,7 @@ class Star:
     """
 
     def __init__(
-        self,
-        network: Network,
-        step_s: Sequence[float],
-        exchange: ExchangePlan,
-        *,
-        copies: int = 1,
-        traced: bool = False,
+        self, network: Network, step_s: Sequence[float], exchange: ExchangePlan, copies: int = 1, traced: bool = False
     ) -> None:
         num_fragments = len(exchange.up_bytes)
         self.stations = [
