@@ -4,8 +4,8 @@ group, virtual time against bare steps, the planner's answers against its import
 
     python -m benchmarks [--quick] [--only GROUP] [--json]      (`make bench`)
 
-Every ratio is of times measured in the same run, in turns. Nothing is written but this table; timings belong to the machine they were
-measured on, which is named above it, and mean little where other work runs beside them.
+Every ratio is of times measured in the same run, in turns. Nothing is written but this table; timings belong to the
+machine they were measured on, which is named above it, and mean little where other work runs beside them.
 """
 
 from __future__ import annotations

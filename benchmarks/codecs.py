@@ -7,6 +7,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ def _rows(num_elements: int, repeats: int) -> list[dict[str, Any]]:
     actions: dict[tuple[str, str], Callable[[], object]] = {}
     for name, codec in CODECS.items():
         payload = codec.encode(x)
-        actions[name, "encode"] = lambda codec=codec, payload=payload: codec.encode(x, payload)  # type: ignore[misc]
-        actions[name, "decode"] = lambda codec=codec, payload=payload: codec.decode(payload, num_elements, out)  # type: ignore[misc]
+        actions[name, "encode"] = partial(codec.encode, x, payload)
+        actions[name, "decode"] = partial(codec.decode, payload, num_elements, out)
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in actions}
     ratios: dict[tuple[str, str], list[float]] = {key: [] for key in actions}
     copies: list[float] = []
@@ -76,9 +77,11 @@ def _rows(num_elements: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def errors(num_elements: int = 1 << 22) -> list[dict[str, Any]]:
-    """One row per codec: name, bits per element, and the error's root mean square ÷ the vector's own for two distributions.
+    """One row per codec: name, bits per element, and the error's root mean square ÷ the vector's own for two
+    distributions.
 
-    Gaussian values, and Student's t with 3 degrees of freedom, whose heavy tails are the harder case for one scale a block.
+    Gaussian values, and Student's t with 3 degrees of freedom, whose heavy tails are the harder case for one scale a
+    block.
     """
     generator = torch.Generator().manual_seed(0)
     gaussian = torch.randn(num_elements, generator=generator)

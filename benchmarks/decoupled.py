@@ -1,13 +1,14 @@
-"""A Decoupled run of real processes: nobody waits, and every token is accounted for.
+"""A Decoupled run of real processes: learners never wait, and every token is accounted for.
 
     python -m benchmarks.decoupled [--step-s SECONDS] [--preset PRESET] [--directory DIR] [--json]
 
-A syncer and four learners, of speeds 1 : 1 : 0.6 : 0.4, train together. The slowest is killed, a new one joins, the syncer is killed and
-started again, everybody leaves. Printed: how long `learner.step()` took and how long it was blocked waiting for the network, by learner;
-what `diloco status` showed when all of this had happened; and where every trained token went, by fragment.
+A syncer and four learners, of speeds 1 : 1 : 0.6 : 0.4, train together. The slowest is killed, a new one joins, the
+syncer is killed and started again, all learners leave. Printed: how long `learner.step()` took and how long it was
+blocked waiting for the network, by learner; what `diloco status` showed when all of this had happened; and where every
+trained token went, by fragment.
 
-It measures waiting and keeps books. The model is small and its steps are as long as they are told to be, so that seven processes fit on a
-machine with two cores.
+It measures waiting and keeps books. The model is small and its steps are as long as they are told to be, so that seven
+processes fit on a machine with two cores.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ class Result:
     """What a run left behind.
 
     Attributes:
-        learners: what those that were not killed say in the end: `Learner.metrics()`, and `step_histogram`, the time that
-            `learner.step()` took as its caller saw it, with `longest_step_s`.
-        shown: what `diloco status` printed while everybody was in the run.
+        learners: what those that were not killed say in the end: `Learner.metrics()`, and `step_histogram`, the time
+            that `learner.step()` took as its caller saw it, with `longest_step_s`.
+        shown: what `diloco status` printed while all learners were in the run.
         status: what it says once all have left.
         away_s: how long the syncer did not answer.
     """
@@ -119,12 +120,12 @@ def run(
         syncer.start()
         away_s = time.monotonic() - killed_at
         watch.until_it_goes_on()
-        watch.until("not everybody is in merges", lambda s: all(_takes_part(s, name) for name in IN_THE_END))
+        watch.until("not all learners are in merges", lambda s: all(_takes_part(s, name) for name in IN_THE_END))
         shown = _diloco_status(syncer.address)
 
-        say("everybody leaves")
+        say("all learners leave")
         results = learners.finish()
-        return Result(results, shown, watch.until("not everybody has left", lambda s: not s["learners"]), away_s)
+        return Result(results, shown, watch.until("not all learners have left", lambda s: not s["learners"]), away_s)
 
 
 def _takes_part(status: dict[str, Any], name: str) -> bool:
@@ -155,13 +156,13 @@ class _Learners:
         process.wait()
 
     def check(self) -> None:
-        """Nobody has ended by itself."""
+        """Check that no process has ended by itself."""
         for name, process in self._processes.items():
             if process.poll() is not None:
                 raise RuntimeError(f"{name} has ended:\n{self._log(name).read_text()}")
 
     def finish(self) -> dict[str, dict[str, Any]]:
-        """Everybody leaves, one after the other; returns what they print."""
+        """Have all learners leave, one after the other; returns what they print."""
         results = {}
         for name, process in self._processes.items():
             process.terminate()
@@ -212,7 +213,7 @@ def _diloco_status(address: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
 
 
-# --- a learner --------------------------------------------------------------------------------------------------------
+# - a learner --------------------------------------------------------------------------------------------------------
 
 
 def learn(address: str, name: str, step_s: float, initialise: bool) -> None:
@@ -242,7 +243,7 @@ def learn(address: str, name: str, step_s: float, initialise: bool) -> None:
     print(json.dumps({**metrics, "step_histogram": histogram.as_dict(), "longest_step_s": longest_s}), flush=True)
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
+# - what is printed --------------------------------------------------------------------------------------------------
 
 
 def show(result: Result, console: Console) -> None:
@@ -251,7 +252,7 @@ def show(result: Result, console: Console) -> None:
     console.print(_histograms(result))
     console.print(f"\nThe syncer was away for {result.away_s:.1f} s of this.\n\n$ diloco status")
     console.out(result.shown, highlight=False)
-    console.print("Tokens by fragment, when everybody had left\n")
+    console.print("Tokens by fragment, when all learners had left\n")
     console.print(_books(result))
 
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.fragments [--quick]
 
-Adoption is what a learner's training thread pays, the outer step what the syncer pays to close a round, publishing what it pays to
-make a version with its momentum durable in a temporary directory. The copy is measured beside each, in turns, on one thread.
+Adoption is what a learner's training thread pays, the outer step what the syncer pays to close a round, publishing what
+it pays to make a version with its momentum durable in a temporary directory. The copy is measured beside each, in
+turns, on one thread.
 """
 
 import argparse
@@ -40,7 +41,8 @@ def run(quick: bool) -> list[dict[str, Any]]:
 
 
 def measure(num_elements: int, repeats: int) -> list[dict[str, Any]]:
-    """One row per case: name, value (processor seconds per GB), unit, ratio to a memory copy (median over the repeats)."""
+    """One row per case: name, value (processor seconds per GB), unit, ratio to a memory copy (median over the
+    repeats)."""
     source, target = torch.randn(num_elements), torch.zeros(num_elements)
     rows = []
     num_threads = torch.get_num_threads()

@@ -1,7 +1,8 @@
-"""Does `diloco plan measure` find the rate of a link? Two network namespaces, a link of known rates, TLS, tokens, the real commands.
+"""Does `diloco plan measure` find the rate of a link? Two network namespaces, a link of known rates, TLS, tokens, the
+real commands.
 
-Needs root, `ip` and `tc` (Linux). The link is shaped as Ethernet frames; of a full frame of 1514 bytes TCP with timestamps carries 1448,
-so payload can reach 95.6 % of the shaped rate. Rates are of payload: compare with that limit.
+Needs root, `ip` and `tc` (Linux). The link is shaped as Ethernet frames; of a full frame of 1514 bytes TCP with
+timestamps carries 1448, so payload can reach 95.6 % of the shaped rate. Rates are of payload: compare with that limit.
 
     python -m benchmarks.link_probe --link 20mbit,100mbit --link 400mbit,400mbit
 """

@@ -77,7 +77,8 @@ def _inputs(num_elements: int) -> tuple[list[Encoded], tuple[Placement, ...], Te
 
 
 def _places(num_elements: int) -> tuple[Placement, ...]:
-    """An embedding of a tenth, then matrices of 12 · width² in blocks with two vectors each, as a transformer has them."""
+    """An embedding of a tenth, then matrices of 12 · width² in blocks with two vectors each, as a transformer has
+    them."""
     width = max(8, int((num_elements / 120) ** 0.5))
     sizes = {"embed.weight": num_elements // 10}
     left = num_elements - num_elements // 10

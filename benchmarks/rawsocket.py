@@ -1,7 +1,8 @@
 """The physical limit that transfers are compared with: a TCP or TLS socket to another process, and nothing else.
 
-Python's own `ssl` (OpenSSL) is at both ends; the other process reads into, and sends from, one buffer that it fills before the start. The
-cipher is set in that process's OpenSSL configuration, since Python has no call that chooses among those of TLS 1.3.
+Python's own `ssl` (OpenSSL) is at both ends; the other process reads into, and sends from, one buffer that it fills
+before the start. The cipher is set in that process's OpenSSL configuration, since Python has no call that chooses among
+those of TLS 1.3.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What a round costs over torchft's elastic process group, against `diloco.Collective` over a fixed one: the price of elasticity.
+"""What a round costs over torchft's elastic process group, against `diloco.Collective` over a fixed one: the price of
+elasticity.
 
-Two processes hold a model of 4.2 million parameters in one fragment. They move it a little and make one round over one exchange, then one
-over the other: encode, exchange, merge, outer step, digest, adopt. Both exchanges talk through gloo on loopback; the lighthouse is a third
-process, with torchft's defaults.
+Two processes hold a model of 4.2 million parameters in one fragment. They move it a little and make one round over one
+exchange, then one over the other: encode, exchange, merge, outer step, digest, adopt. Both exchanges talk through gloo
+on loopback; the lighthouse is a third process, with torchft's defaults.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ LEARNERS = 2
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    """One row per codec: milliseconds of a round over `Collective`, ratio (median over pairs) and its 95 % bootstrap interval.
+    """One row per codec: milliseconds of a round over `Collective`, ratio (median over pairs) and its 95 % bootstrap
+    interval.
 
     No row where torchft is not installed: it is published for Linux on x86-64 only.
     """

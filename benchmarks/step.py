@@ -1,7 +1,9 @@
-"""What a Learner costs the training step, as a ratio to the bare step: with nothing due, and with an exchange in flight.
+"""What a Learner costs the training step, as a ratio to the bare step: with nothing due, and with an exchange in
+flight.
 
-One torch thread trains; a syncer in another process answers over a loopback connection. Both sides of a pair train the same model, one
-after the other, first one first and then the other, so that neither where tensors lie nor a drift of the machine tells in the ratio.
+One torch thread trains; a syncer in another process answers over a loopback connection. Both sides of a pair train the
+same model, one after the other, first one first and then the other, so that neither where tensors lie nor a drift of
+the machine tells in the ratio.
 """
 
 import argparse
@@ -32,7 +34,8 @@ TOKENS = 8 * 48
 STEPS_IN_FLIGHT = 2
 
 NOTHING_DUE = diloco.DiLoCo(sync_every=1_000_000)
-# Sent after the first step of every three, adopted after the third: with the whole model in one fragment, all of it in two steps.
+# Sent after the first step of every three, adopted after the third: with the whole model in one fragment, all of it in
+# two steps.
 IN_FLIGHT = diloco.StreamingDiLoCo(
     sync_every=STEPS_IN_FLIGHT + 1, overlap=STEPS_IN_FLIGHT, offsets=(1,), fragments=diloco.Whole(), error_feedback=True
 )
@@ -130,7 +133,7 @@ def interval(values: Sequence[float], resamples: int = 2000) -> tuple[float, flo
     return medians[resamples // 40], medians[-resamples // 40 - 1]
 
 
-# --- what is trained --------------------------------------------------------------------------------------------------
+# - what is trained --------------------------------------------------------------------------------------------------
 
 
 class _Training:
@@ -155,7 +158,7 @@ class _Training:
         self.inner.step()
 
 
-# --- the syncer -------------------------------------------------------------------------------------------------------
+# - the syncer -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -200,8 +203,8 @@ def main() -> None:
         return
     for row in run(arguments.quick):
         print(
-            f"{row['name']:36s}{row['ratio']:7.3f}x  [{row['low']:.3f}, {row['high']:.3f}]  of {row['bare_step_s'] * 1e3:.0f} ms"
-            f"   target {row['target']:.2f} {'met' if row['met'] else 'MISSED'}"
+            f"{row['name']:36s}{row['ratio']:7.3f}x  [{row['low']:.3f}, {row['high']:.3f}]  of "
+            f"{row['bare_step_s'] * 1e3:.0f} ms   target {row['target']:.2f} {'met' if row['met'] else 'MISSED'}"
         )
 
 

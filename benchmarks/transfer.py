@@ -1,9 +1,10 @@
 """Push and pull through a real syncer against a bare socket, with and without TLS, as ratios measured in the same run.
 
-A syncer process serves a model of one fragment. Learners send real contributions (header, admission, checksum, content check, room in the
-spool's memory) and fetch real updates. The clock runs while a contribution is on its way; the round then waits for the other learner, so
-no merge and no disk is in it. Merging and storing happen between the transfers and have rows of their own. The socket carries as many bytes
-between as many processes, in turns with the syncer, and does nothing with them. Both use TLS 1.3 with the cipher that gRPC chooses.
+A syncer process serves a model of one fragment. Learners send real contributions (header, admission, checksum, content
+check, room in the spool's memory) and fetch real updates. The clock runs while a contribution is on its way; the round
+then waits for the other learner, so no merge and no disk is in it. Merging and storing happen between the transfers and
+have rows of their own. The socket carries as many bytes between as many processes, in turns with the syncer, and does
+nothing with them. Both use TLS 1.3 with the cipher that gRPC chooses.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,7 @@ def measure(*, num_bytes: int, rounds: int, merge_elements: int) -> list[dict[st
         torch.set_num_threads(num_threads)
 
 
-# --- rows -----------------------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _transfers(folder: Path, tls: bool, num_bytes: int, rounds: int) -> list[dict[str, Any]]:
@@ -115,7 +117,8 @@ def _checks(num_elements: int) -> list[dict[str, Any]]:
     rows = [_speed("CRC-32", 4 * num_elements, lambda: zlib.crc32(bytes_of(x)))]
     for codec in codecs:
         payload = codec.encode(x)
-        rows.append(_speed(f"content check, {codec.name}", payload.numel(), lambda: codec.check(payload, num_elements)))  # noqa: B023
+        check = partial(codec.check, payload, num_elements)
+        rows.append(_speed(f"content check, {codec.name}", payload.numel(), check))
     return rows
 
 
@@ -192,7 +195,7 @@ def _layout(num_elements: int) -> Layout:
     return Layout((Fragment(0, (Placement(TensorSpec("weights", (num_elements,), "float32"), 0),)),), ())
 
 
-# --- a syncer and its learners, as far as bytes go ------------------------------------------------------------------------
+# --- a syncer and its learners, as far as bytes go --------------------------------------------------------------------
 
 
 class _Learner:
@@ -254,8 +257,12 @@ class _Syncer:
         self.connections = [Connection(self._address, token=None, ca=ca, insecure=False) for _ in range(number)]
         parts = bytes_of(theta), memoryview(save({}))  # the fragment, and no static tensors
         header = pb.InitialiseHeader(
-            run=RUN, learner="0", layout=json.dumps(layout.to_dict()), source="benchmark", part_bytes=[len(part) for part in parts]
-        )  # fmt: skip
+            run=RUN,
+            learner="0",
+            layout=json.dumps(layout.to_dict()),
+            source="benchmark",
+            part_bytes=[len(part) for part in parts],
+        )
         self.connections[0].upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
         return [_Learner(connection, str(index), layout) for index, connection in enumerate(self.connections)]
 
@@ -277,9 +284,20 @@ class _Syncer:
 def _serving(method: Method, state: Path, trust: Path | None) -> Iterator[_Syncer]:
     """A fresh syncer process; with TLS if there is a directory with certificates."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.transfer", "--serve", json.dumps(method.to_dict()), str(state), str(trust or "")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.transfer",
+            "--serve",
+            json.dumps(method.to_dict()),
+            str(state),
+            str(trust or ""),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+    )
     try:
         assert process.stdout is not None
         address = process.stdout.readline().strip()

@@ -1,7 +1,8 @@
 """Two sites on one machine: network namespaces joined by a rate-limited link, TLS, tokens, the real commands.
 
-Needs root, `ip` and `tc` (Linux). Site A holds the syncer and a learner, site B the other learner; only site B's traffic crosses the
-link. Measured: utilisation = 1 − (seconds the training thread was blocked inside `learner.step`) / (seconds in the training loop).
+Needs root, `ip` and `tc` (Linux). Site A holds the syncer and a learner, site B the other learner; only site B's
+traffic crosses the link. Measured: utilisation = 1 − (seconds the training thread was blocked inside `learner.step`) /
+(seconds in the training loop).
 
     python -m benchmarks.two_sites --rate 50mbit --rate 200mbit
 """
@@ -26,7 +27,11 @@ METHODS = {
         'method={preset = "DiLoCo", sync_every = 30, outer = {type = "Nesterov", lr = 0.7, momentum = 0.9}}'
     ],
     "DiLoCo, E3M0": [
-        'method={preset = "DiLoCo", sync_every = 30, codec = "e3m0", outer = {type = "Nesterov", lr = 0.7, momentum = 0.9}}'
+        (
+            'method={preset = "DiLoCo", sync_every = 30, codec = "e3m0", outer = {type = "Nesterov", lr = 0.7, '
+            "momentum = "
+            "0.9}}"
+        )
     ],
     "Streaming, E3M0, tau 5": [],  # as the example says
 }
@@ -75,8 +80,12 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
     ]
     with tempfile.TemporaryDirectory() as directory, two_sites(rate), ExitStack() as stack:
         work = Path(directory)
-        subprocess.run([_diloco(), "keys", "new", "keys", "--host", SITES["site-a"], "--learner", "site-a", "--learner", "site-b"],
-                       cwd=work, check=True, capture_output=True)  # fmt: skip
+        subprocess.run(
+            [_diloco(), "keys", "new", "keys", "--host", SITES["site-a"], "--learner", "site-a", "--learner", "site-b"],
+            cwd=work,
+            check=True,
+            capture_output=True,
+        )
         settings = [*common, f"syncer.address={SITES['site-a']}:7700", 'method.quorum={type = "AllLive", at_least = 2}']
         stack.callback(
             _stop, _start(work, "site-a", ["syncer", str(RUN_FILE), "--address", "0.0.0.0:7700"], settings, "syncer")
@@ -84,11 +93,23 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
         before = _link_bytes()
         learners = {
             site: _start(
-                work, site, ["train", str(RUN_FILE), "--name", site, "--shard", str(shard), "--json", *["--initialise"] * (shard == 0)],
-                [*settings, f"syncer.token_file=keys/{site}.token"], site,
+                work,
+                site,
+                [
+                    "train",
+                    str(RUN_FILE),
+                    "--name",
+                    site,
+                    "--shard",
+                    str(shard),
+                    "--json",
+                    *["--initialise"] * (shard == 0),
+                ],
+                [*settings, f"syncer.token_file=keys/{site}.token"],
+                site,
             )
             for shard, site in enumerate(SITES)
-        }  # fmt: skip
+        }
         for learner in learners.values():
             stack.callback(_stop, learner)
         for site, learner in learners.items():
@@ -107,7 +128,8 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
 
 @contextmanager
 def two_sites(rate: str, back: str | None = None) -> Iterator[None]:
-    """Two namespaces and a link of this rate from site B to A, and `back` (default: the same), with a token bucket's queue of 50 ms."""
+    """Two namespaces and a link of this rate from site B to A, and `back` (default: the same), with a token bucket's
+    queue of 50 ms."""
     try:
         for site in SITES:
             _run("ip", "netns", "add", site)

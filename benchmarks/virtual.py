@@ -1,7 +1,8 @@
 """What training in virtual time costs beside training itself.
 
-64 learners of 0.1 million parameters train in one process over modelled links, and as many bare inner steps are taken of as many models,
-the one and the other in turns, on one thread. Times are of the processor, so that other work on the machine tells less.
+64 learners of 0.1 million parameters train in one process over modelled links, and as many bare inner steps are taken
+of as many models, the one and the other in turns, on one thread. Times are of the processor, so that other work on the
+machine tells less.
 """
 
 from __future__ import annotations
@@ -51,8 +52,13 @@ def _row(name: str, method: Method, num_pairs: int) -> dict[str, Any]:
     seconds = statistics.median(simulated for simulated, _ in pairs) / (NUM_LEARNERS * NUM_STEPS)
     ratio = statistics.median(simulated / bare for simulated, bare in pairs)
     return {
-        "name": f"64 learners, {name}", "value": seconds, "unit": "s", "ratio": ratio, "target": TARGET, "met": ratio <= TARGET,
-    }  # fmt: skip
+        "name": f"64 learners, {name}",
+        "value": seconds,
+        "unit": "s",
+        "ratio": ratio,
+        "target": TARGET,
+        "met": ratio <= TARGET,
+    }
 
 
 class _Part:

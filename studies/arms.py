@@ -1,4 +1,5 @@
-"""An arm of a study: one resolved configuration, trained once per seed and kept in `cache/` under the hash of that configuration."""
+"""An arm of a study: one resolved configuration, trained once per seed and kept in `cache/` under the hash of that
+configuration."""
 
 from __future__ import annotations
 
@@ -29,14 +30,16 @@ class Arm:
     """What is trained. Equal tokens by default; with `budget_s` equal virtual wall-clock instead.
 
     Attributes:
-        kind: "method"; or the controls "data parallel" (one model on the global batch) and "isolated" (learner 0 alone on its share).
+        kind: "method"; or the controls "data parallel" (one model on the global batch) and "isolated" (learner 0 alone
+            on its share).
         method: `Method.to_dict()` where there is one.
         learners: M.
         warm: share of the steps that one model takes on the global batch before.
         lr, inner: of the inner optimizer, "adamw" or "muon".
         seed: of initial values and data order.
         split: what is evaluated, "report" or "select".
-        speeds: relative speed of each learner where they differ; a step takes 1 s ÷ speed of virtual time, ± 10 % at random.
+        speeds: relative speed of each learner where they differ; a step takes 1 s ÷ speed of virtual time, ± 10 % at
+            random.
         budget_s: virtual seconds after the warm start, instead of a number of steps.
         starts: when each learner starts, as a share of the common part; default: at its beginning.
         ends: when each learner leaves, likewise.
@@ -146,7 +149,8 @@ def _outcome(record: Mapping[str, Any]) -> Outcome:
 
 
 def outcomes(arms: Iterable[Arm], jobs: int = 1, say: Callable[[Arm, Outcome], None] | None = None) -> None:
-    """Train what is missing, in `jobs` processes of one thread each; `say` is called after each run that was missing."""
+    """Train what is missing, in `jobs` processes of one thread each; `say` is called after each run that was
+    missing."""
     missing = list({arm.key(): arm for arm in arms if cached(arm) is None}.values())
     say = say or (lambda *_: None)
     if jobs == 1:

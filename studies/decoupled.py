@@ -67,26 +67,29 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     }
     shown = ", ".join(f"{label} {cost.mean:+.3f}" for label, cost in others.items())
     return every(below(each, -TIE) for each in (lock, parallel, one, all_)), (
-        f"at equal wall-clock K = 1 + grace is {lock.mean:+.3f} against lock-step streaming, {parallel.mean:+.3f} against lock-step data "
-        f"parallel and {one.mean:+.3f} against K = 1 without grace, but {all_.in_words()} against K = M; against it {shown}"
+        f"at equal wall-clock K = 1 + grace is {lock.mean:+.3f} against lock-step streaming, {parallel.mean:+.3f} "
+        f"against lock-step data parallel and {one.mean:+.3f} against K = 1 without grace, but {all_.in_words()} "
+        f"against K = M; against it {shown}"
     )
 
 
 STUDY = Study(
     name="decoupled",
-    claim="With learners of unequal speed K = 1 + grace beats K = M and K = 1, and lock-step, at equal wall-clock (arXiv 2604.21428).",
+    claim="With learners of unequal speed K = 1 + grace beats K = M and K = 1, and lock-step, at equal wall-clock "
+    "(arXiv 2604.21428).",
     rows=rows,
     verdict=verdict,
     equal="virtual wall-clock: 450 s, in which the fastest take 450 steps (± 10 % jitter) and the slowest 180",
     control=CONTROL,
     notes=[
         (
-            "Speeds 1 : 1 : 0.6 : 0.4, H = 24, P = 4, τ = 2, no network latency. Every learner's lr schedule ends with the budget. Outer settings "
-            "are chosen on the other split, for K = 1 + grace and for lock-step streaming. The data parallel control has all learners at "
-            "full speed, which no run with these learners could have: gaps to it are upper bounds, and 'lock-step data parallel' is what it "
-            "would be with the slowest's 180 steps. The isolated learner is a fast one. The rule: K = 1 + grace better by 0.01 than both lock-step "
-            "arms, than K = 1 and than K = M. No quorum blocks a learner here: K = M only merges later. That of the paper waits (84 % goodput), "
-            "and lock-step streaming comes nearest to it."
+            "Speeds 1 : 1 : 0.6 : 0.4, H = 24, P = 4, τ = 2, no network latency. Every learner's lr schedule ends with "
+            "the budget. Outer settings are chosen on the other split, for K = 1 + grace and for lock-step streaming. "
+            "The data parallel control has all learners at full speed, which no run with these learners could have: "
+            "gaps to it are upper bounds, and 'lock-step data parallel' is what it would be with the slowest's 180 "
+            "steps. The isolated learner is a fast one. The rule: K = 1 + grace better by 0.01 than both lock-step "
+            "arms, than K = 1 and than K = M. No quorum blocks a learner here: K = M only merges later. That of the "
+            "paper waits (84 % goodput), and lock-step streaming comes nearest to it."
         )
     ],
 )

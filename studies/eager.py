@@ -55,9 +55,10 @@ STUDY = Study(
     control=Arm(learners=2),
     notes=[
         (
-            "M = 2, H = 30, after a warm start of a quarter. The global model of eager and delayed arms is the outer step over the published "
-            "means, which misses the last one or two intervals (30 or 60 of 450 steps). The rule: delayed worse than delayed with a quarter "
-            "of the lr, eager better than delayed, and eager within 0.03 of no overlap."
+            "M = 2, H = 30, after a warm start of a quarter. The global model of eager and delayed arms is the outer "
+            "step over the published means, which misses the last one or two intervals (30 or 60 of 450 steps). The "
+            "rule: delayed worse than delayed with a quarter of the lr, eager better than delayed, and eager within "
+            "0.03 of no overlap."
         )
     ],
 )

@@ -52,8 +52,8 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
         below(gaps["50% lost"] - gaps["isolated"], -0.03),
     ])  # fmt: skip
     return holds, (
-        f"10, 30 and 50 % lost cost {cost[0.1].mean:+.3f}, {cost[0.3].mean:+.3f} and {cost[0.5].in_words()}, and 50 % with topics "
-        f"{topical.in_words()}, where 2.1 % is {PUBLISHED:.3f}; {moves}"
+        f"10, 30 and 50 % lost cost {cost[0.1].mean:+.3f}, {cost[0.3].mean:+.3f} and {cost[0.5].in_words()}, and 50 % "
+        f"with topics {topical.in_words()}, where 2.1 % is {PUBLISHED:.3f}; {moves}"
     )
 
 
@@ -65,11 +65,12 @@ STUDY = Study(
     equal="tokens; where learners are missing their tokens are",
     notes=[
         (
-            "M = 4, H = 30. A learner whose contribution is lost goes on from its own parameters; what it sends next is measured from the new "
-            "global model. Topics as in the study of non-i.i.d. shards. A learner that joins starts from the global model, with the inner "
-            "optimizer's state of the warm start and the run's place in the lr schedule. The rule: half lost with topics within 2.1 % of "
-            "perplexity of none lost (here of a byte, which allows more than of a token), with i.i.d. shards 30 % within 0.05 and 50 % within 0.08, "
-            "and 50 % better than isolated by 0.03. That learners leave and join stands beside it."
+            "M = 4, H = 30. A learner whose contribution is lost goes on from its own parameters; what it sends next "
+            "is measured from the new global model. Topics as in the study of non-i.i.d. shards. A learner that joins "
+            "starts from the global model, with the inner optimizer's state of the warm start and the run's place in "
+            "the lr schedule. The rule: half lost with topics within 2.1 % of perplexity of none lost (here of a byte, "
+            "which allows more than of a token), with i.i.d. shards 30 % within 0.05 and 50 % within 0.08, and 50 % "
+            "better than isolated by 0.03. That learners leave and join stands beside it."
         )
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from diloco.planning.failures import Goodput, simulate
-from diloco.planning.goodput import Fleet, Mode, Rounds, Speeds
+from diloco.planning.fleet import Fleet, Mode, RoundRules, Speeds
 from studies.pages import filled
 
 PAGE = Path(__file__).parents[1] / "docs" / "goodput.md"
@@ -22,7 +22,8 @@ PUBLISHED: dict[tuple[Mode, int], tuple[int, ...]] = {
     ("decoupled", 2): (94, 80, 70, 54),
     ("decoupled", 8): (98, 94, 88, 80),
 }
-"""Decoupled DiLoCo, arXiv 2604.21428: percent, by mode and learners, for these numbers of chips, one failure per chip and year."""
+"""Decoupled DiLoCo, arXiv 2604.21428: percent, by mode and learners, for these numbers of chips, one failure per chip
+and year."""
 
 SPEEDS = (1.0,) * 6 + (0.68,) * 2
 
@@ -64,16 +65,16 @@ def distances_table() -> str:
 
 
 def speeds_table() -> str:
-    """Eight learners, two of them slower: who waits for whom, and whose work comes in time."""
+    """Eight learners, two of them slower: how long learners wait, and how much work comes in time."""
     speeds = Speeds(0.05, SPEEDS)
     kinds: list[tuple[str, Fleet]] = [
         ("data parallel, elastic", Fleet(1_200_000, 8, "elastic", speeds=speeds)),
-        ("K = 8, no overlap", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(8, overlap=0))),
-        ("K = 8", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(8))),
-        ("K = 6, no grace", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(6, 0.0))),
-        ("K = 1, no grace", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(1, 0.0))),
-        ("K = 1 and grace", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(1))),
-        ("K = 8, nobody waits", Fleet(1_200_000, 8, speeds=speeds, rounds=Rounds(8, wait=False))),
+        ("K = 8, no overlap", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(8, overlap=0))),
+        ("K = 8", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(8))),
+        ("K = 6, no grace", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(6, 0.0))),
+        ("K = 1, no grace", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(1, 0.0))),
+        ("K = 1 and grace", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(1))),
+        ("K = 8, without waiting", Fleet(1_200_000, 8, speeds=speeds, rounds=RoundRules(8, wait=False))),
     ]
     lines = ["| | goodput, % | waiting, % | standing still, % | in time, % |", "|---|---:|---:|---:|---:|"]
     for name, fleet in kinds:

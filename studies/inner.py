@@ -53,23 +53,26 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     smaller = every(below(cost["Muon", f"DiLoCo, M={m}"] - cost["AdamW", f"DiLoCo, M={m}"], -TIE) for m in (4, 8))
     bits = {name: cost[name, "2bit, M=4"] - cost[name, "DiLoCo, M=4"] for name in own}
     return every([better, smaller]), (
-        f"Muon in data parallel is {(own['Muon'] - own['AdamW']).mean:+.3f} against AdamW; the gap of DiLoCo to data parallel with the same inner "
-        f"optimizer is {shown} (Muon against AdamW); 2 bits cost {bits['Muon'].mean:+.3f} with Muon and {bits['AdamW'].mean:+.3f} with "
-        "AdamW"
+        f"Muon in data parallel is {(own['Muon'] - own['AdamW']).mean:+.3f} against AdamW; the gap of DiLoCo to data "
+        f"parallel with the same inner optimizer is {shown} (Muon against AdamW); 2 bits cost {bits['Muon'].mean:+.3f} "
+        f"with Muon and {bits['AdamW'].mean:+.3f} with AdamW"
     )
 
 
 STUDY = Study(
     name="inner",
-    claim="With Muon inside, DiLoCo ends lower, loses less as learners are added, and stands 2 bits (MuLoCo, arXiv 2505.23725).",
+    claim=(
+        "With Muon inside, DiLoCo ends lower, loses less as learners are added, and stands 2 bits (MuLoCo, arXiv "
+        "2505.23725)."
+    ),
     rows=rows,
     verdict=verdict,
     notes=[
         (
-            "H = 30. Both inner optimizers have their lr (of 2e-3, 4e-3, 8e-3; Muon's own is twice that) chosen in data parallel, and the outer "
-            "settings for every M among lr 0.7, 1.0 and momentum 0.5 … 0.9, all on the other split. The first two rows are the controls of "
-            "the other studies, at lr 4e-3. The rule: Muon ends lower at M = 4, and its gap to its own data parallel is smaller by 0.01 at M = 4 "
-            "and 8."
+            "H = 30. Both inner optimizers have their lr (of 2e-3, 4e-3, 8e-3; Muon's own is twice that) chosen in "
+            "data parallel, and the outer settings for every M among lr 0.7, 1.0 and momentum 0.5 … 0.9, all on the "
+            "other split. The first two rows are the controls of the other studies, at lr 4e-3. The rule: Muon ends "
+            "lower at M = 4, and its gap to its own data parallel is smaller by 0.01 at M = 4 and 8."
         )
     ],
 )

@@ -33,8 +33,8 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     shown = ", ".join(f"{gap.mean:+.3f} at M={learners}" for learners, gap in chosen.items())
     limits = "within" if within else "not all within"
     return every([within, grows, recovered, below(better, -0.03)]), (
-        f"with the outer settings chosen the gap is {shown}, {limits} 0.02, 0.04 and 0.09 at M = 1, 2, 4; M = 4 beats the isolated "
-        f"learner by {-better.mean:.3f}"
+        f"with the outer settings chosen the gap is {shown}, {limits} 0.02, 0.04 and 0.09 at M = 1, 2, 4; M = 4 beats "
+        f"the isolated learner by {-better.mean:.3f}"
     )
 
 
@@ -45,7 +45,10 @@ STUDY = Study(
     rows=rows,
     verdict=verdict,
     notes=[
-        "After a warm start of a quarter of the steps, H = 30. Outer lr and momentum are chosen from nine pairs on another split with another seed."
+        (
+            "After a warm start of a quarter of the steps, H = 30. Outer lr and momentum are chosen from nine pairs on "
+            "another split with another seed."
+        )
     ],
 )
 

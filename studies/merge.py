@@ -39,20 +39,22 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     shown = ", ".join(f"{against(m).mean:+.3f} at M={m}" for m in COUNTS)
     low = ", ".join(f"{against(m, ', half the lr').mean:+.3f}" for m in COUNTS)
     return every(below(against(m), -TIE) for m in (8, 16)), (
-        f"against the mean, radial-directional is {shown} with the lr chosen for the mean at M = 4 (below 0 is better), and {low} with "
-        "half of it"
+        f"against the mean, radial-directional is {shown} with the lr chosen for the mean at M = 4 (below 0 is "
+        f"better), and {low} with half of it"
     )
 
 
 STUDY = Study(
     name="merge",
-    claim="Radial-directional averaging keeps the merged norm independent of M and beats the mean at M = 8 and 16 (arXiv 2604.21428).",
+    claim="Radial-directional averaging keeps the merged norm independent of M and beats the mean at M = 8 and 16 "
+    "(arXiv 2604.21428).",
     rows=rows,
     verdict=verdict,
     notes=[
         (
-            "H = 30. Outer lr and momentum are those chosen for the mean at M = 4, for every M and merge, and half that lr; embeddings are "
-            "averaged unless named. The isolated control is that of M = 4. The rule: better than the mean by 0.01 at M = 8 and at M = 16."
+            "H = 30. Outer lr and momentum are those chosen for the mean at M = 4, for every M and merge, and half "
+            "that lr; embeddings are averaged unless named. The isolated control is that of M = 4. The rule: better "
+            "than the mean by 0.01 at M = 8 and at M = 16."
         )
     ],
 )

@@ -45,14 +45,18 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
 
 STUDY = Study(
     name="non_iid",
-    claim="Shards by topic end where i.i.d. shards do, with contributions weighted by their shard's examples (arXiv 2311.08105).",
+    claim=(
+        "Shards by topic end where i.i.d. shards do, with contributions weighted by their shard's examples (arXiv "
+        "2311.08105)."
+    ),
     rows=rows,
     verdict=verdict,
     notes=[
         (
-            "H = 30. Topics are k-means clusters of 4 KiB stretches of the text by their byte frequencies: 43, 39, 16 and 3 % of it for M = 4, "
-            "24 to 1 % for M = 8; every learner takes equally many sequences a step from its own. Held-out text has the mixture of the whole. "
-            "The rule: with one of the weights within 0.02 of i.i.d. shards, and examples no worse than uniform."
+            "H = 30. Topics are k-means clusters of 4 KiB stretches of the text by their byte frequencies: 43, 39, 16 "
+            "and 3 % of it for M = 4, 24 to 1 % for M = 8; every learner takes equally many sequences a step from its "
+            "own. Held-out text has the mixture of the whole. The rule: with one of the weights within 0.02 of i.i.d. "
+            "shards, and examples no worse than uniform."
         )
     ],
 )

@@ -48,8 +48,8 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     shown = ", ".join(f"{name} {worst[name]:+.3f} (honest {price[name]:+.3f})" for name in MERGES if worst[name] < 1.0)
     lost = ", ".join(name for name in MERGES if worst[name] >= 1.0)
     return every([opposite(robust["mean"]), three]), (
-        f"the worst of three attacks costs, against the mean of honest learners: {shown}; more than 1 nat: {lost}; all of the interval is "
-        f"within {LIMIT} with {sure}"
+        f"the worst of three attacks costs, against the mean of honest learners: {shown}; more than 1 nat: {lost}; all "
+        f"of the interval is within {LIMIT} with {sure}"
     )
 
 
@@ -62,9 +62,9 @@ STUDY = Study(
     control=Arm(learners=LEARNERS),
     notes=[
         (
-            "M = 8, H = 30, outer settings of the mean. Noise has ten times the norm of the learner's own outer gradient. The learner that "
-            "sends it trains honestly. The rule: three robust merges stay within 0.05 of the mean of honest learners under every attack, "
-            "and the mean does not."
+            "M = 8, H = 30, outer settings of the mean. Noise has ten times the norm of the learner's own outer "
+            "gradient. The learner that sends it trains honestly. The rule: three robust merges stay within 0.05 of "
+            "the mean of honest learners under every attack, and the mean does not."
         )
     ],
 )

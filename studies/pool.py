@@ -38,7 +38,8 @@ def rows() -> Sequence[Row]:
         for name, lives in SCHEDULES.items():
             if equal and name == "constant 8":
                 continue  # the same run
-            # A longer run has the same shape: rounds are more, not longer, and every learner's life is rounded to whole ones.
+            # A longer run has the same shape: rounds are more, not longer, and every learner's life is rounded to whole
+            # ones.
             stretch = compute("constant 8") / compute(name) if equal else 1.0
             rounds = round(ROUNDS * stretch)
             starts, ends = (
@@ -60,8 +61,9 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     longer = {name: gaps[f"{name}, as long as it takes"].mean for name in SCHEDULES if name != "constant 8"}
     shown = ", ".join(f"{name} {gap:+.3f}" for name, gap in longer.items())
     return every([order, same]), (
-        f"in runs of one length doubling is {doubling.mean:+.3f} against halving and ramping up {ramp.mean:+.3f} against ramping down; "
-        f"constant 8 {by_name['constant 8'].mean:+.3f}, constant 1 {by_name['constant 1'].mean:+.3f}. With as much compute as constant 8, in more steps: {shown}"
+        f"in runs of one length doubling is {doubling.mean:+.3f} against halving and ramping up {ramp.mean:+.3f} "
+        f"against ramping down; constant 8 {by_name['constant 8'].mean:+.3f}, constant 1 "
+        f"{by_name['constant 1'].mean:+.3f}. With as much compute as constant 8, in more steps: {shown}"
     )
 
 
@@ -70,13 +72,17 @@ STUDY = Study(
     claim="The result follows the total compute and not its schedule (arXiv 2311.08105).",
     rows=rows,
     verdict=verdict,
-    equal="length of 450 steps and tokens by the compute that is named (1: constant 8); where it says 'as long as it takes', tokens",
+    equal=(
+        "length of 450 steps and tokens by the compute that is named (1: constant 8); where it says 'as long as it "
+        "takes', tokens"
+    ),
     control=Arm(learners=LEARNERS),
     notes=[
         (
-            "H = 30, two sequences a learner, 15 rounds. 'As long as it takes': more rounds, until the learners have taken as many steps "
-            "together as eight do in 450 each (constant 1 takes 3,600). A learner that joins starts from the global model. The rule: in runs "
-            "of one length the same compute in another order ends within 0.02, and more compute ends lower."
+            "H = 30, two sequences a learner, 15 rounds. 'As long as it takes': more rounds, until the learners have "
+            "taken as many steps together as eight do in 450 each (constant 1 takes 3,600). A learner that joins "
+            "starts from the global model. The rule: in runs of one length the same compute in another order ends "
+            "within 0.02, and more compute ends lower."
         )
     ],
 )

@@ -45,8 +45,8 @@ class Study:
         name: of its files.
         claim: one sentence, with its source.
         rows: arms, in the table's order.
-        verdict: from the gaps to data parallel (by label; "isolated" is one of them) whether their intervals carry the claim (False:
-            they contradict it; None: neither), and a sentence. A missing label raises KeyError.
+        verdict: from the gaps to data parallel (by label; "isolated" is one of them) whether their intervals carry the
+            claim (False: they contradict it; None: neither), and a sentence. A missing label raises KeyError.
         published: whether a paper claims it. What none claims is not reproduced; it is found here, or not.
         equal: what is equal between the arms.
         control: the arm of data parallel and isolated where it is not the default one.
@@ -70,7 +70,7 @@ class Study:
         ]
 
 
-# --- hyperparameters --------------------------------------------------------------------------------------------------------
+# --- hyperparameters --------------------------------------------------------------------------------------------------
 
 TRAINING: ContextVar[int] = ContextVar("TRAINING", default=0)
 """In how many processes what is missing may be trained now; 0: not at all."""
@@ -111,7 +111,7 @@ def best(candidates: Mapping[str, Arm]) -> str:
     return min(losses, key=lambda name: losses[name].loss)  # type: ignore[union-attr]
 
 
-# --- running and showing ------------------------------------------------------------------------------------------------
+# --- running and showing ----------------------------------------------------------------------------------------------
 
 
 def run(study: Study, seeds: Sequence[int] = SEEDS, jobs: int = 1) -> None:
@@ -217,9 +217,19 @@ def _values(
             "configuration": row.arm.method,
         })  # fmt: skip
     seeds = sorted({seed for results in found.values() for seed in results})
-    return {"study": study.name, "claim": study.claim, "verdict": verdict, "why": sentence, "notes": list(study.notes),
-            "seeds": seeds, "equal": study.equal, "machine": MACHINE, "seconds": sum(entry["seconds"] for entry in table),
-            "date": max((each.date for results in found.values() for each in results.values()), default=""), "table": table}  # fmt: skip
+    return {
+        "study": study.name,
+        "claim": study.claim,
+        "verdict": verdict,
+        "why": sentence,
+        "notes": list(study.notes),
+        "seeds": seeds,
+        "equal": study.equal,
+        "machine": MACHINE,
+        "seconds": sum(entry["seconds"] for entry in table),
+        "date": max((each.date for results in found.values() for each in results.values()), default=""),
+        "table": table,
+    }
 
 
 def outer_in_words(method: Method) -> str:
@@ -231,8 +241,14 @@ def outer_in_words(method: Method) -> str:
 
 def markdown(values: Mapping[str, Any]) -> str:
     """A study's table, from what its JSON file holds."""
-    lines = [f"## {values['study'].replace('_', ' ')}", "", f"**Claim.** {values['claim']}", "",
-             "| arm | outer lr / momentum | loss | gap to data parallel | gap to isolated |", "|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        f"## {values['study'].replace('_', ' ')}",
+        "",
+        f"**Claim.** {values['claim']}",
+        "",
+        "| arm | outer lr / momentum | loss | gap to data parallel | gap to isolated |",
+        "|---|---|---|---|---|",
+    ]
     for entry in values["table"]:
         num_seeds = len(entry["losses"])
         name = entry["arm"] + (f" ({entry['detail']})" if entry["detail"] else "")
@@ -249,10 +265,16 @@ def markdown(values: Mapping[str, Any]) -> str:
         partly = "" if num_seeds == len(values["seeds"]) else f" ({num_seeds} of {len(values['seeds'])} seeds)"
         lines.append(f"| {name} | {entry['outer']} | {entry['loss']:.4f}{partly} | {shown[0]} | {shown[1]} |")
     verdict, seeds = values["verdict"], values["seeds"]
-    lines += ["", f"**{verdict[0].upper()}{verdict[1:]}**: {values['why']}.", "",
-              (f"Held-out nats per byte of the global model; seeds {', '.join(map(str, seeds)) or 'none'}, compared in pairs (± standard"
-               f" error); below {TIE} is a tie. Equal {values['equal']}. {values['machine']}; {values['seconds']} s in all;"
-               f" {values['date']}.")]  # fmt: skip
+    lines += [
+        "",
+        f"**{verdict[0].upper()}{verdict[1:]}**: {values['why']}.",
+        "",
+        (
+            f"Held-out nats per byte of the global model; seeds {', '.join(map(str, seeds)) or 'none'}, compared in "
+            f"pairs (± standard error); below {TIE} is a tie. Equal {values['equal']}. {values['machine']}; "
+            f"{values['seconds']} s in all; {values['date']}."
+        ),
+    ]
     for note in values["notes"]:
         lines += ["", note]
     return "\n".join(lines) + "\n"

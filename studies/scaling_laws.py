@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diloco.planning.penalty import LOSSES, STUDY_PARAMETERS
-from diloco.planning.scaling import DATA_PARALLEL_LOSS, LEARNERS, LOSS
-from diloco.planning.wallclock import NETWORKS, Job, wall_clock
+from diloco.planning.scaling_laws import DATA_PARALLEL_LOSS, LEARNERS, LOSS
+from diloco.planning.training_time import NETWORKS, TrainingPlan, wall_clock
 from studies.pages import filled
 
 PAGE = Path(__file__).parents[1] / "docs" / "wallclock.md"
@@ -43,7 +43,7 @@ def hours_table() -> str:
     """A model of 10 billion parameters on 200 billion tokens and 2,048 chips."""
     lines = ["| network across sites | data parallel, h | M = 2, h | M = 4, h | M = 8, h |", "|---|" + "---:|" * 4]
     for name, link in NETWORKS.items():
-        clocks = [wall_clock(Job(10e9, 200e9, 4e6, 2048, learners, across=link)) for learners in LEARNERS]
+        clocks = [wall_clock(TrainingPlan(10e9, 200e9, 4e6, 2048, learners, across=link)) for learners in LEARNERS]
         label = f"{name}: {link.bit_per_s / 1e9:g} Gbit/s, {link.latency_s * 1e3:g} ms"
         lines.append(f"| {label} | {' | '.join(f'{clock.total_s / 3600:.1f}' for clock in clocks)} |")
     return "\n".join(lines)

@@ -26,8 +26,9 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     cost = {label: each.mean for label, each in gap.items()}
     worst = max(cost, key=lambda label: cost[label])
     return every(below(each, 0.02) for each in gap.values()), (
-        f"against DiLoCo τ = 0, 1, 5 without mixing cost {cost['streaming, τ=0, α=0']:+.3f}, {cost['streaming, τ=1, α=0']:+.3f}, "
-        f"{cost['streaming, τ=5, α=0']:+.3f}; α = 0.5 costs {cost['streaming, τ=1, α=0.5']:+.3f} at τ = 1; the dearest is {worst}"
+        f"against DiLoCo τ = 0, 1, 5 without mixing cost {cost['streaming, τ=0, α=0']:+.3f}, "
+        f"{cost['streaming, τ=1, α=0']:+.3f}, {cost['streaming, τ=5, α=0']:+.3f}; α = 0.5 costs "
+        f"{cost['streaming, τ=1, α=0.5']:+.3f} at τ = 1; the dearest is {worst}"
     )
 
 
@@ -38,8 +39,8 @@ STUDY = Study(
     verdict=verdict,
     notes=[
         (
-            "M = 4, H = 30, one layer a fragment and the embedding apart (P = 4), fp32 on the wire, outer settings of DiLoCo. The rule: "
-            "each within 0.02 of DiLoCo."
+            "M = 4, H = 30, one layer a fragment and the embedding apart (P = 4), fp32 on the wire, outer settings of "
+            "DiLoCo. The rule: each within 0.02 of DiLoCo."
         )
     ],
 )

@@ -31,8 +31,8 @@ STUDY = Study(
     verdict=verdict,
     notes=[
         (
-            "M = 4 after a warm start of a quarter; 450 common steps, so H = 450 averages once. Outer settings chosen at H = 30. The rule: "
-            "H = 75 within 0.08 of H = 10 and better than isolated by 0.03."
+            "M = 4 after a warm start of a quarter; 450 common steps, so H = 450 averages once. Outer settings chosen "
+            "at H = 30. The rule: H = 75 within 0.08 of H = 10 and better than isolated by 0.03."
         )
     ],
 )

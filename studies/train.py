@@ -1,4 +1,5 @@
-"""Training an arm: the real `diloco.Learner` over the real exchange, all learners in one process and in virtual time."""
+"""Training an arm: the real `diloco.Learner` over the real exchange, all learners in one process and in virtual
+time."""
 
 from __future__ import annotations
 
@@ -156,7 +157,7 @@ def _train_together(arm: Arm) -> Outcome:
                 step = start + (taken if not by_time else max(1, round(over_s * speeds[index])))
                 inner_step(model, optimizer, _batch(arm, step, index), world.lr_factor(progress, step))
                 learner.step(tokens=tokens)
-            exchange.stepped()  # nobody leaves before the step that it does not take any more would be over
+            exchange.stepped()  # a learner leaves only when the step after its last one would be over
             learner.state_dict()  # answers that are on their way
             state = learner.global_state_dict()
             if in_flight_at_the_end(method):  # what the run has published, whether or not it has been adopted

@@ -1,4 +1,5 @@
-"""The papers' tables of bandwidth for a compute utilisation, beside what the planner says. Writes the tables of docs/planning.md.
+"""The papers' tables of bandwidth for a compute utilisation, beside what the planner says. Writes the tables of
+docs/planning.md.
 
 python -m studies.utilization
 """
@@ -9,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.planning.conventions import published_run
+from diloco.planning.graph import required_bit_per_s
 from diloco.planning.units import significant
-from diloco.planning.utilization import required_bit_per_s
 from studies.pages import filled
 from studies.published import TABLE_4, TABLE_5, TABLE_6, TARGETS, Row
 

@@ -42,22 +42,24 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
     scratch = high - gaps["isolated, 0% warm"]
     shown = "; ".join(f"{share:.0%}: {lowest[share].mean:+.3f} with momentum {best[share]:g}" for share in SHARES)
     return every([falls, below(lowest[0.0] - high, 0.0)]), (
-        f"the lowest gaps are {shown}; from scratch momentum 0.9 is {high.mean:+.3f}, {scratch.mean:+.3f} against isolated"
+        f"the lowest gaps are {shown}; from scratch momentum 0.9 is {high.mean:+.3f}, {scratch.mean:+.3f} against "
+        "isolated"
     )
 
 
 STUDY = Study(
     name="warm_start",
-    claim="The longer the warm start the smaller the gap, and from scratch with few rounds a momentum of 0.9 is too much.",
+    claim="The longer the warm start the smaller the gap, and from scratch with few rounds a momentum of 0.9 is too "
+    "much.",
     rows=rows,
     verdict=verdict,
     published=False,
     notes=[
         (
-            "M = 4, H = 30. For each share and momentum the outer lr is the best of 0.5, 0.7 and 1.0 on the other split. A longer warm start "
-            "leaves less to lose: the isolated learner shows how much. The rule: each longer warm start has a smaller lowest gap, and from "
-            "scratch a momentum below 0.9 is best. No paper claims it: in arXiv 2311.08105, with 88,000 steps in all, a start from scratch costs "
-            "0.1 of perplexity."
+            "M = 4, H = 30. For each share and momentum the outer lr is the best of 0.5, 0.7 and 1.0 on the other "
+            "split. A longer warm start leaves less to lose: the isolated learner shows how much. The rule: each "
+            "longer warm start has a smaller lowest gap, and from scratch a momentum below 0.9 is best. No paper "
+            "claims it: in arXiv 2311.08105, with 88,000 steps in all, a start from scratch costs 0.1 of perplexity."
         )
     ],
 )

@@ -61,16 +61,18 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
         below(dearer, -TIE),
     ])  # fmt: skip
     return holds, (
-        f"with DiLoCo's outer settings called {same['called, scaled'].mean:+.3f}, pushed and scaled {same['pushed, scaled'].mean:+.3f}, "
-        f"unscaled {same['pushed, unscaled'].mean:+.3f}, isolated {isolated.mean:+.3f}; scaled against unscaled is {dearer.in_words()}; each with "
-        f"outer settings of its own called {called.mean:+.3f}, pushed and scaled {scaled.mean:+.3f}, unscaled {unscaled.mean:+.3f}, Delayed "
+        f"with DiLoCo's outer settings called {same['called, scaled'].mean:+.3f}, pushed and scaled "
+        f"{same['pushed, scaled'].mean:+.3f}, unscaled {same['pushed, unscaled'].mean:+.3f}, isolated "
+        f"{isolated.mean:+.3f}; scaled against unscaled is {dearer.in_words()}; each with outer settings of its own "
+        f"called {called.mean:+.3f}, pushed and scaled {scaled.mean:+.3f}, unscaled {unscaled.mean:+.3f}, Delayed "
         f"Nesterov {delayed.mean:+.3f}"
     )
 
 
 STUDY = Study(
     name="who_calls",
-    claim="Rounds called by the syncer end lower than lone pushes; lone pushes that each get a full outer step cost more than not communicating, and than "
+    claim="Rounds called by the syncer end lower than lone pushes; lone pushes that each get a full outer step cost "
+    "more than not communicating, and than "
     "those that are scaled to their part.",
     rows=rows,
     verdict=verdict,
@@ -79,9 +81,10 @@ STUDY = Study(
     control=CONTROL,
     notes=[
         (
-            "Speeds 1 : 1 : 0.6 : 0.4, H = 24, P = 4, mean weighted by tokens. Outer settings of DiLoCo with equal learners, or chosen for the "
-            "row on the other split. The rule: called is better by 0.01 than every pushed row, each at its best; with the same outer settings "
-            "unscaled pushes are worse than isolated and scaled ones better than unscaled."
+            "Speeds 1 : 1 : 0.6 : 0.4, H = 24, P = 4, mean weighted by tokens. Outer settings of DiLoCo with equal "
+            "learners, or chosen for the row on the other split. The rule: called is better by 0.01 than every pushed "
+            "row, each at its best; with the same outer settings unscaled pushes are worse than isolated and scaled "
+            "ones better than unscaled."
         )
     ],
 )

@@ -1,7 +1,9 @@
-"""What every study trains: a byte-level language model of 165 thousand parameters on the Python standard library's source.
+"""What every study trains: a byte-level language model of 165 thousand parameters on the Python standard library's
+source.
 
-Data order is a function of the seed and the step alone: the global batch of step t is drawn from (seed, t), and learner m of M takes
-its m-th part. So data parallel is one run whatever M is, and runs that differ in one thing are compared in pairs.
+Data order is a function of the seed and the step alone: the global batch of step t is drawn from (seed, t), and learner
+m of M takes its m-th part. So data parallel is one run whatever M is, and runs that differ in one thing are compared in
+pairs.
 """
 
 from __future__ import annotations
@@ -100,7 +102,8 @@ STRETCH = 4096  # bytes that belong to one topic together
 
 @cache
 def topics(count: int) -> tuple[Tensor, ...]:
-    """Stretches of the training text in `count` topics, larger first: k-means over byte frequencies, whose square roots are compared."""
+    """Stretches of the training text in `count` topics, larger first: k-means over byte frequencies, whose square roots
+    are compared."""
     train, _ = _text()
     num = len(train) // STRETCH
     stretches = train[: num * STRETCH].view(num, STRETCH)

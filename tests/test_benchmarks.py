@@ -1,4 +1,5 @@
-"""The benchmarks run and their rows have the one form that the table reads; what they measure is for `make bench` to say."""
+"""The benchmarks run and their rows have the one form that the table reads; what they measure is for `make bench` to
+say."""
 
 from __future__ import annotations
 

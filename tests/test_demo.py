@@ -18,8 +18,8 @@ from diloco import events as ev
 from diloco.demo.accounting import baseline_bytes, participation, ring_all_reduce_bytes
 from diloco.demo.plan import QUICK, Plan, free_port, prepare
 from diloco.demo.processes import Family
-from diloco.demo.report import write_report
-from diloco.demo.story import Scene, tell
+from diloco.demo.result_page import write_report
+from diloco.demo.story import DemoState, tell
 from diloco.demo.summary import summarise
 from diloco.errors import ConfigError, RunError
 from diloco.report.timeline import Follower, Timeline
@@ -31,9 +31,14 @@ def step(t: float, number: int, tokens: int) -> ev.Stepped:
 
 def merged(t: float, version: int, *contributors: str) -> ev.Merged:
     return ev.Merged(
-        t=t, fragment=0, round=version - 1, version=version, contributors=contributors, weights=(1.0,) * len(contributors),
+        t=t,
+        fragment=0,
+        round=version - 1,
+        version=version,
+        contributors=contributors,
+        weights=(1.0,) * len(contributors),
         tokens=(1,) * len(contributors),
-    )  # fmt: skip
+    )
 
 
 def read(directory: Path) -> Timeline:
@@ -42,7 +47,8 @@ def read(directory: Path) -> Timeline:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A warm start of 100 tokens; from second 10 two learners, from 20 three, from 30 two again; one restart of the syncer at 40."""
+    """A warm start of 100 tokens; from second 10 two learners, from 20 three, from 30 two again; one restart of the
+    syncer at 40."""
     with ev.EventLog(tmp_path / "syncer" / "events.jsonl", who="syncer") as log:
         log.append(ev.SyncerStarted(t=1, run="r", address="x"))
         log.append(
@@ -79,7 +85,8 @@ def test_bytes_are_summed_over_syncer_processes(run: Path) -> None:
 
 
 def test_the_baseline_pays_only_where_two_or_more_trained(run: Path) -> None:
-    """learner-0: 30 tokens alone (free), 30 with one other, 30 with two, 30 with one; learner-1: 30 with one, 30 with two others."""
+    """learner-0: 30 tokens alone (free), 30 with one other, 30 with two, 30 with one; learner-1: 30 with one, 30 with
+    two others."""
     two, three = (30 + 30 + 30) / 90, (30 + 30) / 90
     assert baseline_bytes(read(run), tokens_per_step=90) == round((two * 4 * 1 + three * 4 * 2) * 1000)
 
@@ -173,19 +180,20 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     (demo / "old").write_text("")
     assert prepare(demo, QUICK, seed=4).run.seed == 4
     assert sorted(path.name for path in demo.iterdir()) == ["run.toml"]
-    (demo / "run.toml").write_text("[run]\n")  # somebody's own run
+    (demo / "run.toml").write_text("[run]\n")  # a run of the user's own
     with pytest.raises(ConfigError, match="not a demo"):
         prepare(demo, QUICK, seed=0)
 
 
 @pytest.mark.timeout(400)
 def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
-    """The whole story with real processes, with the syncer and the learner that initialised the run killed by somebody else."""
+    """The whole story with real processes, with the syncer and the learner that initialised the run killed by
+    the test."""
     plan = Plan(steps=120, kill_after=0.1, isolated=False, sync_every=10, held_out=32, sample_bytes=20)
     killed: list[str] = []
     phases: list[str] = []
 
-    def kill_from_outside(scene: Scene) -> None:
+    def kill_from_outside(scene: DemoState) -> None:
         phases.append(scene.phase)
         due = {"syncer": len(scene.timeline.merges) >= 5, "learner-0": len(scene.timeline.syncer_starts) > 1}
         for name, is_due in due.items():
@@ -223,7 +231,8 @@ def check_published(log: list[ev.Event], served: list[int]) -> None:
     versions = {(fragment, version + 1) for fragment, newest in enumerate(served) for version in range(newest)}
     assert len(set(published)) == len(published)
     assert set(published) <= versions
-    # A version that became durable in the instant before a kill may not have come into the log; its successor starts from it.
+    # A version that became durable in the instant before a kill may not have come into the log; its successor starts
+    # from it.
     restarts = [e for e in log if isinstance(e, ev.SyncerStarted)][1:]
     durable = {(fragment, version) for e in restarts for fragment, version in enumerate(e.versions)}
     assert versions - set(published) <= durable

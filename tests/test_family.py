@@ -77,7 +77,7 @@ class Constant:
 FRAGMENTS = diloco.Named([["layers.0.*"], ["layers.1.*", "layers.2.*"]])
 
 
-# --- identities -------------------------------------------------------------------------------------------------------------
+# --- identities -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fragments", [diloco.Whole(), FRAGMENTS], ids=["whole", "two"])
@@ -137,7 +137,7 @@ def test_top_k_of_everything_is_lossless() -> None:
         assert torch.equal(one["parameters"], other["parameters"])
 
 
-# --- golden trajectories ------------------------------------------------------------------------------------------------------
+# --- golden trajectories ----------------------------------------------------------------------------------------------
 
 
 def test_a_whole_interval_of_overlap_counts_no_work_twice() -> None:
@@ -148,14 +148,16 @@ def test_a_whole_interval_of_overlap_counts_no_work_twice() -> None:
 
 
 def test_eager_trajectory() -> None:
-    """H = 2, outer SGD(1), two learners with gradients 1 and 3: each steps with its own newest half and the other's last."""
+    """H = 2, outer SGD(1), two learners with gradients 1 and 3: each steps with its own newest half and the other's
+    last."""
 
     def life_of(index: int, exchange: Exchange) -> list[float]:
         method = diloco.EagerDiLoCo(sync_every=2, outer=diloco.SGD(lr=1.0))
         return [value for value, _ in Constant(method, 6, gradient=(1.0, 3.0)[index])(index, exchange)]
 
     first, second = diloco.run_local(life_of, learners=2)
-    # after step 2: Δ = 2 and 6, nothing has arrived: −1 and −3. After 4: half of the own 2, 6 and of the other's 6, 2: −4. After 6 again.
+    # after step 2: Δ = 2 and 6, nothing has arrived: −1 and −3. After 4: half of the own 2, 6 and of the other's 6, 2:
+    # −4. After 6 again.
     assert first == [-1.0, -1.0, -2.0, -5.0, -6.0, -9.0]
     assert second == [-3.0, -3.0, -6.0, -7.0, -10.0, -11.0]
 
@@ -163,8 +165,9 @@ def test_eager_trajectory() -> None:
 @pytest.mark.parametrize("gradients", [(1.0, 1.0), (1.0, 3.0)], ids=["equal", "other"])
 @pytest.mark.parametrize("intervals", [1, 2])
 def test_eager_learners_with_weights_do_not_part(gradients: tuple[float, float], intervals: int) -> None:
-    """Weights 3/4 and 1/4 in every mean. What a learner adds of its own it takes away again, so that after every send its parameters
-    are the means before and half of its own newest outer gradient (two of them where two are on their way)."""
+    """Weights 3/4 and 1/4 in every mean. What a learner adds of its own it takes away again, so that after every send
+    its parameters are the means before and half of its own newest outer gradient (two of them where two are on their
+    way)."""
     rounds, every = 6, 2
     method = diloco.EagerDiLoCo(sync_every=every, intervals=intervals, outer=diloco.SGD(lr=1.0), weight="tokens")
 
@@ -182,7 +185,8 @@ def test_eager_learners_with_weights_do_not_part(gradients: tuple[float, float],
 
 
 def test_a_displacement_is_kept_on_top_of_the_answer() -> None:
-    """H = 4, τ = 2, outer SGD(0.5), gradient 1: after step 4 Δ = 4 is sent, after 6 the answer −2 comes with −2 on top of it."""
+    """H = 4, τ = 2, outer SGD(0.5), gradient 1: after step 4 Δ = 4 is sent, after 6 the answer −2 comes with −2 on top
+    of it."""
     method = replace(diloco.DiLoCo(sync_every=4, overlap=2, outer=diloco.SGD(lr=0.5)), adopt=diloco.KeepDisplacement())
     [seen] = diloco.run_local(Constant(method, 10), learners=1)
     # sent after 4: 4 → −2; after 6: −2 − 2 = −4; after 8: −6, Δ = 4 → −4; after 10: −4 − 2 = −6
@@ -234,7 +238,7 @@ def test_eager_learners_train_the_whole_model() -> None:
         diloco.run_local(live, learners=1)
 
 
-# --- what holds in any run ------------------------------------------------------------------------------------------------
+# --- what holds in any run --------------------------------------------------------------------------------------------
 
 
 EVERY = {

@@ -1,4 +1,5 @@
-"""The frame holds: public names, light imports, the tree of errors, the command line, and what the repository may contain."""
+"""The frame holds: public names, light imports, the tree of errors, the command line, and what the repository may
+contain."""
 
 import ast
 import importlib.metadata
@@ -151,6 +152,15 @@ def test_every_error_is_documented() -> None:
     for name, cls in vars(errors).items():
         if inspect.isclass(cls):
             assert cls.__doc__, name
+
+
+def test_a_foreign_error_becomes_one_sentence_with_its_first_line_and_advice() -> None:
+    with pytest.raises(errors.StoreError, match=r"^cannot read it \(disk on fire\); call for help$") as caught:
+        with errors.translated(OSError, errors.StoreError, "cannot read it", "call for help"):
+            raise OSError("disk on fire\nsecond line")
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(KeyError), errors.translated(OSError, errors.StoreError, "cannot read it", "call for help"):
+        raise KeyError("a defect")
 
 
 # ------------------------------------------------------------------------------------------------------- command line

@@ -59,14 +59,37 @@ def test_numbers(run: Path) -> None:
     found = numbers(read_run([run]))
     learners = found.pop("learners")
     assert found == {
-        "run": "tiny", "method": "DiLoCo", "num_parameters": 12, "duration_s": 20.0, "tokens": 190, "loss": 2.0, "merges": 2,
-        "num_bytes": 115, "syncer_restarts": 1, "missing_events": 0,
-    }  # fmt: skip
+        "run": "tiny",
+        "method": "DiLoCo",
+        "num_parameters": 12,
+        "duration_s": 20.0,
+        "tokens": 190,
+        "loss": 2.0,
+        "merges": 2,
+        "num_bytes": 115,
+        "syncer_restarts": 1,
+        "missing_events": 0,
+    }
     assert learners == {
-        "a": {"present_s": 12.0, "joined": 1, "given_up": [], "step": 3, "merges": 2, "waited_s": 1.75, "num_bytes": 115},
-        "b": {"present_s": 5.0 + 10.0, "joined": 2, "given_up": ["nothing heard for 6.0 s"], "step": 0, "merges": 1,
-              "waited_s": 0.0, "num_bytes": 0},
-    }  # fmt: skip
+        "a": {
+            "present_s": 12.0,
+            "joined": 1,
+            "given_up": [],
+            "step": 3,
+            "merges": 2,
+            "waited_s": 1.75,
+            "num_bytes": 115,
+        },
+        "b": {
+            "present_s": 5.0 + 10.0,
+            "joined": 2,
+            "given_up": ["nothing heard for 6.0 s"],
+            "step": 0,
+            "merges": 1,
+            "waited_s": 0.0,
+            "num_bytes": 0,
+        },
+    }
 
 
 def test_folders_of_several_machines_are_one_run(run: Path) -> None:

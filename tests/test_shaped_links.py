@@ -1,4 +1,5 @@
-"""The study of shaped links, as far as it needs no root: configuration, predictions, errors, tables. What it finds is for itself to say."""
+"""The study of shaped links, as far as it needs no root: configuration, predictions, errors, tables. What it finds is
+for itself to say."""
 
 import math
 import tomllib

@@ -1,4 +1,5 @@
-"""The frame of the studies holds: keys, the cache, the rules of a table. What the studies find is for `python -m studies` to say."""
+"""The frame of the studies holds: keys, the cache, the rules of a table. What the studies find is for `python -m
+studies` to say."""
 
 import json
 from dataclasses import asdict, replace
@@ -35,7 +36,7 @@ def put(arm: Arm, loss: float) -> None:
     (arms.CACHE / f"{arm.key()}.json").write_text(json.dumps(values))
 
 
-# ---------------------------------------------------------------------------------------------------------------- arms
+# --------------------------------------------------------------------------------------------------------------- arms
 
 
 def test_a_key_holds_what_a_run_depends_on_and_nothing_else() -> None:
@@ -110,7 +111,7 @@ def test_the_two_held_out_parts_share_nothing() -> None:
     assert not {tuple(each) for each in reported.tolist()} & {tuple(each) for each in selected.tolist()}
 
 
-# -------------------------------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------------------------------------------- tables
 
 
 def verdict(gaps: Gaps) -> tuple[Holds, str]:

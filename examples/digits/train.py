@@ -34,7 +34,8 @@ METHOD = diloco.DiLoCo(
 
 
 class Classifier(nn.Sequential):
-    """Two convolutions and a linear layer, 10,026 parameters. GroupNorm has no running statistics that learners could disagree on."""
+    """Two convolutions and a linear layer, 10,026 parameters. GroupNorm has no running statistics that learners could
+    disagree on."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -46,7 +47,8 @@ class Classifier(nn.Sequential):
 
 @dataclass(frozen=True)
 class Digits:
-    """Images (N, 1, 8, 8) in 0..1 with their classes, in one of two divisions of the training part over the learners."""
+    """Images (N, 1, 8, 8) in 0..1 with their classes, in one of two divisions of the training part over the
+    learners."""
 
     images: Tensor
     classes: Tensor
@@ -94,7 +96,8 @@ def judge(state: dict[str, Tensor], data: Digits) -> Worth:
 def train(
     index: int, exchange: Exchange | None, data: Digits, seed: int, steps: int, shards: list[int]
 ) -> dict[str, Tensor]:
-    """One learner's life: steps on batches of its shards; returns the global model. Without an exchange it is on its own."""
+    """One learner's life: steps on batches of its shards; returns the global model. Without an exchange it is on its
+    own."""
     torch.manual_seed(seed)
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -120,7 +123,8 @@ def in_process(data: Digits, seed: int, steps: int) -> dict[str, Tensor]:
 
 
 def over_a_syncer(division: str, seed: int, steps: int) -> dict[str, Tensor]:
-    """A syncer here, and every learner a process of its own that dials it. Elsewhere: `diloco syncer`, and the same learners."""
+    """A syncer here, and every learner a process of its own that dials it. Elsewhere: `diloco syncer`, and the same
+    learners."""
     from diloco.exchange.remote import fetch_model
     from diloco.syncer.server import Options, Syncer
 
@@ -146,7 +150,8 @@ def dial(index: int, address: str, ca: Path | None = None, token_file: Path | No
 
 
 def sent_bytes(steps: int) -> tuple[int, int]:
-    """What one learner sends in a run, with this method and with data parallel (a ring all-reduce of bf16 gradients)."""
+    """What one learner sends in a run, with this method and with data parallel (a ring all-reduce of bf16
+    gradients)."""
     num_parameters = sum(p.numel() for p in Classifier().parameters())
     own = METHOD.up.encoded_bytes(num_parameters) * (steps // SYNC_EVERY)
     return own, steps * 2 * num_parameters * 2 * (LEARNERS - 1) // LEARNERS
@@ -162,11 +167,11 @@ def compare(division: str, split: str, seeds: range, steps: int) -> dict[str, li
     """The global model beside what a learner reaches alone, and what all reach when they exchange every gradient."""
     data = digits(division, split)
     own, every = sent_bytes(steps)
-    everybody = list(range(LEARNERS))
+    all_shards = list(range(LEARNERS))
     arms = {
         "DiLoCo, the global model": [judge(in_process(data, seed, steps), data) for seed in seeds],
         "a learner on its own": [judge(train(0, None, data, seed, steps, [0]), data) for seed in seeds],
-        "data parallel": [judge(train(0, None, data, seed, steps, everybody), data) for seed in seeds],
+        "data parallel": [judge(train(0, None, data, seed, steps, all_shards), data) for seed in seeds],
     }
     print(f"\nshards {division}; {LEARNERS} learners, {steps} steps of {BATCH} images each, {len(seeds)} seed(s)")
     print(f"  {'':<34}{'loss':<14}  accuracy   bytes sent by a learner")
@@ -204,7 +209,8 @@ def main() -> None:
         worth = judge(served, data)
         same = all(torch.equal(value, local[name]) for name, value in served.items())
         print(
-            f"over a syncer: loss {worth.loss:.3f}, accuracy {worth.accuracy:.1%}; the bits of the local run: {'yes' if same else 'no'}"
+            f"over a syncer: loss {worth.loss:.3f}, accuracy {worth.accuracy:.1%}; the bits of the local run: "
+            f"{'yes' if same else 'no'}"
         )
     else:
         for division in ("mixed", "by class"):

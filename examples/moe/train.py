@@ -1,4 +1,5 @@
-"""A small mixture-of-experts language model, trained by four learners; in a second part each of them trains a quarter of the experts.
+"""A small mixture-of-experts language model, trained by four learners; in a second part each of them trains a quarter
+of the experts.
 
     python examples/moe/train.py              all arms, one seed; about a minute
     python examples/moe/train.py --seeds 3
@@ -43,7 +44,8 @@ METHOD = diloco.DiLoCo(
 
 
 def experts_of(index: int) -> tuple[str, ...]:
-    """What learner `index` trains where the experts are divided: all that is dense, and its own two experts of every layer."""
+    """What learner `index` trains where the experts are divided: all that is dense, and its own two experts of every
+    layer."""
     return (*DENSE, f"layers.*.experts.[{2 * index}{2 * index + 1}].*")
 
 
@@ -67,7 +69,8 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then experts: every expert has parameters of its own, `layers.0.experts.3.0.weight`, so a run can treat it by name."""
+    """Attention, then experts: every expert has parameters of its own, `layers.0.experts.3.0.weight`, so a run can
+    treat it by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,13 +239,13 @@ def judge(state: dict[str, Tensor], batches: Sequence[Tensor]) -> tuple[float, T
 
 
 def arms(plan: Plan) -> dict[str, Result]:
-    everybody = range(LEARNERS)
-    warm = Worker.new(plan, everybody).train(plan, plan.warm_steps)
+    all_shards = range(LEARNERS)
+    warm = Worker.new(plan, all_shards).train(plan, plan.warm_steps)
     return {
         "DiLoCo, the global model": together(plan, warm, lambda _: None),
         "DiLoCo, experts divided": together(plan, warm, experts_of),
         "a learner on its own": apart(plan, warm, [0]),
-        "data parallel": apart(plan, warm, everybody),
+        "data parallel": apart(plan, warm, all_shards),
     }
 
 
@@ -258,7 +261,8 @@ def compare(seeds: range, steps: int) -> dict[str, list[float]]:
             losses.setdefault(name, []).append(judge(result.state, held_out)[0])
     num_parameters = sum(p.numel() for p in Mixture().parameters())
     print(
-        f"{num_parameters:,} parameters; {LEARNERS} learners, {steps} steps, {steps // 4} of them before they part; {len(seeds)} seed(s)"
+        f"{num_parameters:,} parameters; {LEARNERS} learners, {steps} steps, {steps // 4} of them before they part; "
+        f"{len(seeds)} seed(s)"
     )
     print(f"  {'':<28}held-out loss   parameters trained by a learner")
     for name, values in losses.items():

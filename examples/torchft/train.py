@@ -1,4 +1,5 @@
-"""Learners over torchft's elastic process group: kill one, see the other go on, start it again. Each command in a terminal of its own.
+"""Learners over torchft's elastic process group: kill one, see the other go on, start it again. Each command in a
+terminal of its own.
 
     torchft_lighthouse --bind 127.0.0.1:29510 --min_replicas 1 --join_timeout_ms 1000
     python examples/torchft/train.py a

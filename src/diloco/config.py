@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from diloco.errors import ConfigError
-from diloco.tables import Table, read_toml, validate, write_toml
+from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
 LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer")
 """The tables that a `[learner.NAME]` table may change."""
@@ -23,7 +23,7 @@ MUON_PRESET = "MuLoCo"
 
 
 class RunTable(Table):
-    """What the run is called, how long it is, and how many learners are planned."""
+    """The run's name, its length and its planned number of learners."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     tokens: int = Field(gt=0)  # trained by all learners together; ends the run
@@ -34,7 +34,7 @@ class RunTable(Table):
 
 
 class ModelTable(BaseModel):
-    """Which causal language model; every other key of the table is a setting of its transformers configuration."""
+    """The causal language model; other keys of the table are settings of its transformers configuration."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
@@ -51,7 +51,7 @@ class ModelTable(BaseModel):
 
 
 class DataTable(Table):
-    """Where the tokens come from, and which of them are held out."""
+    """The source of the tokens, and the held-out part."""
 
     kind: Literal["stdlib", "text", "tokens", "huggingface"] = "stdlib"
     sequence_length: int = Field(default=64, ge=1)
@@ -129,7 +129,7 @@ class TrainTable(Table):
 
 
 class WarmStartTable(Table):
-    """What comes before the learners part: one model, at the full batch of the run."""
+    """The part before the learners join: one model, at the full batch of the run."""
 
     steps: int = Field(default=0, ge=0)  # of the run; they end when the run is initialised, and the schedule goes on
     checkpoint: Path | None = None  # begin with this checkpoint's global model, inner optimizer, step and tokens
@@ -152,7 +152,7 @@ class CheckpointTable(Table):
 
 
 class SyncerTable(Table):
-    """Where the syncer is, how it is trusted, and when it gives up on a learner."""
+    """The syncer's address, its certificates and tokens, and its deadlines."""
 
     address: str = "127.0.0.1:7700"
     ca: Path | None = None
@@ -204,25 +204,25 @@ class RunConfig(Table):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.train.global_batch % (self.run.learners * self.train.accumulate):
+        accumulate, schedule_steps = self.train.accumulate, self.schedule_steps
+        parts = self.run.learners * accumulate
+        if self.train.global_batch % parts:
             raise ValueError(
-                f"train.global_batch = {self.train.global_batch} must be a multiple of "
-                f"run.learners x train.accumulate = {self.run.learners * self.train.accumulate}"
+                f"train.global_batch = {self.train.global_batch} must be a multiple of run.learners x train.accumulate "
+                f"= {parts}"
             )
-        if self.learner_batch % self.train.accumulate:
-            raise ValueError(
-                f"train.batch = {self.train.batch} must be a multiple of train.accumulate = {self.train.accumulate}"
-            )
+        if self.learner_batch % accumulate:
+            raise ValueError(f"train.batch = {self.train.batch} must be a multiple of train.accumulate = {accumulate}")
         if self.inner_optimizer == "adamw":
             for key, field in InnerTable.model_fields.items():
                 if key.startswith("muon_") and getattr(self.inner, key) != field.default:
                     raise ValueError(
                         f'inner.{key} has no effect with AdamW; set inner.optimizer = "muon" or leave it out'
                     )
-        if self.schedule.warmup_steps >= self.schedule_steps:
+        warmup_steps = self.schedule.warmup_steps
+        if warmup_steps >= schedule_steps:
             raise ValueError(
-                f"schedule.warmup_steps = {self.schedule.warmup_steps} must be below "
-                f"the schedule's {self.schedule_steps} steps"
+                f"schedule.warmup_steps = {warmup_steps} must be below the schedule's {schedule_steps} steps"
             )
         if self.warm_start.steps * self.tokens_per_full_step >= self.run.tokens:
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.tokens to the learners")
@@ -273,21 +273,17 @@ class RunConfig(Table):
 def load_config(path: str | Path, overrides: Sequence[str] = (), learner: str | None = None) -> RunConfig:
     """Read a run file; `overrides` are "table.key=value" with the value as TOML (a bare word is a string).
 
-    With the name of a `learner`, as that learner reads it: its `[learner.NAME]` table, if there is one, is laid over the others, and
-    the overrides over both; nothing is left to lay over. Raises ConfigError naming file, key and value when the file is missing, is
-    not TOML, or holds unknown keys or impossible values.
+    With the name of a `learner`, as that learner reads it: its `[learner.NAME]` table, if there is one, is laid over
+    the others, and the overrides over both; nothing is left to lay over. Raises ConfigError naming file, key and value
+    when the file is missing, is not TOML, or holds unknown keys or impossible values.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the run file {path} ({error}); check the path") from error
-    return parse_config(text, source=str(path), overrides=overrides, learner=learner)
+    return parse_config(read_text(path, "run file"), source=str(path), overrides=overrides, learner=learner)
 
 
 def parse_config(
     text: str, source: str = "run file", overrides: Sequence[str] = (), learner: str | None = None
 ) -> RunConfig:
-    """As `load_config`, from the text of a run file."""
+    """Read the text of a run file; see `load_config`."""
     tables = read_toml(text, source)
     config = resolved = _read(tables, overrides, source)
     for name, own in config.learner.items():

@@ -1,11 +1,11 @@
 """The one tree of errors.
 
-Every error raised on purpose by this package is a `DilocoError`. Its text is one sentence that says what was wrong, with the
-value, and what to do next. Foreign errors (gRPC, SQLite, the operating system) are mapped to this tree at the edge where they
-enter; everything else propagates.
+Every error raised on purpose by this package is a `DilocoError`. Its text is one sentence that says what was wrong,
+with the value, and what to do next. Foreign errors (gRPC, SQLite, the operating system) are mapped to this tree at the
+edge where they enter; everything else propagates.
 
     DilocoError
-    ├── ConfigError            wrong use: an option, a value or a combination that cannot work, or that would be unsafe (exit code 2)
+    ├── ConfigError            wrong use: options or values that cannot work, or would be unsafe (exit code 2)
     ├── LayoutError            two parties do not hold the same model
     ├── PayloadError           bytes or numbers that cannot be what they claim to be
     │   ├── NonFiniteError     inf or NaN where only finite numbers can be used
@@ -26,13 +26,16 @@ enter; everything else propagates.
     └── CheckpointError        a checkpoint is missing, damaged or belongs to something else
 """
 
+from collections import abc
+from contextlib import contextmanager
+
 
 class DilocoError(Exception):
     """Root of the tree."""
 
 
 class ConfigError(DilocoError, ValueError):
-    """Wrong use: an option, a value or a combination of them that cannot work, or a port that would be open to anybody."""
+    """Wrong use: an option, a value or a combination that cannot work, or a port that would be open to all."""
 
 
 class LayoutError(DilocoError):
@@ -72,7 +75,7 @@ class NotInitialisedError(RunError):
 
 
 class AlreadyInitialisedError(RunError):
-    """The run has a model already; nobody may overwrite it."""
+    """The run has a model already, and it is never overwritten."""
 
 
 class StaleIncarnationError(RunError):
@@ -105,3 +108,15 @@ class NoRoomError(StoreError):
 
 class CheckpointError(DilocoError):
     """A checkpoint is missing, damaged, or belongs to another run or model."""
+
+
+@contextmanager
+def translated(
+    causes: type[Exception] | tuple[type[Exception], ...], to: type[DilocoError], failed: str, advice: str
+) -> abc.Iterator[None]:
+    """Inside, foreign errors of the `causes` become a `to`: "<failed> (<the error's first line>); <advice>"."""
+    try:
+        yield
+    except causes as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise to(f"{failed} ({reason}); {advice}") from error

@@ -1,23 +1,26 @@
-"""What happened in a run: one schema for every `events.jsonl`.
+"""The events of a run: one schema for every `events.jsonl`.
 
-Each process of a run appends to its own file: one JSON object per line, with `t` (Unix time in seconds), `kind` and `who` (a learner's
-name, or "syncer") first. `docs/events.md` describes every kind. A process that is killed leaves at most one torn line, the last one:
-readers skip it and the next writer cuts it off. A disk that refuses events costs events and nothing else: a `gap` says how many.
+Each process of a run appends to its own file: one JSON object per line, with `t` (Unix time in seconds), `kind` and
+`who` (a learner's name, or "syncer") first. `docs/events.md` describes every kind. A process that is killed leaves at
+most one torn line, the last one: readers skip it and the next writer cuts it off. A disk that refuses events costs
+events and nothing else: a `gap` says how many.
 """
 
 import errno
+import functools
 import logging
+import operator
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from diloco.errors import StoreError
+from diloco.errors import StoreError, translated
 
 log = logging.getLogger("diloco")
 
@@ -145,7 +148,7 @@ class Initialised(Event):
 
     kind: Literal["initialised"] = "initialised"
     learner: str
-    source: str  # "seed", "weights" or "checkpoint", as the trainer says; what `connect(source=…)` was given, "learner" by default
+    source: str  # the trainer's "seed", "weights" or "checkpoint"; in general `connect(source=…)`, default "learner"
     layout_digest: str
     num_parameters: int
     num_bytes: int = 0
@@ -172,7 +175,8 @@ class Left(Event):
 
 
 class Evicted(Event):
-    """The syncer stopped counting on a learner that is lost (silent), stalled (no step) or replaced by a newer incarnation."""
+    """The syncer stopped counting on a learner that is lost (silent), stalled (no step) or replaced by a newer
+    incarnation."""
 
     kind: Literal["evicted"] = "evicted"
     learner: str
@@ -219,7 +223,7 @@ class Merged(Event):
     weights: tuple[float, ...]
     tokens: tuple[int, ...]  # per contributor, newly merged
     steps: tuple[int, ...] = ()
-    members: tuple[str, ...] = ()  # whom the round counted on
+    members: tuple[str, ...] = ()  # learners that the round counted on
     scale: float = 1.0  # the merged outer gradient was multiplied by it
     merge_s: float = 0.0
 
@@ -250,38 +254,23 @@ class Traffic(Event):
     learner: str = ""  # the other end, when these are one learner's connections
 
 
-AnyEvent = Annotated[
-    Gap
-    | RunStarted
-    | Stepped
-    | Evaluated
-    | Sampled
-    | Adopted
-    | Waited
-    | Checkpointed
-    | Finished
-    | SyncerStarted
-    | Initialised
-    | Joined
-    | Left
-    | Evicted
-    | Contributed
-    | Rejected
-    | Merged
-    | Published
-    | Traffic,
-    Field(discriminator="kind"),
-]
-_READER: TypeAdapter[Event] = TypeAdapter(AnyEvent)
+def event_types() -> dict[str, type[Event]]:
+    """Every event class by its `kind`."""
+    return {cls.model_fields["kind"].default: cls for cls in Event.__subclasses__()}
+
+
+_KINDS: Any = functools.reduce(operator.or_, event_types().values())
+_READER: TypeAdapter[Event] = TypeAdapter(cast("Any", Annotated)[_KINDS, Field(discriminator="kind")])
 
 E = TypeVar("E", bound=Event)
 
 
 class EventLog:
-    """Appends events to a file, one line each, handed to the operating system before `append` returns. Any thread may append.
+    """Appends events to a file, one line each, handed to the operating system before `append` returns. Any thread may
+    append.
 
-    A log only watches: a disk that refuses an event never stops who tells it. What could not be written is counted, said once in the
-    process's log, and told by a `Gap` when the disk takes events again.
+    A log only watches: a disk that refuses an event never stops who tells it. What could not be written is counted,
+    said once in the process's log, and told by a `Gap` when the disk takes events again.
 
     Raises StoreError when the file cannot be opened.
 
@@ -297,12 +286,10 @@ class EventLog:
         self._lock = threading.Lock()
         self._gap = 0  # events that are missing since the last one that was written
         self._torn_at: int | None = None  # where a line begins that the disk took only a part of
-        try:
+        with translated(OSError, StoreError, f"cannot open the event log {self.path}", "choose a writable directory"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(self.path)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-        except OSError as error:
-            raise StoreError(f"cannot open the event log {self.path} ({error}); choose a writable directory") from error
 
     def append(self, event: E) -> E:
         """Stamp `event` with time and author where they are missing, write it, and return it as stamped."""
@@ -368,12 +355,11 @@ class EventLog:
 def read_events(path: str | Path) -> list[Event]:
     """All events of a file in the order they were written; a torn last line is skipped.
 
-    Raises StoreError when the file cannot be read, or when a complete line is not an event of the schema (with its number).
+    Raises StoreError when the file cannot be read, or when a complete line is not an event of the schema (with its
+    number).
     """
-    try:
+    with translated(OSError, StoreError, f"cannot read the event log {path}", "check the path"):
         content = Path(path).read_bytes()
-    except OSError as error:
-        raise StoreError(f"cannot read the event log {path} ({error}); check the path") from error
     return _parse(content, path, first_line=1)
 
 
@@ -390,14 +376,13 @@ class EventTail:
 
     def read(self) -> list[Event]:
         """Whole lines only: what is being written, or was torn by a kill and will be cut off, waits."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self._offset)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StoreError(f"cannot read the event log {self.path} ({error}); check the path") from error
+        with translated(OSError, StoreError, f"cannot read the event log {self.path}", "check the path"):
+            try:
+                with open(self.path, "rb") as file:
+                    file.seek(self._offset)
+                    content = file.read()
+            except FileNotFoundError:
+                return []
         content = content[: content.rfind(b"\n") + 1]
         events = _parse(content, self.path, first_line=self._next_line)
         self._offset += len(content)
@@ -439,8 +424,3 @@ def _cut_torn_line(path: Path) -> None:
             keep = start
         if keep < end:
             file.truncate(keep)
-
-
-def event_types() -> dict[str, type[Event]]:
-    """Every event class by its `kind`."""
-    return {cls.model_fields["kind"].default: cls for cls in Event.__subclasses__()}

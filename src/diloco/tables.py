@@ -1,14 +1,16 @@
-"""TOML files as pydantic tables: read with errors that name the key and the nearest known one, and written so that they read back."""
+"""TOML files as pydantic tables: read with errors that name the key and the nearest known one, and written so that they
+read back."""
 
 import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, translated
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -19,8 +21,14 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+def read_text(path: str | Path, what: str) -> str:
+    """The text of a UTF-8 file. Raises ConfigError that names the file and `what` it is."""
+    with translated((OSError, UnicodeDecodeError), ConfigError, f"cannot read the {what} {path}", "check the path"):
+        return Path(path).read_text(encoding="utf-8")
+
+
 def read_toml(text: str, source: str) -> dict[str, Any]:
-    """The tables of a TOML text, with or without a byte-order mark. Raises ConfigError that names `source` and the line."""
+    """The tables of a TOML text, with or without a byte-order mark. Raises ConfigError that names source and line."""
     try:
         return tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:
@@ -60,7 +68,8 @@ def _explain(error: ValidationError, kind: type[BaseModel], tables: Mapping[str,
 
 
 def _name(keys: tuple[int | str, ...], tables: Any) -> str:
-    """The keys with dots between; a table of an array by its own `name` where it has one, else by its number, from 1."""
+    """The keys with dots between; a table of an array by its own `name` where it has one, else by its number, from
+    1."""
     parts = []
     for key in keys:
         try:

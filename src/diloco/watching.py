@@ -1,4 +1,4 @@
-"""What watches a run (a log, metrics, an observer) can never stop what decides: its failures are said, and the run goes on."""
+"""Watchers of a run (a log, metrics, an observer) never stop it: their failures are logged, and the run goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ W = TypeVar("W")
 
 
 def only_watching(watcher: W) -> W:
-    """The watcher, whose methods never raise: what one fails with is logged with its traceback, once for each method."""
+    """The watcher, whose methods never raise: what one fails with is logged with its traceback, once for each
+    method."""
     return cast("W", _Guarded(watcher))
 
 

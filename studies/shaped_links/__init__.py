@@ -1,1 +1,2 @@
-"""Prediction against measurement: the real syncer and learners on links of known rate, beside what `diloco.planning` says of them."""
+"""Prediction against measurement: the real syncer and learners on links of known rate, beside what `diloco.planning`
+says of them."""

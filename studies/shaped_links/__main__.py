@@ -1,14 +1,15 @@
 """Prediction against measurement on shaped links.
 
-    python -m studies.shaped_links                              everything, about twenty minutes; writes results and docs/shaped-links.md
-    python -m studies.shaped_links --quick                      one rate, short runs; prints
-    python -m studies.shaped_links --rate 20mbit --method int4  part of it; prints
-    python -m studies.shaped_links --show                       tables, picture and page again, from the results
+    python -m studies.shaped_links     everything, about twenty minutes; writes results and docs/shaped-links.md
+        --quick                        one rate, short runs; prints
+        --rate 20mbit --method int4    part of it; prints
+        --show                         tables, picture and page again, from the results
 
-A real syncer (TLS, tokens, a disk) and two real learners, each in a network namespace of its own; a learner's link is shaped in both
-directions. Steps of a model of 4M parameters are padded to 50 ms. Beside each measurement stands what `diloco.planning` says, which is
-told sizes, the rate, the step time, and what is measured before on links that are not shaped: the latency, and how long the syncer takes
-for a round. Needs root, `ip` and `tc` (Linux), and a machine that has nothing else to do, or before which it comes: `chrt -r 1 python …`.
+A real syncer (TLS, tokens, a disk) and two real learners, each in a network namespace of its own; a learner's link is
+shaped in both directions. Steps of a model of 4M parameters are padded to 50 ms. Beside each measurement stands what
+`diloco.planning` says, which is told sizes, the rate, the step time, and what is measured before on links that are not
+shaped: the latency, and how long the syncer takes for a round. Needs root, `ip` and `tc` (Linux), and a machine that
+has nothing else to do, or before which it comes: `chrt -r 1 python …`.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def chosen(rates: Sequence[str] | None, methods: Sequence[str] | None, *, quick:
     collective, torchft = (rates if any(each in name for each in wanted) else () for name in (COLLECTIVE, TORCHFT))
     if not cases and not collective and not torchft:
         raise ValueError(
-            f"no method is called {', '.join(wanted)}; there are {', '.join(case.name for case in CASES)}, {COLLECTIVE}, {TORCHFT}"
+            f"no method is called {', '.join(wanted)}; there are {', '.join(case.name for case in CASES)}, "
+            f"{COLLECTIVE}, {TORCHFT}"
         )
     return Wanted(cases, rates, (), collective, torchft, QUICK if quick else LONG)
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from diloco.core.rounds import Called
-from diloco.planning.models import Workload
 from diloco.planning.network import Network, Path
-from diloco.planning.rounds import Exchange
 from diloco.planning.settings import setting_for
 from diloco.planning.star import Prediction, exchange_of, predict
-from diloco.planning.stations import Merging
+from diloco.planning.stations import ExchangePlan, Merging
+from diloco.planning.workload import Workload
 from studies.shaped_links.links import LEARNERS
 
 STEP_S = 0.05
@@ -58,7 +57,7 @@ class Case:
 
     @property
     def is_called(self) -> bool:
-        """Whether the syncer calls the rounds, so that nobody waits and the pace is what a link costs."""
+        """Whether the syncer calls the rounds, so that learners never wait and the pace is what a link costs."""
         return self.planned == "decoupled"
 
     def run_file(self, host: str) -> str:
@@ -92,10 +91,11 @@ DECOUPLED = Case("Decoupled, fp32", "DecoupledDiLoCo", "decoupled", FRAGMENTS, 5
 CASES = (DILOCO, STREAMING, FOUR_BIT, DECOUPLED)
 
 IN_TURNS = replace(DECOUPLED, name="Decoupled, fp32, K = 1", at_least=1)
-"""On a narrow link, where there is no time for grace, it depends on chance whether two equal learners are merged together or in turns."""
+"""On a narrow link, where there is no time for grace, it depends on chance whether two equal learners are merged
+together or in turns."""
 
 
-def exchange_for(case: Case, merging: Merging | None = None) -> Exchange:
+def exchange_for(case: Case, merging: Merging | None = None) -> ExchangePlan:
     """What the planner takes to be exchanged: sizes, schedule, and what the syncer takes for a round."""
     setting = setting_for(
         MODEL, case.planned, sync_every=SYNC_EVERY, overlap=case.overlap, num_fragments=case.num_fragments,
@@ -105,18 +105,26 @@ def exchange_for(case: Case, merging: Merging | None = None) -> Exchange:
 
 
 def prediction(
-    case: Case, payload_bit_per_s: float, latency_s: float, merging: Merging, num_steps: int | None = None, *, narrower: float = 0.0
-) -> Prediction:  # fmt: skip
-    """What the planner says, which is told no more than this: sizes, the rate that TCP carries, step time, latency, and the syncer's
-    seconds for a round. `narrower`: the part by which each learner's link is narrower than the one before."""
+    case: Case,
+    payload_bit_per_s: float,
+    latency_s: float,
+    merging: Merging,
+    num_steps: int | None = None,
+    *,
+    narrower: float = 0.0,
+) -> Prediction:
+    """What the planner says, which is told no more than this: sizes, the rate that TCP carries, step time, latency, and
+    the syncer's seconds for a round. `narrower`: the part by which each learner's link is narrower than the one
+    before."""
     links = {f"{i} {way}": payload_bit_per_s * (1 - narrower) ** i for i in range(LEARNERS) for way in ("up", "down")}
     network = Network(links, [Path((f"{i} up",), (f"{i} down",), latency_s) for i in range(LEARNERS)])
     each_s = [STEP_S] * LEARNERS
-    return predict(network, each_s, [latency_s] * LEARNERS, exchange_for(case, merging), num_steps=num_steps)
+    return predict(network, each_s, exchange_for(case, merging), num_steps=num_steps)
 
 
 def length_of(found: Prediction, case: Case, span: Span) -> int:
-    """Inner steps of a run that is predicted to go like this; of scheduled rounds whole periods, of called ones three times as many."""
+    """Inner steps of a run that is predicted to go like this; of scheduled rounds whole periods, of called ones three
+    times as many."""
     if case.is_called:
         return math.ceil(max(span.seconds / STEP_S, 3 * span.periods * found.period_steps))
     period_s = SYNC_EVERY * STEP_S / found.mean_utilization

@@ -1,9 +1,10 @@
-"""The processes on the links: a learner of a syncer, one of a process group, one of torchft, its lighthouse. Each says one line when ready.
+"""The processes on the links: a learner of a syncer, one of a process group, one of torchft, its lighthouse. Each says
+one line when ready.
 
     python -m studies.shaped_links.learner diloco '{"address": …, "name": …, "num_steps": …}'
 
-A learner says "ready" once it has joined, reads the time of `time.monotonic` (which is that of the machine) at which all take their first
-step, and says in the end what it measured.
+A learner says "ready" once it has joined, reads the time of `time.monotonic` (which is that of the machine) at which
+all take their first step, and says in the end what it measured.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ GROUP_PORT = 29511
 
 
 class Steps:
-    """A model whose steps take `STEP_S`: a small real one, then sleep, in a hook of the optimizer that runs before all later hooks."""
+    """A model whose steps take `STEP_S`: a small real one, then sleep, in a hook of the optimizer that runs before all
+    later hooks."""
 
     def __init__(self, index: int) -> None:
         torch.set_num_threads(1)
@@ -59,7 +61,7 @@ class Steps:
 
 
 def timed(steps: Steps, num_steps: int, boundary: Callable[[int], None]) -> dict[str, Any]:
-    """Begin when told to, with everybody else; seconds of all steps and what follows each, and of the steps alone."""
+    """Begin when told to, with all learners; seconds of all steps with what follows each, and of the steps alone."""
     print("ready", flush=True)
     begins_s = float(sys.stdin.readline())
     time.sleep(max(0.0, begins_s - time.monotonic()))
@@ -92,7 +94,8 @@ def ours(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def collective(task: dict[str, Any]) -> dict[str, Any]:
-    """A learner of a process group, streaming in fp32, with the offsets of torchft; learner 0's store is where the ranks find each other."""
+    """A learner of a process group, streaming in fp32, with the offsets of torchft; learner 0's store is where the
+    ranks find each other."""
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     from datetime import timedelta
 

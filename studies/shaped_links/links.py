@@ -1,7 +1,8 @@
-"""Network namespaces: one for a syncer, one for each learner, which has a link of its own that is shaped in both directions. Linux, root.
+"""Network namespaces: one for a syncer, one for each learner, which has a link of its own that is shaped in both
+directions. Linux, root.
 
-A token bucket shapes what leaves each end of a learner's link: up on the learner's side, down on the syncer's. All meet on a bridge,
-so that learners reach each other too (torchft's do), over the links of both.
+A token bucket shapes what leaves each end of a learner's link: up on the learner's side, down on the syncer's. All meet
+on a bridge, so that learners reach each other too (torchft's do), over the links of both.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ DEVICE = "uplink"
 """What a learner calls its end."""
 
 BURST_S, MIN_BURST_BYTES, QUEUE = 0.002, 10_000, "50ms"
-"""What a link that was idle gives away at once, and how much it holds back before it drops: both little beside a fragment."""
+"""What a link that was idle gives away at once, and how much it holds back before it drops: both little beside a
+fragment."""
 
 PAYLOAD = 1448 / 1514
-"""Of the bits of full Ethernet frames, which are what is shaped: the rest is Ethernet's, IP's and TCP's, with timestamps."""
+"""Of the bits of full Ethernet frames, which are what is shaped: the rest is Ethernet's, IP's and TCP's, with
+timestamps."""
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.__main__ import machine
 
+from diloco.planning.graph import utilization
 from diloco.planning.settings import setting_for
 from diloco.planning.stations import Merging
-from diloco.planning.utilization import utilization
 from studies.shaped_links import report
 from studies.shaped_links.cases import (
     DECOUPLED,
@@ -58,7 +58,8 @@ class Wanted:
 
 
 class Told(NamedTuple):
-    """What the planner is told of a case, measured on links that are not shaped: seconds of a round on the syncer, latency one way."""
+    """What the planner is told of a case, measured on links that are not shaped: seconds of a round on the syncer,
+    latency one way."""
 
     merge_s: float
     latency_s: float
@@ -74,12 +75,21 @@ def measure(wanted: Wanted) -> dict[str, Any]:
     collective = [_equals_cell("a process group", run_collective, rate, wanted.span) for rate in wanted.collective]
     peer = [_equals_cell("torchft", run_torchft, rate, wanted.span) for rate in wanted.torchft]
     return {
-        "study": report.NAME, "step_s": STEP_S, "sync_every": SYNC_EVERY,
-        "told": {case.name: {"fragment_bytes": exchange_for(case).up_bytes[0], **it._asdict()} for case, it in told.items()},
-        "rows": rows, "in_turns": in_turns, "collective": collective, "torchft": peer, "summary": report.summary(rows) if rows else None,
-        "machine": {**found, "load_after": round(os.getloadavg()[0], 1)}, "seconds": round(time.monotonic() - began_s),
+        "study": report.NAME,
+        "step_s": STEP_S,
+        "sync_every": SYNC_EVERY,
+        "told": {
+            case.name: {"fragment_bytes": exchange_for(case).up_bytes[0], **it._asdict()} for case, it in told.items()
+        },
+        "rows": rows,
+        "in_turns": in_turns,
+        "collective": collective,
+        "torchft": peer,
+        "summary": report.summary(rows) if rows else None,
+        "machine": {**found, "load_after": round(os.getloadavg()[0], 1)},
+        "seconds": round(time.monotonic() - began_s),
         "date": datetime.now(UTC).date().isoformat(),
-    }  # fmt: skip
+    }
 
 
 def _told(case: Case) -> Told:

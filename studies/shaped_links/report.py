@@ -1,4 +1,5 @@
-"""Rows of predictions and measurements, what they come to, and how they are shown: a table, a picture, the page docs/shaped-links.md."""
+"""Rows of predictions and measurements, what they come to, and how they are shown: a table, a picture, the page
+docs/shaped-links.md."""
 
 from __future__ import annotations
 
@@ -87,9 +88,10 @@ def sentence(values: Mapping[str, Any]) -> str:
     priority = "real-time priority, " if machine["real_time"] else ""
     verdict = "within" if it["accepted"] else "**not** within"
     return (
-        f"{it['cells']} cells: median error {100 * it['median_error']:.1f} %, worst {100 * it['worst_error']:.1f} %; {verdict} what was "
-        f"asked for, 10 and 25 %. {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, TCP {machine['tcp']}; {priority}load "
-        f"{machine['load']} at the beginning, {machine['load_after']} at the end; {values['seconds']:.0f} s in all; {values['date']}."
+        f"{it['cells']} cells: median error {100 * it['median_error']:.1f} %, worst {100 * it['worst_error']:.1f} %; "
+        f"{verdict} what was asked for, 10 and 25 %. {machine['cpu']}, {machine['cores']} cores, Linux "
+        f"{machine['kernel']}, TCP {machine['tcp']}; {priority}load {machine['load']} at the beginning, "
+        f"{machine['load_after']} at the end; {values['seconds']:.0f} s in all; {values['date']}."
     )
 
 

@@ -1,4 +1,5 @@
-"""One run on shaped links: start the processes, have the learners begin together, take what they measured, end everything."""
+"""One run on shaped links: start the processes, have the learners begin together, take what they measured, end
+everything."""
 
 from __future__ import annotations
 
@@ -39,11 +40,13 @@ class Measured:
 
     Attributes:
         num_steps: inner steps of each learner.
-        utilization: of each learner, steps × step time ÷ wall clock from the common beginning to the end of the last boundary.
+        utilization: of each learner, steps × step time ÷ wall clock from the common beginning to the end of the last
+            boundary.
         step_s: what a padded step really took, in the mean.
         period_steps: of called rounds: inner steps between two versions of a fragment, in the mean.
         latency_s: one way, where it was asked for.
-        merge_s: what the syncer took for a round: merging, and making it durable, in the mean; all but the first rounds.
+        merge_s: what the syncer took for a round: merging, and making it durable, in the mean; all but the first
+            rounds.
         blocked_s: what a learner waited, in all.
     """
 
@@ -76,8 +79,13 @@ def run_ours(sites: Sites, case: Case, num_steps: int, expected_s: float, *, pin
         merge_s = _merge_s(work / "state" / "events.jsonl")
     period = fmean([_period_steps(each["adopted"]) for each in said]) if case.is_called else None
     return Measured(
-        num_steps, *_shares(said, num_steps), period, said[0]["latency_s"], merge_s, fmean([each["blocked_s"] for each in said])
-    )  # fmt: skip
+        num_steps,
+        *_shares(said, num_steps),
+        period,
+        said[0]["latency_s"],
+        merge_s,
+        fmean([each["blocked_s"] for each in said]),
+    )
 
 
 def run_collective(sites: Sites, num_steps: int, expected_s: float) -> Measured:
@@ -127,7 +135,7 @@ def _merge_s(log: Path) -> float:
     return fmean(merge_s) + fmean(persist_s)
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# - processes --------------------------------------------------------------------------------------------------------
 
 
 def _together(

@@ -1,4 +1,5 @@
-"""The adviser: outcomes by hand where a hand can compute them, the ranking, run files that load, sentences for what cannot be."""
+"""The adviser: outcomes by hand where a hand can compute them, the ranking, run files that load, sentences for what
+cannot be."""
 
 import itertools
 import json
@@ -14,9 +15,9 @@ from diloco.cli import main
 from diloco.config import parse_config
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
-from diloco.planning.advise import STANDINGS, By, advise, case_of, standing
 from diloco.planning.candidates import Candidate, candidates
 from diloco.planning.outcomes import Case, Outcome, evaluate
+from diloco.planning.ranking import STANDINGS, By, advise, case_of, standing
 from diloco.planning.reasons import explain
 from diloco.planning.runfile import run_file
 from diloco.planning.settings import setting_for
@@ -61,7 +62,7 @@ def test_diloco_without_overlap_by_hand() -> None:
 
 def test_an_overlap_that_is_long_enough_leaves_the_slowest_computing_all_the_time() -> None:
     found = outcome(case(TWO), "eager", sync_every=100, num_fragments=1, up="e3m0")
-    assert found.utilization == pytest.approx([0.8, 1.0])  # whoever is faster still waits for the others
+    assert found.utilization == pytest.approx([0.8, 1.0])  # faster learners still wait for the others
 
 
 def test_data_parallel_by_hand() -> None:
@@ -158,7 +159,7 @@ def test_money_by_hand() -> None:
 def test_allowed_penalties_come_first_unknown_ones_last_each_group_by_hours() -> None:
     of = case(TWO)
     ranked = advise(of)
-    standings = [standing(of, each) for each in ranked]
+    standings = [STANDINGS.index(standing(of, each)) for each in ranked]
     assert standings == sorted(standings)
     assert {STANDINGS[each] for each in standings} == set(STANDINGS)
     for group in range(3):
@@ -175,10 +176,12 @@ def test_a_stricter_allowance_moves_methods_down_and_none_allowed_leaves_data_pa
 @pytest.mark.parametrize(("by", "value"), [("usd", lambda o: o.usd), ("bytes", lambda o: o.total_bytes)])
 def test_ranked_by_something_else(by: By, value: object) -> None:
     of = case(place("a", price_up="5 USD/GB", price_per_accelerator_hour="1 USD/h"), place("b"))
-    allowed = [each for each in advise(of, by) if standing(of, each) == 0]
+    allowed = [each for each in advise(of, by) if standing(of, each) == "allowed"]
     assert callable(value)
     assert value(allowed[0]) <= 1.01 * min(map(value, allowed))
-    assert [each.candidate for each in allowed] != [each.candidate for each in advise(of) if standing(of, each) == 0]
+    assert [each.candidate for each in allowed] != [
+        each.candidate for each in advise(of) if standing(of, each) == "allowed"
+    ]
 
 
 def test_a_single_learner_needs_nobody() -> None:
@@ -241,16 +244,31 @@ def test_every_number_of_every_candidate_is_explained() -> None:
 # ----------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(("text", "sentence"), [
-    (TWO, "the site file does not say which model; add [model] with parameters and layers"),
-    ("[model]\npreset = '1b'\n" + TWO, "the site file does not say how long to train; add [budget] with tokens and tokens_per_step"),
-    (HEAD.replace("262144", "262145") + TWO, "whole sequences of 1024 tokens for each of 2 learners; write 262144"),
-    (HEAD.replace("1e8", "1e10") + place("a", memory="80 GB"), "the model does not fit site a: its 1e+10 parameters take 160 GB"),
-    (HEAD.replace("1e9", "inf") + TWO, "budget.tokens = Infinity: input should be less than or equal to"),
-    (HEAD.replace("1e9", "1e5") + TWO, "[budget] a step of 262144 tokens is more than all 100000; lower tokens_per_step"),
-    (HEAD.replace("layers = 12", "layers = 12\nactive_parameters = 2e8") + TWO, "lower active_parameters"),
-    (HEAD.replace("1e8", "1e10") + place("a", memory="80 GB"), "and there are 80 GB; take a smaller model, or larger accelerators"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (TWO, "the site file does not say which model; add [model] with parameters and layers"),
+        (
+            "[model]\npreset = '1b'\n" + TWO,
+            "the site file does not say how long to train; add [budget] with tokens and tokens_per_step",
+        ),
+        (HEAD.replace("262144", "262145") + TWO, "whole sequences of 1024 tokens for each of 2 learners; write 262144"),
+        (
+            HEAD.replace("1e8", "1e10") + place("a", memory="80 GB"),
+            "the model does not fit site a: its 1e+10 parameters take 160 GB",
+        ),
+        (HEAD.replace("1e9", "inf") + TWO, "budget.tokens = Infinity: input should be less than or equal to"),
+        (
+            HEAD.replace("1e9", "1e5") + TWO,
+            "[budget] a step of 262144 tokens is more than all 100000; lower tokens_per_step",
+        ),
+        (HEAD.replace("layers = 12", "layers = 12\nactive_parameters = 2e8") + TWO, "lower active_parameters"),
+        (
+            HEAD.replace("1e8", "1e10") + place("a", memory="80 GB"),
+            "and there are 80 GB; take a smaller model, or larger accelerators",
+        ),
+    ],
+)
 def test_what_cannot_be_advised_is_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         case_of(parse_site(text))
@@ -322,7 +340,7 @@ def test_all_settings_and_a_faster_one_of_unknown_loss(
     assert code == 0
     assert printed.count("H = 100") >= 6
     assert "Take data parallel, bf16" in printed
-    assert "at a loss that nobody has measured" in printed
+    assert "at a loss that no experiment has measured" in printed
 
 
 @pytest.mark.parametrize(("columns", "arguments"), [("120", []), ("150", ["--why"])])

@@ -74,7 +74,7 @@ def test_one_row_may_be_asked_for_in_two_ways() -> None:
         ("scaling-laws", "10b", "streaming", {}, "no --method streaming"),
         ("scaling-laws", "10b", "diloco", {"up": "e3m0"}, "no --codec e3m0"),
     ],
-)  # fmt: skip
+)
 def test_what_was_not_published_is_refused(
     convention: str, model: str, method: str, options: dict[str, object], says: str
 ) -> None:

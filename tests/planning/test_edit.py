@@ -36,8 +36,10 @@ STEP = {"step_time": "310 ms", "jitter_percent": 2.5}
 def test_values_change_in_place_comments_stay_and_new_keys_are_added() -> None:
     text = with_measurement(FILE, "site.toml", "cellar", STEP | LINK, {"budget": {}})
     assert text == FILE.replace('"20 Mbit/s" # contract says 50', '"47.2 Mbit/s" # contract says 50').replace(
-        'speed = "100 TFLOP/s"\nutilization = 0.4\n', "").replace(
-        'down = "100 Mbit/s"\n', 'down = "93 Mbit/s"\nstep_time = "310 ms"\njitter_percent = 2.5\nlatency = "8.1 ms"\n')  # fmt: skip
+        'speed = "100 TFLOP/s"\nutilization = 0.4\n', ""
+    ).replace(
+        'down = "100 Mbit/s"\n', 'down = "93 Mbit/s"\nstep_time = "310 ms"\njitter_percent = 2.5\nlatency = "8.1 ms"\n'
+    )
     assert with_measurement(text, "site.toml", "cellar", STEP | LINK, {}) == text
 
 
@@ -61,13 +63,24 @@ def test_a_new_file_has_the_defaults() -> None:
     assert site.learners()[0].latency_s == pytest.approx(0.0081)
 
 
-@pytest.mark.parametrize(("text", "measured", "words"), [
-    ("[[site]", LINK, "site.toml is not TOML"),
-    (FILE, {"up": "0 bit/s"}, "has to be above 0"),
-    ("", STEP, r'"site.new.up" is missing; add it'),
-    ('site = [{name = "new", step_time = "1 s", up = "1 Mbit/s", down = "1 Mbit/s"}]', STEP | LINK, "form that cannot be extended"),
-    (FILE.replace("cellar", "new").replace('"20 Mbit/s" #', '"""\n20 Mbit/s""" #'), STEP | LINK, "form that cannot be extended"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "measured", "words"),
+    [
+        ("[[site]", LINK, "site.toml is not TOML"),
+        (FILE, {"up": "0 bit/s"}, "has to be above 0"),
+        ("", STEP, r'"site.new.up" is missing; add it'),
+        (
+            'site = [{name = "new", step_time = "1 s", up = "1 Mbit/s", down = "1 Mbit/s"}]',
+            STEP | LINK,
+            "form that cannot be extended",
+        ),
+        (
+            FILE.replace("cellar", "new").replace('"20 Mbit/s" #', '"""\n20 Mbit/s""" #'),
+            STEP | LINK,
+            "form that cannot be extended",
+        ),
+    ],
+)
 def test_what_cannot_be_is_one_sentence(text: str, measured: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         with_measurement(text, "site.toml", "new", measured, {})

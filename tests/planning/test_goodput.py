@@ -1,4 +1,5 @@
-"""Goodput: the published table, formulas against simulation, simulation against an event-by-event reference, and limits."""
+"""Goodput: the published table, formulas against simulation, simulation against an event-by-event reference, and
+limits."""
 
 from dataclasses import replace
 from statistics import fmean
@@ -12,10 +13,10 @@ from tests.planning.waiting_learners import World
 
 from diloco.errors import ConfigError
 from diloco.planning.failures import Goodput, simulate
-from diloco.planning.goodput import (
+from diloco.planning.fleet import (
     YEAR_S,
     Fleet,
-    Rounds,
+    RoundRules,
     Speeds,
     Times,
     all_stopped,
@@ -26,7 +27,7 @@ from diloco.planning.goodput import (
 NEVER_FAILS = Times(mtbi_s=1e30)
 UNEQUAL = (1.0, 1.0, 1.0, 0.5)
 
-# ----------------------------------------------------------------------------------------------------- the published table
+# ------------------------------------------------------------------------------------------------- the published table
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +67,18 @@ def test_the_page_is_up_to_date() -> None:
     assert filled(page, study.tables()) == page, "run python -m studies.goodput"
 
 
-# ------------------------------------------------------------------------------------------------------------- the formulas
+# ------------------------------------------------------------------------------------------------------- the formulas
 
 
 @settings(max_examples=30)
 @given(
-    mtbf_s=st.floats(20.0, 1e6), step_s=st.floats(0.05, 20.0), down_s=st.floats(1.0, 200.0), repair_s=st.floats(5.0, 5000.0),
-    up_s=st.floats(1.0, 200.0), elastic=st.booleans(),
-)  # fmt: skip
+    mtbf_s=st.floats(20.0, 1e6),
+    step_s=st.floats(0.05, 20.0),
+    down_s=st.floats(1.0, 200.0),
+    repair_s=st.floats(5.0, 5000.0),
+    up_s=st.floats(1.0, 200.0),
+    elastic=st.booleans(),
+)
 def test_formula_and_simulation_agree_for_any_times(
     mtbf_s: float, step_s: float, down_s: float, repair_s: float, up_s: float, elastic: bool
 ) -> None:
@@ -126,7 +131,7 @@ def test_learners_that_stop_until_the_repair() -> None:
     assert (closed_form(whole) or 0) < (closed_form(elastic) or 0)
 
 
-# ------------------------------------------------------------------------------------------------------ speeds and waiting
+# ------------------------------------------------------------------------------------------------- speeds and waiting
 
 
 def test_lock_step_waits_for_the_slowest_and_decoupled_learners_do_not() -> None:
@@ -134,8 +139,9 @@ def test_lock_step_waits_for_the_slowest_and_decoupled_learners_do_not() -> None
     lock_step = simulate(Fleet(4, 4, "data-parallel", NEVER_FAILS, speeds))
     assert lock_step.goodput == pytest.approx(100 * 4 * 0.5 / 3.5)
     assert lock_step.waiting == pytest.approx(100 - lock_step.goodput)
-    for rounds in (Rounds(1), Rounds(4, wait=False)):
-        # Nothing but the phases of the steps differs between runs: a tenth of a point is more than five standard errors.
+    for rounds in (RoundRules(1), RoundRules(4, wait=False)):
+        # Nothing but the phases of the steps differs between runs: a tenth of a point is more than five standard
+        # errors.
         assert simulate(Fleet(4, 4, times=NEVER_FAILS, speeds=speeds, rounds=rounds)).goodput == pytest.approx(
             100, abs=0.1
         )
@@ -144,10 +150,10 @@ def test_lock_step_waits_for_the_slowest_and_decoupled_learners_do_not() -> None
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_a_full_quorum_is_as_fast_as_the_slowest_and_the_third_as_fast_as_the_third(overlap: int) -> None:
     fleet = Fleet(4, 4, times=NEVER_FAILS, speeds=Speeds(relative=UNEQUAL))
-    full = simulate(replace(fleet, rounds=Rounds(4, overlap=overlap)))
+    full = simulate(replace(fleet, rounds=RoundRules(4, overlap=overlap)))
     assert full.goodput == pytest.approx(100 * 4 * 0.5 / 3.5, abs=0.1)
     assert full.participation == pytest.approx(100)
-    third = simulate(replace(fleet, rounds=Rounds(3, 0.0, overlap=max(1, overlap))))
+    third = simulate(replace(fleet, rounds=RoundRules(3, 0.0, overlap=max(1, overlap))))
     assert third.goodput == pytest.approx(100, abs=0.1)
 
 
@@ -157,7 +163,7 @@ def test_steps_that_vary_cost_lock_step_the_mean_of_their_maximum() -> None:
     speeds = Speeds(jitter=1.0)
     lock_step = simulate(Fleet(4, 4, "elastic", NEVER_FAILS, speeds))
     assert lock_step.goodput == pytest.approx(expected, rel=0.02)  # 20,000 samples of the maximum
-    rounds = simulate(Fleet(4, 4, times=NEVER_FAILS, speeds=speeds, rounds=Rounds(4, overlap=0)))
+    rounds = simulate(Fleet(4, 4, times=NEVER_FAILS, speeds=speeds, rounds=RoundRules(4, overlap=0)))
     assert rounds.goodput == pytest.approx(expected, rel=0.02)
     assert lock_step.closed_form is None
     assert rounds.closed_form is None
@@ -167,7 +173,7 @@ def test_overlap_and_longer_periods_smooth_what_varies() -> None:
     fleet = Fleet(8, 8, times=NEVER_FAILS, speeds=Speeds(jitter=0.2))
     waiting = [
         simulate(replace(fleet, rounds=rounds)).waiting
-        for rounds in (Rounds(8, overlap=0), Rounds(8, overlap=0, sync_every=20), Rounds(8, overlap=2))
+        for rounds in (RoundRules(8, overlap=0), RoundRules(8, overlap=0, sync_every=20), RoundRules(8, overlap=2))
     ]
     assert waiting[0] > 15 > 7 > waiting[1] > waiting[2] > 0
 
@@ -175,7 +181,7 @@ def test_overlap_and_longer_periods_smooth_what_varies() -> None:
 def test_a_grace_window_brings_learners_in_at_no_cost() -> None:
     fleet = Fleet(1_200_000, 8, speeds=Speeds(0.1, (1.0,) * 6 + (0.68,) * 2))
     without, grace, full = (
-        simulate(replace(fleet, rounds=rounds)) for rounds in (Rounds(1, 0.0), Rounds(1), Rounds(8))
+        simulate(replace(fleet, rounds=rounds)) for rounds in (RoundRules(1, 0.0), RoundRules(1), RoundRules(8))
     )
     assert grace.goodput == pytest.approx(without.goodput, abs=1.0)
     assert (without.participation or 0) < 20 < 85 < (grace.participation or 0)
@@ -189,25 +195,25 @@ def test_a_slow_answer_is_waited_for_beyond_the_overlap() -> None:
         2,
     ):  # τ + 1 steps of 4 s in the 10 s that a step and its answer take, if that is more than a step at a time
         expected = min(1.0, (overlap + 1) * 4 / 10)
-        fleet = Fleet(2, 2, times=NEVER_FAILS, rounds=Rounds(2, 0.0, overlap=overlap, sync_s=6.0))
+        fleet = Fleet(2, 2, times=NEVER_FAILS, rounds=RoundRules(2, 0.0, overlap=overlap, sync_s=6.0))
         assert simulate(fleet).goodput == pytest.approx(100 * expected, abs=0.6)  # the first steps of 300
 
 
 @pytest.mark.parametrize(
     ("rounds", "jitter", "relative"),
     [
-        (Rounds(4, overlap=0), 0.2, ()),
-        (Rounds(4, overlap=0, sync_every=10), 0.1, (1.0, 1.0, 1.0, 0.68)),
-        (Rounds(4, overlap=3, sync_every=10, sync_s=1.0), 0.1, (1.0, 1.0, 1.0, 0.68)),
-        (Rounds(3, overlap=2), 0.1, (1.0, 1.0, 1.0, 0.68)),
-        (Rounds(2, 0.5, overlap=1, sync_s=0.5), 0.2, ()),
-        (Rounds(1, 0.8, overlap=2), 0.1, (1.0, 1.0, 1.0, 0.68)),
-        (Rounds(3, 0.8, overlap=2, wait=False), 0.1, (1.0, 1.0, 1.0, 0.68)),
+        (RoundRules(4, overlap=0), 0.2, ()),
+        (RoundRules(4, overlap=0, sync_every=10), 0.1, (1.0, 1.0, 1.0, 0.68)),
+        (RoundRules(4, overlap=3, sync_every=10, sync_s=1.0), 0.1, (1.0, 1.0, 1.0, 0.68)),
+        (RoundRules(3, overlap=2), 0.1, (1.0, 1.0, 1.0, 0.68)),
+        (RoundRules(2, 0.5, overlap=1, sync_s=0.5), 0.2, ()),
+        (RoundRules(1, 0.8, overlap=2), 0.1, (1.0, 1.0, 1.0, 0.68)),
+        (RoundRules(3, 0.8, overlap=2, wait=False), 0.1, (1.0, 1.0, 1.0, 0.68)),
     ],
 )
 @pytest.mark.parametrize("elastic", [True, False])
 def test_rounds_come_out_as_in_the_reference(
-    rounds: Rounds, jitter: float, relative: tuple[float, ...], elastic: bool
+    rounds: RoundRules, jitter: float, relative: tuple[float, ...], elastic: bool
 ) -> None:
     """A learner fails every 105 s, so that stops, repairs and rounds meet in every way."""
     fleet = Fleet(1_200_000, 4, speeds=Speeds(jitter, relative), rounds=rounds, elastic_learners=elastic)
@@ -219,7 +225,7 @@ def test_rounds_come_out_as_in_the_reference(
     assert it.goodput + it.waiting + it.stopped == pytest.approx(100)
 
 
-# ------------------------------------------------------------------------------------------------------------- its numbers
+# -------------------------------------------------------------------------------------------------------- its numbers
 
 
 def test_seeded() -> None:
@@ -238,7 +244,8 @@ def test_intervals_hold_what_they_promise(speeds: Speeds) -> None:
 
 
 def test_rare_failures_and_long_repairs_need_no_long_simulation() -> None:
-    """One failure of a learner in 46 days, a day to repair, and rounds of seconds: the runs begin anywhere in such a life."""
+    """One failure of a learner in 46 days, a day to repair, and rounds of seconds: the runs begin anywhere in such a
+    life."""
     fleet = Fleet(64, 8, times=Times(repair_s=86400, up_s=600), speeds=Speeds(0.05), elastic_learners=False)
     it = simulate(fleet)
     expected = 100 * availability(8 / YEAR_S, 4.0, fleet.times, elastic=False)
@@ -251,14 +258,14 @@ def test_rare_failures_and_long_repairs_need_no_long_simulation() -> None:
     [
         (lambda: Fleet(4, 8), "4 chips cannot be shared by 8 learners"),
         (lambda: Fleet(8, 2, speeds=Speeds(relative=(1.0,))), "1 speeds for 2 learners; give one for each"),
-        (lambda: Fleet(8, 2, rounds=Rounds(3)), "a quorum of 3 cannot be met by 2 learners"),
+        (lambda: Fleet(8, 2, rounds=RoundRules(3)), "a quorum of 3 cannot be met by 2 learners"),
         (lambda: Fleet(8, 2, "elastik"), "there is no mode 'elastik'; choose data-parallel, elastic, decoupled"),
         (lambda: Fleet(0), "chips must be a whole number of at least 1, not 0"),
         (lambda: Times(step_s=0), r"step_s=…\) must be a finite number above 0, not 0"),
         (lambda: Times(repair_s=-1), r"repair_s=…\) must be a finite number of at least 0, not -1"),
         (lambda: Speeds(relative=(1.0, 0.0)), "a learner's speed must be .* not 0.0"),
-        (lambda: Rounds(grace=1.5), r"grace=…\) must be .* from 0 to 1, not 1.5"),
-        (lambda: Rounds(overlap=-1), r"overlap=…\) must be .* not -1"),
+        (lambda: RoundRules(grace=1.5), r"grace=…\) must be .* from 0 to 1, not 1.5"),
+        (lambda: RoundRules(overlap=-1), r"overlap=…\) must be .* not -1"),
     ],
 )
 def test_wrong_numbers_are_refused_in_one_sentence(make: object, message: str) -> None:

@@ -9,20 +9,42 @@ import torch
 
 from diloco.errors import ConfigError
 from diloco.planning.configs import FAMILIES, count_parameters
-from diloco.planning.models import PRESETS, load_workload
+from diloco.planning.workload import PRESETS, load_workload
 
 SMALL: dict[str, list[dict[str, Any]]] = {
-    "llama": [{}, {"tie_word_embeddings": True, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "head_dim": 10}],
+    "llama": [
+        {},
+        {
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 10,
+        },
+    ],
     "mistral": [{"num_key_value_heads": 2}],
     "qwen2": [{"num_key_value_heads": 2}, {"tie_word_embeddings": True}],
     "qwen3": [{"num_key_value_heads": 2, "head_dim": 16}, {"attention_bias": True}],
     "mixtral": [{"num_local_experts": 3, "num_key_value_heads": 2}],
-    "deepseek_v3": [{"q_lora_rank": 6, "kv_lora_rank": 5, "qk_rope_head_dim": 4, "qk_nope_head_dim": 3, "v_head_dim": 7,
-                     "n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 9, "first_k_dense_replace": 1,
-                     "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}],
+    "deepseek_v3": [
+        {
+            "q_lora_rank": 6,
+            "kv_lora_rank": 5,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 3,
+            "v_head_dim": 7,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 9,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+        }
+    ],
     "gpt2": [{}, {"n_inner": 17}],
     "gpt_neox": [{}, {"attention_bias": False}],
-}  # fmt: skip
+}
 SIZES = {
     "vocab_size": 101,
     "hidden_size": 24,
@@ -48,8 +70,19 @@ def test_counts_are_those_of_the_models_themselves(family: str, tmp_path: Path) 
 
 def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248,
-                                "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8}))  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "vocab_size": 128256,
+                "hidden_size": 16384,
+                "intermediate_size": 53248,
+                "num_hidden_layers": 126,
+                "num_attention_heads": 128,
+                "num_key_value_heads": 8,
+            }
+        )
+    )
     num_parameters, num_layers = count_parameters(path)
     assert round(num_parameters / 1e9, 2) == 405.85
     assert num_layers == PRESETS["llama-405b"].num_layers

@@ -1,4 +1,4 @@
-"""Expected loss penalties: the published numbers come out, what nobody measured is unknown, and the studies say what is claimed of them."""
+"""Expected loss penalties: the published numbers, unknown where nothing was measured, the studies' own as they say."""
 
 import json
 import math
@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 
 from diloco.planning import penalty as table
-from diloco.planning.models import PRESETS, Workload
 from diloco.planning.penalty import LEARNERS, LOSSES, STUDY_PARAMETERS, expected_penalty
 from diloco.planning.settings import setting_for
+from diloco.planning.workload import PRESETS, Workload
 
 RESULTS = Path(__file__).parents[2] / "studies" / "results"
 MODEL = PRESETS["1b"]
 
 
 def percent(num_parameters: float, learners: int, method: str = "diloco", **numbers: object) -> float | None:
-    return expected_penalty(num_parameters, learners, setting_for(MODEL, method, **numbers)).percent  # type: ignore[arg-type]
+    setting = setting_for(MODEL, method, **numbers)  # type: ignore[arg-type]
+    return expected_penalty(num_parameters, learners, setting).percent
 
 
 @pytest.mark.parametrize("size", LOSSES)

@@ -16,11 +16,11 @@ X, Y = Axis("chips", log=True, ticks=(10, 100, 1000)), Axis("goodput, %", low=0,
 
 def three_pictures() -> list[Picture]:
     curves = [Line("one", [10, 1000], [90, 50]), Line("two", [10, 1000], [91, 51]), Line("here", [100], [70], [3], "o")]
-    shares = [Bars("computing", [70.0, 80.0]), Bars("stopped", [30.0, 20.0], [1.0, 2.0])]
+    shares = [Bars("computing", [70.0, 80.0]), Bars("stopped", [30.0, 20.0])]
     spans = {"a": [Span(0, 2, "compute"), Span(1, 2, "up")], "b": [Span(0, 1, "compute"), Span(1, 3, "waiting")]}
     figures = {
         "lines": pictures.lines(curves, X, Y),
-        "bars": pictures.bars(["a & b", "c"], shares, Axis("share, %", low=0, high=100), stacked=True),
+        "bars": pictures.bars(["a & b", "c"], shares, Axis("share, %", low=0, high=100)),
         "timeline": pictures.timeline(spans),
     }
     return [

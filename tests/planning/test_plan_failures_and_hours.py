@@ -40,7 +40,7 @@ def answer(call: Call, *arguments: str) -> Any:
     return json.loads(printed)
 
 
-# ------------------------------------------------------------------------------------------------------------------ goodput
+# ------------------------------------------------------------------------------------------------------------ goodput
 
 
 @pytest.mark.parametrize(("mode", "learners"), study.PUBLISHED)
@@ -55,10 +55,21 @@ def test_the_published_table(call: Call, mode: str, learners: int) -> None:
 
 def test_an_answer_says_how_it_was_found(call: Call) -> None:
     found = answer(call, *GOODPUT, "--seed", "7")
-    assert found.items() >= {
-        "confidence": 0.95, "mode": "decoupled", "chips": 1_200_000, "learners": 8, "seed": 7, "runs": 64, "in_time_percent": None,
-        "computed_by": "event simulation, from failure to failure", "elastic_learners": True, "waiting_percent": 0.0,
-    }.items()  # fmt: skip
+    assert (
+        found.items()
+        >= {
+            "confidence": 0.95,
+            "mode": "decoupled",
+            "chips": 1_200_000,
+            "learners": 8,
+            "seed": 7,
+            "runs": 64,
+            "in_time_percent": None,
+            "computed_by": "event simulation, from failure to failure",
+            "elastic_learners": True,
+            "waiting_percent": 0.0,
+        }.items()
+    )
     assert found["times"] == {"mtbi_s": 31557600.0, "down_s": 15.0, "repair_s": 65.0, "up_s": 15.0, "step_s": 4.0}
     assert found["uptime_percent"] == pytest.approx(100 - found["all_stopped_percent"])
     assert found["goodput_percent"] + found["stopped_percent"] == pytest.approx(100)
@@ -108,7 +119,7 @@ def test_goodput_draws(call: Call, tmp_path: Path) -> None:
     assert (tmp_path / "goodput.html").read_text().count("<svg") == 3
 
 
-# -------------------------------------------------------------------------------------------------------- wallclock, scaling
+# ------------------------------------------------------------------------------------------------- wallclock, scaling
 
 
 def test_hours_on_three_networks(call: Call) -> None:
@@ -165,7 +176,7 @@ def test_the_commands_of_the_pages_run(page: Path, call: Call, tmp_path: Path, m
         assert printed
 
 
-# -------------------------------------------------------------------------------------------------------------- wrong use
+# ---------------------------------------------------------------------------------------------------------- wrong use
 
 
 @pytest.mark.parametrize(
@@ -195,12 +206,15 @@ def test_the_commands_of_the_pages_run(page: Path, call: Call, tmp_path: Path, m
         ((*HOURS, "--codec", "int3"), "there is no codec 'int3'"),
         ((*HOURS, "--tokens", "1000"), "more than all 1,000"),
         (("wallclock", "--parameters", "1e300", "--chips", "4", "--batch-tokens", "1e6"), "beyond all measure"),
-        (("wallclock", "--model", "1b", "--chips", "4", "--batch-tokens", "1e-300"), "the tokens of a step = 1e-300 is beyond all measure"),
+        (
+            ("wallclock", "--model", "1b", "--chips", "4", "--batch-tokens", "1e-300"),
+            "the tokens of a step = 1e-300 is beyond all measure",
+        ),
         (("scaling", "--parameters", "1e300"), "beyond all measure"),
         (("scaling", "--parameters", "0"), "must be a finite number above 0"),
         (("scaling", "--model", "2b"), "there is no model '2b'"),
     ],
-)  # fmt: skip
+)
 def test_wrong_use_is_one_sentence_and_exit_code_two(call: Call, arguments: tuple[str, ...], message: str) -> None:
     code, printed, said = call(*arguments)
     assert (code, printed) == (2, "")

@@ -7,7 +7,7 @@ import pytest
 from studies.scaling_laws import SIZES, residuals
 
 from diloco.errors import ConfigError
-from diloco.planning.scaling import DATA_PARALLEL_LOSS, LOSS, OUTER_LR, expect
+from diloco.planning.scaling_laws import DATA_PARALLEL_LOSS, LOSS, OUTER_LR, expect
 
 
 def test_fits_come_near_the_losses_that_were_measured() -> None:

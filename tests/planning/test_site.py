@@ -1,4 +1,5 @@
-"""The site file: read with units, errors that name site and key, learners, network and outages that follow, a dump that reads back."""
+"""The site file: read with units, errors that name site and key, learners, network and outages that follow, a dump that
+reads back."""
 
 import itertools
 import math
@@ -16,18 +17,23 @@ from diloco.planning.site_tables import (
     FaultsTable,
     FaultTable,
     LinkTable,
-    ModelTable,
+    SiteModelTable,
+    SiteSyncerTable,
     SiteTable,
-    SyncerTable,
 )
 from diloco.planning.units import TIME
 from diloco.tables import Table
 
 ROOT = Path(__file__).parents[2]
 TABLES: dict[str, type[Table]] = {
-    "model": ModelTable, "budget": BudgetTable, "site": SiteTable, "link": LinkTable, "syncer": SyncerTable, "faults": FaultsTable,
+    "model": SiteModelTable,
+    "budget": BudgetTable,
+    "site": SiteTable,
+    "link": LinkTable,
+    "syncer": SiteSyncerTable,
+    "faults": FaultsTable,
     "fault": FaultTable,
-}  # fmt: skip
+}
 
 TWO = """
 [[site]]
@@ -99,7 +105,8 @@ def test_step_times_scatter_around_their_mean_and_depend_on_nothing_but_who_when
 
 
 def test_steps_may_vary_by_more_than_their_mean() -> None:
-    """As `diloco plan measure` finds them on a machine that does other things: one step of a hundred takes as long as all others."""
+    """As `diloco plan measure` finds them on a machine that does other things: one step of a hundred takes as long as
+    all others."""
     berlin = parse_site(TWO.replace("jitter_percent = 5", "jitter_percent = 300")).learners()[0]
     assert berlin.jitter == 3.0
     assert statistics.fmean(berlin.step_seconds(step) for step in range(20_000)) == pytest.approx(0.31, rel=0.2)
@@ -117,12 +124,14 @@ def test_the_model_comes_by_preset_by_numbers_or_by_config(tmp_path: Path) -> No
         parse_site(ONE).workload()
 
 
-# ------------------------------------------------------------------------------------------------------------- outages
+# ------------------------------------------------------------------------------------------------------------ outages
 
 
 def test_a_trace_names_learners_or_whole_sites() -> None:
-    site = parse_site(TWO + '[[fault]]\nlearner = "homes"\nat = "30 min"\nback = "40 min"\n'
-                            '[[fault]]\nlearner = "berlin"\nat = "10 s"\n[[fault]]\nlearner = "homes-1"\nat = "1 h"\n')  # fmt: skip
+    site = parse_site(
+        TWO + '[[fault]]\nlearner = "homes"\nat = "30 min"\nback = "40 min"\n'
+        '[[fault]]\nlearner = "berlin"\nat = "10 s"\n[[fault]]\nlearner = "homes-1"\nat = "1 h"\n'
+    )
     assert site.outages(3600.0) == [Outage(0, 10.0, math.inf), Outage(1, 1800.0, 2400.0), Outage(2, 1800.0, 2400.0)]
     assert site.outages(3601.0)[-1] == Outage(2, 3600.0, math.inf)
 
@@ -143,35 +152,64 @@ def test_random_outages_are_seeded_exponential_and_each_learners_own() -> None:
     assert site.outages(5e5) == [outage for outage in outages if outage.at_s < 5e5]
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(("text", "sentence"), [
-    ("", 'site file: "site" is missing; add it'),
-    ("[[site]", "site file is not TOML: Expected ']]' at the end of an array declaration (at line 1, column 7); correct that line"),
-    (ONE.replace("up", "upp"), 'site file: unknown key "site.a.upp"; did you mean "up"?'),
-    (ONE.replace('"1 s"', "0.3"), '[site.a.step_time] 0.3 has no unit; write for example "0.3 ms"'),
-    (ONE.replace('up = "1 M', 'up = "-1 M'), '[site.a.up] "-1 Mbit/s" has to be above 0; write for example "100 Mbit/s"'),
-    (ONE.replace('up = "1 Mbit/s"', 'up = "1 Mbps"'), '[site.a.up] "1 Mbps": unknown unit "Mbps" of a rate; did you mean "Mbit/s"?'),
-    (ONE.replace('name = "a"\n', ""), 'site file: "site.1.name" is missing; add it'),
-    (ONE.replace('step_time = "1 s"\n', ""), "give the step_time that was measured, or speed and utilization; one of the two"),
-    (ONE + "speed = '1 TFLOP/s'\n", "[site.a] speed and utilization belong together"),
-    (ONE + "learners = 0\n", "site.a.learners = 0: input should be greater than or equal to 1"),
-    (ONE + ONE, "there are two learners a; rename one"),
-    (ONE + 'shares = "dc"\n[[link]]\nname = "dc-1"\nup = "1 Mbit/s"\ndown = "1 Mbit/s"\n',
-     'site a shares the link "dc", and there is no such [[link]]; did you mean "dc-1"?'),
-    (ONE + "[modle]\nlayers = 3\n", 'site file: unknown key "modle"; did you mean "model"?'),
-    (ONE + "[model]\nlayers = 3\n", "[model] a model is its preset, its parameters and layers, or its config; give one of the three"),
-    (ONE + '[model]\npreset = "1B"\n', '[model] there is no model preset "1B"; did you mean "1b"?'),
-    (ONE + '[[fault]]\nlearner = "b"\nat = "1 s"\n', 'a [[fault]] names the learner "b"; known are a'),
-    (ONE + '[[fault]]\nlearner = "a"\nat = "9 s"\nback = "5 s"\n', "[fault.1] back at 5 s is not after at = 9 s"),
-    (ONE + '[[fault]]\nlearner = "a"\nat = "1 s"\n[[fault]]\nlearner = "a"\nat = "9 s"\n',
-     "a fails at 9 s while it is gone; drop that [[fault]]"),
-    (ONE + '[faults]\nmtbf = "1 h"\nrepair = "1 s"\n[[fault]]\nlearner = "a"\nat = "9 s"\n',
-     "[faults] and [[fault]] contradict each other; keep one of them"),
-    (ONE.replace('step_time = "1 s"', 'speed = "1 TFLOP/s"\nutilization = 0.5'),
-     "site a gives speed and utilization; its step time follows only with [model] and [budget]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", 'site file: "site" is missing; add it'),
+        (
+            "[[site]",
+            (
+                "site file is not TOML: Expected ']]' at the end of an array declaration (at line 1, column 7); "
+                "correct that line"
+            ),
+        ),
+        (ONE.replace("up", "upp"), 'site file: unknown key "site.a.upp"; did you mean "up"?'),
+        (ONE.replace('"1 s"', "0.3"), '[site.a.step_time] 0.3 has no unit; write for example "0.3 ms"'),
+        (
+            ONE.replace('up = "1 M', 'up = "-1 M'),
+            '[site.a.up] "-1 Mbit/s" has to be above 0; write for example "100 Mbit/s"',
+        ),
+        (
+            ONE.replace('up = "1 Mbit/s"', 'up = "1 Mbps"'),
+            '[site.a.up] "1 Mbps": unknown unit "Mbps" of a rate; did you mean "Mbit/s"?',
+        ),
+        (ONE.replace('name = "a"\n', ""), 'site file: "site.1.name" is missing; add it'),
+        (
+            ONE.replace('step_time = "1 s"\n', ""),
+            "give the step_time that was measured, or speed and utilization; one of the two",
+        ),
+        (ONE + "speed = '1 TFLOP/s'\n", "[site.a] speed and utilization belong together"),
+        (ONE + "learners = 0\n", "site.a.learners = 0: input should be greater than or equal to 1"),
+        (ONE + ONE, "there are two learners a; rename one"),
+        (
+            ONE + 'shares = "dc"\n[[link]]\nname = "dc-1"\nup = "1 Mbit/s"\ndown = "1 Mbit/s"\n',
+            'site a shares the link "dc", and there is no such [[link]]; did you mean "dc-1"?',
+        ),
+        (ONE + "[modle]\nlayers = 3\n", 'site file: unknown key "modle"; did you mean "model"?'),
+        (
+            ONE + "[model]\nlayers = 3\n",
+            "[model] a model is its preset, its parameters and layers, or its config; give one of the three",
+        ),
+        (ONE + '[model]\npreset = "1B"\n', '[model] there is no model preset "1B"; did you mean "1b"?'),
+        (ONE + '[[fault]]\nlearner = "b"\nat = "1 s"\n', 'a [[fault]] names the learner "b"; known are a'),
+        (ONE + '[[fault]]\nlearner = "a"\nat = "9 s"\nback = "5 s"\n', "[fault.1] back at 5 s is not after at = 9 s"),
+        (
+            ONE + '[[fault]]\nlearner = "a"\nat = "1 s"\n[[fault]]\nlearner = "a"\nat = "9 s"\n',
+            "a fails at 9 s while it is gone; drop that [[fault]]",
+        ),
+        (
+            ONE + '[faults]\nmtbf = "1 h"\nrepair = "1 s"\n[[fault]]\nlearner = "a"\nat = "9 s"\n',
+            "[faults] and [[fault]] contradict each other; keep one of them",
+        ),
+        (
+            ONE.replace('step_time = "1 s"', 'speed = "1 TFLOP/s"\nutilization = 0.5'),
+            "site a gives speed and utilization; its step time follows only with [model] and [budget]",
+        ),
+    ],
+)
 def test_bad_input_is_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_site(text)
@@ -184,7 +222,7 @@ def test_reading_a_site_file_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ------------------------------------------------------------------------------------------------------- documentation
+# ------------------------------------------------------------------------------------------------------ documentation
 
 
 @pytest.mark.parametrize("name", Site.model_fields)

@@ -10,25 +10,24 @@ from hypothesis import strategies as st
 from diloco.core.rounds import Called
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
-from diloco.planning.models import PRESETS, Workload
-from diloco.planning.rounds import Exchange
 from diloco.planning.settings import setting_for
 from diloco.planning.star import Learners, exchange_of, pace, predict, predict_learners, star_network
-from diloco.planning.stations import Merging
+from diloco.planning.stations import ExchangePlan, Merging
+from diloco.planning.workload import PRESETS, Workload
 
 ONE_B = PRESETS["1b"]
 MEGABYTE = 1e6
 
 
-def whole(every: int = 10, tau: int = 0, merging: Merging | None = None) -> Exchange:
+def whole(every: int = 10, tau: int = 0, merging: Merging | None = None) -> ExchangePlan:
     """One fragment, one megabyte up and two down."""
-    return Exchange(Schedule(every, 1, tau), [MEGABYTE], [2 * MEGABYTE], merging or Merging())
+    return ExchangePlan(Schedule(every, 1, tau), [MEGABYTE], [2 * MEGABYTE], merging or Merging())
 
 
 def test_a_round_trip_by_hand() -> None:
     # 8 Mbit/s: 1 s up, 2 s down; four latencies; a merge of 0.1 s and 2 MB at 20 MB/s
     network = star_network(2, 8e6, 8e6, latency_s=0.05)
-    found = predict(network, [0.2, 0.2], [0.05, 0.05], whole(merging=Merging(0.1, 20e6)))
+    found = predict(network, [0.2, 0.2], whole(merging=Merging(0.1, 20e6)))
     assert found.utilization == pytest.approx([2 / (2 + 1 + 2 + 4 * 0.05 + 0.2)] * 2, rel=1e-12)
     assert (found.period_steps, found.stale_steps, found.contributors) == (10, 0, 2)
 
@@ -37,8 +36,9 @@ def test_overlap_hides_what_fits_into_it_and_no_more() -> None:
     trip_s = 3.0 + 4 * 0.05
     for tau in range(11):
         network = star_network(2, 8e6, 8e6, latency_s=0.05)
-        found = predict(network, [0.4, 0.4], [0.05, 0.05], whole(tau=tau))
-        # τ = H: an answer is waited for a whole interval after its send, which is at the end of the wait for the one before
+        found = predict(network, [0.4, 0.4], whole(tau=tau))
+        # τ = H: an answer is waited for a whole interval after its send, which is at the end of the wait for the one
+        # before
         turns = tau // 10 + 1
         period_s = max(4.0, (trip_s + (10 * turns - tau) * 0.4) / turns)
         assert found.utilization == pytest.approx([4.0 / period_s] * 2, rel=1e-12), tau
@@ -46,30 +46,32 @@ def test_overlap_hides_what_fits_into_it_and_no_more() -> None:
 
 def test_the_slowest_learner_sets_the_pace() -> None:
     network = star_network(3, math.inf, math.inf)
-    found = predict(network, [0.1, 0.2, 0.4], [0.0] * 3, whole(tau=3))
+    found = predict(network, [0.1, 0.2, 0.4], whole(tau=3))
     assert found.utilization == pytest.approx([0.25, 0.5, 1.0], rel=1e-12)
 
 
 def test_the_syncers_link_is_shared() -> None:
     # 4 learners of 8 Mbit/s on a syncer of 16: 4 Mbit/s each
     network = star_network(4, 8e6, 8e6, syncer_bit_per_s=16e6)
-    found = predict(network, [0.1] * 4, [0.0] * 4, whole())
+    found = predict(network, [0.1] * 4, whole())
     assert found.utilization == pytest.approx([1 / (1 + 2 + 4)] * 4, rel=1e-12)
 
 
 def test_fragments_queue_on_a_learners_connection() -> None:
-    # Both fragments are sent at one boundary, and the second push begins when the first is acknowledged: 1 + 2·0.5 later.
-    # Its answer is the last: 1 s up, 0.5 to the syncer, 0.5 notice, 0.5 request, 2 s down (the link is free by then), 0.5 back.
-    exchange = Exchange(Schedule(10, 2, 0, (10, 10)), [MEGABYTE] * 2, [2 * MEGABYTE] * 2)
-    found = predict(star_network(1, 8e6, 8e6, 0.5), [0.1], [0.5], exchange)
+    # Both fragments are sent at one boundary, and the second push begins when the first is acknowledged: 1 + 2·0.5
+    # later.
+    # Its answer is the last: 1 s up, 0.5 to the syncer, 0.5 notice, 0.5 request, 2 s down (the link is free by then),
+    # 0.5 back.
+    exchange = ExchangePlan(Schedule(10, 2, 0, (10, 10)), [MEGABYTE] * 2, [2 * MEGABYTE] * 2)
+    found = predict(star_network(1, 8e6, 8e6, 0.5), [0.1], exchange)
     first_down_ends_s = 1 + 0.5 + 0.5 + 0.5 + 2 + 0.5
     second_asked_s = max(1 + 1.0 + 1 + 0.5 + 0.5, first_down_ends_s)
     assert found.utilization[0] == pytest.approx(1 / (1 + second_asked_s + 0.5 + 2 + 0.5), rel=1e-12)
 
 
 def test_merges_are_one_after_the_other() -> None:
-    exchange = Exchange(Schedule(10, 2, 0, (10, 10)), [MEGABYTE] * 2, [MEGABYTE] * 2, Merging(fixed_s=3.0))
-    found = predict(star_network(1, math.inf, math.inf), [0.1], [0.0], exchange)
+    exchange = ExchangePlan(Schedule(10, 2, 0, (10, 10)), [MEGABYTE] * 2, [MEGABYTE] * 2, Merging(fixed_s=3.0))
+    found = predict(star_network(1, math.inf, math.inf), [0.1], exchange)
     assert found.utilization[0] == pytest.approx(1 / (1 + 6), rel=1e-12)
 
 
@@ -86,7 +88,7 @@ def test_equal_learners_are_one_that_stands_for_all(
     merging = Merging(0.01, 1e7)
     one = predict_learners(workload, setting, Learners((1.0,) * num, syncer, merging), rate)
     network = star_network(num, rate, rate, latency_s, syncer)
-    all_ = predict(network, [0.05] * num, [latency_s] * num, exchange_of(workload, setting, merging))
+    all_ = predict(network, [0.05] * num, exchange_of(workload, setting, merging))
     assert one.utilization[0] == pytest.approx(all_.mean_utilization, rel=1e-9)
     assert (one.period_steps, one.stale_steps) == pytest.approx(
         (all_.period_steps, all_.stale_steps), rel=0.1
@@ -96,14 +98,14 @@ def test_equal_learners_are_one_that_stands_for_all(
 
 def test_a_run_of_a_few_steps_begins_with_nothing_in_flight() -> None:
     network = star_network(1, 8e6, 8e6)
-    found = predict(network, [0.1], [0.0], whole(every=10, tau=10), num_steps=25)
+    found = predict(network, [0.1], whole(every=10, tau=10), num_steps=25)
     # the send after step 10 is due after step 20, one second later: two seconds short; nothing else is due
     assert found.utilization[0] == pytest.approx(2.5 / 4.5, rel=1e-12)
 
 
 def test_activities_fill_a_learners_time() -> None:
     network = star_network(2, 8e6, 8e6, latency_s=0.05)
-    found = predict(network, [0.2, 0.3], [0.05, 0.05], whole(), num_steps=40, traced=True)
+    found = predict(network, [0.2, 0.3], whole(), num_steps=40, traced=True)
     for learner in (0, 1):
         own = sorted(
             (a.begin_s, a.end_s) for a in found.activities if a.learner == learner and a.kind in ("compute", "waiting")
@@ -114,16 +116,16 @@ def test_activities_fill_a_learners_time() -> None:
         assert [a.end_s - a.begin_s for a in on_the_wire] == pytest.approx([1.0] * len(on_the_wire))
 
 
-# --- called rounds ------------------------------------------------------------------------------------------------------------
+# --- called rounds ----------------------------------------------------------------------------------------------------
 
 
-def called(every: int = 12, num_fragments: int = 4, quorum: Called | None = None) -> Exchange:
+def called(every: int = 12, num_fragments: int = 4, quorum: Called | None = None) -> ExchangePlan:
     size = [MEGABYTE] * num_fragments
-    return Exchange(Schedule(every, num_fragments, 2), size, size, called=quorum or Called())
+    return ExchangePlan(Schedule(every, num_fragments, 2), size, size, called=quorum or Called())
 
 
 def test_on_a_fast_network_a_fragment_is_merged_every_h_steps_and_an_answer_is_a_step_old() -> None:
-    found = predict(star_network(3, 1e12, 1e12, 0.001), [0.1] * 3, [0.001] * 3, called())
+    found = predict(star_network(3, 1e12, 1e12, 0.001), [0.1] * 3, called())
     assert found.utilization == (1.0,) * 3
     assert found.period_steps == pytest.approx(12, rel=0.02)
     assert found.stale_steps == 1
@@ -132,7 +134,7 @@ def test_on_a_fast_network_a_fragment_is_merged_every_h_steps_and_an_answer_is_a
 
 def test_on_a_slow_network_the_link_sets_the_period() -> None:
     # 4 MB at 0.8 Mbit/s are 40 s, 400 steps of 0.1 s
-    found = predict(star_network(2, 8e5, 8e5), [0.1] * 2, [0.0] * 2, called())
+    found = predict(star_network(2, 8e5, 8e5), [0.1] * 2, called())
     assert found.period_steps == pytest.approx(400, rel=0.05)
     assert found.stale_steps == pytest.approx(
         found.period_steps, rel=0.05
@@ -141,16 +143,16 @@ def test_on_a_slow_network_the_link_sets_the_period() -> None:
 
 
 def test_a_slow_learner_holds_nobody_up() -> None:
-    found = predict(star_network(3, 1e12, 1e12), [0.1, 0.1, 5.0], [0.0] * 3, called(quorum=Called(grace=0.0)))
+    found = predict(star_network(3, 1e12, 1e12), [0.1, 0.1, 5.0], called(quorum=Called(grace=0.0)))
     assert found.period_steps == pytest.approx(12, rel=0.1)  # of the mean learner
     assert 2 < found.contributors < 3  # late work is in the next merge
-    waited_for = predict(star_network(3, 1e12, 1e12), [0.1, 0.1, 5.0], [0.0] * 3, called(quorum=Called(at_least=3)))
+    waited_for = predict(star_network(3, 1e12, 1e12), [0.1, 0.1, 5.0], called(quorum=Called(at_least=3)))
     assert waited_for.contributors == 3
     assert waited_for.period_steps > found.period_steps
 
 
 def test_a_link_that_carries_next_to_nothing_is_given_up() -> None:
-    found = predict(star_network(1, 10.0, 10.0), [0.1], [0.0], called())
+    found = predict(star_network(1, 10.0, 10.0), [0.1], called())
     assert (found.period_steps, found.stale_steps, found.contributors) == (math.inf, math.inf, 0.0)
 
 

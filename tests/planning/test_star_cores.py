@@ -14,14 +14,15 @@ from diloco.core.method import Method
 from diloco.core.rounds import Called
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.world import Run, World
-from diloco.planning.rounds import CalledRounds, Exchange
 from diloco.planning.star import predict, star_network
+from diloco.planning.star_rounds import CalledRounds
+from diloco.planning.stations import ExchangePlan
 
 WIDTH, LAYERS = 10, 4
 BYTES = 4.0 * WIDTH * WIDTH
 STEPS = 60
 BEGIN_S = 1000.0
-"""When everybody has the model, and all begin together."""
+"""When all learners have the model and begin together."""
 
 FRAGMENTS = diloco.ByLayer(layers=1)
 
@@ -55,10 +56,10 @@ def seen(method: Method, step_s: Sequence[float], bit_per_s: float, syncer_bit_p
     return results
 
 
-def exchange_of(method: Method) -> Exchange:
+def exchange_of(method: Method) -> ExchangePlan:
     num_fragments = 1 if isinstance(method.fragments, diloco.Whole) else LAYERS
     size = [BYTES * LAYERS / num_fragments] * num_fragments
-    return Exchange(
+    return ExchangePlan(
         method.schedule(num_fragments), size, size, called=method.quorum if isinstance(method.quorum, Called) else None
     )
 
@@ -88,7 +89,6 @@ def test_scheduled_rounds_take_the_time_of_the_real_ones(
     plan = predict(
         star_network(num, bit_per_s, bit_per_s, syncer_bit_per_s=syncer),
         step_s,
-        [0.0] * num,
         exchange_of(method),
         num_steps=STEPS,
     )
@@ -105,10 +105,8 @@ def test_called_rounds_come_as_often_as_the_real_ones(
     quorum = Called(at_least=at_least, grace=0.8)
     method = diloco.DecoupledDiLoCo(sync_every=8, fragments=FRAGMENTS, codec="fp32", quorum=quorum)
     num, syncer = len(step_s), 2.5 * bit_per_s
-    star = CalledRounds(
-        star_network(num, bit_per_s, bit_per_s, syncer_bit_per_s=syncer), step_s, [0.0] * num, exchange_of(method)
-    )
+    star = CalledRounds(star_network(num, bit_per_s, bit_per_s, syncer_bit_per_s=syncer), step_s, exchange_of(method))
     star.run(lambda: star.steps[0] == STEPS)
     took_s, versions = seen(method, step_s, bit_per_s, syncer)[0]
-    assert took_s == pytest.approx(STEPS * step_s[0], rel=1e-9)  # nobody waits
+    assert took_s == pytest.approx(STEPS * step_s[0], rel=1e-9)  # learners never wait
     assert sum(star.stations[0].held) == versions

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
 from diloco.planning.dag import Costs, Execution, Pattern, run_utilization, steady_utilization
-from diloco.planning.models import PRESETS, Workload
-from diloco.planning.settings import Setting, setting_for
-from diloco.planning.utilization import (
+from diloco.planning.graph import (
     closed_form,
     costs_of,
     has_closed_form,
@@ -20,6 +18,8 @@ from diloco.planning.utilization import (
     strided,
     utilization,
 )
+from diloco.planning.settings import Setting, setting_for
+from diloco.planning.workload import PRESETS, Workload
 
 ONE_B = PRESETS["1b"]
 SMALL = Workload("small", 1e6, 6, 0.017)
@@ -101,7 +101,8 @@ def test_two_layers_by_hand() -> None:
         ("wait", 5.0, 10.0, 2, 1), ("up", 14.0, 17.0, 2, 2),
     ]  # fmt: skip
     assert steady_utilization(pattern, Costs(2, 1.0, 3.0)) == pytest.approx(0.5)
-    # There and back: layer 2 is up from 4 to 7 and down from 8 to 10, layer 1 up from 7 to 10, down from 11 to 13; there at 14.
+    # There and back: layer 2 is up from 4 to 7 and down from 8 to 10, layer 1 up from 7 to 10, down from 11 to 13;
+    # there at 14.
     assert run_utilization(pattern, Costs(2, 1.0, 3.0, 2.0, 1.0), 1) == pytest.approx(5 / 14)
 
 
@@ -160,7 +161,8 @@ def test_a_target_that_is_never_reached_is_infinite() -> None:
 
 
 def test_every_reduction_of_an_eager_run_is_waited_for() -> None:
-    # FP4 over a long run: about twice what is printed in arXiv 2502.12996, where half of the reductions come after the end
+    # FP4 over a long run: about twice what is printed in arXiv 2502.12996, where half of the reductions come after the
+    # end
     rates = [
         required_bit_per_s(ONE_B, setting_for(ONE_B, "eager", up="e3m0"), target) / 1e9 for target in (0.5, 0.8, 0.99)
     ]

@@ -7,9 +7,9 @@ from studies import scaling_laws
 from studies.pages import filled
 
 from diloco.errors import ConfigError
-from diloco.planning.wallclock import NETWORKS, Job, Link, wall_clock
+from diloco.planning.training_time import NETWORKS, Link, TrainingPlan, wall_clock
 
-JOB = Job(num_parameters=1e9, tokens=2e10, batch_tokens=1e6, chips=256)
+JOB = TrainingPlan(num_parameters=1e9, tokens=2e10, batch_tokens=1e6, chips=256)
 
 
 def test_the_papers_networks() -> None:

@@ -6,7 +6,7 @@ import random
 import statistics
 from dataclasses import dataclass, field
 
-from diloco.planning.goodput import Fleet
+from diloco.planning.fleet import Fleet
 
 NEWEST = 0.2
 """Weight of the newest measurement of what a quorum takes."""
@@ -16,7 +16,8 @@ NEWEST = 0.2
 class Learner:
     """What one learner is doing.
 
-    `contributed` is the number of its last contribution, `made` the steps since, `extra` a step that is made for want of an answer.
+    `contributed` is the number of its last contribution, `made` the steps since, `extra` a step that is made for want
+    of an answer.
     """
 
     contributed: int = -1
@@ -67,7 +68,8 @@ class World:
         return work_s / (until_s * sum(self.fleet.relative_speeds))
 
     def go_on(self, now_s: float, who: int) -> None:
-        """At the end of a step, or of a stop: contribute if it is time, wait for an answer that is needed, make the next step."""
+        """At the end of a step, or of a stop: contribute if it is time, wait for an answer that is needed, make the
+        next step."""
         me, rules = self.learners[who], self.fleet.rounds
         me.stopped = False
         if me.made == rules.sync_every:

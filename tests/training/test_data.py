@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diloco.config import DataTable
 from diloco.errors import CheckpointError, ConfigError
-from diloco.training.data import Shards, Stream, held_out_batches, permute
+from diloco.training.data import ShardedWindows, Stream, held_out_batches, permute
 from diloco.training.sources import Corpus, Tokens, load_corpus
 
 
@@ -30,7 +30,7 @@ def test_permute_is_a_permutation(size: int, key: bytes) -> None:
 @given(windows=st.integers(1, 200), shards=st.integers(1, 7), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_shards_are_disjoint_equal_and_complete_in_every_pass(windows: int, shards: int, seed: int) -> None:
-    deal = Shards(windows, shards, seed)
+    deal = ShardedWindows(windows, shards, seed)
     n = deal.shard_windows
     for epoch in range(2):
         dealt = [[deal.window(m, epoch * n + i) for i in range(n)] for m in range(shards)]
@@ -41,14 +41,14 @@ def test_shards_are_disjoint_equal_and_complete_in_every_pass(windows: int, shar
 
 
 def test_passes_over_a_shard_have_their_own_orders() -> None:
-    deal = Shards(100, 2, 0)
+    deal = ShardedWindows(100, 2, 0)
     orders = [[deal.window(1, epoch * 50 + i) for i in range(50)] for epoch in range(2)]
     assert orders[0] != orders[1]
 
 
 def test_the_order_of_sequences_is_fixed() -> None:
     # A golden value: another order would silently unpair runs and spoil resuming across versions.
-    assert [Shards(1000, 3, 17).window(2, i) for i in range(6)] == [533, 571, 675, 803, 558, 30]
+    assert [ShardedWindows(1000, 3, 17).window(2, i) for i in range(6)] == [533, 571, 675, 803, 558, 30]
 
 
 def test_a_batch_is_a_window_with_its_next_token() -> None:

@@ -1,4 +1,5 @@
-"""Beginnings and unequal learners: warm starts, late joiners, batches of different size, learners of a part of the model."""
+"""Beginnings and unequal learners: warm starts, late joiners, batches of different size, learners of a part of the
+model."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -21,11 +22,11 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.remote import fetch_model
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
-from diloco.training.export import checkpoint_state
+from diloco.training.learning_rate import learning_rate
 from diloco.training.loop import Part, Summary, Trainer
-from diloco.training.models import build_model
-from diloco.training.progress import Silent
-from diloco.training.schedule import learning_rate
+from diloco.training.model import build_model
+from diloco.training.pretrained import checkpoint_state
+from diloco.training.progress import Progress
 
 Tiny = Callable[..., RunConfig]
 DILOCO = "method={preset='DiLoCo', sync_every=6}"
@@ -135,7 +136,7 @@ def test_a_run_whose_syncer_lost_everything_goes_on_from_a_learners_checkpoint(t
     assert (given.step, given.tokens) == (8, load_checkpoint(checkpoint)["run_tokens"])
 
 
-class Starter(Silent):
+class Starter(Progress):
     """Starts the other learner when this one has made a few steps."""
 
     def __init__(self) -> None:

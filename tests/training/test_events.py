@@ -1,4 +1,4 @@
-"""The event log: the schema round-trips, and a torn last line harms nobody."""
+"""The event log: the schema round-trips, and a torn last line does no harm."""
 
 import math
 import re

@@ -15,10 +15,10 @@ from diloco.core.presets import method_from_table
 from diloco.errors import CheckpointError, ConfigError
 from diloco.events import Adopted, Evaluated, Finished, RunStarted, Stepped, read_events
 from diloco.exchange.base import Exchange
-from diloco.training.alone import LearnerLike
+from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
-from diloco.training.export import checkpoint_state
 from diloco.training.loop import Part, Summary, Trainer
+from diloco.training.pretrained import checkpoint_state
 
 Tiny = Callable[..., RunConfig]
 
@@ -68,7 +68,8 @@ def test_accumulation_is_the_same_step_to_rounding(tiny: Tiny) -> None:
         trainer.train()
         runs.append(weights(trainer))
     for name, value in runs[0].items():
-        # Two Adam steps of at most lr = 4e-3 each; fp32 gradients differ in the last bits, which Adam's normalisation enlarges.
+        # Two Adam steps of at most lr = 4e-3 each; fp32 gradients differ in the last bits, which Adam's normalisation
+        # enlarges.
         torch.testing.assert_close(value, runs[1][name], atol=2e-4, rtol=0)
 
 
@@ -93,7 +94,7 @@ def test_the_isolated_learner_stops_with_the_others_and_shares_the_warm_start(ti
 
 
 def stopped_at(trainer: Trainer, step: int) -> Summary:
-    """Train as if somebody pressed Ctrl-C during `step`."""
+    """Train as if Ctrl-C was pressed during `step`."""
 
     class Stopper:
         def wants(self) -> bool:
@@ -164,7 +165,7 @@ def test_a_checkpoint_of_another_run_or_model_or_shards_is_refused(tiny: Tiny) -
 
 
 def attach_to(config: RunConfig, exchange: Exchange) -> Any:
-    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> LearnerLike:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> AnyLearner:
         return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
 
     return attach

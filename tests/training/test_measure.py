@@ -13,7 +13,7 @@ from diloco.core.presets import method_from_table
 from diloco.planning.site import load_site
 from diloco.syncer.server import Options, Syncer
 from diloco.training.job import Job
-from diloco.training.pace import measure_pace
+from diloco.training.step_time import measure_step_time
 
 Tiny = Callable[..., RunConfig]
 Call = Callable[..., tuple[object, str, str]]
@@ -76,7 +76,7 @@ def test_a_new_site_file_is_complete_and_a_second_learner_extends_it(
 
 
 def test_what_is_timed_is_the_learners_own_inner_step(tiny: Tiny) -> None:
-    pace = measure_pace(tiny(), 0, seconds=0.0, at_least=2, job=Job())
+    pace = measure_step_time(tiny(), 0, seconds=0.0, at_least=2, job=Job())
     assert pace.num_steps == 2
     assert pace.step_s > 0
     assert (pace.accelerators, pace.memory_bytes) == (1, None)

@@ -11,12 +11,16 @@ from transformers import AutoModelForCausalLM
 from diloco.config import ModelTable, parse_config
 from diloco.errors import ConfigError, LayoutError
 from diloco.training.evaluate import evaluate, sample_bytes
-from diloco.training.export import export_run
-from diloco.training.models import build_model
+from diloco.training.model import build_model
+from diloco.training.pretrained import export_run
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
 def table(**keys: Any) -> ModelTable:

@@ -14,7 +14,7 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from diloco.training.loop import Part, Trainer
-from diloco.training.models import build_model
+from diloco.training.model import build_model
 from diloco.training.optimizers import (
     Chained,
     describe_optimizer,

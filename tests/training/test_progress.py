@@ -4,9 +4,9 @@ import io
 
 from rich.console import Console
 
-from diloco.training.progress import LiveLine, Plain, Status, make_progress
+from diloco.training.progress import LiveLine, Plain, StepStatus, make_progress
 
-STATUS = Status(
+STATUS = StepStatus(
     name="a", step=12, loss=2.5, lr=1e-3, tokens_per_s=20_000, run_tokens=50, budget=100,
     versions=(3, 4), sent_bytes=1_500_000, received_bytes=2_000_000, participation=0.75, note="warm start",
 )  # fmt: skip

@@ -4,19 +4,18 @@ import math
 
 import pytest
 
-from diloco.config import parse_config
-from diloco.training.schedule import learning_rate, lr_factor
+from diloco.config import ScheduleTable, parse_config
+from diloco.training.learning_rate import learning_rate, lr_factor
 
 
 def test_warm_up_is_linear_from_the_first_step() -> None:
-    assert [lr_factor(k, kind="constant", steps=10, warmup_steps=4) for k in (1, 2, 3, 4, 5, 10, 11)] == [
-        0.25, 0.5, 0.75, 1, 1, 1, 1,
-    ]  # fmt: skip
+    schedule = ScheduleTable(kind="constant", warmup_steps=4)
+    assert [lr_factor(schedule, 10, k) for k in (1, 2, 3, 4, 5, 10, 11)] == [0.25, 0.5, 0.75, 1, 1, 1, 1]
 
 
 def test_cosine_goes_from_the_peak_to_the_final_fraction_and_stays() -> None:
     def factor(step: int) -> float:
-        return lr_factor(step, kind="cosine", steps=110, warmup_steps=10, final_fraction=0.2)
+        return lr_factor(ScheduleTable(kind="cosine", warmup_steps=10, final_fraction=0.2), 110, step)
 
     assert factor(10) == 1.0
     assert factor(60) == pytest.approx(0.6)
@@ -25,10 +24,8 @@ def test_cosine_goes_from_the_peak_to_the_final_fraction_and_stays() -> None:
 
 
 def test_wsd_is_stable_and_then_linear() -> None:
-    factors = [
-        lr_factor(k, kind="wsd", steps=20, warmup_steps=2, final_fraction=0.0, decay_fraction=0.25)
-        for k in (1, 2, 15, 16, 18, 20, 25)
-    ]
+    schedule = ScheduleTable(kind="wsd", warmup_steps=2, final_fraction=0.0, decay_fraction=0.25)
+    factors = [lr_factor(schedule, 20, k) for k in (1, 2, 15, 16, 18, 20, 25)]
     assert factors == pytest.approx([0.5, 1, 1, 0.8, 0.4, 0, 0])
 
 

@@ -29,8 +29,9 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.delivery import Fault
 from diloco.planning.network import Network
 from diloco.planning.network import Path as Way
-from diloco.planning.simulate import Scene, Simulated, scene_of_tape, simulate
 from diloco.planning.tape import read_tape
+from diloco.simulation.scenario import Scenario, scenario_of_tape
+from diloco.simulation.virtual_run import Simulated, simulate
 from diloco.training.loop import Part, Trainer
 
 Tiny = Callable[..., RunConfig]
@@ -47,7 +48,7 @@ def lines(learners: int = 2, bit_per_s: float = LINK_BIT_PER_S) -> Network:
     return Network(names, [Way((f"up-{i}",), (f"down-{i}",), 0.05) for i in range(learners)])
 
 
-def play(directory: Path, scene: Scene, *configs: RunConfig) -> Simulated:
+def play(directory: Path, scene: Scenario, *configs: RunConfig) -> Simulated:
     return simulate({f"part-{index}": config for index, config in enumerate(configs)}, scene, directory)
 
 
@@ -70,8 +71,8 @@ def test_a_synchronous_run_has_the_bits_of_the_same_run_at_once(tiny: Tiny, tmp_
         return torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
 
     at_once = diloco.run_local(life, learners=2)
-    done = play(tmp_path / "a", Scene(lambda index, _: 0.1 + 0.05 * index, lines()), config, config)
-    again = play(tmp_path / "b", Scene(), config, config)
+    done = play(tmp_path / "a", Scenario(lambda index, _: 0.1 + 0.05 * index, lines()), config, config)
+    again = play(tmp_path / "b", Scenario(), config, config)
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
     assert len(digests(tmp_path / "a")) > 6
     assert done.loss == again.loss
@@ -85,7 +86,7 @@ def test_a_synchronous_run_has_the_bits_of_the_same_run_at_once(tiny: Tiny, tmp_
 
 def test_time_goes_into_steps_and_waiting(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(DILOCO, *TWENTY_STEPS)
-    done = play(tmp_path / "run", Scene(lambda index, _: [0.5, 0.25][index], lines()), config, config)
+    done = play(tmp_path / "run", Scenario(lambda index, _: [0.5, 0.25][index], lines()), config, config)
     slow, fast = done.times().values()
     assert slow.compute_s == 20 * 0.5
     assert fast.compute_s == 20 * 0.25
@@ -104,7 +105,7 @@ def test_time_goes_into_steps_and_waiting(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_the_warm_start_takes_its_time_and_the_others_wait_for_it(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(DILOCO, "warm_start.steps=4", "run.tokens=4_096")
-    done = play(tmp_path / "run", Scene(lambda *_: 0.5), config, config)
+    done = play(tmp_path / "run", Scenario(lambda *_: 0.5), config, config)
     told = read_events(tmp_path / "run" / "syncer" / "events.jsonl")
     [given] = [e for e in told if isinstance(e, Initialised)]
     assert isinstance(told[-1], Finished)
@@ -116,7 +117,7 @@ def test_the_warm_start_takes_its_time_and_the_others_wait_for_it(tiny: Tiny, tm
 
 def test_a_killed_learner_is_given_up_and_comes_back(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(DECOUPLED, "checkpoint.every_steps=2", "run.tokens=20_480", "schedule.steps=80")
-    scene = Scene(lambda *_: 1.0, lines(), [Fault(1, 10.5, 50.0)])
+    scene = Scenario(lambda *_: 1.0, lines(), [Fault(1, 10.5, 50.0)])
     done = play(tmp_path / "run", scene, config, config)
     events = read_events(tmp_path / "run" / "syncer" / "events.jsonl")
     [evicted] = [e for e in events if isinstance(e, Evicted)]
@@ -133,7 +134,7 @@ def test_nobody_waits_for_ever_for_a_learner_that_was_killed_before_it_had_the_m
     tiny: Tiny, tmp_path: Path
 ) -> None:
     config = tiny(DILOCO, *TWENTY_STEPS)
-    done = play(tmp_path / "run", Scene(network=lines(), faults=[Fault(1, 0.01)]), config, config)
+    done = play(tmp_path / "run", Scenario(network=lines(), faults=[Fault(1, 0.01)]), config, config)
     assert done.summaries["part-1"] is None
     alone = done.summaries["part-0"]
     assert alone is not None
@@ -142,7 +143,7 @@ def test_nobody_waits_for_ever_for_a_learner_that_was_killed_before_it_had_the_m
 
 def test_a_recorded_run_is_a_scene(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(DECOUPLED, "run.tokens=20_480", "schedule.steps=80")
-    first = Scene(lambda index, step: 1.0 + index + 0.5 * (step >= 10), None, [Fault(1, 20.0, 60.0)], [0.0, 3.0])
+    first = Scenario(lambda index, step: 1.0 + index + 0.5 * (step >= 10), None, [Fault(1, 20.0, 60.0)], [0.0, 3.0])
     played = play(tmp_path / "first", first, config, config)
     recorded = read_tape(tmp_path / "first")
     assert [each.name for each in recorded] == ["part-0", "part-1"]
@@ -151,9 +152,9 @@ def test_a_recorded_run_is_a_scene(tiny: Tiny, tmp_path: Path) -> None:
     assert 17.0 <= gone_s <= 20.0  # its last sign of life
     assert back_s == 60.0
     assert (recorded[0].step_s(0), recorded[0].step_s(30), recorded[0].step_s(10**6)) == (1.0, 1.5, 1.5)
-    replayed = play(tmp_path / "second", scene_of_tape(recorded, None), config, config)
+    replayed = play(tmp_path / "second", scenario_of_tape(recorded, None), config, config)
     assert replayed.duration_s == pytest.approx(played.duration_s, abs=5.0)
-    play(tmp_path / "third", scene_of_tape(recorded, lines(bit_per_s=2e4)), config, config)
+    play(tmp_path / "third", scenario_of_tape(recorded, lines(bit_per_s=2e4)), config, config)
     firsts = []
     for name in ("second", "third"):
         events = read_events(tmp_path / name / "syncer" / "events.jsonl")
@@ -163,13 +164,13 @@ def test_a_recorded_run_is_a_scene(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_a_recorded_warm_start_takes_as_long_again(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(DILOCO, "warm_start.steps=6", "run.tokens=6_144")
-    first = Scene(lambda *_: 0.5, warm_step_s=lambda step: 0.25 + step)
+    first = Scenario(lambda *_: 0.5, warm_step_s=lambda step: 0.25 + step)
     played = play(tmp_path / "first", first, config, config)
     recorded = read_tape(tmp_path / "first")
     # The first event comes after the first step, so that the first pace is that of the second step.
     assert recorded[0].warm_paces == tuple((1, 0.25 + step) for step in range(1, 6))
     assert recorded[1].warm_step_s(0) is None
-    replayed = play(tmp_path / "second", scene_of_tape(recorded, None), config, config)
+    replayed = play(tmp_path / "second", scenario_of_tape(recorded, None), config, config)
     assert replayed.duration_s == pytest.approx(
         played.duration_s + 5
     )  # 1 + 2 + 3 + 4 + 5 + 5 seconds more, not 0 + 1 + … + 5
@@ -183,8 +184,17 @@ def test_what_comes_between_the_warm_start_and_the_run_is_no_step(tmp_path: Path
         t=1.0, run="r", learners=1, num_parameters=1, step=0, tokens=0, role="learner", shard=0, method={}
     )
     given = Initialised(t=9.0, learner="a", source="seed", layout_digest="d", num_parameters=1, step=20)
-    told = {"a": [begun, step(2.0, 10), step(4.0, 20), step(15.0, 30), step(20.0, 40), Waited(t=20.0, step=40, seconds=2.0, times=1)],
-            "syncer": [given, Joined(t=10.0, learner="a", incarnation=1, step=20)]}  # fmt: skip
+    told = {
+        "a": [
+            begun,
+            step(2.0, 10),
+            step(4.0, 20),
+            step(15.0, 30),
+            step(20.0, 40),
+            Waited(t=20.0, step=40, seconds=2.0, times=1),
+        ],
+        "syncer": [given, Joined(t=10.0, learner="a", incarnation=1, step=20)],
+    }
     for who, log in told.items():
         with EventLog(tmp_path / who / "events.jsonl", who) as file:
             for event in log:
@@ -201,15 +211,15 @@ def test_no_tape_where_there_is_no_run(tmp_path: Path) -> None:
 
 def test_what_cannot_be_simulated_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run.learners = 2 and there are 1 learners to simulate"):
-        play(tmp_path / "run", Scene(), tiny())
+        play(tmp_path / "run", Scenario(), tiny())
     warm = tiny("warm_start.steps=4")
     with pytest.raises(
         ConfigError, match="part-0, which initialises the run, is killed before it has and does not come back"
     ):
-        play(tmp_path / "killed", Scene(faults=[Fault(0, 1.0)]), warm, warm)
+        play(tmp_path / "killed", Scenario(faults=[Fault(0, 1.0)]), warm, warm)
     parallel = tiny("method={preset='DataParallel'}")
     with pytest.raises(ConfigError, match="nothing to simulate"):
-        play(tmp_path / "run", Scene(), parallel, parallel)
+        play(tmp_path / "run", Scenario(), parallel, parallel)
 
 
 SITE = """

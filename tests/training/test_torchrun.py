@@ -1,4 +1,5 @@
-"""`torchrun -m diloco train`: ranks that are one learner, and ranks that are learners; real processes over gloo on the CPU."""
+"""`torchrun -m diloco train`: ranks that are one learner, and ranks that are learners; real processes over gloo on the
+CPU."""
 
 import json
 import os
@@ -26,12 +27,12 @@ from diloco.exchange.base import Exchange
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.data import Stream
-from diloco.training.export import checkpoint_state
 from diloco.training.inner import InnerStep
+from diloco.training.learning_rate import schedule_factor
 from diloco.training.loop import Part, Summary, Trainer
-from diloco.training.models import build_model
+from diloco.training.model import build_model
 from diloco.training.optimizers import make_optimizer, untrained
-from diloco.training.schedule import schedule_factor
+from diloco.training.pretrained import checkpoint_state
 from diloco.training.sources import load_corpus
 
 pytestmark = pytest.mark.timeout(240)  # each test includes processes that import torch

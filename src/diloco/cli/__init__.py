@@ -1,7 +1,7 @@
 """The command line: one file per command, imported when it is called.
 
-A command is a typed function `command` in the file that bears its name, or a Typer `app` there if it has commands of its own.
-`diloco --help` lists the summaries below without importing any of them.
+A command is a typed function `command` in the file that bears its name, or a Typer `app` there if it has commands of
+its own. `diloco --help` lists the summaries below without importing any of them.
 
 Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted.
 """
@@ -19,11 +19,17 @@ from typer.main import get_command
 from diloco.errors import ConfigError, DilocoError
 
 COMMANDS = {
-    "demo": "Train with a syncer and three learners on this machine, kill one on the way, and compare with data parallel.",
-    "syncer": "Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version.",
+    "demo": (
+        "Train with a syncer and three learners on this machine, kill one on the way, and compare with data parallel."
+    ),
+    "syncer": (
+        "Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."
+    ),
     "train": "Train one learner's part of the run that RUN_FILE describes.",
-    "status": "Show a live run: learners, rounds and whom they wait for, tokens, bytes.",
-    "report": "Show a run that is over or under way, real or simulated: who took part, who was in which merge, losses, bytes.",
+    "status": "Show a live run: learners, rounds and the learners they wait for, tokens, bytes.",
+    "report": (
+        "Show a run that is over or under way, real or simulated: who took part, who was in which merge, losses, bytes."
+    ),
     "export": "Write the global model to a directory that transformers can load.",
     "keys": "Make and manage the certificates and tokens of a run.",
     "plan": "Know before you train: utilisation, hours, bytes, money and failures, in a second and without torch.",
@@ -78,7 +84,7 @@ def _build() -> typer.Typer:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line on `argv` (default: `sys.argv[1:]`). Always ends in SystemExit, or in an error that is not ours."""
+    """Run the command line on `argv` (default: `sys.argv[1:]`). Ends in SystemExit; foreign errors propagate."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # where the terminal's encoding has no τ

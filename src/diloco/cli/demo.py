@@ -1,4 +1,4 @@
-"""`diloco demo`: the story of a run, on this machine."""
+"""`diloco demo`: a whole run on this machine, with a learner killed on the way."""
 
 import json
 import signal
@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco.errors import ConfigError, StoreError
+from diloco.cli._options import JsonSummary
+from diloco.errors import ConfigError, StoreError, translated
 
 
 def command(
@@ -21,9 +22,7 @@ def command(
         bool, typer.Option("--quick", help="About a minute: fewer steps, and no isolated learner.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the model and the data order.")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON; progress goes to standard error.")
-    ] = False,
+    as_json: JsonSummary = False,
 ) -> None:
     """Train with a syncer and three learners on this machine, kill one on the way, and compare with data parallel."""
     for package in ("transformers", "matplotlib"):
@@ -36,28 +35,28 @@ def command(
     from diloco.demo.summary import summarise
 
     with _interrupted_by_signals(), Display(to_stderr=as_json) as display:
-        outcome = tell(directory, QUICK if quick else FULL, seed, display.show)
-    summary = summarise(outcome)
+        result = tell(directory, QUICK if quick else FULL, seed, display.show)
+    summary = summarise(result)
     display.say("writing the report")
-    from diloco.demo.report import write_report
+    from diloco.demo.result_page import write_report
 
-    try:
+    with translated(OSError, StoreError, f"cannot write the report to {directory}", "free disk space"):
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        write_report(directory / "report.html", outcome, summary)
-    except OSError as error:
-        raise StoreError(f"cannot write the report to {directory} ({error}); free disk space") from error
+        write_report(directory / "report.html", result, summary)
     typer.echo(json.dumps(summary) if as_json else _sentences(summary, directory))
 
 
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """Being asked to end is like Ctrl-C: the processes are ended first."""
+    """SIGTERM and SIGHUP act like Ctrl-C, so that the child processes are ended first."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    heeded = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]  # nohup
-    before = {number: signal.signal(number, interrupt) for number in heeded}
+    handled = [
+        each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN
+    ]  # nohup
+    before = {number: signal.signal(number, interrupt) for number in handled}
     try:
         yield
     finally:
@@ -66,13 +65,14 @@ def _interrupted_by_signals() -> Iterator[None]:
 
 
 def _sentences(summary: dict[str, Any], directory: Path) -> str:
-    isolated = "" if summary["isolated_loss"] is None else f", isolated learner {summary['isolated_loss']:.4f}"
-    kills = ", ".join(summary["killed"]) or "nobody"
+    it, isolated = summary, summary["isolated_loss"]
+    alone = "" if isolated is None else f", isolated learner {isolated:.4f}"
     return (
-        f"held-out loss in nats per byte: global model {summary['global_loss']:.4f}, data parallel {summary['baseline_loss']:.4f} "
-        f"({summary['loss_gap_percent']:+.1f} %){isolated}\n"
-        f"bytes on the wire: {summary['wire_bytes']:,} against {summary['baseline_wire_bytes']:,}, "
-        f"{summary['bytes_ratio']:.0f} times fewer\n"
-        f"killed and back: {kills}; {summary['merges']} merges, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s\n"
-        f"see {directory / 'report.html'} and {directory / 'summary.json'}"
+        f"held-out loss in nats per byte: global model {it['global_loss']:.4f}, data parallel "
+        f"{it['baseline_loss']:.4f} "
+        f"({it['loss_gap_percent']:+.1f} %){alone}\n"
+        f"bytes on the wire: {it['wire_bytes']:,} against {it['baseline_wire_bytes']:,}, "
+        f"{it['bytes_ratio']:.0f} times fewer\n"
+        f"killed and back: {', '.join(it['killed']) or 'none'}; {it['merges']} merges, {it['tokens']:,} tokens, "
+        f"{it['seconds']:.0f} s\nsee {directory / 'report.html'} and {directory / 'summary.json'}"
     )

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco.cli._input import read_token
+from diloco.cli._options import Json, Overrides, RunFile
 from diloco.errors import ConfigError, NotInitialisedError
 
 if TYPE_CHECKING:
@@ -15,17 +17,15 @@ if TYPE_CHECKING:
 
 
 def command(
-    run_file: Annotated[Path, typer.Argument(help="The run file (TOML).")],
+    run_file: RunFile,
     out_dir: Annotated[Path, typer.Argument(help="The directory to write; made where there is none.")],
     address: Annotated[str | None, typer.Option(help="Ask the syncer here, instead of at syncer.address.")] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Read the state directory of a syncer that is not running.")
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Read this checkpoint directory of a learner.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="table.key=value, instead of what the run file says; repeatable.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    overrides: Overrides = None,
+    as_json: Json = False,
 ) -> None:
     """Write the global model to a directory that transformers can load."""
     from diloco.config import load_config
@@ -34,7 +34,7 @@ def command(
     if sum(source is not None for source in (address, state_dir, checkpoint)) > 1:
         raise ConfigError("--address, --state-dir and --checkpoint name three sources; choose one")
 
-    from diloco.training.export import checkpoint_state, export_run
+    from diloco.training.pretrained import checkpoint_state, export_run
 
     if checkpoint is not None:
         state = checkpoint_state(checkpoint)
@@ -50,27 +50,21 @@ def command(
 
 
 def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
-    """From a running syncer."""
-    from diloco.cli.train import read_token
+    """Fetch the model from a running syncer."""
     from diloco.exchange.remote import fetch_model
 
     syncer = config.syncer
-    return fetch_model(
-        address,
-        run=config.run.name,
-        token=read_token(syncer.token_file),
-        ca=syncer.ca,
-        insecure=syncer.insecure,
-    )
+    token = read_token(syncer.token_file)
+    return fetch_model(address, run=config.run.name, token=token, ca=syncer.ca, insecure=syncer.insecure)
 
 
 def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":
-    """From the disk of a syncer that is not running."""
+    """Read the model from the disk of a syncer that is not running."""
     from safetensors.torch import load
 
     from diloco.core.fragments import Layout
     from diloco.syncer.store import Store
-    from diloco.training.export import merge_fragments
+    from diloco.training.pretrained import merge_fragments
 
     if not (state_dir / "store.sqlite").exists():
         raise ConfigError(f"{state_dir} is not the state directory of a syncer; check --state-dir")

@@ -7,20 +7,20 @@ tokens.toml          names, roles, hashes of tokens             stays with the s
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 import typer
 
-if TYPE_CHECKING:
-    from diloco.syncer.auth import Role, TokenEntry
+from diloco.cli._options import Json
+from diloco.cli._output import make_table
+from diloco.errors import ConfigError, StoreError, translated
+from diloco.syncer.auth import Role, TokenEntry, new_token, read_tokens, token_sha256, write_secret, write_tokens
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the run's keys.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Names = Annotated[
     list[str] | None, typer.Option(metavar="NAME", help="Give NAME a token of this role; repeat for more.")
 ]
@@ -45,19 +45,16 @@ def new(
 
     A learner's token speaks for the learner id of the same name only.
     """
-    from diloco.errors import ConfigError
-    from diloco.syncer.auth import Role, TokenEntry, new_token, token_sha256, write_secret, write_tokens
     from diloco.syncer.certificates import make_certificates
 
-    roles: list[tuple[str, Role]] = [(name, "learner") for name in learner or []]
-    roles += [(name, "viewer") for name in viewer or []]
-    roles += [(name, "admin") for name in admin or []]
+    by_role: dict[Role, list[str] | None] = {"learner": learner, "viewer": viewer, "admin": admin}
+    roles = [(name, role) for role, names in by_role.items() for name in names or ()]
     if not roles:
-        raise ConfigError("keys without a token let nobody in; name at least one, for example --learner site-a.")
-    names = [name for name, _ in roles]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"{min(twice)!r} is named twice; give every token a name of its own.")
-    tokens = {name: new_token() for name in names}
+        raise ConfigError("these keys would have no token; name at least one, for example --learner site-a.")
+    tokens = {name: new_token() for name, _ in roles}
+    if len(tokens) < len(roles):
+        twice = min(name for name in tokens if sum(name == other for other, _ in roles) > 1)
+        raise ConfigError(f"{twice!r} is named twice; give every token a name of its own.")
     entries = [
         TokenEntry(name, role, token_sha256(tokens[name]), name if role == "learner" else None) for name, role in roles
     ]
@@ -91,9 +88,6 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Add a token. A running syncer takes it at once."""
-    from diloco.errors import ConfigError
-    from diloco.syncer.auth import TokenEntry, new_token, read_tokens, token_sha256, write_secret, write_tokens
-
     if any_learner and speaks_for is not None:
         raise ConfigError(f"--speaks-for {speaks_for} and --any-learner contradict each other; give one of them.")
     entries = read_tokens(directory / "tokens.toml")
@@ -111,17 +105,12 @@ def add(
 @app.command("list")
 def list_(directory: Directory, as_json: Json = False) -> None:
     """List the tokens a syncer accepts: names, roles and the start of each hash."""
-    from diloco.syncer.auth import read_tokens
-
     _print(directory, list(read_tokens(directory / "tokens.toml").values()), as_json)
 
 
 @app.command()
 def revoke(directory: Directory, name: Annotated[str, typer.Argument(metavar="NAME")], as_json: Json = False) -> None:
     """Take a token back. A running syncer refuses it at once."""
-    from diloco.errors import ConfigError
-    from diloco.syncer.auth import read_tokens, write_tokens
-
     entries = read_tokens(directory / "tokens.toml")
     if name not in entries:
         raise ConfigError(f"{name!r} has no token in {directory}; `diloco keys list` shows who has.")
@@ -132,50 +121,31 @@ def revoke(directory: Directory, name: Annotated[str, typer.Argument(metavar="NA
     _print(directory, list(entries.values()), as_json)
 
 
-@contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    from diloco.errors import StoreError
-
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"the keys in {directory} could not be written ({error}); repair that and try again."
-        ) from error
+def _writing(directory: Path) -> AbstractContextManager[None]:
+    return translated(OSError, StoreError, f"cannot write the keys in {directory}", "repair that and try again")
 
 
 def _token_file(name: str) -> str:
     return f"{name}.token"
 
 
-def _print(directory: Path, entries: "list[TokenEntry]", as_json: bool) -> None:
-    rows = [
-        {
-            "name": entry.name,
-            "role": entry.role,
-            "learner": entry.learner,
-            "sha256": entry.sha256[:12],
-            "token_file": str(directory / _token_file(entry.name))
-            if (directory / _token_file(entry.name)).exists()
-            else None,
-        }
-        for entry in entries
-    ]
+def _print(directory: Path, entries: list[TokenEntry], as_json: bool) -> None:
+    plain, rows = [], []
+    for it in entries:
+        file = directory / _token_file(it.name)
+        path, sha256 = str(file) if file.exists() else None, it.sha256[:12]
+        plain.append({"name": it.name, "role": it.role, "learner": it.learner, "sha256": sha256, "token_file": path})
+        rows.append((it.name, it.role, it.learner or "any", f"{sha256}…", path or "not here"))
     if as_json:
-        typer.echo(json.dumps({"directory": str(directory), "tokens": rows}, indent=2))
+        typer.echo(json.dumps({"directory": str(directory), "tokens": plain}, indent=2))
         return
-    from rich.box import SIMPLE_HEAD
+    heads = ("name", "role", "speaks for", "sha256", "secret")
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table("name", "role", "speaks for", "sha256", "secret", box=SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(
-            row["name"], row["role"], row["learner"] or "any", f"{row['sha256']}…", row["token_file"] or "not here"
-        )
     console = Console(markup=False, highlight=False)
-    console.print(table)
+    console.print(make_table(heads, rows, num_text=len(heads)))
     console.print(
-        f"The syncer needs {directory}/server.pem, server.key and tokens.toml; a site needs ca.pem and its own .token file.",
+        f"The syncer needs {directory}/server.pem, server.key and tokens.toml; a site needs ca.pem and its own .token "
+        "file.",
         soft_wrap=True,
     )

@@ -35,7 +35,7 @@ def command(
 
 
 def _print_table(console: "Console", methods: "list[Method]") -> None:
-    """One column per method, one row per field."""
+    """Print one column per method and one row per field."""
     from dataclasses import fields
 
     from rich.box import SIMPLE_HEAD

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from diloco.cli._output import make_table
+
 
 def command(
     folders: Annotated[
@@ -23,16 +25,10 @@ def command(
         print(json.dumps(found, indent=1))
         return
     from rich.console import Console
-    from rich.table import Table
 
-    console = Console()
-    console.print(f"{timeline.run}: {summary(found)}", highlight=False, markup=False)
-    table = Table(*HEADS, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows(found):
-        table.add_row(*row)
-    console.print(table)
+    console = Console(highlight=False, markup=False)
+    console.print(f"{timeline.run}: {summary(found)}")
+    console.print(make_table(HEADS, rows(found), ruled=False))
     page = out if out is not None else folders[0] / "run-report.html"
     write_page(page, timeline)
-    console.print(f"see {page}", highlight=False, markup=False)
+    console.print(f"see {page}")

@@ -1,26 +1,29 @@
-"""`diloco status`: who takes part, and where every token went."""
+"""`diloco status`: which learners take part, and where every token went."""
 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
 
+from diloco.cli._input import read_token
+from diloco.cli._options import Json
+from diloco.config import load_config
 from diloco.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 MAX_NAMES = 6
 
 LEGEND = (
-    "in newest merges: fragments whose newest merge has the learner; versions behind: of the fragment where that is most; work stale: "
-    "versions between what its last contribution was measured from and the merge it went into; silent: since it was last heard; sent, "
-    "received: since this syncer started. Tokens trained = merged + pending + discarded + lost with their learners."
+    "in newest merges: fragments whose newest merge has the learner; versions behind: of the fragment where that is "
+    "most; work stale: versions between what its last contribution was measured from and the merge it went into; "
+    "silent: since it was last heard; sent, received: since this syncer started. Tokens trained = merged + pending + "
+    "discarded + lost with their learners."
 )
 
 DISCARDED = {
@@ -30,9 +33,14 @@ DISCARDED = {
     "outlier": "refused by the screen for its norm",
     "not finite": "its round gave numbers that are not finite",
     "twice in one round": "an earlier incarnation of its learner is in the round",
-    "version": "of a version that nobody has",
+    "version": "of a version that no learner and no syncer holds",
 }
-"""What stands behind the reasons in the ledger."""
+"""What the reasons in the ledger mean."""
+
+LEARNER_HEADS = (
+    "step", "s/step", "tokens", "in\nnewest\nmerges", "versions\nbehind", "work\nstale", "silent", "sent", "received",
+)  # fmt: skip
+FRAGMENT_HEADS = ("fragment", "version", "trained", "merged", "pending", "discarded", "lost", "newest\nmerge of")
 
 
 def command(
@@ -44,22 +52,20 @@ def command(
     token_file: Annotated[Path | None, typer.Option(help="A file with a token that may view.")] = None,
     ca: Annotated[Path | None, typer.Option(help="PEM file of the syncer's authority.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Plain text to another machine.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again every two seconds, until interrupted.")] = False,
 ) -> None:
-    """Show a live run: learners, rounds and whom they wait for, tokens, bytes."""
+    """Show a live run: learners, rounds and the learners they wait for, tokens, bytes."""
     from diloco.exchange.remote import fetch_status
 
     if run_file is not None:
-        from diloco.config import load_config
-
         config = load_config(run_file)
         address, run = address or config.syncer.address, run or config.run.name
         token_file, ca = token_file or config.syncer.token_file, ca or config.syncer.ca
         insecure = insecure or config.syncer.insecure
     if address is None or run is None:
         raise ConfigError("no run is named; pass a run file, or --address and --run.")
-    token = None if token_file is None else _read_token(token_file)
+    token = read_token(token_file)
     while True:
         status = fetch_status(address, run=run, token=token, ca=ca, insecure=insecure)
         if as_json:
@@ -71,16 +77,7 @@ def command(
         time.sleep(2.0)
 
 
-def _read_token(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"the token file {path} cannot be read ({error.strerror}).") from error
-
-
 def _print(status: dict[str, Any]) -> None:
-    from rich.console import Console
-
     console = Console(highlight=False)
     uptime_s = round(status["uptime_s"])
     console.print(
@@ -101,7 +98,7 @@ def _print(status: dict[str, Any]) -> None:
 
 
 def _participation(status: dict[str, Any]) -> str:
-    """Who is there, and who was in the newest merge: a run with everybody alive and half of them taking part is half a run."""
+    """Live learners beside those of the newest merge: all alive while half of them merge is a fault."""
     learners = status["learners"].values()
     line = f"{sum(it['live'] for it in learners)} live, {sum(it['healthy'] for it in learners)} healthy"
     merge = status["newest_merge"]
@@ -113,47 +110,25 @@ def _participation(status: dict[str, Any]) -> str:
     return f"{line}; newest merge: version {merge['version']} of fragment {merge['fragment']} by {who}{part}"
 
 
-def _learners(status: dict[str, Any]) -> "Table":
-    from rich.box import SIMPLE
-    from rich.table import Table
-
+def _learners(status: dict[str, Any]) -> Table:
     learners, num_fragments = status["learners"], len(status["fragments"])
     num_bytes: dict[str, dict[str, dict[str, int]]] = status["num_bytes"] or {}
-    gone = sorted(name for name in num_bytes if name not in learners and name not in ("", "viewers"))
-    table = Table("learner", "state", box=SIMPLE, padding=(0, 1, 0, 0))
-    for title in (
-        "step",
-        "s/step",
-        "tokens",
-        "in\nnewest\nmerges",
-        "versions\nbehind",
-        "work\nstale",
-        "silent",
-        "sent",
-        "received",
-    ):
-        table.add_column(title, justify="right")
+    table = _table(("learner", "state"), LEARNER_HEADS)
     for name, it in learners.items():
+        step_s = "" if it["step_s"] is None else f"{it['step_s']:.2g}"
+        behind, stale = ("" if it[key] is None else str(it[key]) for key in ("versions_behind", "staleness"))
         table.add_row(
-            name,
-            _state(it),
-            f"{it['step']:,}",
-            _or_unknown(it["step_s"], lambda seconds: f"{seconds:.2g}"),
-            _short(it["tokens"]),
-            f"{it['merged']} of {num_fragments}",
-            _or_unknown(it["versions_behind"], str),
-            _or_unknown(it["staleness"], str),
-            f"{it['silent_s']:.1f} s",
-            *_traffic(num_bytes, name),
-        )
-    for name in gone:
+            name, _state(it), f"{it['step']:,}", step_s, _short(it["tokens"]), f"{it['merged']} of {num_fragments}",
+            behind, stale, f"{it['silent_s']:.1f} s", *_traffic(num_bytes, name),
+        )  # fmt: skip
+    for name in sorted(name for name in num_bytes if name not in learners and name not in ("", "viewers")):
         merged = sum(name in fragment["last_contributors"] for fragment in status["fragments"])
         table.add_row(name, "gone", "", "", "", f"{merged} of {num_fragments}", "", "", "", *_traffic(num_bytes, name))
     return table
 
 
 def _state(it: dict[str, Any]) -> str:
-    """One word; only a healthy learner is expected in a merge."""
+    """The state of a learner in a word; only a healthy one is expected in a merge."""
     if not it["live"]:
         return f"lost, {it['given_up_in_s']:.0f} s left"
     return "waiting" if it["waiting"] else "healthy" if it["healthy"] else "starting"
@@ -163,37 +138,32 @@ def _traffic(num_bytes: dict[str, dict[str, dict[str, int]]], name: str) -> tupl
     """Bytes that a learner sent and received; "?" where the system cannot count them."""
     if not num_bytes:
         return "?", "?"
-    kinds = num_bytes.get(name, {}).values()
-    sent, received = (
-        sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent")
-    )  # the syncer's point of view
+    kinds = num_bytes.get(name, {}).values()  # as the syncer counts them: what it received, the learner sent
+    sent, received = (sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent"))
     return _short(sent, "B"), _short(received, "B")
 
 
-def _fragments(status: dict[str, Any]) -> "Table":
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("fragment", "version", "trained", "merged", "pending", "discarded", "lost", "newest\nmerge of"):
-        table.add_column(title, justify="right")
+def _fragments(status: dict[str, Any]) -> Table:
+    table = _table((), FRAGMENT_HEADS)
     table.add_column("now")
     for it in status["fragments"]:
         ledger = it["ledger"]
-        counts = (
-            ledger["trained"],
-            ledger["merged"],
-            ledger["pending"],
-            sum(ledger["discarded"].values()),
-            ledger["lost"],
-        )
+        counts = (*(ledger[key] for key in ("trained", "merged", "pending")), sum(ledger["discarded"].values()))
         merge = str(len(it["last_contributors"])) if it["version"] else ""
-        table.add_row(str(it["fragment"]), str(it["version"]), *map(_short, counts), merge, it["reason"])
+        numbers = map(_short, (*counts, ledger["lost"]))
+        table.add_row(str(it["fragment"]), str(it["version"]), *numbers, merge, it["reason"])
+    return table
+
+
+def _table(text_heads: tuple[str, ...], heads: tuple[str, ...]) -> Table:
+    table = Table(*text_heads, box=SIMPLE, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right")
     return table
 
 
 def _legend(status: dict[str, Any]) -> str:
-    """What the columns mean, and the reasons for which tokens were discarded in this run."""
+    """The meaning of the columns, and the reasons for which tokens were discarded in this run."""
     reasons: Counter[str] = Counter()
     for fragment in status["fragments"]:
         reasons.update(fragment["ledger"]["discarded"])
@@ -203,12 +173,8 @@ def _legend(status: dict[str, Any]) -> str:
 
 
 def _explained(reason: str) -> str:
-    """Nothing, of a reason that this version does not know."""
+    """Empty for a reason that this version does not know."""
     return f" ({DISCARDED[reason]})" if reason in DISCARDED else ""
-
-
-def _or_unknown(value: Any, show: Callable[[Any], str]) -> str:
-    return "" if value is None else show(value)
 
 
 def _short(count: float, unit: str = "") -> str:

@@ -2,13 +2,14 @@
 
 import signal
 import threading
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from diloco.config import load_config
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, translated
 
 
 def command(
@@ -35,23 +36,14 @@ def command(
     port = metrics_port if metrics_port is not None else table.metrics_port
     options = Options(
         address=address or table.address,
-        state_dir=state_dir or table.state_dir or config.dir / "syncer",
+        state_dir=state_dir or config.state_dir,
         cert=table.cert,
         key=table.key,
         tokens_file=table.tokens_file,
         insecure=insecure or table.insecure,
         metrics_address=None if port is None else f"127.0.0.1:{port}",
         spool_bytes=table.spool_bytes,
-        deadlines=Deadlines(
-            lost_steps=table.lost_steps,
-            lost_floor_s=table.lost_floor_s,
-            lost_cap_s=table.lost_cap_s,
-            reconnect_steps=table.reconnect_steps,
-            reconnect_floor_s=table.reconnect_floor_s,
-            stalled_steps=table.stalled_steps,
-            stalled_floor_s=table.stalled_floor_s,
-            stalled_cap_s=table.stalled_cap_s,
-        ),
+        deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -62,10 +54,13 @@ def command(
         state = f"at versions {versions}" if versions else "waiting for a learner with --initialise"
         typer.echo(f"syncer for run {config.run.name!r} at {syncer.address} ({state}){metrics}", err=True)
         if port_file is not None:
-            partial = port_file.with_name(f".{port_file.name}")
-            try:
-                partial.write_text(str(syncer.port))
-                partial.replace(port_file)
-            except OSError as error:
-                raise ConfigError(f"--port-file {port_file} cannot be written ({error.strerror}).") from error
+            _write_port(port_file, syncer.port)
         syncer.wait(stop)
+
+
+def _write_port(path: Path, port: int) -> None:
+    """Write the port at once: a reader sees the whole number or no file."""
+    partial = path.with_name(f".{path.name}")
+    with translated(OSError, ConfigError, f"cannot write --port-file {path}", "choose another file"):
+        partial.write_text(str(port))
+        partial.replace(path)

@@ -3,12 +3,14 @@
 import json
 import signal
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diloco.cli._input import check_shard, read_token
+from diloco.cli._options import JsonSummary, LearnerName, Overrides, RunFile
 from diloco.errors import AlreadyInitialisedError, ConfigError
 
 if TYPE_CHECKING:
@@ -18,14 +20,14 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from diloco.config import RunConfig
-    from diloco.training.alone import LearnerLike
+    from diloco.training.alone import AnyLearner
+    from diloco.training.job import Job
     from diloco.training.loop import Attach, Part, Summary, Trainer
-    from diloco.training.progress import Progress
 
 
 def command(
-    run_file: Annotated[Path, typer.Argument(help="The run file (TOML).")],
-    name: Annotated[str | None, typer.Option(help="Name of this learner; default learner-<shard>.")] = None,
+    run_file: RunFile,
+    name: LearnerName = None,
     shard: Annotated[int | None, typer.Option(min=0, help="Which shard of the data this learner reads.")] = None,
     initialise: Annotated[
         bool, typer.Option("--initialise", help="Give the run its model, after the warm start.")
@@ -39,14 +41,10 @@ def command(
     isolated: Annotated[bool, typer.Option("--isolated", help="A learner that never communicates, no syncer.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from this learner's newest checkpoint.")] = False,
     resume_from: Annotated[Path | None, typer.Option(help="Continue from this checkpoint directory.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="table.key=value, instead of what the run file says; repeatable.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON; progress goes to standard error.")
-    ] = False,
+    overrides: Overrides = None,
+    as_json: JsonSummary = False,
 ) -> None:
-    """Train one learner's part of the run that RUN_FILE describes. Started by torchrun, the ranks are one learner together."""
+    """Train one learner's part of the run that RUN_FILE describes. Started by torchrun, the ranks are one learner."""
     from diloco.config import load_config
 
     if alone and isolated:
@@ -63,34 +61,28 @@ def command(
     config = load_config(run_file, overrides or (), learner=name)
     if shard is None and not alone and config.run.learners > 1:
         raise ConfigError(f"--shard is missing; give each learner its own of 0 to {config.run.learners - 1}")
-    if shard is not None and shard >= config.run.learners:
-        raise ConfigError(f"--shard {shard} does not exist; shards are 0 to {config.run.learners - 1}")
+    check_shard(shard or 0, config.run.learners)
 
     from diloco.training.checkpoint import latest_checkpoint
     from diloco.training.loop import CHECKPOINTS
-    from diloco.training.part import Part
+    from diloco.training.part import Part, Role
 
     if resume and resume_from is None:
         resume_from = latest_checkpoint(config.dir / name / CHECKPOINTS)
-    part = Part(
-        name=name,
-        role="baseline" if alone else "isolated" if isolated else "learner",
-        shard=shard or 0,
-        initialise=initialise,
-        resume_from=resume_from,
-    )
-    _train(config, part, collective, as_json)
+    role: Role = "baseline" if alone else "isolated" if isolated else "learner"
+    _train(config, Part(name, role, shard or 0, initialise, resume_from), collective, as_json)
 
 
 def _own_rank() -> int:
-    """Which of the ranks that torchrun started this is."""
+    """The rank that torchrun gave this process."""
     import os
 
     from diloco.training.job import started_by_torchrun
 
     if not started_by_torchrun():
         raise ConfigError(
-            "--collective is for the ranks of a torchrun; start it as torchrun --nproc-per-node LEARNERS -m diloco train …"
+            "--collective is for the ranks of a torchrun; start it as torchrun --nproc-per-node LEARNERS -m diloco "
+            "train …"
         )
     return int(os.environ["RANK"])
 
@@ -98,61 +90,36 @@ def _own_rank() -> int:
 def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool) -> None:
     import torch
 
-    from diloco.training.job import started_by_torchrun
+    from diloco.training.job import job_of_process
 
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    with ExitStack() as stack:
-        if started_by_torchrun():
-            trainer, speaks = _of_ranks(stack, config, part, collective, as_json)
-        else:
-            trainer, speaks = _trainer(config, part, as_json), True
+    with job_of_process(config.train.device) as job:
+        trainer = _trainer(config, part, job, collective, as_json)
         with _stops_on_signals(trainer):
             summary = trainer.train()
-    if speaks:
+    if job.first:
         _print(summary, as_json)
 
 
-def _trainer(config: "RunConfig", part: "Part", as_json: bool) -> "Trainer":
-    """This process alone is the learner."""
+def _trainer(config: "RunConfig", part: "Part", job: "Job", collective: bool, as_json: bool) -> "Trainer":
+    """The trainer of this process: a rank of the learner that the job is, or with `collective` a learner of its own."""
     from diloco.training.loop import Trainer
+    from diloco.training.progress import make_progress
 
-    attach = _connector(config, part) if part.role == "learner" else None
-    return Trainer(config, part, attach=attach, progress=_progress(config, as_json))
-
-
-def _of_ranks(
-    stack: ExitStack, config: "RunConfig", part: "Part", collective: bool, as_json: bool
-) -> "tuple[Trainer, bool]":
-    """This process is a rank of the learner, or with `collective` a learner among the ranks; and whether it is the first."""
-    from diloco.training.inner import choose_device
-    from diloco.training.job import Job, local_rank, process_group
-    from diloco.training.loop import Trainer
-
-    group = stack.enter_context(process_group(choose_device(config.train.device, local_rank())))
-    job = Job(group)
-    stack.callback(job.close)
-    progress = _progress(config, as_json) if job.first else None
+    progress = make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s) if job.first else None
     if not collective:
         attach = _connector(config, part) if part.role == "learner" else None
-        return Trainer(config, part, attach=attach, progress=progress, job=job), job.first
+        return Trainer(config, part, attach=attach, progress=progress, job=job)
     if job.size != config.run.learners:
-        raise ConfigError(
-            f"there are {job.size} ranks and run.learners = {config.run.learners}; start one for each learner"
-        )
+        raise ConfigError(f"{job.size} ranks and run.learners = {config.run.learners}: start one rank for each learner")
 
     from diloco.core.presets import method_from_table
     from diloco.training.together import attach_over, together_over
 
-    attach = attach_over(group, method_from_table(config.method), config.train.trains)
-    together = together_over(group, job)
-    return Trainer(config, part, attach=attach, progress=progress, together=together), job.first
-
-
-def _progress(config: "RunConfig", as_json: bool) -> "Progress":
-    from diloco.training.progress import make_progress
-
-    return make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s)
+    assert job.process_group is not None  # `--collective` is refused without torchrun
+    attach = attach_over(job.process_group, method_from_table(config.method), config.train.trains)
+    return Trainer(config, part, attach=attach, progress=progress, together=together_over(job.process_group, job))
 
 
 def _print(summary: "Summary", as_json: bool) -> None:
@@ -167,7 +134,7 @@ def _print(summary: "Summary", as_json: bool) -> None:
 
 @contextmanager
 def _stops_on_signals(trainer: "Trainer") -> "Iterator[None]":
-    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; the second ends the process."""
+    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; the second ends at once."""
     before: dict[int, Any] = {}
 
     def stop(number: int, _: object) -> None:
@@ -184,13 +151,13 @@ def _stops_on_signals(trainer: "Trainer") -> "Iterator[None]":
 
 
 def _connector(config: "RunConfig", part: "Part") -> "Attach":
-    """How a learner of this run reaches the syncer."""
+    """The function that connects a learner of this run to the syncer."""
     syncer = config.syncer
 
-    def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int) -> "LearnerLike":
+    def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int) -> "AnyLearner":
         import diloco
 
-        def connect(initialise: bool) -> "LearnerLike":
+        def connect(initialise: bool) -> "AnyLearner":
             exchange = diloco.connect(
                 syncer.address,
                 run=config.run.name,
@@ -205,12 +172,10 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
             )
             return diloco.Learner(model, optimizer, exchange=exchange, trains=config.train.trains or None)
 
-        if not part.initialise:
-            return connect(initialise=False)
         try:
-            return connect(initialise=True)
+            return connect(part.initialise)
         except AlreadyInitialisedError:
-            # Started again after a crash: what it gave the run before is the run's model now.
+            # Restarted after a crash: what this learner gave the run before is the run's model now.
             if part.resume_from is None:
                 raise
             return connect(initialise=False)
@@ -219,17 +184,7 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
 
 
 def _source(config: "RunConfig", part: "Part") -> str:
-    """Where a model that this part gives the run comes from."""
+    """The source of the model that this part gives the run."""
     if part.resume_from is not None or config.warm_start.checkpoint is not None:
         return "checkpoint"
     return "seed" if config.model.weights is None else "weights"
-
-
-def read_token(path: Path | None) -> str | None:
-    """The secret in a token file; None without one. Raises ConfigError when it cannot be read."""
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the token file {path} ({error}); check syncer.token_file") from error

@@ -8,20 +8,21 @@ KINDS = ("contributions", "updates", "joins", "control")
 
 
 def ring_all_reduce_bytes(num_learners: int, num_parameters: int) -> float:
-    """What all learners together send for one data-parallel step: M · 2·(M − 1)/M · 2·N bytes in bf16.
+    """Bytes that all learners send for one data-parallel step: M · 2·(M − 1)/M · 2·N bytes in bf16.
 
-    A ring all-reduce of N values makes each of M learners send (M − 1)/M of them twice (reduce-scatter, then all-gather; Patarasu and
-    Yuan, "Bandwidth optimal all-reduce algorithms", 2009), at 2 bytes each.
+    A ring all-reduce of N values makes each of M learners send (M − 1)/M of them twice (reduce-scatter, then
+    all-gather; Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009), at 2 bytes each.
     """
     return num_learners * 2 * (num_learners - 1) / num_learners * 2 * num_parameters if num_learners else 0.0
 
 
 def baseline_bytes(timeline: Timeline, tokens_per_step: int) -> int:
-    """What data parallel would have sent for the tokens that were trained while two or more learners were there.
+    """Bytes that data parallel would have sent for the tokens trained while two or more learners were there.
 
-    Each step event of a learner says how many tokens it trained since its last one. They are that share of a full step of
-    `tokens_per_step` tokens, and the step costs what a ring of the learners that were there at that moment costs. Tokens of a lone
-    learner, the warm start first of all, cost nothing; so do steps of learners that are gone: both make the baseline look cheaper.
+    Each step event of a learner says how many tokens it trained since its last one. They are that share of a full step
+    of `tokens_per_step` tokens, and the step costs what a ring of the learners that were there at that moment costs.
+    Tokens of a lone learner, the warm start first of all, cost nothing; so do steps of learners that are gone: both
+    make the baseline look cheaper.
     """
     num_bytes = 0.0
     for process, steps in timeline.steps.items():
@@ -38,7 +39,7 @@ def baseline_bytes(timeline: Timeline, tokens_per_step: int) -> int:
 
 
 def participation(timeline: Timeline) -> dict[str, float]:
-    """By learner, the share of all merges that it was in."""
+    """The share of all merges that each learner was in."""
     return {
         name: sum(name in merge.contributors for merge in timeline.merges) / max(1, len(timeline.merges))
         for name in sorted(timeline.presence)

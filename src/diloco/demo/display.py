@@ -1,4 +1,4 @@
-"""What a person sees while the demo runs: a live panel in a terminal, plain lines elsewhere."""
+"""The display of a running demo: a live panel in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.demo.story import STARTING, Scene
+from diloco.demo.story import STARTING, DemoState
 from diloco.report.timeline import Timeline, is_learner
 
 LINE_EVERY_S = 1.5
@@ -20,7 +20,7 @@ STYLES = {"killed": "bold red", "coming back": "yellow", "in the run": "green", 
 
 
 class Display:
-    """`show(scene)` as often as one likes. A context manager; standard output, or standard error where that is for results."""
+    """Shows a demo: call `show(state)` as often as wanted. A context manager; on standard error where asked."""
 
     def __init__(self, *, to_stderr: bool) -> None:
         self._console = Console(stderr=to_stderr)
@@ -40,34 +40,34 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, scene: Scene) -> None:
+    def show(self, state: DemoState) -> None:
         """A line when it is time for one, or when something changed that must not be missed."""
         if self._live is not None:
-            self._live.update(_panel(scene, time.monotonic() - self._started))
+            self._live.update(_panel(state, time.monotonic() - self._started))
             return
-        for kill in scene.timeline.kills[self._num_kills :]:
+        for kill in state.timeline.kills[self._num_kills :]:
             self.say(f"{kill.name} was killed; it will be started again")
-        self._num_kills = len(scene.timeline.kills)
-        if scene.phase != self._last_phase or time.monotonic() - self._last_line >= LINE_EVERY_S:
-            self._last_phase = scene.phase
-            self.say("; ".join([scene.phase, *_news(scene)]))
+        self._num_kills = len(state.timeline.kills)
+        if state.phase != self._last_phase or time.monotonic() - self._last_line >= LINE_EVERY_S:
+            self._last_phase = state.phase
+            self.say("; ".join([state.phase, *_news(state)]))
 
     def say(self, text: str) -> None:
-        """One line, with the time."""
+        """Print a line with the time."""
         self._last_line = time.monotonic()
         line = f"[{self._last_line - self._started:5.1f} s] {text}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _news(scene: Scene) -> list[str]:
+def _news(state: DemoState) -> list[str]:
     """The numbers of one line: of the processes that train, in order."""
-    timeline = scene.timeline
-    running = [name for name, state in scene.states.items() if state in TRAINING and timeline.newest_step(name)]
+    timeline = state.timeline
+    running = [name for name, doing in state.states.items() if doing in TRAINING and timeline.newest_step(name)]
     if not running:
         return []
     steps = "/".join(str(timeline.newest_step(name)) for name in running)
     losses = "/".join(f"{timeline.steps[name][-1].loss:.2f}" for name in running)
-    news = [f"step {steps} of {scene.plan.steps}", f"loss {losses}"]
+    news = [f"step {steps} of {state.plan.steps}", f"loss {losses}"]
     evaluated = timeline.evaluated.get(running[0])
     if evaluated:
         news.append(f"held out {evaluated[-1].loss:.3f}")
@@ -78,27 +78,27 @@ def _wire(timeline: Timeline) -> str:
     return f"{len(timeline.merges)} merges, {sum(timeline.traffic.values()) / 1e6:.1f} MB on the wire"
 
 
-def _panel(scene: Scene, elapsed_s: float) -> Group:
-    timeline = scene.timeline
+def _panel(state: DemoState, elapsed_s: float) -> Group:
+    timeline = state.timeline
     table = Table(
         "process", "state", "step", "", "loss", "held out", "tokens/s", "in the newest merge", box=None, pad_edge=False
     )
-    for name, state in scene.states.items():
+    for name, doing in state.states.items():
         if name == "syncer":
-            table.add_row(name, Text(state, style=STYLES.get(state, "")))
+            table.add_row(name, Text(doing, style=STYLES.get(doing, "")))
             continue
         step, steps, evaluated = timeline.newest_step(name), timeline.steps.get(name), timeline.evaluated.get(name)
         table.add_row(
             name,
-            Text(state, style=STYLES.get(state, "")),
+            Text(doing, style=STYLES.get(doing, "")),
             str(step),
-            ProgressBar(total=scene.plan.steps, completed=min(step, scene.plan.steps), width=24),
+            ProgressBar(total=state.plan.steps, completed=min(step, state.plan.steps), width=24),
             f"{steps[-1].loss:.3f}" if steps else "",
             f"{evaluated[-1].loss:.3f}" if evaluated else "",
-            f"{steps[-1].tokens_per_s:,.0f}" if steps and state != "done" else "",
+            f"{steps[-1].tokens_per_s:,.0f}" if steps and doing != "done" else "",
             "yes" if is_learner(name) and timeline.is_merging(name) else "",
         )
-    title = Text(f"{elapsed_s:4.0f} s  {scene.phase}", style="bold")
+    title = Text(f"{elapsed_s:4.0f} s  {state.phase}", style="bold")
     kills = ", ".join(f"{kill.name}" for kill in timeline.kills)
     footer = Text(_wire(timeline) + (f"; killed and started again: {kills}" if kills else ""), style="dim")
     return Group(title, table, footer)

@@ -3,70 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diloco.config import RunConfig, load_config
-from diloco.errors import ConfigError, RunError
+from diloco.errors import ConfigError, RunError, translated
+from diloco.tables import write_toml
 
 NUM_LEARNERS = 3
 VICTIM = "learner-2"
 MARK = "# Written by `diloco demo`"
 PORTS = range(20_000, 30_000)
-
-RUN_FILE = """\
-{mark}. `diloco syncer` and `diloco train` run it.
-
-[run]
-name = "demo"
-dir = {directory}
-seed = {seed}
-learners = {learners}
-tokens = {tokens}
-
-[data]
-kind = "stdlib"
-sequence_length = {sequence_length}
-
-[train]
-global_batch = {sequences}
-threads = 1
-
-[warm_start]
-steps = {warm_start_steps}
-
-[schedule]
-kind = "cosine"
-warmup_steps = {warmup_steps}
-steps = {steps}
-
-[inner]
-lr = 4e-3
-
-[evaluate]
-sequences = {held_out}
-sample_bytes = 0
-
-[checkpoint]
-every_steps = {checkpoint_every}
-
-[method]
-preset = "StreamingDiLoCo"
-sync_every = {sync_every}
-overlap = 1
-mix = 0.0
-codec = "e3m0"
-fragments = {{ type = "ByLayer", layers = 1, pattern = "strided" }}
-outer = {{ type = "Nesterov", lr = 0.9, momentum = 0.8 }}
-
-[syncer]
-address = "127.0.0.1:{port}"
-lost_floor_s = 3.0
-"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +26,8 @@ class Plan:
 
     Attributes:
         steps: of the run, each over `sequences` sequences of `sequence_length` tokens in all.
-        kill_after: share of the common part after which the victim is killed: late enough to have merged, early enough to come back.
+        kill_after: share of the common part after which the victim is killed: late enough to have merged, early enough
+            to come back.
         isolated: train the learner that never communicates, too.
     """
 
@@ -103,7 +55,7 @@ class Plan:
 
     @property
     def checkpoint_every(self) -> int:
-        """Several in the warm start, so that a learner killed in it has something to come back from."""
+        """Steps between checkpoints; several in the warm start, for a learner that is killed in it."""
         return max(1, min(60, self.warm_start_steps // 3))
 
 
@@ -120,20 +72,38 @@ def prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
     run_file = directory / "run.toml"
     if directory.exists() and not _may_go(directory, run_file):
         raise ConfigError(f"{directory} holds something that is not a demo; choose another directory with --dir")
-    text = RUN_FILE.format(
-        mark=MARK, directory=json.dumps(str(directory)), seed=seed, learners=NUM_LEARNERS, held_out=plan.held_out,
-        tokens=plan.steps * plan.sequences * plan.sequence_length, sequences=plan.sequences,
-        sequence_length=plan.sequence_length, warm_start_steps=plan.warm_start_steps, warmup_steps=min(50, plan.steps // 12),
-        steps=plan.steps, sync_every=plan.sync_every, checkpoint_every=plan.checkpoint_every, port=free_port(),
-    )  # fmt: skip
-    try:
+    text = f"{MARK}. `diloco syncer` and `diloco train` run it.\n\n{write_toml(_tables(directory, plan, seed))}"
+    with translated(OSError, ConfigError, f"cannot write to {directory}", "choose another directory with --dir"):
         if directory.exists():
             shutil.rmtree(directory)
         directory.mkdir(parents=True)
         run_file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot be written ({error}); choose another directory with --dir") from error
     return load_config(run_file)
+
+
+def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]:
+    """The run file of a demo."""
+    tokens = plan.steps * plan.sequences * plan.sequence_length
+    return {
+        "run": {"name": "demo", "dir": str(directory), "seed": seed, "learners": NUM_LEARNERS, "tokens": tokens},
+        "data": {"kind": "stdlib", "sequence_length": plan.sequence_length},
+        "train": {"global_batch": plan.sequences, "threads": 1},
+        "warm_start": {"steps": plan.warm_start_steps},
+        "schedule": {"kind": "cosine", "warmup_steps": min(50, plan.steps // 12), "steps": plan.steps},
+        "inner": {"lr": 4e-3},
+        "evaluate": {"sequences": plan.held_out, "sample_bytes": 0},
+        "checkpoint": {"every_steps": plan.checkpoint_every},
+        "method": {
+            "preset": "StreamingDiLoCo",
+            "sync_every": plan.sync_every,
+            "overlap": 1,
+            "mix": 0.0,
+            "codec": "e3m0",
+            "fragments": {"type": "ByLayer", "layers": 1, "pattern": "strided"},
+            "outer": {"type": "Nesterov", "lr": 0.9, "momentum": 0.8},
+        },
+        "syncer": {"address": f"127.0.0.1:{free_port()}", "lost_floor_s": 3.0},
+    }
 
 
 def _may_go(directory: Path, run_file: Path) -> bool:
@@ -147,9 +117,9 @@ def _may_go(directory: Path, run_file: Path) -> bool:
 
 
 def free_port() -> int:
-    """Of those below what systems give to outgoing connections: one of these could take the port while the syncer is started again.
+    """A free port below those that systems give to outgoing connections, one of which could take it during a restart.
 
-    Drawn by the system: processes that have seeded `random` alike must not draw alike.
+    Drawn from the system's random numbers: processes that have seeded `random` alike must not draw alike.
     """
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):

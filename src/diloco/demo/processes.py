@@ -23,24 +23,28 @@ FINISH_TIMEOUT_S = 20.0
 TAIL_LINES = 15
 
 
+Restart = Callable[[], Sequence[str]]
+"""The arguments to start a process with again, asked for at that moment."""
+
+
 @dataclass
 class Child:
     """One process of the demo.
 
     Attributes:
-        restart: the arguments to start it with after it was killed, asked for at that moment.
-        serves: it has no end of its own, so ending in good order means that somebody asked it to.
+        restart: how to start it after it was killed.
+        serves: it never ends by itself, so ending in good order means that it was asked to.
     """
 
     name: str
     process: subprocess.Popen[bytes]
-    restart: Callable[[], Sequence[str]]
+    restart: Restart
     serves: bool
     restart_at: float | None = None  # on the monotonic clock, while it is dead
 
     @property
     def done(self) -> bool:
-        """It ended in good order."""
+        """Whether it ended in good order."""
         return self.process.poll() == 0
 
 
@@ -55,14 +59,7 @@ class Family:
     children: dict[str, Child] = field(default_factory=dict)
     kills: list[Kill] = field(default_factory=list)
 
-    def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        *,
-        restart: Callable[[], Sequence[str]] | None = None,
-        serves: bool = False,
-    ) -> None:
+    def start(self, name: str, command: Sequence[str], *, restart: Restart | None = None, serves: bool = False) -> None:
         """Run `python -m diloco` with these arguments; standard output and error go to `logs/`."""
         process = self._spawn(name, command)
         self.children[name] = Child(name, process, restart or (lambda: command), serves)
@@ -79,9 +76,8 @@ class Family:
             if code is None or (code == 0 and not child.serves):
                 continue
             if code > 0:
-                raise RunError(
-                    f"{child.name} failed with exit code {code}; the end of {self._log(child.name)} says why:\n{self._tail(child.name)}"
-                )
+                log = self._log(child.name)
+                raise RunError(f"{child.name} failed with exit code {code}; the end of {log} says why:\n{_tail(log)}")
             now = time.monotonic()
             if child.restart_at is None:
                 child.restart_at = now + RESTART_AFTER_S
@@ -92,7 +88,7 @@ class Family:
                 self._write_pids()
 
     def kill(self, name: str) -> None:
-        """kill -9."""
+        """Send SIGKILL."""
         self.children[name].process.send_signal(signal.SIGKILL)
 
     def is_dead(self, name: str) -> bool:
@@ -110,7 +106,7 @@ class Family:
             child.process.wait()
 
     def output(self, name: str) -> str:
-        """What a process printed on standard output since it was last started."""
+        """Standard output of a process since it was last started."""
         return (self.directory / "logs" / f"{name}.out").read_text(encoding="utf-8")
 
     def __enter__(self) -> Self:
@@ -126,23 +122,19 @@ class Family:
 
     def _spawn(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         out_path = self.directory / "logs" / f"{name}.out"
+        arguments = [sys.executable, "-m", "diloco", *command]
         with open(out_path, "wb") as out, open(self._log(name), "ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "diloco", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=log,
-                start_new_session=True,
-            )
+            return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True)
 
     def _log(self, name: str) -> Path:
         return self.directory / "logs" / f"{name}.log"
 
-    def _tail(self, name: str) -> str:
-        return "\n".join(self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
-
     def _write_pids(self) -> None:
-        """For whoever wants to kill one. Appears all at once."""
+        """For tests and people that kill one. The file appears whole."""
         partial = self.directory / ".pids.json"
         partial.write_text(json.dumps({child.name: child.process.pid for child in self.children.values()}))
         partial.replace(self.directory / "pids.json")
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])

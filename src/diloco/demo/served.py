@@ -1,4 +1,4 @@
-"""What the syncer serves when the run is over: the global model and its books; and what that model is worth."""
+"""The global model and its ledger as the syncer serves them at the end, and the loss of that model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Served:
 
 
 def fetch_served(config: RunConfig) -> Served:
-    """Ask the syncer once the learners have left, again while it is being restarted: for what it holds when all merges are done.
+    """Ask the syncer once the learners have left, again while it is being restarted: for what it holds when all merges
+    are done.
 
     Raises:
         ExchangeError: it does not come back.
@@ -73,13 +74,13 @@ def _patiently(ask: Callable[[], T]) -> T:
 
 
 def judge(config: RunConfig, state: Mapping[str, Tensor], sample_bytes: int) -> tuple[float, str]:
-    """Held-out loss of a model in nats per byte, on the sequences that the trainer's own evaluations use; and text that it writes."""
+    """Held-out loss of a model in nats per byte, on the sequences of the trainer's evaluations, and text it writes."""
     import torch
 
     from diloco.training.data import held_out_batches
     from diloco.training.evaluate import evaluate
     from diloco.training.evaluate import sample_bytes as sample
-    from diloco.training.models import build_model
+    from diloco.training.model import build_model
     from diloco.training.sources import load_corpus
 
     torch.set_num_threads(1)

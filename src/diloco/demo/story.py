@@ -1,6 +1,6 @@
-"""The story: one learner warms up alone and initialises the run, two more join, one is killed and comes back; then the controls.
+"""The story: one learner warms up alone and initialises the run, two more join, one is killed and comes back.
 
-Everything is a real process: `diloco syncer` and `diloco train` on one run file, on loopback.
+Then the controls. Everything is a real process: `diloco syncer` and `diloco train` on one run file, on loopback.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from diloco.config import RunConfig
 from diloco.demo.plan import NUM_LEARNERS, VICTIM, Plan, prepare
 from diloco.demo.processes import Family
-from diloco.demo.served import fetch_served, judge, resolved_method
+from diloco.demo.served import Served, fetch_served, judge, resolved_method
 from diloco.report.timeline import Follower, Timeline, is_learner
 
 T = TypeVar("T")
 POLL_S = 0.25
 STARTING = "starting the processes"
 
-Say = Callable[["Scene"], None]
+Say = Callable[["DemoState"], None]
 
 
 @dataclass(frozen=True)
-class Scene:
-    """The demo at one moment, for whoever shows it.
+class DemoState:
+    """The demo at one moment, for display.
 
     Attributes:
         phase: a few words.
@@ -44,16 +45,14 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What was measured, before it is summed up. Losses are in nats per byte, on the same held-out sequences."""
+class DemoResult:
+    """The measurements of a demo. Losses are in nats per byte, on the same held-out sequences."""
 
     config: RunConfig
     plan: Plan
     method: dict[str, Any]
     timeline: Timeline
-    tokens: int
-    versions: tuple[int, ...]
-    ledger: tuple[dict[str, Any], ...]
+    served: Served
     global_loss: float
     sample: str
     learners: dict[str, dict[str, Any]]  # what each learner printed in the end
@@ -61,8 +60,8 @@ class Outcome:
     seconds: float
 
 
-def tell(directory: Path, plan: Plan, seed: int, say: Say) -> Outcome:
-    """Run everything; `say(scene)` hears about it several times a second.
+def tell(directory: Path, plan: Plan, seed: int, say: Say) -> DemoResult:
+    """Run everything; `say(state)` hears about it several times a second.
 
     Raises:
         ConfigError: `directory` holds something else. RunError: a process failed by itself.
@@ -80,11 +79,18 @@ def tell(directory: Path, plan: Plan, seed: int, say: Say) -> Outcome:
         controls = stage.train_controls(served.tokens, max(learner["steps"] for learner in learners.values()))
         global_loss, sample = stage.meanwhile("evaluating the global model", judged.result)
         timeline = stage.look()
-    return Outcome(
-        config=config, plan=plan, method=resolved_method(config), timeline=timeline, tokens=served.tokens, versions=served.versions,
-        ledger=served.ledger, global_loss=global_loss, sample=sample, learners=learners, controls=controls,
+    return DemoResult(
+        config=config,
+        plan=plan,
+        method=resolved_method(config),
+        timeline=timeline,
+        served=served,
+        global_loss=global_loss,
+        sample=sample,
+        learners=learners,
+        controls=controls,
         seconds=time.monotonic() - started,
-    )  # fmt: skip
+    )
 
 
 class _Stage:
@@ -102,59 +108,58 @@ class _Stage:
     # --- scenes
 
     def start_run(self) -> None:
-        """All at once: the joiners are ready, and wait, when the first learner has warmed up."""
+        """Start all processes: the joiners wait until the first learner has warmed up."""
         self._family.start("syncer", ["syncer", self._run_file], serves=True)
         for shard, name in enumerate(self.learners):
             command = self._learner_command(shard, name)
             if shard == 0:
                 command.append("--initialise")
-            self._family.start(name, command, restart=lambda s=shard, n=name: self._restart_command(s, n))  # type: ignore[misc]
+            self._family.start(name, command, restart=partial(self._restart_command, shard, name))
 
     def train(self) -> None:
-        """Until every learner has left, and one was killed on the way."""
+        """Watch until every learner has left, and kill one on the way."""
         killed = False
-        while not self._all_done(self.learners):
-            timeline = self.look()
-            if not killed and timeline.is_merging(VICTIM) and timeline.step >= self._plan.kill_at_step:
-                self._family.kill(VICTIM)
-                killed = True
-                self._show(f"kill -9 {VICTIM}")
-            else:
-                self._show(self._phase(timeline))
-            time.sleep(POLL_S)
+
+        def phase() -> str:
+            nonlocal killed
+            timeline = self._follower.timeline
+            if killed or not timeline.is_merging(VICTIM) or timeline.step < self._plan.kill_at_step:
+                return self._phase(timeline)
+            killed = True
+            self._family.kill(VICTIM)
+            return f"kill -9 {VICTIM}"
+
+        self._until(lambda: self._all_done(self.learners), phase)
 
     def train_controls(self, tokens: int, steps: int) -> dict[str, dict[str, Any]]:
-        """Data parallel on exactly as many tokens, and a lone learner that makes as many steps as the longest of the run."""
-        common = [
-            "--json",
-            "--set",
-            f"evaluate.every_steps={self._plan.evaluate_every}",
-            "--set",
-            "checkpoint.every_steps=0",
-        ]
+        """Data parallel on exactly as many tokens, and a lone learner that makes as many steps as the longest one."""
+        common = ["--json", *self._set("evaluate.every_steps", self._plan.evaluate_every)]
+        common += self._set("checkpoint.every_steps", 0)
         names = ["baseline"]
-        self._start_control("baseline", ["--alone", "--set", f"run.tokens={tokens}", *common])
+        self._start_control("baseline", ["--alone", *self._set("run.tokens", tokens), *common])
         if self._plan.isolated:
             names.append("isolated")
             full = steps * self._config.tokens_per_full_step
-            self._start_control("isolated", ["--isolated", "--shard", "1", "--set", f"run.tokens={full}", *common])
-        while not self._all_done(names):
-            self.look()
-            self._show("the controls: " + " and ".join({"baseline": "data parallel"}.get(name, name) for name in names))
-            time.sleep(POLL_S)
+            self._start_control("isolated", ["--isolated", "--shard", "1", *self._set("run.tokens", full), *common])
+        phase = "the controls: " + " and ".join({"baseline": "data parallel"}.get(name, name) for name in names)
+        self._until(lambda: self._all_done(names), lambda: phase)
         return {name: json.loads(self._family.output(name)) for name in names}
 
     def meanwhile(self, phase: str, work: Callable[[], T]) -> T:
         """Work in the background while the processes are watched."""
         future = _in_background(work)
-        while not future.done():
-            self.look()
-            self._show(phase)
-            time.sleep(POLL_S)
+        self._until(future.done, lambda: phase)
         return future.result()
 
+    def _until(self, is_over: Callable[[], bool], phase: Callable[[], str]) -> None:
+        """Watch and show the processes until something is over."""
+        while not is_over():
+            self.look()
+            self._show(phase())
+            time.sleep(POLL_S)
+
     def look(self) -> Timeline:
-        """Start again what was killed, and take in what is new."""
+        """Restart killed processes, and read new events."""
         self._family.watch()
         timeline = self._follower.read()
         timeline.kills = self._family.kills
@@ -165,22 +170,26 @@ class _Stage:
     def _learner_command(self, shard: int, name: str) -> list[str]:
         command = ["train", self._run_file, "--name", name, "--shard", str(shard), "--json"]
         # One of them is enough to draw the global model's curve.
-        return [*command, "--set", f"evaluate.every_steps={self._plan.evaluate_every}"] if shard == 0 else command
+        evaluates = self._set("evaluate.every_steps", self._plan.evaluate_every)
+        return [*command, *evaluates] if shard == 0 else command
 
     def _restart_command(self, shard: int, name: str) -> list[str]:
-        """As after any crash: from the newest local checkpoint, where there is one."""
+        """The arguments after a crash: from the newest local checkpoint, where there is one."""
         command = self._learner_command(shard, name)
         has_checkpoint = any((self._config.dir / name / "checkpoints").glob("step-*"))
         if has_checkpoint:
             command.append("--resume")
         if shard == 0 and (has_checkpoint or self._follower.read().initialised_at is None):
-            command.append(
-                "--initialise"
-            )  # no effect on a run that has its model, since --resume says whose crash this was
+            # No effect on a run that has its model: --resume tells the syncer that this learner initialised it.
+            command.append("--initialise")
         return command
 
+    @staticmethod
+    def _set(key: str, value: int) -> list[str]:
+        return ["--set", f"{key}={value}"]
+
     def _start_control(self, name: str, arguments: Sequence[str]) -> None:
-        """A control that is killed begins again: there is nobody to come back to."""
+        """A control that is killed begins again: it has no run to come back to."""
         command = ["train", self._run_file, *arguments]
 
         def restart() -> list[str]:
@@ -197,9 +206,8 @@ class _Stage:
 
     def _show(self, phase: str) -> None:
         timeline = self._follower.timeline
-        self._say(
-            Scene(phase, {name: self._state(name, timeline) for name in self._family.children}, timeline, self._plan)
-        )
+        states = {name: self._state(name, timeline) for name in self._family.children}
+        self._say(DemoState(phase, states, timeline, self._plan))
 
     def _state(self, name: str, timeline: Timeline) -> str:
         if self._family.is_dead(name):
@@ -232,13 +240,13 @@ class _Stage:
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:
-    """On a thread that does not keep the demo from ending."""
+    """Work on a thread that does not keep the demo from ending."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
             future.set_exception(error)
 
     threading.Thread(target=run, name="demo-background", daemon=True).start()

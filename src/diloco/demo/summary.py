@@ -6,11 +6,11 @@ from typing import Any
 
 from diloco.demo.accounting import KINDS, baseline_bytes, participation
 from diloco.demo.plan import NUM_LEARNERS
-from diloco.demo.story import Outcome
+from diloco.demo.story import DemoResult
 
 
-def summarise(outcome: Outcome) -> dict[str, Any]:
-    """Plain values. Losses are nats per byte on the same held-out sequences; bytes are those on the sockets, both directions."""
+def summarise(outcome: DemoResult) -> dict[str, Any]:
+    """Plain values: losses in nats per byte on the same held-out sequences; bytes on the sockets, both directions."""
     timeline, config = outcome.timeline, outcome.config
     by_kind = {kind: timeline.traffic.get(kind, 0) for kind in KINDS}
     counted_on = "sockets" if sum(by_kind.values()) else "messages"
@@ -24,7 +24,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
         "baseline_loss": baseline["held_out_loss"],
         "isolated_loss": None if isolated is None else isolated["held_out_loss"],
         "loss_gap_percent": 100 * (outcome.global_loss / baseline["held_out_loss"] - 1),
-        "tokens": outcome.tokens,
+        "tokens": outcome.served.tokens,
         "baseline_tokens": baseline["tokens"],
         "initial_tokens": timeline.initial_tokens,
         "wire_bytes": wire_bytes,
@@ -37,9 +37,9 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
         "killed": [kill.name for kill in timeline.kills],
         "syncer_restarts": max(0, len(timeline.syncer_starts) - 1),
         "merges": len(timeline.merges),
-        "versions": list(outcome.versions),
+        "versions": list(outcome.served.versions),
         "participation": participation(timeline),
-        "ledger": list(outcome.ledger),
+        "ledger": list(outcome.served.ledger),
         "learner_steps": {name: learner["steps"] for name, learner in outcome.learners.items()},
         "blocked_s": {name: learner["metrics"]["blocked_s"] for name, learner in outcome.learners.items()},
         "num_parameters": timeline.num_parameters,
@@ -49,8 +49,8 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _message_bytes(outcome: Outcome) -> dict[str, int]:
-    """Where the system counts no sockets: what learners say they sent and received, without framing. Killed ones say nothing."""
+def _message_bytes(outcome: DemoResult) -> dict[str, int]:
+    """Bytes without framing as learners count them, where the system counts no sockets; killed ones are missing."""
     counts = dict.fromkeys(KINDS, 0)
     for learner in outcome.learners.values():
         for kind, num_bytes in learner["metrics"]["num_bytes"].items():

@@ -1,1 +1,1 @@
-"""What will it cost? Utilisation, wall clock, goodput, scaling laws. Nothing here imports torch."""
+"""The planner: utilisation, wall clock, goodput, scaling laws, advice. Nothing here imports torch."""

@@ -1,7 +1,8 @@
-"""Parameters and layers of a transformers `config.json`, counted from its numbers alone: neither torch nor transformers is imported.
+"""Parameters and layers of a transformers `config.json`, counted from its numbers alone: neither torch nor transformers
+is imported.
 
-A decoder is an embedding, L layers of attention and feed-forward, a last norm and a head. Families differ in biases, norms, and in how
-attention and feed-forward are built; those that are known are in `FAMILIES`.
+A decoder is an embedding, L layers of attention and feed-forward, a last norm and a head. Families differ in biases,
+norms, and in how attention and feed-forward are built; those that are known are in `FAMILIES`.
 """
 
 import difflib
@@ -10,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, translated
+from diloco.tables import read_text
 
 
 class _Config:
@@ -42,18 +44,15 @@ def count_parameters(path: str | Path) -> tuple[int, int]:
     Raises:
         ConfigError: the file cannot be read, is of a family that is not known here, or misses a number.
     """
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the model's config {path} ({error}); check the path") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}; give the model's own config.json.") from error
+    text = read_text(path, "model's config").removeprefix("\ufeff")
+    with translated(json.JSONDecodeError, ConfigError, f"{path} is not JSON", "give the model's own config.json"):
+        values = json.loads(text)
     family = values.get("model_type") if isinstance(values, dict) else None
     if family not in FAMILIES:
         close = difflib.get_close_matches(str(family), FAMILIES, n=1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
         raise ConfigError(
-            f"{path}: the parameters of a {family!r} are not counted here"
-            f"{f' (did you mean {close[0]!r}?)' if close else ''}; known are {', '.join(FAMILIES)}: "
+            f"{path}: the parameters of a {family!r} are not counted here{meant}; known are {', '.join(FAMILIES)}: "
             "for others give parameters and layers in a TOML file."
         )
     return FAMILIES[family](_Config(values, str(path)))

@@ -1,11 +1,12 @@
-"""The papers' own conventions, with which their printed tables come out: for comparison, not for buying a link.
+"""The papers' own conventions, which reproduce their printed tables: for comparison, not for buying a link.
 
-    streaming-diloco   2H steps; a fragment is sent every g steps in turn      (arXiv 2501.18512 table 4, arXiv 2502.12996 table 5)
-    scaling-laws       H + 10 steps of DiLoCo, 11 of data parallel             (arXiv 2503.09799 table 6)
+    streaming-diloco   2H steps; a fragment is sent every g steps in turn   arXiv 2501.18512 table 4, 2502.12996 table 5
+    scaling-laws       H + 10 steps of DiLoCo, 11 of data parallel          arXiv 2503.09799 table 6
 
-In both, a reduction is one pass of 16 bits a value (4 for FP4), reductions due after the end are not counted, and what is printed is the
-last bandwidth of a grid whose utilisation does not exceed the target: it does not reach it. The interval g is not H / P. The papers
-describe the graph; these rules were inferred from their tables. They are known at the published settings only and refused elsewhere.
+In both, a reduction is one pass of 16 bits a value (4 for FP4), and reductions due after the end are not counted. The
+printed value is the last bandwidth of a grid whose utilisation does not exceed the target: it does not reach it. The
+interval g is not H / P. The papers describe the graph; these rules were inferred from their tables. They are known at
+the published settings only and refused elsewhere.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Literal, NamedTuple, get_args
 
 from diloco.errors import ConfigError
 from diloco.planning.dag import Costs, Pattern, run_utilization
-from diloco.planning.models import PRESETS, Workload
+from diloco.planning.graph import strided
 from diloco.planning.settings import LAYERS_PER_FRAGMENT, MethodName, Setting, setting_for
-from diloco.planning.utilization import strided
+from diloco.planning.workload import PRESETS, Workload
 
 ConventionName = Literal["steady", "streaming-diloco", "scaling-laws"]
 CONVENTIONS: tuple[ConventionName, ...] = get_args(ConventionName)
@@ -33,7 +34,7 @@ BITS = {"bf16": 16, "e3m0": 4}
 
 @dataclass(frozen=True)
 class _Table:
-    """What a paper simulated: models with their step times, methods, H of DiLoCo, codecs."""
+    """The settings of a paper's simulation: models with their step times, methods, H of DiLoCo, codecs."""
 
     step_s: dict[str, float]
     methods: tuple[MethodName, ...]
@@ -43,14 +44,18 @@ class _Table:
 
 _TABLES = {
     "streaming-diloco": _Table(
-        {name: PRESETS[name].step_s for name in ("1b", "10b", "100b")}, ("data-parallel", "diloco", "streaming", "eager"), (30, 100),
-        ("bf16", "e3m0"),
+        step_s={name: PRESETS[name].step_s for name in ("1b", "10b", "100b")},
+        methods=("data-parallel", "diloco", "streaming", "eager"),
+        sync_every=(30, 100),
+        codecs=("bf16", "e3m0"),
     ),
     "scaling-laws": _Table(
-        {"10b": 0.893, **{name: PRESETS[name].step_s for name in ("llama-405b", "deepseek-v3")}}, ("data-parallel", "diloco"),
-        (10, 50, 100, 300), ("bf16",),
+        step_s={"10b": 0.893, **{name: PRESETS[name].step_s for name in ("llama-405b", "deepseek-v3")}},
+        methods=("data-parallel", "diloco"),
+        sync_every=(10, 50, 100, 300),
+        codecs=("bf16",),
     ),
-}  # fmt: skip
+}
 
 
 class Printed(NamedTuple):
@@ -62,7 +67,7 @@ class Printed(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """What a paper simulated for one row of its table.
+    """The simulation behind one row of a paper's table.
 
     Attributes:
         workload: the model, at the step time of this paper.
@@ -83,7 +88,7 @@ class PublishedRun:
         return run_utilization(self.pattern, costs, self.num_steps)
 
     def printed(self, targets: Sequence[float]) -> list[Printed]:
-        """The cells of these targets (0 to 1): the last grid point whose utilisation, which rises, does not exceed the target."""
+        """The cells of these targets (0 to 1): the last grid point whose utilisation does not exceed the target."""
         at = lru_cache(self.utilization)
         return [_cell(bisect_right(GRID_GBIT_PER_S, target, key=at) - 1) for target in targets]
 
@@ -100,7 +105,8 @@ def published_run(
     convention: str, model: str, method: str, *, sync_every: int | None = None, overlap: int | None = None,
     num_fragments: int | None = None, up: str = "bf16", down: str | None = None, latency_s: float = 0.0,
 ) -> PublishedRun:  # fmt: skip
-    """The run of one row of a paper's table. H is that of the table: data parallel, which has no H, is run as long as the others.
+    """The run of one row of a paper's table. H is that of the table: data parallel, which has no H, is run as long as
+    the others.
 
     Raises:
         ConfigError: a setting that the paper has not published.
@@ -117,7 +123,8 @@ def published_run(
         _check(convention, "sync-every", every, table.sync_every)
     if down is not None or latency_s:
         raise ConfigError(
-            f"the convention {convention} knows no {'--codec-down' if down else '--latency'}; leave it out, or use --convention steady."
+            f"the convention {convention} knows no {'--codec-down' if down else '--latency'}; leave it out, or use "
+            "--convention steady."
         )
     workload = PRESETS[model].with_step(table.step_s[model])
     own_every = None if method == "data-parallel" else every
@@ -130,7 +137,7 @@ def published_run(
 
 
 def _pattern(num_layers: int, setting: Setting) -> Pattern:
-    """The whole model after steps H, 2H, …; or fragment ⌊t / g⌋ mod P after steps g, 2g, … (τ = 0) or 1, 1 + g, 1 + 2g, … (τ ≥ 1)."""
+    """What is launched when; see the module. Fragment ⌊t / g⌋ mod P after steps g, 2g, … or, with τ ≥ 1, 1, 1 + g, …"""
     every, tau = setting.sync_every, setting.overlap
     if setting.method in ("data-parallel", "diloco"):
         return Pattern(every, {every: range(num_layers, 0, -1)}, tau)
@@ -141,7 +148,7 @@ def _pattern(num_layers: int, setting: Setting) -> Pattern:
 
 
 def _interval(sync_every: int, num_fragments: int) -> int:
-    """g."""
+    """The interval g between the sends of two fragments, in steps."""
     return sync_every // (num_fragments + 1) + 1 if sync_every == 100 else 1
 
 
@@ -149,5 +156,6 @@ def _check(convention: str, what: str, value: object, published: tuple[object, .
     if value not in published:
         known = ", ".join(map(str, published))
         raise ConfigError(
-            f"the convention {convention} has no --{what} {value}: its paper published {known}; use one of these, or --convention steady."
+            f"the convention {convention} has no --{what} {value}: its paper published {known}; use one of these, or "
+            "--convention steady."
         )

@@ -1,9 +1,9 @@
 """Inner steps as a graph of compute nodes and reductions, run event by event.
 
-A learner's processor does one thing at a time: forward through layers 1..L, then for l = L..1 the backward pass by activations (not for
-l = 1) and by parameters. Each of these 3L − 1 nodes takes u seconds, a step C = (3L − 1)·u. The reduction of a layer is queued when its
-backward pass by parameters ends; its link is first-in-first-out. What step t launched for layer l has to be there before layer l's
-forward pass of step t + 1 + τ.
+A learner's processor does one thing at a time: forward through layers 1..L, then for l = L..1 the backward pass by
+activations (not for l = 1) and by parameters. Each of these 3L − 1 nodes takes u seconds, a step C = (3L − 1)·u. The
+reduction of a layer is queued when its backward pass by parameters ends; its link is first-in-first-out. What step t
+launched for layer l has to be there before layer l's forward pass of step t + 1 + τ.
 
 Streaming DiLoCo, arXiv 2501.18512, section 3.1.
 """
@@ -27,7 +27,7 @@ LONGEST_CYCLE = 100
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which layers are reduced after which step, over and over.
+    """The layers that are reduced after each step, repeating.
 
     Attributes:
         period: steps after which it repeats.
@@ -51,7 +51,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the nodes take, seconds.
+    """Durations of the nodes, in seconds.
 
     Attributes:
         num_layers: L.
@@ -69,16 +69,16 @@ class Costs:
 
     @property
     def step_s(self) -> float:
-        """C."""
+        """Compute of an inner step: C."""
         return (3 * self.num_layers - 1) * self.node_s
 
     def launch_s(self, layer: int) -> float:
-        """From the end of the forward pass to the end of the layer's backward pass by parameters."""
+        """Time from the end of the forward pass to the end of the layer's backward pass by parameters."""
         return (2 * (self.num_layers - layer + 1) - (layer == 1)) * self.node_s
 
 
 class Interval(NamedTuple):
-    """What happened from `start_s` to `end_s`: the processor computes or waits, or a layer is on the link; `step` is the newest."""
+    """One interval of a run: the processor computes or waits, or a layer is on the link; `step` is the newest one."""
 
     kind: Literal["compute", "wait", "up", "down"]
     start_s: float
@@ -106,7 +106,7 @@ class Execution:
         self._due: dict[int, list[tuple[int, float]]] = {}  # by step: (layer, when it is there), layers ascending
 
     def advance(self) -> None:
-        """One more inner step."""
+        """Run one more inner step."""
         self.step += 1
         start_s = self.now_s
         forward_ends_s = self._forward(self._due.pop(self.step, ()))
@@ -120,7 +120,7 @@ class Execution:
             self.trace.append(Interval("compute", start_s, self.now_s, self.step, 0))
 
     def advance_to(self, step: int) -> None:
-        """To the end of inner step `step`, over stretches in which nothing is launched or due at once."""
+        """Run to the end of inner step `step`; stretches in which nothing is launched or due are skipped at once."""
         launches = sorted(self.pattern.layers_after)
         while self.step < step:
             place = self.step % self.pattern.period
@@ -162,12 +162,12 @@ class Execution:
         return self._down_free_s + costs.latency_s
 
     def ends_s(self) -> float:
-        """When the newest step ended and all that the next one starts with is there; what is due later is not counted."""
+        """When the newest step has ended and all that the next step waits for at its start is there."""
         due = (at_s for step, arrivals in self._due.items() if step <= self.step + 1 for _, at_s in arrivals)
         return max([self.now_s, *due])
 
     def state(self) -> tuple[float, ...]:
-        """The times that decide about what follows, in an order that depends on the step's place in the period alone."""
+        """The times that determine what follows, in an order that depends on the step's place in the period alone."""
         due = (at_s for _, arrivals in sorted(self._due.items()) for _, at_s in arrivals)
         return (self.now_s, self._up_free_s, *((self._down_free_s,) if self.costs.down_s else ()), *due)
 
@@ -183,9 +183,10 @@ def run_utilization(pattern: Pattern, costs: Costs, num_steps: int) -> float:
 def steady_utilization(pattern: Pattern, costs: Costs) -> float:
     """Compute ÷ wall clock of an endless run.
 
-    All times are maxima of sums of earlier ones, so the state x (what `Execution.state` gives) becomes periodic: after some periods it
-    grows by λ in each. Whatever x is, min_i (x_i(k + j) − x_i(k)) / j ≤ λ ≤ max_i (…) / j (Collatz and Wielandt), and λ is no less than
-    a period's compute, or its time on either direction of the link. The run ends when the bounds meet.
+    All times are maxima of sums of earlier ones, so the state x (what `Execution.state` gives) becomes periodic: after
+    some periods it grows by λ in each. Whatever x is, min_i (x_i(k + j) − x_i(k)) / j ≤ λ ≤ max_i (…) / j (Collatz and
+    Wielandt), and λ is no less than a period's compute, or its time on either direction of the link. The run ends when
+    the bounds meet.
 
     Baccelli, Cohen, Olsder, Quadrat 1992, Synchronization and Linearity, chapter 3.
 
@@ -207,6 +208,4 @@ def steady_utilization(pattern: Pattern, costs: Costs) -> float:
             if most_s - least_s <= ROUNDING * most_s:
                 return compute_s / max(most_s, compute_s)
         states.appendleft(newest)
-    raise DilocoError(
-        f"the utilisation did not settle in {MAX_PERIODS} periods of {pattern.period} steps; change the bandwidth a little."
-    )
+    raise DilocoError(f"the utilisation did not settle in {MAX_PERIODS} periods; change the bandwidth a little.")

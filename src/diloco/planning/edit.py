@@ -17,11 +17,12 @@ def with_measurement(
 ) -> str:
     """The text of a site file in which the site of `learner` has the `measured` values.
 
-    A site that is not there is appended. Where a step time was measured, `speed` and `utilization` go. `defaults` are tables such as
-    `model`, added where the file has none; an empty text gives a new file.
+    A site that is not there is appended. Where a step time was measured, `speed` and `utilization` go. `defaults` are
+    tables such as `model`, added where the file has none; an empty text gives a new file.
 
     Raises:
-        ConfigError: the text is no site file, lacks what a site needs, or holds its sites in a form that is not understood here.
+        ConfigError: the text is no site file, lacks what a site needs, or holds its sites in a form that is not
+            understood here.
     """
     tables = read_toml(text, source)
     sites: list[dict[str, Any]] = tables.get("site", [])
@@ -41,20 +42,21 @@ def with_measurement(
     new = head + ("\n" if head and lines else "") + "\n".join(lines) + "\n"
     if not _reads_as(new, validate(Site, {**tables, **missing, "site": sites}, source)):
         raise ConfigError(
-            f"{source} holds its sites in a form that cannot be extended; write each as a [[site]] table, one line for each key"
+            f"{source} holds its sites in a form that cannot be extended; write each as a [[site]] table, one line for "
+            "each key"
         )
     return new
 
 
 def _append(lines: list[str], new_site: Sequence[str]) -> None:
-    """After the last site, or at the end."""
+    """Insert the new site after the last one, or at the end."""
     starts = [number for number, line in enumerate(lines) if _SITE.match(line)]
     end = _end_of(lines, starts[-1]) if starts else len(lines)
     lines[end:end] = [*([""] if end else []), *new_site]
 
 
 def _replace(lines: list[str], index: int, values: Mapping[str, Any], dropped: Sequence[str]) -> None:
-    """In the site of this number: each value in the line of its key, comment kept, or at the end."""
+    """Write each value of a site in the line of its key and keep the comment; new keys go to the end of the site."""
     starts = [number for number, line in enumerate(lines) if _SITE.match(line)]
     if index >= len(starts):
         return

@@ -1,7 +1,8 @@
 """Monte Carlo of failures, stops and waiting: the goodput of any fleet, with its confidence interval.
 
-What steps together or alone is simulated from failure to failure, a whole stretch of steps at a time; learners that meet in rounds
-round by round (`diloco.planning.waiting`). Everything is seeded: the same fleet and seed, the same numbers.
+What steps together or alone is simulated from failure to failure, a whole stretch of steps at a time; learners that
+meet in rounds round by round (`diloco.planning.waiting`). Everything is seeded: the same fleet and seed, the same
+numbers.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import random
 import statistics
 from dataclasses import dataclass
 
-from diloco.planning.goodput import Fleet, Times, all_stopped, closed_form
-from diloco.planning.waiting import Run, simulate_rounds
+from diloco.planning.fleet import Fleet, Times, all_stopped, closed_form
+from diloco.planning.waiting import RunShares, simulate_rounds
 
 CONFIDENCE = 0.95
 RUNS = 64
@@ -21,10 +22,10 @@ FAILURES_PER_RUN = 600
 
 @dataclass(frozen=True)
 class Goodput:
-    """What came out. All but `method` and `num_runs` in percent.
+    """The result of a simulation. All but `method` and `num_runs` in percent.
 
     Attributes:
-        goodput: of the work that the same chips would do if nothing failed and nobody waited.
+        goodput: of the work that the same chips would do without failures and waiting.
         interval: its 95 % confidence interval, of the simulation alone.
         waiting, stopped: where the rest went: waiting for other learners, standing still for a failure.
         closed_form: the same by formula; None where there is none.
@@ -73,7 +74,7 @@ def _mean(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
-# ------------------------------------------------------------------------------------------------- from failure to failure
+# -------------------------------------------------------------------------------------------- from failure to failure
 
 
 @dataclass(frozen=True)
@@ -91,14 +92,14 @@ class _Step:
         return rng.gammavariate(number * shape, self.mean_s / shape)
 
     def chance_of_failure(self, failures_per_s: float) -> float:
-        """That at least one failure falls into a step: 1 − E[e^(−λD)]."""
+        """The chance that at least one failure falls into a step: 1 − E[e^(−λD)]."""
         if self.variation == 0:
             return -math.expm1(-failures_per_s * self.mean_s)
         shape = 1 / self.variation**2
         return -math.expm1(-shape * math.log1p(failures_per_s * self.mean_s / shape))
 
 
-def _stretches(fleet: Fleet, seed: int) -> list[Run]:
+def _stretches(fleet: Fleet, seed: int) -> list[RunShares]:
     """Every run has one machine for each way in which a part of the fleet steps and stops."""
     rng = random.Random(f"{seed}/failures")
     speeds, step_s = fleet.relative_speeds, fleet.times.step_s
@@ -117,7 +118,7 @@ def _stretches(fleet: Fleet, seed: int) -> list[Run]:
         shares = [_running(rng, rate, step, fleet.times, fleet.is_elastic, failures) for _, _, step in machines]
         running = sum(weight * share for (weight, _, _), share in zip(machines, shares, strict=True))
         goodput = sum(weight * pace * share for (weight, pace, _), share in zip(machines, shares, strict=True))
-        runs.append(Run(goodput, running - goodput))
+        runs.append(RunShares(goodput, running - goodput))
     return runs
 
 
@@ -136,7 +137,7 @@ def _lock_step(fleet: Fleet, seed: int) -> _Step:
 
 
 def _running(rng: random.Random, rate: float, step: _Step, times: Times, elastic: bool, failures: int) -> float:
-    """Share of time in which a machine does not stand still, over whole cycles: from one with all chips there to the next."""
+    """Share of time in which a machine runs, over whole cycles that begin with all chips present."""
     chance = step.chance_of_failure(rate)
     run_s = stopped_s = 0.0
     while failures > 0:

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
+from diloco.planning import pictures as draw
 from diloco.planning.failures import Goodput, simulate
-from diloco.planning.goodput import Fleet, Mode, closed_form
-from diloco.planning.pictures import AMBER, BLUE, GREEN, RED, VIOLET, Axis, Bars, Line, Picture, bars, lines, short
+from diloco.planning.fleet import Fleet, Mode, closed_form
 
-NAMES: Mapping[Mode, str] = {
-    "data-parallel": "data parallel",
-    "elastic": "elastic data parallel",
-    "decoupled": "decoupled",
+NAMES: Mapping[Mode, tuple[str, str]] = {
+    "data-parallel": ("data parallel", draw.AMBER),
+    "elastic": ("elastic data parallel", draw.VIOLET),
+    "decoupled": ("decoupled", draw.BLUE),
 }
-COLOURS: Mapping[Mode, str] = {"data-parallel": AMBER, "elastic": VIOLET, "decoupled": BLUE}
-WAITING, STOPPED = "#fbbf24", "#fca5a5"
+"""By mode: its name and its colour."""
 
 
-def pictures(fleet: Fleet, found: Mapping[Mode, Goodput], seed: int) -> list[Picture]:
-    """All pictures of a fleet, given what came out for it in every mode."""
+def pictures(fleet: Fleet, found: Mapping[Mode, Goodput], seed: int) -> list[draw.Picture]:
+    """All pictures of a fleet, given its goodput in every mode."""
     drawn = [_against_chips(fleet, found[fleet.mode], seed), _where_time_goes(fleet, found)]
     return [*drawn, _against_quorum(fleet, seed)] if fleet.has_rounds and fleet.learners > 1 else drawn
 
 
 def title(fleet: Fleet, mode: Mode) -> str:
     """A mode's name, with the number of learners where it matters."""
-    return f"{fleet.learners} decoupled learners" if mode == "decoupled" and fleet.learners > 1 else NAMES[mode]
+    name, _ = NAMES[mode]
+    return f"{fleet.learners} decoupled learners" if mode == "decoupled" and fleet.learners > 1 else name
 
 
 def _goodput(fleet: Fleet, seed: int) -> float:
@@ -34,87 +35,66 @@ def _goodput(fleet: Fleet, seed: int) -> float:
     return simulate(fleet, seed).goodput if formula is None else 100 * formula
 
 
-def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> Picture:
+def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> draw.Picture:
     counts = sorted({max(fleet.learners, round(fleet.chips * 2.0**power)) for power in range(-4, 4)})
-    curves = {mode: [_goodput(replace(fleet, chips=chips, mode=mode), seed) for chips in counts] for mode in NAMES}
-    drawn = [Line(title(fleet, mode), counts, each, colour=COLOURS[mode]) for mode, each in curves.items()]
+    drawn, heads, columns = [], ["chips"], []
+    for mode, (_, colour) in NAMES.items():
+        columns.append([_goodput(replace(fleet, chips=chips, mode=mode), seed) for chips in counts])
+        drawn.append(draw.Line(title(fleet, mode), counts, columns[-1], colour=colour))
+        heads.append(f"{title(fleet, mode)}, %")
     half = (here.interval[1] - here.interval[0]) / 2
-    drawn.append(Line("this plan", [fleet.chips], [here.goodput], [half], style="o", colour=RED))
-    worst = min(min(each) for each in curves.values())
+    drawn.append(draw.Line("this plan", [fleet.chips], [here.goodput], [half], style="o", colour=draw.RED))
+    worst = min(map(min, columns))
     low = 0.0 if worst < 50 else 100 - 2 * (100 - worst)  # a small fleet's goodput is near 100 %
-    span = Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else Axis("goodput, %")
-    figure = lines(drawn, Axis("chips", log=True, ticks=tuple(counts)), span)
-    return Picture(
-        "goodput",
-        "Goodput against chips",
-        "Work done, in percent of what the same chips would do if nothing failed and nobody waited. What steps together stands still "
-        "together, so the more chips, the less each of them does; learners of their own keep a failure to themselves.",
-        figure,
-        ("chips", *(f"{title(fleet, mode)}, %" for mode in curves)),
-        [(f"{chips:,}", *(f"{each[row]:.1f}" for each in curves.values())) for row, chips in enumerate(counts)],
+    span = draw.Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else draw.Axis("goodput, %")
+    text = (
+        "Work done, in percent of what the same chips would do without failures and waiting. What steps together "
+        "stands still together, so the more chips, the less each of them does; a decoupled learner's failure stops "
+        "only itself."
     )
+    figure = draw.lines(drawn, draw.Axis("chips", log=True, ticks=tuple(counts)), span)
+    rows = draw.rows_of([f"{chips:,}" for chips in counts], columns, "{:.1f}".format)
+    return draw.Picture("goodput", "Goodput against chips", text, figure, heads, rows)
 
 
-def _where_time_goes(fleet: Fleet, found: Mapping[Mode, Goodput]) -> Picture:
+def _where_time_goes(fleet: Fleet, found: Mapping[Mode, Goodput]) -> draw.Picture:
     labels, values = [title(fleet, mode) for mode in found], list(found.values())
+    goodput, waiting, stopped = zip(*((each.goodput, each.waiting, each.stopped) for each in values), strict=True)
     shares = [
-        Bars("working", [each.goodput for each in values], colour=BLUE),
-        Bars("waiting for other learners", [each.waiting for each in values], colour=WAITING),
-        Bars("standing still after a failure", [each.stopped for each in values], colour=STOPPED),
+        draw.Bars("working", goodput, colour=draw.BLUE),
+        draw.Bars("waiting for other learners", waiting, colour=draw.WAITING),
+        draw.Bars("standing still after a failure", stopped, colour=draw.STOPPED),
     ]
-    return Picture(
-        "time",
-        "Where the time goes",
-        f"Of {fleet.chips:,} chips.",
-        bars(labels, shares, Axis("share of the chips' time, %", low=0, high=100), stacked=True),
-        ("", "goodput, %", "waiting, %", "standing still, %", "some learner runs, %"),
-        [
-            (label, *(f"{value:.2f}" for value in (each.goodput, each.waiting, each.stopped, 100 - each.all_stopped)))
-            for label, each in zip(labels, values, strict=True)
-        ],
-    )
+    figure = draw.bars(labels, shares, draw.Axis("share of the chips' time, %", low=0, high=100))
+    heads = ("", "goodput, %", "waiting, %", "standing still, %", "some learner runs, %")
+    uptime = [100 - each.all_stopped for each in values]
+    rows = draw.rows_of(labels, (goodput, waiting, stopped, uptime), "{:.2f}".format)
+    return draw.Picture("time", "Where the time goes", f"Of {fleet.chips:,} chips.", figure, heads, rows)
 
 
-def _against_quorum(fleet: Fleet, seed: int) -> Picture:
+def _against_quorum(fleet: Fleet, seed: int) -> draw.Picture:
     spread = fleet.learners - 1
     quorums = sorted({1 + round(spread * step / min(7, spread)) for step in range(min(7, spread) + 1)})
-    kinds = {"with grace": fleet.rounds.grace or 0.8, "without": 0.0}
-    found = {
-        name: [
-            simulate(replace(fleet, rounds=replace(fleet.rounds, quorum=quorum, grace=grace)), seed)
-            for quorum in quorums
-        ]
-        for name, grace in kinds.items()
-    }
-    drawn = [
-        Line("goodput, with grace", quorums, [each.goodput for each in found["with grace"]], colour=BLUE),
-        Line("goodput, without", quorums, [each.goodput for each in found["without"]], style="--", colour=BLUE),
-        Line("in time, with grace", quorums, [each.participation or 0 for each in found["with grace"]], colour=GREEN),
-        Line(
-            "in time, without",
-            quorums,
-            [each.participation or 0 for each in found["without"]],
-            style="--",
-            colour=GREEN,
-        ),
-    ]
-    return Picture(
-        "quorum",
-        "What a quorum costs, and what it gets",
-        "A higher quorum waits for slower learners; a low one closes a round without them. The grace window uses the time in which "
-        f"nobody waits yet. In time: running learners whose work is in the round it was made for. Overlap of {fleet.rounds.overlap} steps"
-        + (", and no learner ever waits." if not fleet.rounds.wait else "."),
-        lines(drawn, Axis("quorum, learners", ticks=tuple(quorums)), Axis("share, %", low=0, high=103)),
-        ("quorum", *(f"{what} {name}, %" for name in found for what in ("goodput", "in time"))),
-        [
-            (
-                short(quorum),
-                *(
-                    f"{value:.1f}"
-                    for each in found.values()
-                    for value in (each[row].goodput, each[row].participation or 0)
-                ),
-            )
-            for row, quorum in enumerate(quorums)
-        ],
+    drawn, heads, columns = [], ["quorum"], []
+    with_grace = fleet.rounds.grace or 0.8
+    styles: dict[str, Literal["-", "--"]] = {"with grace": "-", "without": "--"}
+    for name, style in styles.items():
+        grace = with_grace if name == "with grace" else 0.0
+        rules = [replace(fleet.rounds, quorum=quorum, grace=grace) for quorum in quorums]
+        found = [simulate(replace(fleet, rounds=each), seed) for each in rules]
+        goodput, in_time = [each.goodput for each in found], [each.participation or 0 for each in found]
+        for what, column, colour in (("goodput", goodput, draw.BLUE), ("in time", in_time, draw.GREEN)):
+            drawn.append(draw.Line(f"{what}, {name}", quorums, column, style=style, colour=colour))
+            heads.append(f"{what} {name}, %")
+            columns.append(column)
+    waits = "." if fleet.rounds.wait else ", and learners never wait."
+    text = (
+        "A higher quorum waits for slower learners; a low one closes a round without them. The grace window uses the "
+        "time before a learner has to wait. In time: running learners whose work is in the round it was made for. "
+        f"Overlap of {fleet.rounds.overlap} steps{waits}"
     )
+    figure = draw.lines(
+        drawn, draw.Axis("quorum, learners", ticks=tuple(quorums)), draw.Axis("share, %", low=0, high=103)
+    )
+    rows = draw.rows_of([draw.short(quorum) for quorum in quorums], columns, "{:.1f}".format)
+    return draw.Picture("quorum", "What a quorum costs, and what it gets", text, figure, heads, rows)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLE = """
-body{font:16px/1.55 system-ui,sans-serif;color:#1f2937;max-width:880px;margin:2.5rem auto;padding:0 1.2rem;background:#fff}
+body{font:16px/1.55 system-ui,sans-serif;color:#1f2937;background:#fff}
+body{max-width:880px;margin:2.5rem auto;padding:0 1.2rem}
 h1{font-size:1.8rem;margin-bottom:.2rem} h2{font-size:1.15rem;margin:2.4rem 0 .3rem} p{margin:.4rem 0}
 .lead{color:#4b5563} .note{color:#6b7280;font-size:.9rem} svg{width:100%;height:auto;margin-top:.4rem}
 svg text{font-family:system-ui,sans-serif!important} table{border-collapse:collapse;font-size:.9rem;margin:.6rem 0}
-td,th{border-bottom:1px solid #e5e7eb;padding:.3rem 1.1rem .3rem 0;text-align:left;vertical-align:top} th{font-weight:600}
+td,th{border-bottom:1px solid #e5e7eb;padding:.3rem 1.1rem .3rem 0;text-align:left;vertical-align:top}
+th{font-weight:600}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums} code{font-size:.92em}
 """
 
@@ -32,16 +34,13 @@ def page(title: str, body: str, style: str = "") -> str:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """The first column is text, the others are numbers."""
-    head = "".join(
-        f"<th{'' if place == 0 else ' class=n'}>{html.escape(text)}</th>" for place, text in enumerate(heads)
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{'' if place == 0 else ' class=n'}>{html.escape(text)}</td>" for place, text in enumerate(row))
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    lines = ["".join(map(_cell("th"), range(len(heads)), heads))]
+    lines += ["".join(map(_cell("td"), range(len(row)), row)) for row in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _cell(tag: str) -> Callable[[int, str], str]:
+    return lambda place, text: f"<{tag}{'' if place == 0 else ' class=n'}>{html.escape(text)}</{tag}>"
 
 
 def values_table(values: Mapping[str, Any]) -> str:
@@ -64,11 +63,7 @@ def svg(figure: Figure) -> str:
 
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "diloco"}):
-        figure.savefig(
-            buffer,
-            format="svg",
-            transparent=True,
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
+        nameless = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nameless)
     text = buffer.getvalue()
     return text[text.index("<svg") :]

@@ -1,4 +1,5 @@
-"""How much higher than with data parallel the loss is expected to be, term by term, each term with the experiment that it comes from.
+"""How much higher than with data parallel the loss is expected to be, term by term, each term with the experiment that
+it comes from.
 
     penalty = A(N, M) + ΔH + Δτ + Δcodec + Δmethod        percent of the loss of data parallel at equal tokens
 
@@ -6,10 +7,10 @@
     ΔH       for a longer interval
     Δτ       for an answer that comes late
     Δcodec   for fewer bits
-    Δmethod  for eager updates, for rounds that wait for nobody
+    Δmethod  for eager updates, for asynchronous merges
 
-The experiments varied one thing at a time, and the sum assumes that they add up. What no experiment covers has no penalty: None, with
-the reason.
+The experiments varied one thing at a time, and the sum assumes that they add up. What no experiment covers has no
+penalty: None, with the reason.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ LOSSES: dict[float, tuple[float, ...]] = {
     1.3e9: (2.460, 2.451, 2.464, 2.472, 2.493),
     2.4e9: (2.326, 2.317, 2.323, 2.332, 2.351),
 }
-"""By N: data parallel, and DiLoCo for each of `LEARNERS`; H = 30, outer settings chosen for each. This repository's study of learners,
-and arXiv 2503.09799."""
+"""By N: data parallel, and DiLoCo for each of `LEARNERS`; H = 30, outer settings chosen for each. This repository's
+study of learners, and arXiv 2503.09799."""
 
 BASE_EVERY, LONGEST_EVERY = 30, 1000
 PER_E_FOLD_PERCENT = 100 * math.log(1.029) / math.log(15.02) / math.log(1000 / 50)
@@ -48,12 +49,13 @@ EAGER_PERCENT = 100 * (2.69 / 2.67 - 1)
 """Eager updates against no overlap, 500M, M = 2, H = 30: arXiv 2502.12996."""
 
 DECOUPLED_PERCENT = 100 * (1.9407 - 1.8870) / 1.8870
-"""Study decoupled, K = 1 + grace (speeds 1 : 1 : 0.6 : 0.4, a quarter fewer tokens), against DiLoCo of study learners, M = 4: at most."""
+"""Study decoupled, K = 1 + grace (speeds 1 : 1 : 0.6 : 0.4, a quarter fewer tokens), against DiLoCo of study learners,
+M = 4: at most."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """A part of a penalty: what for, how much, and which experiment says so. Where none does `percent` is None and `source` says why."""
+    """A part of a penalty and the experiment behind it; without one `percent` is None and `source` says why."""
 
     what: str
     percent: float | None
@@ -68,25 +70,25 @@ class Penalty:
 
     @property
     def percent(self) -> float | None:
-        """Of the loss of data parallel; None: there is a term that no experiment gives."""
+        """In percent of the loss of data parallel; None where a term is unknown."""
         values = [term.percent for term in self.terms]
         return None if None in values else sum(value for value in values if value is not None)
 
     @property
     def unknown(self) -> str | None:
-        """Why there is none."""
+        """The reason for an unknown penalty; None where it is known."""
         return next((f"{term.what}: {term.source}" for term in self.terms if term.percent is None), None)
 
     @property
     def sources(self) -> list[str]:
-        """Of the terms that are known, each once."""
+        """The sources of the known terms, each once."""
         return list(dict.fromkeys(term.source for term in self.terms if term.percent is not None))
 
 
 def expected_penalty(num_parameters: float, num_learners: int, setting: Setting) -> Penalty:
     """The penalty of a method, for a model of so many parameters and so many learners.
 
-    Of decoupled learners it holds where merges come as often as planned and nearly everybody is in them; the caller has to see to that.
+    For decoupled learners the caller must ensure that merges come as often as planned, with nearly all learners.
     """
     if setting.method == "data-parallel":
         return Penalty((Term("data parallel", 0.0, "by definition"),))
@@ -99,9 +101,7 @@ def expected_penalty(num_parameters: float, num_learners: int, setting: Setting)
             else Term("eager updates", None, "measured with 2 learners at H = 30 only (arXiv 2502.12996)")
         )
     if setting.method == "decoupled":
-        terms.append(
-            Term("merges that wait for nobody, at most", DECOUPLED_PERCENT, "study decoupled (165k parameters)")
-        )
+        terms.append(Term("asynchronous merges, at most", DECOUPLED_PERCENT, "study decoupled (165k parameters)"))
     return Penalty(tuple(terms))
 
 

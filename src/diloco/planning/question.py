@@ -1,7 +1,7 @@
 """One question about links: what bandwidth does a method need, and what does one come to?
 
-`Graph` asks the papers' graph of equal learners (`utilization.py`), `Around` learners around a syncer (`star.py`). Both say what a link
-is worth, 0 to 1; it rises with the bandwidth.
+`Graph` asks the papers' graph of equal learners (`utilization.py`), `Around` learners around a syncer (`star.py`). Both
+say what a link is worth, 0 to 1; it rises with the bandwidth.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 from diloco.core.codecs.formats import wire_format
-from diloco.planning.models import Workload
+from diloco.planning.graph import PRECISION, smallest_rate, utilization
 from diloco.planning.settings import Setting
 from diloco.planning.star import Learners, Prediction, pace, predict_learners
-from diloco.planning.utilization import PRECISION, smallest_rate, utilization
+from diloco.planning.workload import Workload
 
 AROUND_PRECISION = 0.01
 """Of a bandwidth between learners and a syncer, relative: the model is no better than that."""
@@ -41,7 +41,7 @@ class Graph:
 
     @property
     def never(self) -> str:
-        """Why a target may be out of reach of any bandwidth."""
+        """The reason why a target may be out of reach of any bandwidth."""
         return "latency alone costs more" if self.setting.latency_s else "the last layer is always waited for"
 
 
@@ -57,11 +57,11 @@ class Around:
 
     @property
     def measure(self) -> str:
-        """What the value is: of learners that always compute, how much of the intended pace of merges is kept."""
+        """The kind of value: utilisation or, for learners that always compute, the share of the intended merges."""
         return "pace" if self.setting.method == "decoupled" else "computing"
 
     def predict(self, bit_per_s: float, *, traced: bool = False) -> Prediction:
-        """All that is predicted."""
+        """The prediction for learners on links of `bit_per_s`."""
         return predict_learners(self.workload, self.setting, self.learners, bit_per_s, traced=traced)
 
     def value(self, bit_per_s: float) -> float:
@@ -69,7 +69,7 @@ class Around:
         return pace(self.predict(bit_per_s), self.setting)
 
     def details(self, bit_per_s: float) -> dict[str, Any]:
-        """Utilisation in percent, H as achieved, age of an answer in steps, learners in a merge, of a link that is finite."""
+        """Utilisation in percent, H as achieved, steps to an answer, learners in a merge; none without a limit."""
         if math.isinf(bit_per_s):
             return {}
         found = self.predict(bit_per_s)
@@ -82,7 +82,7 @@ class Around:
 
     @property
     def never(self) -> str:
-        """Why a target may be out of reach of any bandwidth."""
+        """The reason why a target may be out of reach of any bandwidth."""
         if len(set(self.learners.speeds)) > 1 and self.setting.method != "decoupled":
             return "the slowest learner makes the others wait"
         return "latency, the merge or the syncer's own link cost more"

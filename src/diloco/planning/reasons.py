@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diloco.core.codecs.formats import wire_format
-from diloco.planning.outcomes import (
-    Case,
-    Outcome,
-    bit_per_s,
-    given_up_after_s,
-    reduce_s,
-    reduced_bytes,
-    slowest_bit_per_s,
-)
-from diloco.planning.penalty import Term
+from diloco.planning.outcomes import Case, Outcome, given_up_after_s
 from diloco.planning.units import PRICE_PER_BYTE, RATE, SIZE, TIME, significant
 
 ROUNDING = 1e-9
@@ -23,8 +14,10 @@ ROUNDING = 1e-9
 
 def explain(case: Case, outcome: Outcome) -> list[str]:
     """Lines on the step, the utilisation, the hours, the bytes, the money and the loss penalty."""
+    steps = {"data-parallel": _data_parallel_step, "decoupled": _decoupled_step}
+    step = steps.get(outcome.candidate.setting.method, _scheduled_step)
     return [
-        f"step: {_step(case, outcome)}",
+        f"step: {step(case, outcome)}",
         f"utilisation: {_utilization(case, outcome)}",
         f"hours: {_hours(case, outcome)}",
         f"bytes: {_bytes(case, outcome)}",
@@ -33,71 +26,69 @@ def explain(case: Case, outcome: Outcome) -> list[str]:
     ]
 
 
-def _step(case: Case, outcome: Outcome) -> str:
+def _computes_longest(case: Case) -> str:
     slowest = max(case.learners, key=lambda learner: learner.step_s)
-    computes = f"{slowest.name} computes longest, {TIME.show(slowest.step_s)}"
-    setting = outcome.candidate.setting
-    if setting.method == "data-parallel":
-        size, rate = SIZE.show(reduced_bytes(case, outcome.candidate)), RATE.show(slowest_bit_per_s(case))
-        return (
-            f"{computes}; then 2·(1 − 1/M) of the {setting.up} gradient, {size}, at {rate} and a round trip: "
-            f"{TIME.show(reduce_s(case, outcome.candidate))} more = {TIME.show(outcome.step_s)}"
-        )
-    if setting.method == "decoupled":
-        prediction = outcome.prediction
-        assert prediction is not None
-        return (
-            f"nobody waits; a fragment is merged every {prediction.period_steps:.4g} steps with {prediction.contributors:.3g} of "
-            f"{len(case.learners)} learners in it (events in virtual time)"
-        )
-    exchange = case.exchange(outcome.candidate)
-    up, down = max(exchange.up_bytes), max(exchange.down_bytes)
-    passes = {
-        learner.name: 8 * up / bit_per_s(case, learner, "up")
-        + 8 * down / bit_per_s(case, learner, "down")
-        + 4 * learner.latency_s
-        for learner in case.learners
-    }
-    name = max(passes, key=passes.__getitem__)
-    computed_s, period_s = setting.sync_every * slowest.step_s, setting.sync_every * outcome.step_s
-    waited_s = period_s - computed_s if period_s > (1 + ROUNDING) * computed_s else 0.0
-    slack = (
-        f"{TIME.show(setting.overlap * slowest.step_s)} of compute hide it" if setting.overlap else "nothing hides it"
-    )
-    merge_s = exchange.merging.seconds(len(case.learners) * up)
-    there_and_back = (
-        f"{TIME.show(passes[name] + merge_s)} to the syncer and back at {name} (bytes up and down, 4 latencies"
-        f"{f', {TIME.show(merge_s)} to merge' if merge_s else ''})"
-    )
+    return f"{slowest.name} computes longest, {TIME.show(slowest.step_s)}"
+
+
+def _data_parallel_step(case: Case, outcome: Outcome) -> str:
+    up = outcome.candidate.setting.up
+    size, rate = SIZE.show(case.reduced_bytes(outcome.candidate)), RATE.show(case.slowest_bit_per_s)
     return (
-        f"{computes}; a fragment of {SIZE.show(up)} takes {there_and_back} and with τ = {setting.overlap} {slack}; "
-        f"of H = {setting.sync_every} steps {TIME.show(computed_s)} are computed and {TIME.show(waited_s)} waited: "
+        f"{_computes_longest(case)}; then 2·(1 − 1/M) of the {up} gradient, {size}, at {rate} and a round trip: "
+        f"{TIME.show(case.reduce_s(outcome.candidate))} more = {TIME.show(outcome.step_s)}"
+    )
+
+
+def _decoupled_step(case: Case, outcome: Outcome) -> str:
+    found = outcome.prediction
+    assert found is not None
+    return (
+        f"learners never wait; a fragment is merged every {found.period_steps:.4g} steps with {found.contributors:.3g} "
+        f"of {len(case.learners)} learners in it (events in virtual time)"
+    )
+
+
+def _scheduled_step(case: Case, outcome: Outcome) -> str:
+    it, exchange = outcome.candidate.setting, case.exchange(outcome.candidate)
+    up, down = max(exchange.up_bytes), max(exchange.down_bytes)
+    passes = {}
+    for each in case.learners:
+        up_s, down_s = 8 * up / case.bit_per_s(each, "up"), 8 * down / case.bit_per_s(each, "down")
+        passes[each.name] = up_s + down_s + 4 * each.latency_s
+    name = max(passes, key=passes.__getitem__)
+    step_s = max(learner.step_s for learner in case.learners)
+    computed_s, period_s = it.sync_every * step_s, it.sync_every * outcome.step_s
+    waited_s = period_s - computed_s if period_s > (1 + ROUNDING) * computed_s else 0.0
+    slack = f"{TIME.show(it.overlap * step_s)} of compute hide it" if it.overlap else "nothing hides it"
+    merge_s = exchange.merging.seconds(len(case.learners) * up)
+    merging = f", {TIME.show(merge_s)} to merge" if merge_s else ""
+    return (
+        f"{_computes_longest(case)}; a fragment of {SIZE.show(up)} takes {TIME.show(passes[name] + merge_s)} to the "
+        f"syncer and back at {name} (bytes up and down, 4 latencies{merging}) and with τ = {it.overlap} {slack}; "
+        f"of H = {it.sync_every} steps {TIME.show(computed_s)} are computed and {TIME.show(waited_s)} waited: "
         f"{TIME.show(outcome.step_s)} a step (events in virtual time)"
     )
 
 
 def _utilization(case: Case, outcome: Outcome) -> str:
     parts = []
-    for learner, used, weight in zip(case.learners, outcome.utilization, case.weights, strict=True):
-        step_s = learner.step_s / used
-        parts.append(
-            (weight, f"{learner.name} {TIME.show(learner.step_s)} / {TIME.show(step_s)} = {_percent(100 * used)}")
-        )
-    shown = [text for _, text in parts[:4]] + ([f"{len(parts) - 4} more"] if len(parts) > 4 else [])
+    for learner, used in zip(case.learners, outcome.utilization, strict=True):
+        step_s = TIME.show(learner.step_s / used)
+        parts.append(f"{learner.name} {TIME.show(learner.step_s)} / {step_s} = {_percent(100 * used)}")
+    shown = parts[:4] + ([f"{len(parts) - 4} more"] if len(parts) > 4 else [])
     return f"{'; '.join(shown)}; by accelerators {_percent(100 * case.utilization(outcome))}"
 
 
 def _hours(case: Case, outcome: Outcome) -> str:
-    budget = case.budget
+    tokens, per_step = case.budget.tokens, case.budget.tokens_per_step
     if outcome.candidate.setting.method == "decoupled":
-        per_s = sum(budget.tokens_per_step / len(case.learners) / learner.step_s for learner in case.learners)
-        text = f"{budget.tokens:.6g} tokens / {per_s:.6g} tokens a second of all learners"
+        per_s = sum(per_step / len(case.learners) / learner.step_s for learner in case.learners)
+        text = f"{tokens:.6g} tokens / {per_s:.6g} tokens a second of all learners"
     else:
-        text = (
-            f"{budget.tokens:.6g} tokens / {budget.tokens_per_step:.6g} a step = {outcome.steps:.6g} steps × {TIME.show(outcome.step_s, 4)}"
-        )  # fmt: skip
-    faults = case.site.faults
-    if faults is not None:
+        steps = f"{outcome.steps:.6g} steps × {TIME.show(outcome.step_s, 4)}"
+        text = f"{tokens:.6g} tokens / {per_step:.6g} a step = {steps}"
+    if case.site.faults is not None:
         text += f", × {outcome.slowdown:.4g} for failures ({_slowdown(case, outcome)})"
     return f"{text} = {significant(outcome.hours, 4)} h"
 
@@ -107,7 +98,7 @@ def _slowdown(case: Case, outcome: Outcome) -> str:
     assert faults is not None
     mtbf, repair = TIME.show(faults.mtbf), TIME.show(faults.repair)
     if method == "data-parallel":
-        return f"1 + {num} × {repair} / {mtbf}: everybody stops"
+        return f"1 + {num} × {repair} / {mtbf}: all learners stop"
     absent = f"1 + {repair} / {mtbf}: absent"
     if method == "decoupled" or num == 1:
         return absent
@@ -118,10 +109,9 @@ def _bytes(case: Case, outcome: Outcome) -> str:
     setting, num = outcome.candidate.setting, len(case.learners)
     each = f"{SIZE.show(outcome.up_bytes / num)} up and {SIZE.show(outcome.down_bytes / num)} down a learner"
     if setting.method == "data-parallel":
-        return f"{outcome.steps:.6g} steps × {SIZE.show(reduced_bytes(case, outcome.candidate))} = {each}"
+        return f"{outcome.steps:.6g} steps × {SIZE.show(case.reduced_bytes(outcome.candidate))} = {each}"
     exchange, bits = case.exchange(outcome.candidate), wire_format(setting.up).bits_per_value
-    every: float = setting.sync_every
-    who = f"{num} learners"
+    every, who = float(setting.sync_every), f"{num} learners"
     if setting.method == "decoupled" and outcome.prediction is not None:
         every = outcome.prediction.period_steps
         who = f"{outcome.prediction.contributors:.3g} contributions and {num} updates"
@@ -138,38 +128,36 @@ def _money(case: Case, outcome: Outcome) -> str:
 
 
 def _costs(case: Case, outcome: Outcome) -> Iterator[str]:
-    num = len(case.learners)
+    num, hours = len(case.learners), significant(outcome.hours, 4)
+    up_bytes, down_bytes = outcome.up_bytes, outcome.down_bytes
     for place in case.site.site:
         if place.price_per_accelerator_hour is not None:
-            number = place.learners * place.accelerators
-            yield f"{significant(outcome.hours, 4)} h × {number} × {3600 * place.price_per_accelerator_hour:.4g} USD/h ({place.name})"
-        for price, num_bytes, way in (
-            (place.price_up, outcome.up_bytes, "up"),
-            (place.price_down, outcome.down_bytes, "down"),
-        ):
-            if price is not None:
-                size = SIZE.show(place.learners * num_bytes / num, 4)
-                yield f"{size} × {PRICE_PER_BYTE.show(price)} ({place.name} {way})"
+            number, price = place.learners * place.accelerators, 3600 * place.price_per_accelerator_hour
+            yield f"{hours} h × {number} × {price:.4g} USD/h ({place.name})"
+        share = place.learners / num
+        yield from _traffic(place.name, place.price_up, share * up_bytes, place.price_down, share * down_bytes)
     syncer = case.site.syncer
     if syncer.price_per_hour is not None:
-        yield f"{significant(outcome.hours, 4)} h × {syncer.shards} × {3600 * syncer.price_per_hour:.4g} USD/h (syncer)"
-    for price, num_bytes, way in (
-        (syncer.price_up, outcome.down_bytes, "up"),
-        (syncer.price_down, outcome.up_bytes, "down"),
-    ):
+        yield f"{hours} h × {syncer.shards} × {3600 * syncer.price_per_hour:.4g} USD/h (syncer)"
+    yield from _traffic("syncer", syncer.price_up, down_bytes, syncer.price_down, up_bytes)
+
+
+def _traffic(
+    name: str, price_up: float | None, up_bytes: float, price_down: float | None, down_bytes: float
+) -> Iterator[str]:
+    for price, num_bytes, way in ((price_up, up_bytes, "up"), (price_down, down_bytes, "down")):
         if price is not None:
-            yield f"{SIZE.show(num_bytes, 4)} × {PRICE_PER_BYTE.show(price)} (syncer {way})"
+            yield f"{SIZE.show(num_bytes, 4)} × {PRICE_PER_BYTE.show(price)} ({name} {way})"
 
 
 def _penalty(outcome: Outcome) -> str:
-    penalty = outcome.penalty
-    total = "unknown" if penalty.percent is None else f"{penalty.percent:+.2f} % of data parallel's"
-    return " ".join([*(_term(term) for term in penalty.terms), "=", total])
-
-
-def _term(term: Term) -> str:
-    value = "unknown" if term.percent is None else f"{term.percent:+.2f} %"
-    return f"{value} ({term.what}: {term.source})"
+    parts = []
+    for term in outcome.penalty.terms:
+        value = "unknown" if term.percent is None else f"{term.percent:+.2f} %"
+        parts.append(f"{value} ({term.what}: {term.source})")
+    total = outcome.penalty.percent
+    parts += ["=", "unknown" if total is None else f"{total:+.2f} % of data parallel's"]
+    return " ".join(parts)
 
 
 def _percent(value: float) -> str:

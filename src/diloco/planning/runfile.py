@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from diloco.config import parse_config
-from diloco.planning import scaling
+from diloco.planning import scaling_laws
 from diloco.planning.candidates import Candidate
 from diloco.planning.outcomes import Case
 from diloco.tables import write_toml
@@ -17,12 +17,15 @@ SYNCER = "syncer.example.org:7700"
 
 
 def run_file(case: Case, candidate: Candidate, name: str = "advised") -> str:
-    """The text of a run file that `diloco syncer` and `diloco train` take. Raises ConfigError where it would not be one."""
+    """The text of a run file for `diloco syncer` and `diloco train`. Raises ConfigError where it would not be valid."""
     budget, num = case.budget, len(case.learners)
     steps = math.ceil(budget.tokens / budget.tokens_per_step)
     head = f"# Advised: {candidate.title}, {candidate.detail}; for the learners {', '.join(case.site.names)}.\n"
     if candidate.setting.method == "data-parallel":
-        head += "# Data parallel has no syncer: start one rank for each learner as torchrun … -m diloco train … --collective.\n"
+        head += (
+            "# Data parallel has no syncer: start one rank for each learner as torchrun … -m diloco train … "
+            "--collective.\n"
+        )
     parts = [
         head + write_toml({"run": {"name": name, "tokens": round(budget.tokens), "learners": num}}),
         _model(case),
@@ -54,17 +57,20 @@ def _model(case: Case) -> str:
         "num_attention_heads": width // HEAD_DIM,
         "num_key_value_heads": width // HEAD_DIM,
     }
-    note = f"# A decoder of about {workload.num_parameters:.3g} parameters besides its embeddings; put your own model here.\n"
+    note = (
+        f"# A decoder of about {workload.num_parameters:.3g} parameters besides its embeddings; put your own model "
+        "here.\n"
+    )
     return note + write_toml({"model": settings})
 
 
 def _inner(case: Case, candidate: Candidate) -> list[str]:
     """The fitted learning rate, within the range of the fit."""
     num_parameters, num = case.workload.num_parameters, len(case.learners)
-    low, high = scaling.PARAMETERS
-    if not low <= num_parameters <= high or num > max(scaling.LEARNERS):
+    low, high = scaling_laws.PARAMETERS
+    if not low <= num_parameters <= high or num > max(scaling_laws.LEARNERS):
         return []
     alone = candidate.setting.method == "data-parallel"
-    lr = scaling.DATA_PARALLEL_LR(num_parameters) if alone else scaling.INNER_LR(num_parameters, num)
+    lr = scaling_laws.DATA_PARALLEL_LR(num_parameters) if alone else scaling_laws.INNER_LR(num_parameters, num)
     note = "# The peak that arXiv 2503.09799 fits to models of this size.\n"
     return [note + write_toml({"inner": {"lr": float(f"{lr:.2g}")}})]

@@ -1,7 +1,7 @@
 """The site file: where the accelerators are, what joins them, what it costs and how it fails.
 
-One TOML file, read without torch; its tables are in `site_tables.py`. What a learner is, its links and its outages follow from it; the
-same file is read by the adviser, by simulations and written by `diloco plan measure`.
+One TOML file, read without torch; its tables are in `site_tables.py`. What a learner is, its links and its outages
+follow from it; the same file is read by the adviser, by simulations and written by `diloco plan measure`.
 """
 
 import math
@@ -12,24 +12,23 @@ from typing import NamedTuple, Self
 from pydantic import Field, model_validator
 
 from diloco.errors import ConfigError
-from diloco.planning.configs import count_parameters
-from diloco.planning.models import PRESETS, Workload
 from diloco.planning.network import Network, Path
 from diloco.planning.site_tables import (
     BudgetTable,
     FaultsTable,
     FaultTable,
     LinkTable,
-    ModelTable,
+    SiteModelTable,
+    SiteSyncerTable,
     SiteTable,
-    SyncerTable,
 )
 from diloco.planning.stations import Merging
 from diloco.planning.units import TIME
-from diloco.tables import Table, nearest, read_toml, validate
+from diloco.planning.workload import Workload
+from diloco.tables import Table, nearest, read_text, read_toml, validate
 
 
-class Learner(NamedTuple):
+class SiteLearner(NamedTuple):
     """One learner, and its way to the syncer.
 
     Attributes:
@@ -53,7 +52,7 @@ class Learner(NamedTuple):
     shares: tuple[str, ...]
 
     def step_seconds(self, step: int, seed: int = 0) -> float:
-        """How long its inner step of this number takes, seconds: log-normal, and the same whoever asks and in whatever order."""
+        """Seconds of its inner step of this number: log-normal, a function of seed, name and number alone."""
         if self.jitter == 0:
             return self.step_s
         variance = math.log1p(self.jitter**2)
@@ -72,11 +71,11 @@ class Outage(NamedTuple):
 class Site(Table):
     """A whole site file."""
 
-    model: ModelTable | None = None
+    model: SiteModelTable | None = None
     budget: BudgetTable | None = None
     site: tuple[SiteTable, ...] = Field(min_length=1)
     link: tuple[LinkTable, ...] = ()
-    syncer: SyncerTable = Field(default_factory=SyncerTable)
+    syncer: SiteSyncerTable = Field(default_factory=SiteSyncerTable)
     faults: FaultsTable | None = None
     fault: tuple[FaultTable, ...] = ()
 
@@ -86,14 +85,15 @@ class Site(Table):
         for kind, known in (("learner", names), ("link", [each.name for each in self.link])):
             if twice := sorted({name for name in known if known.count(name) > 1}):
                 raise ValueError(f"there are two {kind}s {twice[0]}; rename one")
+        links = [each.name for each in self.link]
         for place in self.site:
-            for name in place.shares:
-                if name not in (known := [each.name for each in self.link]):
-                    raise ValueError(f'site {place.name} shares the link "{name}", and there is no such [[link]]; '
-                                     f"{nearest(name, known) if known else 'add it'}")  # fmt: skip
+            for name in set(place.shares) - set(links):
+                advice = nearest(name, links) if links else "add it"
+                raise ValueError(f'site {place.name} shares the link "{name}", and there is no such [[link]]; {advice}')
             if place.speed is not None and (self.model is None or self.budget is None):
                 raise ValueError(
-                    f"site {place.name} gives speed and utilization; its step time follows only with [model] and [budget]"
+                    f"site {place.name} gives speed and utilization; its step time follows only with [model] and "
+                    "[budget]"
                 )
         if self.faults is not None and self.fault:
             raise ValueError("[faults] and [[fault]] contradict each other; keep one of them")
@@ -108,37 +108,42 @@ class Site(Table):
                 raise ValueError(f'a [[fault]] names the learner "{fault.learner}"; {nearest(fault.learner, known)}')
             for index in self._named(fault.learner):
                 if fault.at < gone_until.get(index, 0.0):
-                    raise ValueError(
-                        f"{self.names[index]} fails at {TIME.show(fault.at)} while it is gone; drop that [[fault]]"
-                    )
+                    at = TIME.show(fault.at)
+                    raise ValueError(f"{self.names[index]} fails at {at} while it is gone; drop that [[fault]]")
                 gone_until[index] = math.inf if fault.back is None else fault.back
 
-    # --- what follows from it ---------------------------------------------------------------------------------------------
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the learners in order: the site's, numbered where it has several."""
-        return [
-            place.name if place.learners == 1 else f"{place.name}-{i}"
-            for place in self.site
-            for i in range(place.learners)
-        ]
+    # --- what follows from it -----------------------------------------------------------------------------------------
 
     @property
     def places(self) -> list[SiteTable]:
         """The site of each learner, in the learners' order."""
         return [place for place in self.site for _ in range(place.learners)]
 
-    def learners(self) -> list[Learner]:
+    @property
+    def names(self) -> list[str]:
+        """Names of the learners in order: the site's, numbered where it has several."""
+        numbered = ((place, i) for place in self.site for i in range(place.learners))
+        return [place.name if place.learners == 1 else f"{place.name}-{i}" for place, i in numbered]
+
+    def learners(self) -> list[SiteLearner]:
         """Every learner, in the order of the file."""
         return [
-            Learner(name, place.name, place.accelerators, self._step_s(place), place.jitter_percent / 100, place.up, place.down,
-                    place.latency, place.shares)
+            SiteLearner(
+                name=name,
+                site=place.name,
+                accelerators=place.accelerators,
+                step_s=self._step_s(place),
+                jitter=place.jitter_percent / 100,
+                up_bit_per_s=place.up,
+                down_bit_per_s=place.down,
+                latency_s=place.latency,
+                shares=place.shares,
+            )
             for name, place in zip(self.names, self.places, strict=True)
-        ]  # fmt: skip
+        ]
 
     def network(self) -> Network:
-        """All links and each learner's way over them, for transfers in virtual time."""
+        """The links and each learner's path over them, for transfers in virtual time."""
         bit_per_s = {
             "syncer up": math.inf if self.syncer.up is None else self.syncer.up * self.syncer.shards,
             "syncer down": math.inf if self.syncer.down is None else self.syncer.down * self.syncer.shards,
@@ -154,26 +159,22 @@ class Site(Table):
         return Network(bit_per_s, paths)
 
     def merging(self) -> Merging:
-        """What the syncer takes for a round."""
+        """The syncer's time for a round."""
         speed = self.syncer.merge_speed
         bytes_per_s = math.inf if speed is None else self.syncer.shards * speed / 8
         return Merging(self.syncer.merge_time, bytes_per_s)
 
     def outages(self, until_s: float) -> list[Outage]:
-        """Who is gone when, of all that begins before `until_s`, in order: the trace, or drawn from the mean time between failures.
+        """Outages of learners that begin before `until_s`, in order: those of the trace, or drawn by the fault rate.
 
-        Each learner draws from its own seeded stream, so that another learner more or less changes nothing for it.
+        Each learner draws from its own seeded stream, so that adding a learner changes nothing for the others.
         """
-        if self.faults is None:
-            found = [
-                Outage(index, fault.at, math.inf if fault.back is None else fault.back)
-                for fault in self.fault
-                if fault.at < until_s
-                for index in self._named(fault.learner)
-            ]
-            return sorted(found, key=lambda outage: (outage.at_s, outage.learner))
         found = []
-        for index, name in enumerate(self.names):
+        for fault in self.fault:
+            back_s = math.inf if fault.back is None else fault.back
+            found += [Outage(index, fault.at, back_s) for index in self._named(fault.learner) if fault.at < until_s]
+        for index, name in enumerate(self.names if self.faults is not None else ()):
+            assert self.faults is not None
             stream = random.Random(f"{self.faults.seed}/{name}")
             at_s = stream.expovariate(1 / self.faults.mtbf)
             while at_s < until_s:
@@ -184,10 +185,11 @@ class Site(Table):
 
     def _named(self, name: str) -> list[int]:
         """Indices of the learner, or of all learners of the site, of this name."""
-        return [i for i, (own, place) in enumerate(zip(self.names, self.places, strict=True)) if name in (own, place.name)]  # fmt: skip
+        learners = enumerate(zip(self.names, self.places, strict=True))
+        return [i for i, (own, place) in learners if name in (own, place.name)]
 
     def _step_s(self, place: SiteTable) -> float:
-        """6·N·D / (accelerators · peak · utilization): N parameters that a token uses, D tokens of a step, an equal share of the batch."""
+        """6·N·D / (accelerators · peak · utilization): N parameters that a token uses, D a learner's tokens."""
         if place.step_time is not None:
             return place.step_time
         assert self.model is not None
@@ -203,13 +205,7 @@ class Site(Table):
         """The model, without a step time: learners differ in theirs. Raises ConfigError where the file names none."""
         if self.model is None:
             raise ConfigError("the site file does not say which model; add [model] with parameters and layers")
-        if self.model.preset is not None:
-            return PRESETS[self.model.preset].with_step(0.0)
-        if self.model.config is not None:
-            return Workload(self.model.config.parent.name, *count_parameters(self.model.config), 0.0)
-        assert self.model.parameters is not None
-        assert self.model.layers is not None
-        return Workload("the model", self.model.parameters, self.model.layers, 0.0)
+        return self.model.workload()
 
     def site_of(self, learner: str) -> int | None:
         """The index of the site of a learner, or of the site of this name; None: there is none."""
@@ -218,14 +214,10 @@ class Site(Table):
 
 
 def load_site(path: str | FilePath) -> Site:
-    """Read a site file. Raises ConfigError naming file, key and value: missing, not TOML, unknown keys, impossible values."""
-    try:
-        text = FilePath(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the site file {path} ({error}); check the path") from error
-    return parse_site(text, source=str(path))
+    """Read a site file. Raises ConfigError naming file, key and value: missing, not TOML, unknown or impossible."""
+    return parse_site(read_text(path, "site file"), source=str(path))
 
 
 def parse_site(text: str, source: str = "site file") -> Site:
-    """As `load_site`, from the text of a site file."""
+    """Read the text of a site file; see `load_site`."""
     return validate(Site, read_toml(text, source), source)

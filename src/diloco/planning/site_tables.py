@@ -1,15 +1,16 @@
-"""The tables of a site file, each by itself: keys, units, defaults and what cannot be. `docs/site-file.md` lists every key.
+"""The tables of a site file, each by itself: keys, units, defaults and what cannot be. `docs/site-file.md` lists every
+key.
 
 Quantities are written with their units and held in base units (bit/s, s, bytes, USD per byte or s).
 """
 
-from pathlib import Path
+import math
 from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from diloco.planning.models import PRESETS
 from diloco.planning.units import COMPUTE, LARGEST, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
+from diloco.planning.workload import PRESETS, ModelDescription, Workload
 from diloco.tables import Table, nearest
 
 
@@ -28,31 +29,30 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
 
 
-class ModelTable(Table):
-    """Which model, as far as a plan needs to know it."""
+class SiteModelTable(ModelDescription):
+    """The model: a preset, or its description."""
 
     preset: str | None = None  # a model of the papers: 1b, 10b, 100b, llama-405b, deepseek-v3
-    parameters: float | None = Field(default=None, gt=0, le=LARGEST)
-    layers: int | None = Field(default=None, gt=0)
-    config: Path | None = None  # a transformers config.json, instead of parameters and layers
     active_parameters: float | None = Field(default=None, gt=0)  # those that a token uses, of a mixture of experts
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        ways = (self.preset is not None) + (self.parameters is not None) + (self.config is not None)
-        if ways != 1 or (self.parameters is None) != (self.layers is None):
+        if self.num_ways + (self.preset is not None) != 1:
             raise ValueError("a model is its preset, its parameters and layers, or its config; give one of the three")
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f'there is no model preset "{self.preset}"; {nearest(self.preset, list(PRESETS))}')
-        if (
-            self.active_parameters is not None
-            and self.parameters is not None
-            and self.active_parameters > self.parameters
-        ):
+        if (self.active_parameters or 0) > (self.parameters or math.inf):
             raise ValueError(
-                f"a token cannot use {self.active_parameters:g} of {self.parameters:g} parameters; lower active_parameters"
+                f"a token cannot use {self.active_parameters:g} of {self.parameters:g} parameters; lower "
+                "active_parameters"
             )
         return self
+
+    def workload(self) -> Workload:
+        """The model, without a step time."""
+        if self.preset is not None:
+            return PRESETS[self.preset].with_step(0.0)
+        return self.described("the model" if self.config is None else self.config.parent.name)
 
 
 class BudgetTable(Table):
@@ -67,13 +67,14 @@ class BudgetTable(Table):
     def _holds_a_step(self) -> Self:
         if self.tokens_per_step > self.tokens:
             raise ValueError(
-                f"a step of {self.tokens_per_step:.12g} tokens is more than all {self.tokens:.12g}; lower tokens_per_step"
+                f"a step of {self.tokens_per_step:.12g} tokens is more than all {self.tokens:.12g}; lower "
+                "tokens_per_step"
             )
         return self
 
 
 class SiteTable(Table):
-    """Learners of one kind at one place. Everything here is of one learner; with `learners = 4` there are four like it."""
+    """Equal learners at one place. Everything here is of one learner; `learners` says how many there are."""
 
     name: Name
     learners: int = Field(default=1, ge=1)
@@ -81,9 +82,8 @@ class SiteTable(Table):
     memory: Size | None = None  # of one accelerator; without it nothing is said about whether the model fits
     step_time: Duration | None = None  # of an inner step at the learner's share of the batch
     speed: Speed | None = None  # peak of one accelerator, where the step time is not known
-    utilization: float | None = Field(
-        default=None, gt=0, le=1
-    )  # of the peak, by the model's 6 FLOP per parameter and token
+    # Of the peak, by the model's 6 FLOP per parameter and token.
+    utilization: float | None = Field(default=None, gt=0, le=1)
     jitter_percent: float = Field(default=0.0, ge=0, lt=1000)  # standard deviation of the step time, of its mean
     up: Rate  # from the learner to the internet
     down: Rate
@@ -110,8 +110,8 @@ class LinkTable(Table):
     down: Rate
 
 
-class SyncerTable(Table):
-    """Where the syncer is. Without this table its link is no limit and costs nothing."""
+class SiteSyncerTable(Table):
+    """The syncer's links, merges and prices. Without this table its link is no limit and costs nothing."""
 
     up: Rate | None = None  # of each shard, from the syncer to the internet; none: no limit
     down: Rate | None = None

@@ -1,8 +1,10 @@
-"""Learners around one syncer: what part of the time each computes, how long a synchronisation takes, how old an answer is.
+"""Learners around one syncer: what part of the time each computes, how long a synchronisation takes, how old an answer
+is.
 
-The papers' graph (`utilization.py`) has equal learners and a reduction in one pass, layer by layer. This is what a run with a syncer does:
-a fragment's encoded bytes up from every learner, a merge, a notice, a request, and the update down to every learner; over the links of
-each, with their latency, beside whatever else is on them. Its predictions are compared with runs of the real system.
+The papers' graph (`utilization.py`) has equal learners and a reduction in one pass, layer by layer. This is what a run
+with a syncer does: a fragment's encoded bytes up from every learner, a merge, a notice, a request, and the update down
+to every learner; over the links of each, with their latency, beside whatever else is on them. Its predictions are
+compared with runs of the real system.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from dataclasses import dataclass
 from diloco.core.codecs.formats import wire_format
 from diloco.core.rounds import Called
 from diloco.errors import ConfigError
-from diloco.planning.models import Workload
+from diloco.planning.graph import strided
 from diloco.planning.network import Network, Path
-from diloco.planning.rounds import CalledRounds, Exchange, Scheduled
 from diloco.planning.settings import Setting
-from diloco.planning.stations import Activity, Merging
-from diloco.planning.utilization import strided
+from diloco.planning.star_rounds import CalledRounds, Scheduled
+from diloco.planning.stations import Activity, ExchangePlan, Merging
+from diloco.planning.workload import Workload
 
 SETTLED = 1e-9
 """Windows whose durations differ by less than this are the same but for rounding."""
@@ -34,11 +36,12 @@ CALLED_PERIODS = 1000
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run comes to.
+    """The predicted times of a run.
 
     Attributes:
         utilization: of each learner, compute ÷ wall clock.
-        period_steps: inner steps of a learner, in the mean, between two merges of one fragment; H where the network keeps up.
+        period_steps: inner steps of a learner, in the mean, between two merges of one fragment; H where the network
+            keeps up.
         stale_steps: inner steps that a learner takes, in the mean, between sending a fragment and adopting the answer.
         contributors: learners in a merge, in the mean.
         activities: who did what when, where that was asked for.
@@ -52,24 +55,22 @@ class Prediction:
 
     @property
     def mean_utilization(self) -> float:
-        """Over learners."""
+        """Mean utilisation of the learners."""
         return sum(self.utilization) / len(self.utilization)
 
 
 def exchange_of(
     workload: Workload, setting: Setting, merging: Merging | None = None, called: Called | None = None
-) -> Exchange:
-    """The exchange of a setting: strided fragments of equal layers, in the exact bytes of their codecs; down as up by default."""
+) -> ExchangePlan:
+    """The exchange of a setting: strided fragments of equal layers, sized by their codecs; down as up by default."""
     if setting.method == "data-parallel":
-        raise ConfigError(
-            "data parallel has no syncer; leave --learners and the syncer's options out, or use another method."
-        )
+        raise ConfigError("data parallel has no syncer; leave out the syncer's options, or use another method.")
     up, down = wire_format(setting.up), wire_format(setting.down or setting.up)
     layer_values = workload.num_parameters / workload.num_layers
     sizes = [round(len(layers) * layer_values) for layers in strided(workload.num_layers, setting.num_fragments)]
     if setting.method == "decoupled":
         called = called or Called()
-    return Exchange(
+    return ExchangePlan(
         setting.schedule,
         [up.encoded_bytes(n) for n in sizes],
         [down.encoded_bytes(n) for n in sizes],
@@ -79,25 +80,30 @@ def exchange_of(
 
 
 def predict(
-    network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: Exchange, *, num_steps: int | None = None,
-    copies: int = 1, traced: bool = False,
-) -> Prediction:  # fmt: skip
-    """What a run comes to in the long run, or over its first `num_steps` steps.
+    network: Network,
+    step_s: Sequence[float],
+    exchange: ExchangePlan,
+    *,
+    num_steps: int | None = None,
+    copies: int = 1,
+    traced: bool = False,
+) -> Prediction:
+    """Predict a run in the long run, or over its first `num_steps` steps.
 
     Arguments:
         network: all links, with nothing on them.
-        step_s, latency_s: of each learner: an inner step, and one way to the syncer; the latter as in the network's paths.
+        step_s: an inner step of each learner.
         exchange: what is exchanged.
         num_steps: only of scheduled rounds: as long as a run is.
         copies: learners that each of these stands for.
-        traced: return what everybody did.
+        traced: return what every learner did.
     """
     if exchange.called is not None:
-        return _called(CalledRounds(network, step_s, latency_s, exchange, copies=copies, traced=traced), exchange)
-    star = Scheduled(network, step_s, latency_s, exchange, copies=copies, traced=traced, stop_at=num_steps)
+        return _called(CalledRounds(network, step_s, exchange, copies=copies, traced=traced), exchange)
+    star = Scheduled(network, step_s, exchange, copies=copies, traced=traced, stop_at=num_steps)
     if num_steps is None:
         star.run(lambda: _is_settled(star))
-        window_s = max(_window_s(star, i) for i in range(len(step_s)))  # who is ahead comes to wait for the slowest
+        window_s = max(_window_s(star, i) for i in range(len(step_s)))  # faster learners come to wait for the slowest
         utilization = [star.window * seconds / window_s for seconds in step_s]
     else:
         star.run(lambda: math.isfinite(max(star.ended_s)))
@@ -121,21 +127,21 @@ def _is_settled(star: Scheduled) -> bool:
 
 
 def _window_s(star: Scheduled, i: int) -> float:
-    """Of the last window; the mean of the later half of them where they never settled."""
+    """Duration of the last window; the mean of the later half of all windows where they never settled."""
     left_s = star.left_s[i]
     windows = 1 if len(left_s) <= MAX_WINDOWS else len(left_s) // 2
     return (left_s[-1] - left_s[-1 - windows]) / windows
 
 
-def _called(star: CalledRounds, exchange: Exchange) -> Prediction:
+def _called(star: CalledRounds, exchange: ExchangePlan) -> Prediction:
     every, num, num_fragments = exchange.schedule.sync_every, len(star.stations), len(exchange.up_bytes)
     assert isinstance(every, int)
     slowest_s = max(each.step_s for each in star.stations)
     num_steps = sum(CALLED_ROUNDS) * every * sum(slowest_s / each.step_s for each in star.stations)
     if num_steps > MOST_STEPS:
         raise ConfigError(
-            f"called rounds at H = {every} are {num_steps:.3g} inner steps to play through, more than {MOST_STEPS:,}; lower H, or leave "
-            "out learners that are far faster than the others."
+            f"called rounds at H = {every} are {num_steps:.3g} inner steps to play through, more than {MOST_STEPS:,}; "
+            "lower H, or leave out learners that are far faster than the others."
         )
     until_s = CALLED_PERIODS * every * slowest_s
     skipped, measured = (rounds * num_fragments for rounds in CALLED_ROUNDS)
@@ -189,9 +195,7 @@ class Learners:
     def __post_init__(self) -> None:
         for speed in self.speeds:
             if not 0 < speed < math.inf:
-                raise ConfigError(
-                    f"a learner of speed {speed:g} never ends a step; give speeds above 0, 1 is the model's step time."
-                )
+                raise ConfigError(f"a learner of speed {speed:g} never ends a step; give speeds above 0.")
         if not self.speeds:
             raise ConfigError("0 learners train nothing; give --learners 1 or more.")
 
@@ -199,19 +203,17 @@ class Learners:
 def predict_learners(
     workload: Workload, setting: Setting, learners: Learners, bit_per_s: float, *, traced: bool = False
 ) -> Prediction:
-    """`predict` for links of `bit_per_s` up and down. Equal learners do the same at the same time: one of them stands for all."""
+    """`predict` for links of `bit_per_s` up and down. One learner stands for all where they are equal."""
     exchange, num = exchange_of(workload, setting, learners.merging), len(learners.speeds)
     step_s = [workload.step_s / speed for speed in learners.speeds]
     copies = num if len(set(step_s)) == 1 else 1
     num_stations = num // copies
     network = star_network(num_stations, bit_per_s, bit_per_s, setting.latency_s, learners.syncer_bit_per_s / copies)
-    return predict(
-        network, step_s[:num_stations], [setting.latency_s] * num_stations, exchange, copies=copies, traced=traced
-    )
+    return predict(network, step_s[:num_stations], exchange, copies=copies, traced=traced)
 
 
 def pace(prediction: Prediction, setting: Setting) -> float:
-    """What a link is judged by, 0 to 1: the mean utilisation; of decoupled learners, which always compute, H ÷ the H achieved."""
+    """The value of a link, 0 to 1: the mean utilisation; for decoupled learners, H ÷ the H achieved."""
     if setting.method != "decoupled":
         return prediction.mean_utilization
     return min(1.0, setting.sync_every / prediction.period_steps)

@@ -1,12 +1,14 @@
-"""Learners and a syncer in virtual time: who computes, who waits, what is on which link. No model, no tensor.
+"""Learners and a syncer in virtual time: what each computes, waits for and has on its link. No model, no tensor.
 
-What a learner and a syncer do is that of `diloco.learner`, `diloco.exchange.remote` and `diloco.syncer`, in time only:
+Learners and syncer do what `diloco.learner`, `diloco.exchange.remote` and `diloco.syncer` do, in time only:
 
-    a learner pushes one contribution at a time, in order, and the next when the last is acknowledged; it pulls one update at a time
-    the syncer merges one round at a time, then tells every learner, who then asks for the update: a publication costs two latencies
-    more than its bytes
-    at a boundary sends come before applications; where the method waits, a learner blocks until all that is due is there
-Who sends what, and when, is in `rounds.py`.
+- A learner pushes one contribution at a time, in order; the next one when the last is acknowledged. It pulls one update
+  at a time.
+- The syncer merges one round at a time, then notifies every learner, and each learner asks for the update: a
+  publication costs two latencies more than its bytes.
+- At a boundary sends come before applications; where the method waits, a learner blocks until all that is due is there.
+
+`star_rounds.py` says what is sent when.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
+from diloco.core.rounds import Called
+from diloco.core.schedule import Schedule
 from diloco.planning.network import Network, Transfer
 
 
 class Activity(NamedTuple):
-    """What a learner or its link did from one time to another."""
+    """An interval in which a learner or its link did one thing."""
 
     learner: int
     kind: Literal["compute", "waiting", "up", "down"]
@@ -33,7 +37,7 @@ class Activity(NamedTuple):
 
 @dataclass(frozen=True)
 class Merging:
-    """What the syncer takes for a round, one after the other.
+    """The syncer's time for a round; rounds are merged one after the other.
 
     Attributes:
         fixed_s: whatever its size: closing, storing, telling.
@@ -44,8 +48,26 @@ class Merging:
     bytes_per_s: float = math.inf
 
     def seconds(self, num_bytes: float) -> float:
-        """Of a round with this many bytes of contributions."""
+        """Time of a round with this many bytes of contributions."""
         return self.fixed_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """The exchange of a method: schedule, sizes and the syncer's time.
+
+    Attributes:
+        schedule: which fragment after which inner step, and τ.
+        up_bytes, down_bytes: of each fragment, encoded.
+        merging: what the syncer takes for a round.
+        called: the syncer calls the rounds by this rule; None: the schedule does, and learners wait.
+    """
+
+    schedule: Schedule
+    up_bytes: Sequence[float]
+    down_bytes: Sequence[float]
+    merging: Merging = Merging()
+    called: Called | None = None
 
 
 @dataclass
@@ -73,46 +95,44 @@ class Station:
 
 
 class Star:
-    """The links, the connections and the syncer's worker; who sends what and when is for the subclasses.
+    """The links, the connections and the syncer's worker; subclasses decide what is sent when.
 
     Arguments:
         network: all links; nothing is on them.
-        step_s, latency_s: of each learner.
-        up_bytes, down_bytes: of each fragment.
-        merging: what the syncer takes.
+        step_s: an inner step of each learner.
+        exchange: what is exchanged.
         copies: how many learners each one stands for (equal ones do the same at the same time).
-        traced: keep what everybody did.
+        traced: keep what every learner did.
     """
 
     def __init__(
-        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], up_bytes: Sequence[float],
-        down_bytes: Sequence[float], merging: Merging, *, copies: int = 1, traced: bool = False,
-    ) -> None:  # fmt: skip
-        num_fragments = len(up_bytes)
+        self, network: Network, step_s: Sequence[float], exchange: ExchangePlan, copies: int = 1, traced: bool = False
+    ) -> None:
+        num_fragments = len(exchange.up_bytes)
         self.stations = [
-            Station(i, seconds, latency, [0] * num_fragments, [0] * num_fragments)
-            for i, (seconds, latency) in enumerate(zip(step_s, latency_s, strict=True))
+            Station(i, seconds, network.latency_s(i), [0] * num_fragments, [0] * num_fragments)
+            for i, seconds in enumerate(step_s)
         ]
         self.now_s = 0.0
         self.trace: list[Activity] | None = [] if traced else None
         self.num_merges = [0] * num_fragments
         self.num_contributions = 0
-        self._network, self._merging, self._copies = network, merging, copies
-        self._up_bytes, self._down_bytes = up_bytes, down_bytes
+        self._network, self._merging, self._copies = network, exchange.merging, copies
+        self._up_bytes, self._down_bytes = exchange.up_bytes, exchange.down_bytes
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._carried: dict[int, tuple[int, int]] = {}  # transfer → fragment and round or version
         self._merger_free_s = 0.0
 
-    # --- time -------------------------------------------------------------------------------------------------------------
+    # --- time ---------------------------------------------------------------------------------------------------------
 
     def at(self, time_s: float, do: Callable[[], None]) -> None:
-        """Have this done then; what is due at the same time is done in the order in which it was asked for."""
+        """Schedule `do` at a time; what is due at the same time runs in the order of the calls."""
         heapq.heappush(self._events, (time_s, self._num_events, do))
         self._num_events += 1
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Until `is_over()`, or nothing is left to happen."""
+        """Run events until `is_over()`, or until there are none."""
         while not is_over():
             next_s = min(self._network.next_s, self._events[0][0] if self._events else math.inf)
             if math.isinf(next_s):
@@ -126,14 +146,14 @@ class Star:
     def note(
         self, learner: int, kind: Literal["compute", "waiting", "up", "down"], begin_s: float, end_s: float
     ) -> None:
-        """For the trace."""
+        """Add an interval to the trace."""
         if self.trace is not None and end_s > begin_s:
             self.trace.append(Activity(learner, kind, begin_s, end_s))
 
-    # --- connections ------------------------------------------------------------------------------------------------------
+    # --- connections --------------------------------------------------------------------------------------------------
 
     def push(self, station: Station, fragment: int, round_: int) -> None:
-        """Hand in a contribution; it travels when those before it are acknowledged."""
+        """Queue a contribution; it is sent when those before it are acknowledged."""
         station.pushes.append((fragment, round_))
         if len(station.pushes) == 1:
             self._send_next(station)
@@ -177,10 +197,10 @@ class Star:
         station.got[fragment] = max(station.got[fragment], number)
         self.received(station, fragment)
 
-    # --- the syncer -------------------------------------------------------------------------------------------------------
+    # --- the syncer ---------------------------------------------------------------------------------------------------
 
     def merge(self, fragment: int, version: int, num_contributions: int) -> None:
-        """Close a round; it is published when the worker has come to it and is done."""
+        """Close a round; it is published when the syncer's worker has merged it."""
         seconds = self._merging.seconds(num_contributions * self._copies * self._up_bytes[fragment])
         self._merger_free_s = max(self._merger_free_s, self.now_s) + seconds
         self.num_merges[fragment] += 1
@@ -192,15 +212,15 @@ class Star:
             self.at(self.now_s + station.latency_s, partial(self._told, station, fragment, version))
         self.published(fragment, version)
 
-    # --- what a method does -----------------------------------------------------------------------------------------------
+    # --- what a method does -------------------------------------------------------------------------------------------
 
     def contributed(self, station: Station, fragment: int, round_: int) -> None:
-        """All bytes of a contribution are at the syncer."""
+        """Handle a contribution whose bytes are all at the syncer."""
         raise NotImplementedError
 
     def received(self, station: Station, fragment: int) -> None:
-        """A version is at a learner."""
+        """Handle a version that has arrived at a learner."""
         raise NotImplementedError
 
     def published(self, fragment: int, version: int) -> None:
-        """A version is out."""
+        """Handle a published version."""

@@ -1,4 +1,4 @@
-"""What a recorded run says of its learners: how long their steps took, when they came, and when they were gone. Torch-free."""
+"""Step times, arrivals and absences of the learners of a recorded run. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Recorded:
     Attributes:
         name, shard: as it had them.
         start_s: when it first took part.
-        paces: (steps, seconds of each) of stretches that follow one another, evaluations and checkpoints within them included and waiting
-            left out.
+        paces: (steps, seconds of each) of stretches that follow one another, evaluations and checkpoints within them
+            included and waiting left out.
         gone: from when to when its process was dead; None: to the end.
         warm_paces: likewise, of the warm start, if it made one.
     """
@@ -43,7 +43,7 @@ class Recorded:
         return _pace_at(self.paces, step)
 
     def warm_step_s(self, step: int) -> float | None:
-        """Likewise, of the warm start; None: it made none."""
+        """Seconds of the n-th step of the warm start; None where there was none."""
         return _pace_at(self.warm_paces, step) if self.warm_paces else None
 
 
@@ -63,9 +63,7 @@ def read_tape(directory: Path) -> list[Recorded]:
     logs = {file.parent.name: ev.read_events(file) for file in files}
     learners = {name: log for name, log in logs.items() if _shard(log) is not None}
     if not learners:
-        raise ConfigError(
-            f"{directory} holds no learner's events.jsonl; name the directory of a run, such as runs/demo."
-        )
+        raise ConfigError(f"{directory} holds no learner's events.jsonl; name the directory of a run.")
     told = [each for log in logs.values() for each in log]
     warm_steps = next((each.step for each in told if isinstance(each, ev.Initialised)), 0)
     joined_s = {
@@ -103,7 +101,7 @@ def _recorded(name: str, log: Sequence[ev.Event], began: float, warm_steps: int,
 
 
 def _paces(life: Sequence[ev.Event], first: int, last: float, joined_s: Sequence[float]) -> list[tuple[int, float]]:
-    """Between two step events, without the waiting that is told right after the second one; of steps `first` to `last`.
+    """Step times between two step events, steps `first` to `last`, without the waiting reported after the second.
 
     What lies between the warm start and joining, such as the transfer of the model, is no part of a step.
     """

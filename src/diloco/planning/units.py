@@ -1,6 +1,7 @@
 """Quantities with their units, read and printed: "100 Mbit/s", "50 ms", "3.5e9 bytes", "0.09 USD/GB".
 
-A number without its unit is never taken: between Mbit/s and MB/s lies a factor of eight that no later check would notice.
+A number without its unit is never taken: between Mbit/s and MB/s lies a factor of eight that no later check would
+notice.
 """
 
 import json
@@ -22,7 +23,7 @@ _NUMBER = re.compile(r"\s*([+-]?(?:(?:\d[\d_]*)?\.?\d+\.?(?:[eE][+-]?\d+)?|inf|n
 
 @dataclass(frozen=True)
 class Quantity:
-    """One kind of quantity.
+    """A kind of quantity.
 
     Arguments:
         name: what it is, for error sentences.
@@ -42,7 +43,8 @@ class Quantity:
         """`text` in the base unit, for example "100 Mbit/s" → 1e8.
 
         `key` is what the text was given for, named by the error. Zero passes unless the quantity has to be `positive`.
-        Raises ConfigError for a bare number, an unknown unit, and a value that is negative, not finite or beyond all measure.
+        Raises ConfigError for a bare number, an unknown unit, and a value that is negative, not finite or beyond all
+        measure.
         """
         given = f"{key} = {json.dumps(text, default=str)}" if key else json.dumps(text, default=str)
         if isinstance(text, bool) or not isinstance(text, str | int | float):
@@ -68,7 +70,7 @@ class Quantity:
         return value
 
     def show(self, value: float, digits: int = 3) -> str:
-        """`value`, in the base unit, to `digits` significant digits in the largest unit of which it is at least one; see `coarse`."""
+        """`value`, given in the base unit, in the largest unit of which it is at least one; see `coarse`."""
         if not math.isfinite(value):
             return str(value)
         rounded = float(f"{value:.{digits - 1}e}")
@@ -88,12 +90,17 @@ class Quantity:
 
 
 def amount(name: str, value: float) -> float:
-    """A number that has no unit, such as one of tokens, if it can be one. Raises ConfigError naming it if it is not above 0, or beyond
-    all measure."""
+    """A number without a unit, such as one of tokens. Raises ConfigError naming it where it is impossible."""
     positive(name, value)
     if not SMALLEST <= value <= LARGEST:
         raise ConfigError(f"{name} = {value!r} is beyond all measure; give a number below {LARGEST:g}.")
     return value
+
+
+def not_negative(name: str, value: float) -> None:
+    """Raise ConfigError naming `name` unless the value is finite and at least 0."""
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be a finite number of at least 0, not {value!r}.")
 
 
 def significant(value: float, digits: int = 3) -> str:

@@ -1,7 +1,9 @@
-"""Decoupled learners that meet in rounds and may wait for each other, round by round and in many independent runs at once.
+"""Decoupled learners that meet in rounds and may wait for each other, round by round and in many independent runs at
+once.
 
-In every array a row is a run and a column a learner. A learner's state is the time of its next contribution, which is in the future of
-those that are late or stand still; a round is closed by comparing these times, so that nothing has to be replayed step by step.
+In every array a row is a run and a column a learner. A learner's state is the time of its next contribution, which is
+in the future of those that are late or stand still; a round is closed by comparing these times, so that nothing has to
+be replayed step by step.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.errors import ConfigError
-from diloco.planning.goodput import Fleet, Rounds
+from diloco.planning.fleet import Fleet, RoundRules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,16 +29,18 @@ MOST_STOPS = 16  # of one learner on the way to one contribution that are rememb
 
 
 @dataclass(frozen=True)
-class Run:
-    """Shares of the time of one simulated run: work done, waiting, and of the running learners those that were in a round."""
+class RunShares:
+    """Of one simulated run: shares of the time for work and waiting, and the running learners' share in a round."""
 
     goodput: float
     waiting: float
     participation: float | None = None
 
 
-def simulate_rounds(fleet: Fleet, seed: int) -> list[Run]:
-    """Simulate decoupled learners that meet in rounds. Arguments: the fleet; a seed of the random numbers. Returns independent runs.
+def simulate_rounds(fleet: Fleet, seed: int) -> list[RunShares]:
+    """Simulate decoupled learners that meet in rounds, in independent runs.
+
+    Arguments: the fleet; a seed of the random numbers.
 
     Raises:
         ConfigError: so many steps between rounds, or learners, that it would take minutes.
@@ -44,17 +48,16 @@ def simulate_rounds(fleet: Fleet, seed: int) -> list[Run]:
     import numpy as np
 
     every, overlap = fleet.rounds.sync_every, fleet.rounds.overlap
-    behind, after = divmod(
-        overlap, every
-    )  # which round's answer is needed, after how many of the steps to the next contribution
+    # Which round's answer is needed, after how many of the steps to the next contribution.
+    behind, after = divmod(overlap, every)
     period = max(every, math.ceil(fleet.rounds.sync_s / fleet.times.step_s / (behind + 1)))
     num_rounds = max(MIN_ROUNDS, math.ceil(MIN_STEPS / period)) + behind
     num_runs = max(MIN_RUNS, LEARNER_STEPS // (fleet.learners * num_rounds * period))
     num_steps = num_rounds * period
     if num_steps > MOST_STEPS or num_steps * fleet.learners * num_runs > MOST_LEARNER_STEPS:
         raise ConfigError(
-            f"{num_rounds:,} rounds of {period:,} steps of {fleet.learners:,} learners are too many to simulate; lower the steps from one "
-            "round to the next, the overlap, the time of a synchronisation or the learners."
+            f"{num_rounds:,} rounds of {period:,} steps of {fleet.learners:,} learners are too many to simulate; lower "
+            "the steps from one round to the next, the overlap, the time of a synchronisation or the learners."
         )
     learners = _Learners(fleet, num_runs, np.random.default_rng([seed, 2]))
     answers = [np.full(num_runs, -np.inf) for _ in range(behind + 1)]
@@ -74,11 +77,12 @@ def simulate_rounds(fleet: Fleet, seed: int) -> list[Run]:
         answers = [*answers[1:], closed_s + fleet.rounds.sync_s]
     goodput, waiting = learners.shares(end_s - begin_s)
     participation = joined / (num_rounds - warm_up)
-    return [Run(*map(float, each)) for each in zip(goodput, waiting, participation, strict=True)]
+    return [RunShares(*map(float, each)) for each in zip(goodput, waiting, participation, strict=True)]
 
 
 class _Learners:
-    """What every learner of every run is doing: when it will have made its contribution, what is broken, what it did so far."""
+    """What every learner of every run is doing: when it will have made its contribution, what is broken, what it did so
+    far."""
 
     def __init__(self, fleet: Fleet, num_runs: int, rng: np.random.Generator) -> None:
         import numpy as np
@@ -108,7 +112,7 @@ class _Learners:
         self._waited_s = self._np.zeros(self._at_s.shape)
 
     def _begin_anywhere(self) -> None:
-        """Stops and repairs as they are found at any moment of a long run, so that a short run need not begin with all chips there."""
+        """Draw stops and repairs as they are at a random moment of a long run, so that short runs start there."""
         np, times = self._np, self._times
         shape, run_s = self._at_s.shape, self._step_s / -np.expm1(-self._rate * self._step_s)
         at, into = self._rng.random(shape), self._rng.random(shape)
@@ -133,7 +137,7 @@ class _Learners:
         self._num_stops[where] += 1
 
     def contribute(self, after: int, answered_s: Floats) -> None:
-        """Those that go on make the steps to their next contribution; before those that come `after` so many they need an answer."""
+        """Make the steps to the next contribution; the answer is needed after the first `after` of them."""
         np, need_s, going = self._np, answered_s[:, None], self._goes_on
         self._step(after)
         if self._waits:
@@ -149,7 +153,7 @@ class _Learners:
         self._number += going
 
     def _step(self, number: int) -> None:
-        """Those that go on make steps; at the end of each, failures are noticed and repaired chips taken in."""
+        """Make steps; at the end of each, failures are noticed and repaired chips taken in."""
         np, times = self._np, self._times
         for _ in range(number):
             took_s = np.broadcast_to(self._step_s, self._at_s.shape)
@@ -166,7 +170,7 @@ class _Learners:
             self._repaired_s[back] = np.inf
 
     def leave_the_late_behind(self, number: int) -> bool:
-        """Those whose contribution was made before the round opened go on, to another one for this round. Returns if there are any."""
+        """Let learners go on whose contribution was made before the round opened. Returns whether there are any."""
         np = self._np
         opened_s = np.where(self._number >= number, self._at_s, np.inf).min(1)
         late = self._at_s < opened_s[:, None]
@@ -174,27 +178,28 @@ class _Learners:
         self._go_on(late)
         return bool(late.any())
 
-    def close(self, rules: Rounds, number: int, quorum_s: Floats) -> tuple[Floats, Floats, Floats]:
+    def close(self, rules: RoundRules, number: int, quorum_s: Floats) -> tuple[Floats, Floats, Floats]:
         """Close a round; those that are in it go on.
 
-        Returns when it closed, the moving average of what a quorum takes to form, and the share of the running learners that are in it.
+        Returns when it closed, the moving average of what a quorum takes to form, and the share of the running learners
+        that are in it.
         """
         from diloco.core.rounds.called import EMA
 
         np, at_s = self._np, self._at_s
-        everybody_s = self._everybody()
-        formed_s = np.minimum(np.partition(at_s, rules.quorum - 1, axis=1)[:, rules.quorum - 1], everybody_s)
+        all_s = self._all_contributed()
+        formed_s = np.minimum(np.partition(at_s, rules.quorum - 1, axis=1)[:, rules.quorum - 1], all_s)
         quorum_s = (1 - EMA) * quorum_s + EMA * (formed_s - at_s.min(1))
         slack_s = rules.overlap * float(np.median(self._step_s)) - quorum_s - rules.sync_s
         grace_s = np.clip(rules.grace * slack_s, 0, rules.grace_cap_s)
-        self._closed_s = np.maximum(self._closed_s, np.minimum(formed_s + grace_s, everybody_s))
+        self._closed_s = np.maximum(self._closed_s, np.minimum(formed_s + grace_s, all_s))
         contributed = at_s <= self._closed_s[:, None]
         in_time = contributed.sum(1) / (contributed | ~self._standing(self._closed_s)).sum(1)
         self._number = np.where(contributed, np.maximum(self._number, number), self._number)
         self._go_on(contributed)
         return self._closed_s, quorum_s, in_time
 
-    def _everybody(self) -> Floats:
+    def _all_contributed(self) -> Floats:
         """The earliest time at which every learner has contributed or stands still."""
         np = self._np
         now_s: Floats = self._at_s.min(1)
@@ -217,7 +222,7 @@ class _Learners:
         self._steps += self._every * who
 
     def shares(self, span_s: Floats) -> tuple[Floats, Floats]:
-        """Of the time span since `forget`, the share of work done and of waiting, in each run."""
+        """Shares of work done and of waiting in the time since `forget`, for each run."""
         ideal = span_s * self._speeds.sum()
         nominal_s = float((self._step_s * self._speeds)[0])
         return self._steps.sum(1) * nominal_s / ideal, (self._waited_s * self._speeds).sum(1) / ideal

@@ -1,1 +1,1 @@
-"""What a run has written down, on one page: any run, real or simulated."""
+"""The report of any run, real or simulated, on one page."""

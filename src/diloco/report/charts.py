@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from diloco.planning.pages import svg
-from diloco.planning.pictures import AMBER, BLUE, COLOURS, GREEN, GREY, GRID, RED, SMALL, TEXT, WIDTH_IN, plain
+from diloco.planning.pictures import AMBER, BLUE, COLOURS, GREEN, GREY, GRID, RED, SMALL, TEXT, new_axes
 from diloco.report.timeline import Timeline
 
 MERGE, PARTIAL, KILL, BACK, BAND = BLUE, AMBER, RED, GREEN, "#dbeafe"
@@ -29,7 +28,7 @@ def training_chart(timeline: Timeline) -> str:
 
 def _curves(curves: Mapping[str, Sequence[tuple[float, float]]], along: str, up: str, *, linewidth: float = 2) -> str:
     """A line of (x, y) for each name."""
-    figure, axes = row_of_axes(3.4)
+    figure, axes = new_axes(3.4)
     for (name, points), colour in zip(sorted(curves.items()), cycle(COLOURS), strict=False):
         axes.plot(*zip(*points, strict=True), ".-", color=colour, label=name, linewidth=linewidth, markersize=4)
     axes.set_xlim(left=0)
@@ -41,9 +40,9 @@ def _curves(curves: Mapping[str, Sequence[tuple[float, float]]], along: str, up:
 
 
 def timeline_chart(timeline: Timeline) -> str:
-    """Who was there, who was in which merge, who was killed and came back. A row per process."""
+    """A row per process: when it was part of the run, its merges, kills and returns."""
     names = ["syncer", *sorted(timeline.presence)]
-    figure, axes = row_of_axes(0.5 * len(names) + 1.1)
+    figure, axes = new_axes(0.5 * len(names) + 1.1)
     start = timeline.syncer_starts[0] if timeline.syncer_starts else 0.0
     _syncer_row(axes, timeline, start)
     if timeline.initialised_at is not None and (steps := timeline.steps.get(timeline.initialiser)):
@@ -78,7 +77,7 @@ def timeline_chart(timeline: Timeline) -> str:
 
 
 def _syncer_row(axes: Axes, timeline: Timeline, start: float) -> None:
-    """Its lives, and every merge: in another colour where not all learners of the run were in it."""
+    """Draw the syncer's lifetimes and every merge, in another colour where learners of the run are missing."""
     kills = sorted(kill.t for kill in timeline.kills if kill.name == "syncer")
     for begin in timeline.syncer_starts:
         end = min([t for t in kills if t > begin], default=timeline.ended_at)
@@ -88,11 +87,3 @@ def _syncer_row(axes: Axes, timeline: Timeline, start: float) -> None:
     for is_full, colour in ((True, GREY), (False, PARTIAL)):
         merges = [m.t - start for m in timeline.merges if (len(m.contributors) == len(timeline.presence)) == is_full]
         axes.plot(merges, [0] * len(merges), "|", color=colour, markersize=11, markeredgewidth=1.1)
-
-
-def row_of_axes(height_in: float) -> tuple[Figure, Axes]:
-    """One panel as wide as a page."""
-    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-    axes = figure.add_subplot()
-    plain(axes)
-    return figure, axes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigError, StoreError
+from diloco.errors import ConfigError, StoreError, translated
 from diloco.events import read_events
 from diloco.planning.pages import page, table, values_table
 from diloco.report.charts import losses_chart, timeline_chart, training_chart
@@ -34,7 +34,7 @@ def read_run(folders: Sequence[Path]) -> Timeline:
 
 
 def numbers(timeline: Timeline) -> dict[str, Any]:
-    """Plain values. Seconds; bytes as counted on the syncer's connections, both directions; losses in nats per token."""
+    """Plain values: seconds; bytes on the syncer's connections, both directions; losses in nats per token."""
     begun = timeline.syncer_starts[0]
     losses = [(event.tokens, event.loss) for name in timeline.presence for event in timeline.evaluated.get(name, [])]
     learners = {name: _learner(timeline, name) for name in sorted(timeline.presence)}
@@ -71,24 +71,22 @@ def _learner(timeline: Timeline, name: str) -> dict[str, Any]:
 def write_page(path: Path, timeline: Timeline) -> None:
     """Write the page; nothing in it is loaded from elsewhere. Raises StoreError where it cannot be written."""
     body = _body(timeline, numbers(timeline))
-    try:
+    with translated(OSError, StoreError, f"cannot write {path}", "choose another place with --out"):
         path.write_text(page(f"run {timeline.run}", body), encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"cannot write {path} ({error.strerror}); choose another place with --out.") from error
 
 
 def _body(timeline: Timeline, found: dict[str, Any]) -> str:
-    losses = (
-        timeline.evaluated
-        and f"<h2>Held-out loss</h2><p>Of the global model, and of controls.</p>{losses_chart(timeline)}"
+    losses = timeline.evaluated and (
+        f"<h2>Held-out loss</h2><p>Of the global model, and of controls.</p>{losses_chart(timeline)}"
     )
     training = timeline.steps and f"<h2>Training loss</h2><p>Of each process's own model.</p>{training_chart(timeline)}"
     return f"""<h1>{html.escape(timeline.run)}</h1>
 <p class="lead">{html.escape(summary(found))}</p>
 {losses or ""}
 <h2>Who took part</h2>
-<p>A row per process. A band is a learner's presence in the run, a tick a merge that it is in, <b style="color:#16a34a">▶</b> a return. In
-the syncer's row every merge is a tick, and <b style="color:#d97706">amber</b> where a learner of the run is missing from it.</p>
+<p>A row per process. A band is a learner's presence in the run, a tick a merge that it is in,
+<b style="color:#16a34a">▶</b> a return. In the syncer's row every merge is a tick, and
+<b style="color:#d97706">amber</b> where a learner of the run is missing from it.</p>
 {timeline_chart(timeline)}
 {table(HEADS, rows(found))}
 {training or ""}
@@ -103,11 +101,16 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """A row for each learner, under `HEADS`."""
     return [
         (
-            name, f"{each['present_s']:,.1f}", str(each["joined"]), str(len(each["given_up"])), f"{each['step']:,}",
-            f"{each['merges']:,}", f"{each['waited_s']:,.1f}", f"{each['num_bytes'] / 1e6:,.2f}",
+            name,
+            f"{each['present_s']:,.1f}",
+            str(each["joined"]),
+            str(len(each["given_up"])),
+            *(f"{each[key]:,}" for key in ("step", "merges")),
+            f"{each['waited_s']:,.1f}",
+            f"{each['num_bytes'] / 1e6:,.2f}",
         )
         for name, each in found["learners"].items()
-    ]  # fmt: skip
+    ]
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -115,6 +118,7 @@ def summary(found: dict[str, Any]) -> str:
     loss = "" if found["loss"] is None else f", held-out loss {found['loss']:.4f} nats per token"
     missing = f"; {found['missing_events']:,} events are missing from the files" if found["missing_events"] else ""
     return (
-        f"{found['method']}, {found['num_parameters']:,} parameters, {len(found['learners'])} learners: {found['tokens']:,} tokens in "
-        f"{found['duration_s']:,.1f} s, {found['merges']:,} merges, {found['num_bytes'] / 1e6:,.2f} MB on the wire{loss}{missing}"
+        f"{found['method']}, {found['num_parameters']:,} parameters, {len(found['learners'])} learners: "
+        f"{found['tokens']:,} tokens in {found['duration_s']:,.1f} s, {found['merges']:,} merges, "
+        f"{found['num_bytes'] / 1e6:,.2f} MB on the wire{loss}{missing}"
     )

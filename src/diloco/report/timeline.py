@@ -1,4 +1,4 @@
-"""What a run's event files say, sorted out: who was there, who was in which merge, losses, bytes."""
+"""The events of a run in order: presence of learners, merges, losses, bytes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Timeline:
     _newest: dict[str, ev.Traffic] = field(default_factory=dict)
 
     def take(self, process: str, event: ev.Event) -> None:
-        """Sort one event in."""
+        """Add one event."""
         match event:
             case ev.Gap():
                 self.missing += event.missing
@@ -123,7 +123,7 @@ class Timeline:
 
     @property
     def traffic(self) -> Counts:
-        """Of all learners."""
+        """Bytes by kind of all learners."""
         totals: Counts = {}
         for learner in {*self._settled, *self._newest}:
             for kind, num_bytes in self.traffic_of(learner).items():
@@ -136,7 +136,7 @@ class Timeline:
         return max((self.newest_step(name) for name in self.steps if is_learner(name)), default=0)
 
     def newest_step(self, process: str) -> int:
-        """Of the last step event; 0 before there is one."""
+        """The step of the last step event; 0 before there is one."""
         steps = self.steps.get(process)
         return steps[-1].step if steps else 0
 

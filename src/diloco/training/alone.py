@@ -1,53 +1,13 @@
-"""What the inner loop asks of a learner, and the learner that exchanges nothing."""
+"""The learner that exchanges nothing, with the methods of `diloco.Learner` that the trainer uses."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from diloco.core.fragments import Layout
 from diloco.errors import CheckpointError
-
-
-class LearnerLike(Protocol):
-    """The part of `diloco.Learner` that the trainer uses."""
-
-    @property
-    def steps(self) -> int:
-        """This learner's schedule step: inner steps done, counted from the run's step for a late joiner."""
-
-    @property
-    def run_tokens(self) -> int:
-        """Tokens trained by the whole run, as far as this learner knows."""
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Version held of each fragment."""
-
-    @property
-    def layout(self) -> Layout | None:
-        """How the model is cut; None where nothing is exchanged."""
-
-    def step(self, *, tokens: int) -> None:
-        """Tell of one inner step; send, receive and adopt what is due."""
-
-    def global_state_dict(self) -> Mapping[str, Tensor]:
-        """The global model."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Anchors, versions, counters, error feedback."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from a saved state; False where the run has gone on and its newest model was adopted instead."""
-
-    def metrics(self) -> dict[str, Any]:
-        """Counters for people."""
-
-    def finish(self) -> None:
-        """No more steps will be taken: no round is to wait for this learner."""
-
-    def close(self) -> None:
-        """Say goodbye."""
+from diloco.learner import Learner
 
 
 class AloneLearner:
@@ -72,7 +32,7 @@ class AloneLearner:
         self.run_tokens += self._tokens_per_step
 
     def global_state_dict(self) -> Mapping[str, Tensor]:
-        """Its own model: alone, that is the global one."""
+        """The global model, which is the model itself without an exchange."""
         return {name: tensor.detach() for name, tensor in self._model.state_dict().items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,11 +48,15 @@ class AloneLearner:
         return True
 
     def metrics(self) -> dict[str, Any]:
-        """Nothing is exchanged, so nothing is counted."""
+        """No counters: nothing is exchanged."""
         return {}
 
     def finish(self) -> None:
-        """No round waits for it anyway."""
+        """Do nothing: no round waits for this learner."""
 
     def close(self) -> None:
-        """Nobody to say goodbye to."""
+        """Do nothing: there is no exchange to leave."""
+
+
+AnyLearner = Learner | AloneLearner
+"""What the trainer trains with."""

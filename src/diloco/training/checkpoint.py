@@ -1,7 +1,8 @@
 """One checkpoint is one directory: tensors in safetensors, everything else in `manifest.json`, appearing all at once.
 
-It is written under a temporary name, every file is synced, and a rename makes it visible; so a crash at any moment leaves the previous
-checkpoint in place. The manifest carries the size and sha256 of the tensor file. Nothing is pickled.
+It is written under a temporary name, every file is synced, and a rename makes it visible; so a crash at any moment
+leaves the previous checkpoint in place. The manifest carries the size and sha256 of the tensor file. Nothing is
+pickled.
 """
 
 import hashlib
@@ -28,15 +29,16 @@ _TENSORS = "tensors.safetensors"
 
 
 @dataclass(frozen=True)
-class Saved:
-    """Where a checkpoint is and how large."""
+class SavedCheckpoint:
+    """Path and size of a checkpoint."""
 
     path: Path
     num_bytes: int
 
 
-def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> Saved:
-    """Write `state` (nested dicts, lists, tuples, tensors and plain values) as `directory/step-…`, then drop all but `keep`.
+def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> SavedCheckpoint:
+    """Write `state` (nested dicts, lists, tuples, tensors and plain values) as `directory/step-…`, then drop all but
+    `keep`.
 
     Raises StoreError when it cannot be made durable; the earlier checkpoints are then untouched.
     """
@@ -72,7 +74,7 @@ def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int
         raise StoreError(
             f"cannot write the checkpoint {final} ({error}); free disk space or set [run] dir elsewhere"
         ) from error
-    return Saved(final, len(payload) + len(text))
+    return SavedCheckpoint(final, len(payload) + len(text))
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -91,7 +93,8 @@ def latest_checkpoint(directory: Path) -> Path:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state that was saved, tensors on the CPU.
 
-    Raises CheckpointError when a file is missing, damaged or of another format; the sentence names an earlier checkpoint if there is one.
+    Raises CheckpointError when a file is missing, damaged or of another format; the sentence names an earlier
+    checkpoint if there is one.
     """
     try:
         manifest = json.loads((path / _MANIFEST).read_bytes())
@@ -194,7 +197,7 @@ def to_bytes(state: dict[str, Any]) -> Tensor:
 
 
 def from_bytes(raw: Tensor) -> dict[str, Any]:
-    """What `to_bytes` made."""
+    """The state that `to_bytes` encoded."""
     content = raw.numpy().tobytes()
     header_bytes = int.from_bytes(content[:8], "little")
     plain = json.loads(content[8 : 8 + header_bytes])["__metadata__"]["state"]

@@ -1,4 +1,4 @@
-"""What a trainer measures time by, and what several trainers in one process have in common."""
+"""The clock of a trainer, and what several trainers in one process share."""
 
 import time
 from collections.abc import Callable, Hashable
@@ -9,12 +9,12 @@ from diloco.training.sources import Corpus
 
 @dataclass(frozen=True)
 class Clock:
-    """Real time, unless somebody says otherwise.
+    """The time that a trainer measures by; real time by default.
 
     Attributes:
         stamp: the time that events carry, in seconds.
         seconds: what durations are differences of.
-        stepped_alone: called after every step of a learner that has no exchange, whose time nobody else measures.
+        stepped_alone: called after every step of a learner that has no exchange, whose time no exchange measures.
     """
 
     stamp: Callable[[], float] = time.time

@@ -1,8 +1,9 @@
-"""Which sequences a learner trains on: a pure function of (seed, shard, position), so resuming is exact.
+"""The sequences that a learner trains on: a pure function of (seed, shard, position), so resuming is exact.
 
-The training tokens are cut into windows. A seeded permutation deals them into one shard per planned learner, and every pass over a
-shard has its own order. Learners never share a window, whatever their pace. A stream over all shards (the data-parallel baseline, and
-the warm start) draws at each step what all learners together draw at that step: paired comparisons see the same data.
+The training tokens are cut into windows. A seeded permutation deals them into one shard per planned learner, and every
+pass over a shard has its own order. Learners never share a window, whatever their pace. A stream over all shards (the
+data-parallel baseline, and the warm start) draws at each step what all learners together draw at that step: paired
+comparisons see the same data.
 """
 
 import hashlib
@@ -21,8 +22,8 @@ from diloco.training.sources import Corpus, Tokens
 def permute(index: int, size: int, key: bytes) -> int:
     """A pseudo-random permutation of 0 … size−1 at `index`, in constant memory.
 
-    A four-round Feistel network over the next even number of bits, walked until it falls into the range (Black and Rogaway,
-    "Ciphers with Arbitrary Finite Domains", 2002).
+    A four-round Feistel network over the next even number of bits, walked until it falls into the range (Black and
+    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -37,7 +38,7 @@ def permute(index: int, size: int, key: bytes) -> int:
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardedWindows:
     """Windows of T + 1 tokens, of which neighbours share one, dealt into `num_shards` equal shards."""
 
     num_windows: int
@@ -63,8 +64,8 @@ class Shards:
 class Stream:
     """A learner's batches: at every draw `batch` sequences from each of `shards`.
 
-    `position` is the number of sequences drawn from each shard so far. Raises ConfigError when the data has fewer windows than
-    shards, or when a token is not in the vocabulary.
+    `position` is the number of sequences drawn from each shard so far. Raises ConfigError when the data has fewer
+    windows than shards, or when a token is not in the vocabulary.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Stream:
         self.position = 0
         self._tokens = corpus.train
         self._vocab_size = corpus.vocab_size
-        self._shards = Shards((len(corpus.train) - 1) // sequence_length, num_shards, seed)
+        self._shards = ShardedWindows((len(corpus.train) - 1) // sequence_length, num_shards, seed)
         if self._shards.shard_windows < 1:
             raise ConfigError(
                 f"the data has {self._shards.num_windows} sequences for {num_shards} learners; give more data"
@@ -111,7 +112,7 @@ class Stream:
         return {"position": self.position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved cursor. Raises CheckpointError when it belongs to other data, another seed or another division."""
+        """Continue at a saved cursor. Raises CheckpointError when it belongs to other data, seed or division."""
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise CheckpointError(
@@ -130,7 +131,7 @@ class Stream:
 
 
 def held_out_batches(corpus: Corpus, sequence_length: int, num_sequences: int, batch: int) -> list[Tensor]:
-    """The same `num_sequences` (fewer when there are fewer) sequences for everybody, spread evenly over the held-out part.
+    """At most `num_sequences` held-out sequences, spread evenly; the same for all learners.
 
     Raises ConfigError when there is none.
     """
@@ -138,7 +139,8 @@ def held_out_batches(corpus: Corpus, sequence_length: int, num_sequences: int, b
     count = min(num_sequences, available)
     if count < 1:
         raise ConfigError(
-            f"the held-out part has {len(corpus.held_out)} tokens, less than one sequence of {sequence_length} + 1; hold out more"
+            f"the held-out part has {len(corpus.held_out)} tokens, less than one sequence of {sequence_length} + 1; "
+            "hold out more"
         )
     windows = [available * k // count for k in range(count)]
     return [

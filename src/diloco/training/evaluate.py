@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diloco.config import RunConfig
-from diloco.training.alone import LearnerLike
+from diloco.training.alone import AnyLearner
 from diloco.training.data import held_out_batches
 from diloco.training.sources import Corpus
 
@@ -64,7 +64,7 @@ def sample_bytes(
 
 
 def digest_of(state: Mapping[str, Tensor]) -> str:
-    """Of names and values."""
+    """A digest of names and values."""
     found = hashlib.blake2b(digest_size=16)
     for name, tensor in state.items():
         found.update(name.encode())
@@ -114,24 +114,24 @@ class Judge:
         """How many sequences a loss is the mean of."""
         return sum(len(batch) for batch in self._batches)
 
-    def known(self, learner: LearnerLike) -> float | None:
-        """The loss of this very model, if it was evaluated before."""
+    def known(self, learner: AnyLearner) -> float | None:
+        """The loss of the learner's present global model, if it was evaluated before."""
         return self._losses.get(self._key(learner))
 
-    def loss(self, learner: LearnerLike) -> float:
-        """In nats per token; the model being trained stays as it is."""
+    def loss(self, learner: AnyLearner) -> float:
+        """The held-out loss in nats per token; the model being trained stays as it is."""
         return evaluate(self._model, learner.global_state_dict(), self._batches)
 
-    def remember(self, learner: LearnerLike, loss: float) -> None:
-        """This is the loss of the learner's global model as it is now."""
+    def remember(self, learner: AnyLearner, loss: float) -> None:
+        """Remember the loss of the learner's present global model."""
         if not self._shared:
             self._losses.clear()  # the last one is enough
         self._losses[self._key(learner)] = loss
 
-    def _key(self, learner: LearnerLike) -> Hashable:
+    def _key(self, learner: AnyLearner) -> Hashable:
         return digest_of(learner.global_state_dict()) if self._shared else (learner.steps, learner.versions)
 
-    def sample(self, learner: LearnerLike) -> str:
+    def sample(self, learner: AnyLearner) -> str:
         """Text that the global model writes after the run's prompt; empty where its tokens are not bytes."""
         if not (self._is_bytes and self._table.sample_bytes):
             return ""

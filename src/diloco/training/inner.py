@@ -29,23 +29,6 @@ def flushed_denormals(enabled: bool) -> Iterator[None]:
             torch.set_flush_denormal(False)
 
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of `train.device` for one of the ranks on this machine.
-
-    Raises ConfigError when CUDA is asked for and not there, or has fewer devices than there are ranks.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('train.device = "cuda" but torch sees no CUDA device; use "auto" or "cpu"')
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"rank {local_rank} of this machine has no CUDA device, there are {torch.cuda.device_count()}; "
-            "start no more ranks than devices"
-        )
-    return torch.device("cuda", local_rank)
-
-
 @dataclass(frozen=True)
 class StepResult:
     """Scalars of one inner step, left on the device so that a step does not wait for them."""
@@ -84,7 +67,7 @@ class InnerStep:
         self._left_alone = tuple(parameters)
 
     def run(self, batch: Tensor, lr_factor: float) -> StepResult:
-        """One optimizer step on int64 `batch` (B, T + 1) in `accumulate` equal micro-batches.
+        """Take an optimizer step on int64 `batch` (B, T + 1) in `accumulate` equal micro-batches.
 
         `lr_factor`: share of its peak learning rate that every parameter group has in this step.
         """
@@ -106,7 +89,7 @@ class InnerStep:
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:
-        """Spares the backward pass of what is left alone. The ranks of a learner agreed on their gradients when they were wrapped."""
+        """Skip gradients of parameters that are left alone; under DDP drop them afterwards."""
         spared = () if isinstance(self._model, DistributedDataParallel) else self._left_alone
         for parameter in spared:
             parameter.requires_grad_(False)
@@ -119,7 +102,7 @@ class InnerStep:
                 parameter.grad = None
 
     def _update(self) -> Tensor:
-        """Clip and step. The hook runs last, after one that exchanges gradients: their mean is clipped, with denormals intact."""
+        """Clip and step. The hook runs after the one that exchanges gradients: it clips their mean."""
         norms = []
 
         def clip(*_: object) -> None:

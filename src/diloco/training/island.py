@@ -1,4 +1,4 @@
-"""What one part of a run trains with, how far it has come, and all of that in a checkpoint."""
+"""One part of a run: what it trains with, its progress, and both in a checkpoint."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,29 +8,29 @@ import torch
 from torch import nn
 
 from diloco.config import RunConfig
-from diloco.errors import CheckpointError, ConfigError, LayoutError
-from diloco.training.alone import AloneLearner, LearnerLike
+from diloco.errors import CheckpointError, ConfigError, LayoutError, translated
+from diloco.training.alone import AloneLearner, AnyLearner
 from diloco.training.budget import Budget
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
 from diloco.training.clock import Clock
 from diloco.training.data import Stream
-from diloco.training.export import global_model
-from diloco.training.inner import InnerStep, StepResult, choose_device
-from diloco.training.job import Job, local_rank
-from diloco.training.models import build_model, load_state
+from diloco.training.inner import InnerStep, StepResult
+from diloco.training.job import Job, choose_device
+from diloco.training.learning_rate import schedule_factor
+from diloco.training.model import build_model, load_state
 from diloco.training.optimizers import load_optimizer, make_optimizer, untrained
-from diloco.training.schedule import schedule_factor
+from diloco.training.pretrained import global_model
 from diloco.training.sources import Corpus
 
 # Makes the learner that exchanges: (model, inner optimizer, steps already done, tokens that the run has trained).
-Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], LearnerLike]
+Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], AnyLearner]
 
 
 class Island:
     """Model, inner optimizer, data and learner of one part of a run.
 
-    It begins as a model that nobody else knows, reading every shard at the full batch of the run; `narrow` and `connect` make it a
-    learner. Every rank of a `job` has an island of its own, and all do the same.
+    It begins as a model of its own, reading every shard at the full batch of the run; `narrow` and
+    `connect` make it a learner. Every rank of a `job` has an island of its own, and all do the same.
 
     Attributes:
         tokens: trained by this part.
@@ -41,7 +41,7 @@ class Island:
         self._config = config
         self._clock = clock or Clock()
         self._job = job
-        device = choose_device(config.train.device, local_rank())
+        device = choose_device(config.train.device)
         length = config.data.sequence_length
         model: nn.Module = build_model(config.model, corpus.vocab_size, length, config.run.seed)
         self.model = model.to(device)
@@ -51,7 +51,7 @@ class Island:
         self._inner = InnerStep(self._trained, self.optimizer, config.train, device)
         everything = range(config.run.learners)
         self.stream = Stream(corpus, length, config.run.learners, everything, config.share, config.run.seed)
-        self.learner: LearnerLike = AloneLearner(self.model, config.tokens_per_full_step)
+        self.learner: AnyLearner = AloneLearner(self.model, config.tokens_per_full_step)
         self.tokens = 0
         self.num_steps = 0
         self.inner_s = 0.0
@@ -73,11 +73,11 @@ class Island:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of this part, since its process began."""
+        """Tokens per second of this part since its process began."""
         return self._trained_here / max(1e-9, self.inner_s)
 
     def take_step(self) -> StepResult:
-        """One inner step, and what the learner does after it."""
+        """Take one inner step, and do what the learner does after it."""
         started = self._clock.seconds()
         batch = self.stream.next(self._job.rows(self.stream.num_rows))
         result = self._inner.run(batch, schedule_factor(self._config, self.step + 1))
@@ -109,13 +109,13 @@ class Island:
         self.learner.close()
         self.learner = attach(self._trained, self.optimizer, step, tokens)
         if self.step > step:
-            # A late joiner reads its shard from where the run is, so that no two passes differ between learners, and nothing is read
-            # again that a warm start has read.
+            # A late joiner reads its shard from where the run is, so that no two passes differ between learners, and
+            # nothing is read again that a warm start has read.
             self.stream.position = self.step * max(self._config.share, self.stream.batch)
         self.count_anew()
 
     def count_anew(self) -> None:
-        """What the learner hears of the run's tokens now is exact."""
+        """Restart the count of the run's tokens at what the learner hears now, which is exact."""
         self._budget = Budget(self.tokens, self.learner.run_tokens)
 
     def tokens_at(self, step: int) -> int:
@@ -126,7 +126,7 @@ class Island:
     # --- checkpoints
 
     def state(self, *, warming_up: bool) -> dict[str, Any]:
-        """Everything that `load` and `take_over` need; every rank calls it, and the first one's is everybody's."""
+        """Everything that `load` and `take_over` need. Every rank calls it; the first one saves for all."""
         learner = self.learner.state_dict()  # before the model: it may wait for answers
         layout, model = self.learner.layout, self.model.state_dict()
         if layout is not None:  # what is trained is in the learner's state
@@ -150,18 +150,15 @@ class Island:
 
         Raises CheckpointError when it does not fit.
         """
-        try:
+        failed, advice = f"{path} does not fit the model of this run", "check [model] and [inner]"
+        with translated((LayoutError, ValueError), CheckpointError, failed, advice):
             load_state(self.model, global_model(saved))
             load_optimizer(self.optimizer, saved["optimizer"])
-        except (LayoutError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} does not fit the model of this run ({error}); check [model] and [inner]"
-            ) from error
         self.learner.load_state_dict({"type": "alone", "steps": saved["step"], "run_tokens": saved["run_tokens"]})
         self._beginning = (saved["step"], saved["run_tokens"])
 
     def begin_from(self, saved: dict[str, Any], path: Path) -> None:
-        """Begin a run with what a checkpoint, of any run, came to. Raises CheckpointError or ConfigError when that cannot be."""
+        """Begin a run with the state of a checkpoint of any run. Raises CheckpointError or ConfigError."""
         self.take_over(saved, path)
         budget = self._config.run.tokens
         if saved["run_tokens"] >= budget:
@@ -169,7 +166,7 @@ class Island:
         self.stream.position = self.step * self.stream.batch
 
     def load(self, saved: dict[str, Any]) -> bool:
-        """Continue exactly (True), or with the run's newest model where the run has gone on (False); after `take_over`."""
+        """After `take_over`: continue exactly (True), or with the newest model of a run that went on (False)."""
         exact = self.learner.load_state_dict(saved["learner"])
         if self.learner.layout is None:  # else the learner has restored what it trains, and the rest is the run's
             self.model.load_state_dict(saved["model"])

@@ -1,6 +1,7 @@
 """The processes that act together: the ranks that torchrun started, or just this one.
 
-As one learner they hold the same model, share every batch, and agree on when to stop; the first rank speaks, writes and saves for all.
+As one learner they hold the same model, share every batch, and agree on when to stop; the first rank speaks, writes and
+saves for all.
 """
 
 import os
@@ -17,17 +18,18 @@ from diloco.errors import ConfigError
 from diloco.exchange.group import Group
 
 TIMEOUT_S = 24 * 3600.0
-"""How long a rank waits for the first one, which may itself wait for other learners. A rank that dies is noticed at once."""
+"""How long a rank waits for the first one, which may itself wait for other learners. A rank that dies is noticed at
+once."""
 
 
 class Job:
-    """What ranks do together. Without a group this process is alone, and everything is local.
+    """Ranks that act together. Without a group this process is alone, and everything is local.
 
     Every method but `rows` and `synchronised` is called by all ranks in the same order.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self._process_group = process_group
+        self.process_group = process_group
         self._group = None if process_group is None else Group(process_group, timeout_s=TIMEOUT_S)
         self.rank = 0 if self._group is None else self._group.rank
         self.size = 1 if self._group is None else self._group.size
@@ -42,25 +44,33 @@ class Job:
         share = num_rows // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
+    def check_batch(self, num_rows: int, accumulate: int) -> None:
+        """Raise ConfigError unless a batch divides equally over ranks and micro-batches."""
+        if num_rows % (self.size * accumulate):
+            raise ConfigError(
+                f"a batch of {num_rows} sequences does not divide over {self.size} ranks x {accumulate} micro-batches; "
+                "change train.batch, train.global_batch or train.accumulate"
+            )
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as its ranks train it: gradients become the mean over ranks in the backward pass."""
         if self._group is None or self.size == 1:
             return model
-        return DistributedDataParallel(model, process_group=self._process_group)
+        return DistributedDataParallel(model, process_group=self.process_group)
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Whether the flag is set on any rank."""
         return flag if self._group is None else self._group.sum([int(flag)], "a request to stop")[0] > 0
 
     def mean(self, value: float) -> float:
-        """Over ranks."""
+        """The mean over ranks."""
         if self._group is None:
             return value
         values: list[float] = self._group.gather_values(value, "the mean over ranks")
         return sum(values) / self.size
 
     def shared(self, value: float) -> float:
-        """The first rank's, on every rank."""
+        """The first rank's value, on every rank."""
         if self._group is None:
             return value
         number = torch.tensor([value], dtype=torch.float64)
@@ -90,7 +100,7 @@ class Job:
 
 
 def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[object]:
-    """Around the backward pass of a micro-batch: ranks exchange gradients in the last one only."""
+    """A context for the backward pass of a micro-batch: ranks exchange gradients in the last one only."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
 
 
@@ -100,19 +110,43 @@ def started_by_torchrun() -> bool:
 
 
 def local_rank() -> int:
-    """Which of the machine's ranks this is, as torchrun says; 0 without it."""
+    """This process's rank on its machine, as torchrun says; 0 without it."""
     return int(os.environ["LOCAL_RANK"]) if started_by_torchrun() else 0
 
 
+def choose_device(name: str) -> torch.device:
+    """The device of `train.device` for this process.
+
+    Raises ConfigError when CUDA is asked for and not there, or has fewer devices than there are ranks.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('train.device = "cuda" but torch sees no CUDA device; use "auto" or "cpu"')
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank = local_rank()
+    if rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {rank} of this machine has no CUDA device, there are {torch.cuda.device_count()}; "
+            "start no more ranks than devices"
+        )
+    return torch.device("cuda", rank)
+
+
 @contextmanager
-def process_group(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """The group of all ranks that torchrun started."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+def job_of_process(device: str) -> Iterator[Job]:
+    """The ranks that torchrun started, on the devices of `train.device`; or this process alone."""
+    if not started_by_torchrun():
+        yield Job()
+        return
+    chosen = choose_device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
     try:
-        group = dist.group.WORLD
-        assert group is not None
-        yield group
+        job = Job(dist.group.WORLD)
+        try:
+            yield job
+        finally:
+            job.close()
     finally:
         dist.destroy_process_group()

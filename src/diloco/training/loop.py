@@ -9,19 +9,19 @@ from torch import nn
 
 from diloco import events as ev
 from diloco.config import RunConfig, dump_config
-from diloco.errors import CheckpointError, ConfigError, StoreError
-from diloco.training.alone import LearnerLike
+from diloco.errors import CheckpointError, ConfigError, StoreError, translated
+from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.clock import Clock, Shared
 from diloco.training.evaluate import Judge
 from diloco.training.island import Attach, Island
 from diloco.training.job import Job
-from diloco.training.journal import Journal
+from diloco.training.learning_rate import learning_rate
 from diloco.training.monitor import Monitor
 from diloco.training.optimizers import describe_optimizer
 from diloco.training.part import Part, Role, Summary
-from diloco.training.progress import Progress, Silent
-from diloco.training.schedule import learning_rate
+from diloco.training.progress import Progress
+from diloco.training.reporter import Reporter
 from diloco.training.sources import load_corpus
 
 __all__ = ["CHECKPOINTS", "Attach", "Part", "Role", "Summary", "Together", "Trainer"]
@@ -54,9 +54,16 @@ class Trainer:
     """
 
     def __init__(
-        self, config: RunConfig, part: Part, attach: Attach | None = None, progress: Progress | None = None,
-        job: Job | None = None, together: Together | None = None, clock: Clock | None = None, shared: Shared | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        part: Part,
+        attach: Attach | None = None,
+        progress: Progress | None = None,
+        job: Job | None = None,
+        together: Together | None = None,
+        clock: Clock | None = None,
+        shared: Shared | None = None,
+    ) -> None:
         self.config = config
         self.part = part
         self.directory = config.dir / part.name
@@ -64,7 +71,7 @@ class Trainer:
         self._together = together
         self._job = job or Job()
         self._everyone = self._job if together is None else together.everyone
-        self._progress = progress or Silent()
+        self._progress = progress or Progress()
         self._stopping = False
         self._joined = False
         self._check_batches()
@@ -74,18 +81,13 @@ class Trainer:
         self._judge = Judge(self.model, corpus, config, None if shared is None else shared.losses)
 
     def _check_batches(self) -> None:
-        """Every batch that this part will take is divided over ranks and micro-batches, equally."""
+        """Check that every batch of this part divides equally over ranks and micro-batches."""
         config = self.config
         sizes = {config.train.global_batch if self.part.role == "baseline" else config.learner_batch}
         if self._begins and config.warm_start.steps:
             sizes.add(config.train.global_batch if self._together is None else config.share)
-        parts = self._job.size * config.train.accumulate
         for size in sizes:
-            if size % parts:
-                raise ConfigError(
-                    f"a batch of {size} sequences does not divide over {self._job.size} ranks x {config.train.accumulate} "
-                    "micro-batches; change train.batch, train.global_batch or train.accumulate"
-                )
+            self._job.check_batch(size, config.train.accumulate)
 
     @property
     def model(self) -> nn.Module:
@@ -98,8 +100,8 @@ class Trainer:
         return self._island.optimizer
 
     @property
-    def learner(self) -> LearnerLike:
-        """What takes part in the run for this process, in the present phase."""
+    def learner(self) -> AnyLearner:
+        """The learner of this process in the present phase."""
         return self._island.learner
 
     # --- the life of a part
@@ -110,10 +112,10 @@ class Trainer:
             if self._job.first:
                 self._save_config()
             path = self.directory / "events.jsonl" if self._job.first else None
-            with Journal(path, self.part.name, self._progress, self._clock) as self._journal:
-                self._monitor = Monitor(self.config, self.part, self._island, self._judge, self._job, self._journal)
+            with Reporter(path, self.part.name, self._progress, self._clock) as self._reporter:
+                self._monitor = Monitor(self.config, self.part, self._island, self._judge, self._job, self._reporter)
                 self._prepare()
-                self._journal.begins(self._island.tokens)
+                self._reporter.begins(self._island.tokens)
                 started = self._clock.seconds()
                 reason = self._loop()
                 return self._finish(reason, self._clock.seconds() - started)
@@ -150,7 +152,7 @@ class Trainer:
 
     @property
     def _warming_up(self) -> bool:
-        """Whether the next step belongs to the warm start: one model at the full batch, before the run is initialised."""
+        """Whether the next step belongs to the warm start: one model at the full batch, before initialisation."""
         return (
             self._begins
             and self.part.role != "baseline"  # which trains at the full batch all along
@@ -158,7 +160,7 @@ class Trainer:
         )
 
     def _warm_up(self) -> None:
-        """Begin the warm start: over a process group every learner brings its share of the batch, else this one takes it all."""
+        """Begin the warm start; over a process group every learner has a share of the batch, otherwise one has all."""
         if self._together is not None:
             self._island.narrow(self.part.shard, self.config.share)
             self._island.connect(self._together.data_parallel)
@@ -172,7 +174,7 @@ class Trainer:
             island.specialise()
         if part.role == "learner":
             assert self._attach is not None
-            self._journal.say("joins the run")
+            self._reporter.say("joins the run")
             steps = island.step
             island.connect(self._attach)
             if island.step < steps and not resumed:
@@ -193,7 +195,7 @@ class Trainer:
     def _prepare(self) -> None:
         config, part = self.config, self.part
         if config.inner_optimizer != "adamw":
-            self._journal.say(describe_optimizer(self.optimizer, config))
+            self._reporter.say(describe_optimizer(self.optimizer, config))
         torch.manual_seed(_seed_of(config.run.seed, part.shard, self._job.rank))
         if part.resume_from is not None:
             self._resume(part.resume_from)
@@ -201,7 +203,7 @@ class Trainer:
             if config.warm_start.checkpoint is not None and self._begins:
                 path = config.warm_start.checkpoint
                 self._island.begin_from(load_checkpoint(path), path)
-                self._journal.say(f"begins at step {self._island.step} with the model of {path}")
+                self._reporter.say(f"begins at step {self._island.step} with the model of {path}")
             if self._warming_up:
                 self._warm_up()
             else:
@@ -223,7 +225,7 @@ class Trainer:
         exact = self._island.load(saved)
         self._everyone.require_same(self._island.step, "the step to resume from")
         how = "" if exact else ", with the run's newest model"
-        self._journal.say(f"resumes at step {self._island.step} from {path}{how}")
+        self._reporter.say(f"resumes at step {self._island.step} from {path}{how}")
 
     def _save(self) -> None:
         started = self._clock.seconds()
@@ -234,20 +236,18 @@ class Trainer:
         step = self._island.step
         saved = save_checkpoint(self.directory / CHECKPOINTS, step, state, keep=self.config.checkpoint.keep)
         seconds = self._clock.seconds() - started
-        self._journal.append(
+        self._reporter.append(
             ev.Checkpointed(step=step, path=str(saved.path), num_bytes=saved.num_bytes, seconds=seconds)
         )
 
     def _save_config(self) -> None:
-        try:
+        with translated(
+            OSError, StoreError, f"cannot write to {self.directory}", "set [run] dir to a writable directory"
+        ):
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "run.toml").write_text(dump_config(self.config), encoding="utf-8")
-        except OSError as error:
-            raise StoreError(
-                f"cannot write to {self.directory} ({error}); set [run] dir to a writable directory"
-            ) from error
 
 
 def _seed_of(*numbers: int) -> int:
-    """One seed of several numbers, so that learners and ranks draw different ones (in dropout, for instance)."""
+    """One seed from several numbers, so that learners and ranks draw different ones (in dropout, for instance)."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little") >> 1

@@ -6,26 +6,28 @@ from diloco.training.evaluate import Judge
 from diloco.training.inner import StepResult
 from diloco.training.island import Island
 from diloco.training.job import Job
-from diloco.training.journal import Journal
 from diloco.training.part import Part, Summary
-from diloco.training.progress import Status
+from diloco.training.progress import StepStatus
+from diloco.training.reporter import Reporter
 
 
 class Monitor:
-    """Looks at a part after every step, and tells its journal. Every rank of a part has one, for what they find together."""
+    """Reports on a part after every step. Every rank of a part has one, since some results are shared."""
 
-    def __init__(self, config: RunConfig, part: Part, island: Island, judge: Judge, job: Job, journal: Journal) -> None:
+    def __init__(
+        self, config: RunConfig, part: Part, island: Island, judge: Judge, job: Job, reporter: Reporter
+    ) -> None:
         self._config = config
         self._part = part
         self._island = island
         self._judge = judge
         self._job = job
-        self._journal = journal
+        self._reporter = reporter
 
     def begins(self) -> None:
         """The part is what it will be."""
         config, part = self._config, self._part
-        self._journal.append(
+        self._reporter.append(
             ev.RunStarted(
                 run=config.run.name,
                 learners=config.run.learners,
@@ -41,13 +43,13 @@ class Monitor:
     def stepped(self, lr: float, result: StepResult, versions: tuple[int, ...], *, warming_up: bool) -> None:
         """A step was taken, before which the learner held these versions."""
         config, island, step = self._config, self._island, self._island.step
-        self._journal.adopted(step, versions, island.learner.versions)
+        self._reporter.adopted(step, versions, island.learner.versions)
         if step % config.train.log_every_steps == 0:
             loss, norm = self._job.mean(float(result.loss)), float(result.gradient_norm)
-            self._journal.stepped(step, loss=loss, lr=lr, tokens=island.tokens, gradient_norm=norm)
-            self._journal.waited(step, island.learner.metrics())
-        if self._journal.wants_status():
-            self._journal.show(self._status(lr, float(result.loss), "warm start" if warming_up else ""))
+            self._reporter.stepped(step, loss=loss, lr=lr, tokens=island.tokens, gradient_norm=norm)
+            self._reporter.waited(step, island.learner.metrics())
+        if self._reporter.wants_status():
+            self._reporter.show(self._status(lr, float(result.loss), "warm start" if warming_up else ""))
         if config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
             self._evaluate()
 
@@ -58,8 +60,8 @@ class Monitor:
         sample = self._judge.sample(island.learner) if self._job.first else ""
         step, tokens = island.step, island.tokens
         if sample:
-            self._journal.append(ev.Sampled(step=step, prompt=self._config.evaluate.prompt, text=sample))
-        self._journal.append(ev.Finished(steps=step, tokens=tokens, seconds=seconds, reason=reason, loss=loss))
+            self._reporter.append(ev.Sampled(step=step, prompt=self._config.evaluate.prompt, text=sample))
+        self._reporter.append(ev.Finished(steps=step, tokens=tokens, seconds=seconds, reason=reason, loss=loss))
         return Summary(
             name=self._part.name,
             role=self._part.role,
@@ -74,11 +76,11 @@ class Monitor:
             metrics=island.learner.metrics(),
         )
 
-    def _status(self, lr: float, loss: float, note: str) -> Status:
+    def _status(self, lr: float, loss: float, note: str) -> StepStatus:
         island, metrics = self._island, self._island.learner.metrics()
         num_bytes = metrics.get("num_bytes", {})
         num_updates = metrics.get("updates", 0)
-        return Status(
+        return StepStatus(
             name=self._part.name,
             step=island.step,
             loss=loss,
@@ -102,7 +104,7 @@ class Monitor:
         loss = self._job.shared(self._judge.loss(learner) if self._job.first else 0.0)
         self._judge.remember(learner, loss)
         step = self._island.step
-        self._journal.append(
+        self._reporter.append(
             ev.Evaluated(
                 step=step,
                 tokens=self._island.run_tokens,
@@ -111,5 +113,5 @@ class Monitor:
                 versions=learner.versions,
             )
         )
-        self._journal.say(f"step {step}: held-out loss of the global model {loss:.4f}")
+        self._reporter.say(f"step {step}: held-out loss of the global model {loss:.4f}")
         return loss

@@ -15,8 +15,8 @@ from diloco.errors import ConfigError
 class Chained(torch.optim.Optimizer):
     """Several optimizers over different parameters of one model, as one torch optimizer: stepped together, in order.
 
-    It has all their parameter groups and all their state, in the very dicts that they use, so that schedules, hooks, checkpoints and
-    `diloco.Learner` need not know. Raises ValueError when two optimizers share a parameter.
+    It has all their parameter groups and all their state, in the very dicts that they use, so that schedules, hooks,
+    checkpoints and `diloco.Learner` need not know. Raises ValueError when two optimizers share a parameter.
 
     Example: `Chained([torch.optim.Muon(matrices), torch.optim.AdamW(others)])`.
     """
@@ -46,9 +46,7 @@ class Chained(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while this is made: a group belongs to one of the optimizers. Raises ConfigError afterwards."""
         if self.optimizers:
-            raise ConfigError(
-                "a chained optimizer takes no more groups; give them to one of the optimizers that it is made of."
-            )
+            raise ConfigError("a chained optimizer takes no more groups; give them to one of its optimizers.")
         super().add_param_group(param_group)
 
     @overload
@@ -56,7 +54,7 @@ class Chained(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of each."""
+        """Take one step of each optimizer."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -69,8 +67,8 @@ class Chained(torch.optim.Optimizer):
 def hidden_matrices(model: nn.Module) -> list[Parameter]:
     """The trainable two-dimensional parameters between embeddings and head, in model order: what Muon is for.
 
-    Embeddings are the weights of `nn.Embedding` modules; the head is what `model.get_output_embeddings()` gives, where there is such a
-    method. A head that is tied to an embedding is that embedding.
+    Embeddings are the weights of `nn.Embedding` modules; the head is what `model.get_output_embeddings()` gives, where
+    there is such a method. A head that is tied to an embedding is that embedding.
     """
     outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     get_head = getattr(model, "get_output_embeddings", None)
@@ -81,7 +79,8 @@ def hidden_matrices(model: nn.Module) -> list[Parameter]:
 
 
 def untrained(model: nn.Module, patterns: Sequence[str]) -> list[Parameter]:
-    """The parameters that a learner leaves alone which trains those whose names match the patterns; none where there are no patterns.
+    """The parameters that a learner leaves alone which trains those whose names match the patterns; none where there
+    are no patterns.
 
     Raises ConfigError for a pattern that matches nothing.
     """
@@ -98,11 +97,12 @@ def untrained(model: nn.Module, patterns: Sequence[str]) -> list[Parameter]:
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """The inner optimizer of a run, with decay on matrices only. Raises ConfigError where Muon would have nothing to train.
+    """The inner optimizer of a run, with decay on matrices only. Raises ConfigError where Muon would have nothing to
+    train.
 
-    Muon orthogonalises the momentum of a matrix by Newton-Schulz iterations (Jordan et al. 2024). Under "match_rms_adamw" its updates
-    have the size of AdamW's, so that one learning rate serves both (Liu et al. 2025, arXiv 2502.16982, equation 4). MuLoCo (arXiv
-    2505.23725) is DiLoCo on top of it.
+    Muon orthogonalises the momentum of a matrix by Newton-Schulz iterations (Jordan et al. 2024). Under
+    "match_rms_adamw" its updates have the size of AdamW's, so that one learning rate serves both (Liu et al. 2025,
+    arXiv 2502.16982, equation 4). MuLoCo (arXiv 2505.23725) is DiLoCo on top of it.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.inner_optimizer == "adamw":
@@ -153,7 +153,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> str:
-    """What trains which parameters, and why: the end of a sentence that begins with the learner's name."""
+    """The end of a sentence about a learner: which parameters are trained by what, and why."""
     if config.inner_optimizer == "adamw":
         return "trains every parameter by AdamW"
     num_matrices = sum(len(group["params"]) for group in optimizer.param_groups if "ns_steps" in group)

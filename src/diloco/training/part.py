@@ -1,4 +1,4 @@
-"""Which part of a run a process plays, and what it comes to."""
+"""The part of a run that a process plays, and its result."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ Role = Literal["learner", "baseline", "isolated"]
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of the run this process plays.
+    """The part of a run that this process plays.
 
     learner: trains its shard and exchanges; the one that initialises the run first makes the warm start.
     baseline: every shard in one process, the full batch at every step. isolated: as a learner, exchanging nothing.
@@ -24,7 +24,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a finished part comes to."""
+    """The result of a finished part."""
 
     name: str
     role: Role

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -11,8 +11,8 @@ from rich.text import Text
 
 
 @dataclass(frozen=True)
-class Status:
-    """What is worth knowing after a step."""
+class StepStatus:
+    """The state of a learner after a step."""
 
     name: str
     step: int
@@ -28,7 +28,7 @@ class Status:
     note: str = ""
 
     def line(self) -> str:
-        """One line of text."""
+        """The status as one line of text."""
         parts = [
             f"{self.name} step {self.step}",
             f"loss {self.loss:.3f}",
@@ -50,13 +50,14 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.2f} MB"
 
 
-class Progress(Protocol):
-    """Takes a status after every step, when it wants one."""
+class Progress:
+    """Shows nothing; its subclasses show the state of things."""
 
     def wants(self) -> bool:
         """Whether it is time to show something: computing a status may wait for the device."""
+        return False
 
-    def show(self, status: Status) -> None:
+    def show(self, status: StepStatus) -> None:
         """Show the state of things."""
 
     def say(self, text: str) -> None:
@@ -66,66 +67,48 @@ class Progress(Protocol):
         """Leave the terminal in good order."""
 
 
-class Silent:
-    """Shows nothing."""
+class _Paced(Progress):
+    """Wants a status every `every_s` seconds."""
 
-    def wants(self) -> bool:
-        """Never."""
-        return False
-
-    def show(self, status: Status) -> None:
-        """Nothing."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class Plain:
-    """A line every few seconds, for logs and pipes."""
-
-    def __init__(self, file: TextIO, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file = file
-        self._every_s = every_s
-        self._clock = clock
+    def __init__(self, every_s: float, clock: Callable[[], float]) -> None:
+        self._every_s, self._clock = every_s, clock
         self._next = clock()
 
     def wants(self) -> bool:
-        """Every few seconds."""
         return self._clock() >= self._next
 
-    def show(self, status: Status) -> None:
-        """Print the line."""
+    def _shown(self) -> None:
         self._next = self._clock() + self._every_s
+
+
+class Plain(_Paced):
+    """A line every few seconds, for logs and pipes."""
+
+    def __init__(self, file: TextIO, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(every_s, clock)
+        self._file = file
+
+    def show(self, status: StepStatus) -> None:
+        """Print the line."""
+        self._shown()
         self.say(status.line())
 
     def say(self, text: str) -> None:
         """Print a sentence."""
         print(text, file=self._file, flush=True)
 
-    def close(self) -> None:
-        """Nothing to restore."""
 
-
-class LiveLine:
+class LiveLine(_Paced):
     """One line that is redrawn in place, for a terminal."""
 
     def __init__(self, console: Console, every_s: float = 0.25, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(every_s, clock)
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
-        self._every_s = every_s
-        self._clock = clock
-        self._next = clock()
 
-    def wants(self) -> bool:
-        """A few times a second."""
-        return self._clock() >= self._next
-
-    def show(self, status: Status) -> None:
+    def show(self, status: StepStatus) -> None:
         """Redraw the line."""
-        self._next = self._clock() + self._every_s
+        self._shown()
         self._live.update(Text(status.line()), refresh=True)
 
     def say(self, text: str) -> None:

@@ -1,9 +1,9 @@
-"""Where tokens come from: one corpus of training tokens and one of held-out tokens, either in memory or memory-mapped."""
+"""Sources of tokens: a corpus of training and of held-out tokens, in memory or memory-mapped."""
 
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.config import DataTable
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, translated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,9 +23,19 @@ BYTE_VOCABULARY = 256
 _SEPARATOR = b"\0"
 # Parts of the standard library that are tests, tables, or not there in every installation of the same version.
 _STDLIB_SKIPPED = {
-    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip",
-    "encodings", "pydoc_data",
-}  # fmt: skip
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idlelib",
+    "tkinter",
+    "turtledemo",
+    "lib2to3",
+    "ensurepip",
+    "encodings",
+    "pydoc_data",
+}
 
 
 class Tokens:
@@ -34,6 +44,11 @@ class Tokens:
     def __init__(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
         self._arrays = [array for array in arrays if len(array)]
         self._ends = list(accumulate(len(array) for array in self._arrays))
+
+    @classmethod
+    def joined(cls, parts: Iterable["Tokens"]) -> "Tokens":
+        """The parts one after the other."""
+        return cls([array for part in parts for array in part._arrays])
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -49,7 +64,7 @@ class Tokens:
         return np.concatenate(parts).astype(np.int64)
 
     def split_tail(self, fraction: float) -> tuple["Tokens", "Tokens"]:
-        """All but the last `fraction` of the tokens, and those."""
+        """Split off the last `fraction` of the tokens."""
         cut = len(self) - int(len(self) * fraction)
         head, tail, begin = [], [], 0
         for array, end in zip(self._arrays, self._ends, strict=True):
@@ -73,7 +88,7 @@ class Corpus:
     tokenizer: "PreTrainedTokenizerBase | None" = None
 
     def fingerprint(self) -> str:
-        """sha256 (hex) of sizes and of 64 stretches spread over both parts: tells one corpus from another without reading all."""
+        """sha256 (hex) of sizes and of 64 stretches spread over both parts: identifies a corpus without reading all."""
         digest = hashlib.sha256(str(self.vocab_size).encode())
         for tokens in (self.train, self.held_out):
             digest.update(str(len(tokens)).encode())
@@ -84,15 +99,8 @@ class Corpus:
 
 
 def load_corpus(data: DataTable) -> Corpus:
-    """The corpus that a run file describes. Raises ConfigError when it cannot be read or is too short for one sequence."""
-    if data.kind == "stdlib":
-        corpus = _stdlib()
-    elif data.kind == "text":
-        corpus = _text(data)
-    elif data.kind == "tokens":
-        corpus = _token_files(data)
-    else:
-        corpus = _huggingface(data)
+    """The corpus that a run file describes. Raises ConfigError when it cannot be read or is too short."""
+    corpus = {"stdlib": _stdlib, "text": _text, "tokens": _token_files, "huggingface": _huggingface}[data.kind](data)
     for part, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(tokens) <= data.sequence_length:
             raise ConfigError(
@@ -102,21 +110,20 @@ def load_corpus(data: DataTable) -> Corpus:
     return corpus
 
 
-def _stdlib() -> Corpus:
-    """The `.py` files of the running interpreter's standard library, in path order; one in twenty is held out by its path."""
+def _stdlib(_: DataTable) -> Corpus:
+    """The `.py` files of the running interpreter's standard library, in path order; one in twenty is held out."""
     root = Path(sysconfig.get_path("stdlib"))
     train: list[bytes] = []
     held_out: list[bytes] = []
     for relative in sorted(_stdlib_files(root)):
-        text = (root / relative).read_bytes() + _SEPARATOR
-        # A hash of the path, not of the place in the list: a file more or less elsewhere moves nothing.
+        # By a hash of the path, not by the place in the list: adding a file elsewhere moves nothing.
         bucket = int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4], "big") % 20
-        (train if bucket else held_out).append(text)
+        (train if bucket else held_out).append((root / relative).read_bytes())
     return Corpus(_as_bytes(train), _as_bytes(held_out), BYTE_VOCABULARY, is_bytes=True)
 
 
 def _stdlib_files(root: Path) -> Iterator[str]:
-    """Paths from `root`. What is skipped is not walked through: packages may be installed there, of ten times as many files."""
+    """Paths from `root`. Skipped folders are not entered: ten times as many files may be installed there."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]
         relative = Path(folder).relative_to(root).as_posix()
@@ -125,12 +132,13 @@ def _stdlib_files(root: Path) -> Iterator[str]:
 
 
 def _as_bytes(texts: Sequence[bytes]) -> Tokens:
-    return Tokens([np.frombuffer(b"".join(texts), dtype=np.uint8)])
+    """The bytes of all texts, each followed by a separator."""
+    return Tokens([np.frombuffer(b"".join(text + _SEPARATOR for text in texts), dtype=np.uint8)])
 
 
 def _text(data: DataTable) -> Corpus:
     if data.tokenizer == "bytes":
-        parts = _split(data, lambda path: _as_bytes([_read(path) + _SEPARATOR]))
+        parts = _split(data, lambda path: _as_bytes([_read(path)]))
         return Corpus(*parts, BYTE_VOCABULARY, is_bytes=True)
     tokenizer = load_tokenizer(data.tokenizer)
     parts = _split(data, lambda path: _tokenise(tokenizer, [_read(path).decode("utf-8", errors="replace")]))
@@ -142,30 +150,27 @@ def _token_files(data: DataTable) -> Corpus:
     return Corpus(*_split(data, lambda path: Tokens([_map(path, data.dtype)])), data.vocab_size)
 
 
-def _split(data: DataTable, load: Any) -> tuple[Tokens, Tokens]:
-    train = Tokens([array for path in data.paths for array in load(path)._arrays])
+def _split(data: DataTable, load: Callable[[Path], Tokens]) -> tuple[Tokens, Tokens]:
+    """The training and the held-out part of files."""
+    train = Tokens.joined(map(load, data.paths))
     if not data.held_out_paths:
         return train.split_tail(data.held_out_fraction)
-    return train, Tokens([array for path in data.held_out_paths for array in load(path)._arrays])
+    return train, Tokens.joined(map(load, data.held_out_paths))
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with translated(OSError, ConfigError, f"cannot read the data file {path}", "check data.paths"):
         return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the data file {path} ({error}); check data.paths") from error
 
 
 def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
     """A memory map of a token file. Raises ConfigError unless it is one-dimensional and of an unsigned type."""
-    try:
-        array = (
-            np.load(path, mmap_mode="r")
-            if path.suffix == ".npy"
-            else np.memmap(path, dtype=f"<{np.dtype(dtype).str[1:]}", mode="r")
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot map the token file {path} ({error}); check data.paths and data.dtype") from error
+    failed = f"cannot map the token file {path}"
+    with translated((OSError, ValueError), ConfigError, failed, "check data.paths and data.dtype"):
+        if path.suffix == ".npy":
+            array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
+        else:
+            array = np.memmap(path, dtype=f"<{np.dtype(dtype).str[1:]}", mode="r")
     if array.ndim != 1 or array.dtype.kind != "u":
         raise ConfigError(
             f"the token file {path} holds {array.dtype} of shape {array.shape}; give one row of unsigned integers"
@@ -178,11 +183,7 @@ def _huggingface(data: DataTable) -> Corpus:
 
     def tokens(split: str) -> Tokens:
         texts = _dataset_texts(data, split)
-        return (
-            _as_bytes([text.encode() + _SEPARATOR for text in texts])
-            if tokenizer is None
-            else _tokenise(tokenizer, texts)
-        )
+        return _as_bytes([text.encode() for text in texts]) if tokenizer is None else _tokenise(tokenizer, texts)
 
     train = tokens(data.split)
     parts = (train, tokens(data.held_out_split)) if data.held_out_split else train.split_tail(data.held_out_fraction)
@@ -192,12 +193,14 @@ def _huggingface(data: DataTable) -> Corpus:
 
 
 def _dataset_texts(data: DataTable, split: str) -> list[str]:
-    """One text per row of a split: from a directory of `save_to_disk`, or by `load_dataset`."""
+    """The texts of a split, one per row: from a directory of `save_to_disk`, or by `load_dataset`."""
     import datasets
 
     assert data.dataset is not None  # checked by DataTable
     path = Path(data.dataset)
-    try:
+    failed = f'cannot load column "{data.text_column}" of split "{split}" of the dataset {data.dataset}'
+    advice = "check data.dataset, data.split and data.text_column"
+    with translated((OSError, ValueError, KeyError), ConfigError, failed, advice):
         if (path / "dataset_dict.json").is_file():
             rows = datasets.load_from_disk(data.dataset)[split]
         elif (path / "state.json").is_file():
@@ -205,26 +208,17 @@ def _dataset_texts(data: DataTable, split: str) -> list[str]:
         else:
             rows = datasets.load_dataset(data.dataset, data.dataset_config, split=split)
         return list(rows[data.text_column])
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f'cannot load column "{data.text_column}" of split "{split}" of the dataset {data.dataset} ({reason}); '
-            "check data.dataset, data.split and data.text_column"
-        ) from error
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     """A tokenizer from a `tokenizer.json`, a directory, or the hub. Raises ConfigError when there is none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    try:
+    advice = "give a tokenizer.json, a directory or a hub name"
+    with translated((OSError, ValueError), ConfigError, f"cannot load the tokenizer {name}", advice):
         if name.endswith(".json"):
             return PreTrainedTokenizerFast(tokenizer_file=name)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot load the tokenizer {name} ({str(error).splitlines()[0]}); give a tokenizer.json, a directory or a hub name"
-        ) from error
     return tokenizer
 
 

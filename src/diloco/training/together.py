@@ -14,7 +14,7 @@ from diloco.core.presets import DataParallel
 from diloco.exchange.base import Model, Opened
 from diloco.exchange.collective import Collective
 from diloco.learner import Learner
-from diloco.training.alone import LearnerLike
+from diloco.training.alone import AnyLearner
 from diloco.training.job import Job
 from diloco.training.loop import Attach, Together
 
@@ -35,7 +35,7 @@ class Continued(Collective):
         return self._tokens_before + (super().run_tokens or 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Collective`, with the tokens that came before."""
+        """The state of `Collective`, with the tokens that came before."""
         return super().state_dict() | {"tokens_before": self._tokens_before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -47,7 +47,7 @@ class Continued(Collective):
 def attach_over(process_group: dist.ProcessGroup, method: Method, trains: Sequence[str] = ()) -> Attach:
     """How one of the ranks becomes a learner by `method`; `trains` are name patterns of what it trains, none: all."""
 
-    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> LearnerLike:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> AnyLearner:
         exchange = Continued(process_group, step=steps, tokens=tokens)
         return Learner(model, optimizer, method=method, exchange=exchange, trains=trains or None)
 

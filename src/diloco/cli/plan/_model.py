@@ -1,12 +1,11 @@
-"""What several questions ask about the model."""
+"""The model of a question."""
 
 from diloco.errors import ConfigError
+from diloco.planning.workload import load_workload
 
 
 def parameters_of(model: str | None, parameters: float | None) -> float:
     """The number of parameters of a model that is named or counted."""
-    from diloco.planning.models import load_workload
-
     if parameters is not None and model is None:
         return parameters
     if model is None or parameters is not None:

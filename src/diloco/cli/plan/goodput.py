@@ -1,31 +1,28 @@
 """`diloco plan goodput`: which part of the accelerators' time trains the model when chips fail."""
 
 import json
-from enum import StrEnum
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
+from rich.console import Console
 
+from diloco.cli._input import parse_list
+from diloco.cli._options import Json
+from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError
-
-if TYPE_CHECKING:
-    from diloco.planning.failures import Goodput
-    from diloco.planning.goodput import Fleet, Mode
-
-
-class Working(StrEnum):
-    """How the chips work together."""
-
-    DATA_PARALLEL = "data-parallel"
-    ELASTIC = "elastic"
-    DECOUPLED = "decoupled"
+from diloco.planning.failures import CONFIDENCE, Goodput, simulate
+from diloco.planning.fleet import Fleet, Mode, RoundRules, Speeds, Times
+from diloco.planning.goodput_pictures import pictures, title
+from diloco.planning.pictures import require, write
+from diloco.planning.units import TIME
 
 
 def command(
     chips: Annotated[int, typer.Option(min=1, help="Of all learners together.")],
     learners: Annotated[int, typer.Option(min=1, help="M; each has the same number of chips.")] = 1,
-    mode: Annotated[Working, typer.Option(help="Who stands still when a chip fails.")] = Working.DECOUPLED,
+    mode: Annotated[Mode, typer.Option(help="What stands still when a chip fails.")] = "decoupled",
     mtbi: Annotated[str, typer.Option(help="Mean time between interruptions of one chip.")] = "1 y",
     repair: Annotated[str, typer.Option(help="From a failure until the missing chips are back.")] = "65 s",
     down: Annotated[str, typer.Option(help="Standing still to go on without the chips that failed.")] = "15 s",
@@ -63,20 +60,12 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write pictures and a page into this directory.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Goodput, the chance that nobody runs, and where the rest of the time goes, by simulation and by formula.
+    """Goodput, the chance that no learner runs, and where the rest of the time goes, by simulation and by formula.
 
     The default times reproduce the published table of Decoupled DiLoCo; give your own.
     """
-    from dataclasses import replace
-    from typing import get_args
-
-    from diloco.planning.failures import simulate
-    from diloco.planning.goodput import Fleet, Mode, Rounds, Speeds, Times
-    from diloco.planning.pictures import require
-    from diloco.planning.units import TIME
-
     if out is not None:
         require()
     times = Times(
@@ -86,21 +75,17 @@ def command(
         up_s=TIME.parse(up, "--up"),
         step_s=TIME.parse(step, "--step", positive=True),
     )
-    rounds: dict[str, Any] = {"quorum": quorum, "grace": grace, "overlap": overlap, "wait": wait, "sync_every": sync_every,
-              "sync_s": None if sync is None else TIME.parse(sync, "--sync")}  # fmt: skip
+    sync_s = None if sync is None else TIME.parse(sync, "--sync")
+    rounds: dict[str, Any] = {
+        "quorum": quorum, "grace": grace, "overlap": overlap, "wait": wait, "sync_every": sync_every, "sync_s": sync_s
+    }  # fmt: skip
     given = {key: value for key, value in rounds.items() if value is not None}
-    if mode is not Working.DECOUPLED and (given or elastic_learners is not None):
+    if mode != "decoupled" and (given or elastic_learners is not None):
         option = next(iter(given), "elastic_learners").removesuffix("_s").replace("_", "-")
         raise ConfigError(f"--{option} is of decoupled learners; leave it out, or use --mode decoupled.")
-    fleet = Fleet(
-        chips,
-        learners,
-        mode.value,
-        times,
-        Speeds(jitter / 100, _speeds(speeds)),
-        Rounds(**given),
-        elastic_learners is not False,
-    )
+    relative = () if speeds is None else parse_list("--speeds", speeds, float, "numbers", "1,1,0.6,0.6")
+    varying, rules = Speeds(jitter / 100, relative), RoundRules(**given)
+    fleet = Fleet(chips, learners, mode, times, varying, rules, elastic_learners is not False)
     if as_json:
         typer.echo(json.dumps(_plain(fleet, simulate(fleet, seed), seed), indent=1))
         if out is None:
@@ -112,62 +97,36 @@ def command(
         _draw(fleet, found, seed, out)
 
 
-def _speeds(text: str | None) -> tuple[float, ...]:
-    try:
-        return () if text is None else tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"--speeds {text!r} is not a list of numbers; write for example 1,1,0.6,0.6") from error
-
-
-def _plain(fleet: "Fleet", it: "Goodput", seed: int) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from diloco.planning.failures import CONFIDENCE
-
+def _plain(fleet: Fleet, it: Goodput, seed: int) -> dict[str, Any]:
+    plain = asdict(fleet)
     return {
         "goodput_percent": it.goodput, "confidence_interval_percent": it.interval, "confidence": CONFIDENCE,
         "closed_form_percent": it.closed_form, "waiting_percent": it.waiting, "stopped_percent": it.stopped,
-        "uptime_percent": 100 - it.all_stopped, "all_stopped_percent": it.all_stopped, "in_time_percent": it.participation,
-        "computed_by": it.method, "runs": it.num_runs, "seed": seed, "mode": fleet.mode, "chips": fleet.chips,
-        "learners": fleet.learners, "elastic_learners": fleet.elastic_learners, "times": asdict(fleet.times),
-        "speeds": asdict(fleet.speeds), "rounds": asdict(fleet.rounds),
+        "uptime_percent": 100 - it.all_stopped, "all_stopped_percent": it.all_stopped,
+        "in_time_percent": it.participation, "computed_by": it.method, "runs": it.num_runs, "seed": seed,
+        **{key: plain[key] for key in ("mode", "chips", "learners", "elastic_learners", "times", "speeds", "rounds")},
     }  # fmt: skip
 
 
-def _print(fleet: "Fleet", found: "dict[Mode, Goodput]", seed: int) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    from diloco.planning.units import TIME
-
-    times, console = fleet.times, Console(highlight=False)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("")
-    for head in ("goodput, %", "formula", "waiting", "stopped", "all down", "in time"):
-        table.add_column(head, justify="right", no_wrap=True)
+def _print(fleet: Fleet, found: dict[Mode, Goodput], seed: int) -> None:
+    times, here, rows = fleet.times, found[fleet.mode], []
     for mode, it in found.items():
+        name = f"{mode} × {fleet.learners}" if mode == "decoupled" else mode
         half = (it.interval[1] - it.interval[0]) / 2
-        table.add_row(
-            f"{mode} × {fleet.learners}" if mode == "decoupled" else mode,
-            f"{it.goodput:.1f} ± {half:.1f}",
-            _percent(it.closed_form),
-            f"{it.waiting:.1f} %",
-            f"{it.stopped:.1f} %",
-            _percent(it.all_stopped),
-            _percent(it.participation),
-            style="bold" if mode == fleet.mode else "",
-        )
+        shares = (_percent(it.closed_form), f"{it.waiting:.1f} %", f"{it.stopped:.1f} %", _percent(it.all_stopped))
+        row = (name, f"{it.goodput:.1f} ± {half:.1f}", *shares, _percent(it.participation))
+        rows.append([f"[bold]{cell}[/]" for cell in row] if mode == fleet.mode else row)
+    console = Console(highlight=False)
     console.print(
         f"{fleet.chips:,} chips, each interrupted once in {TIME.show(times.mtbi_s)}; down {times.down_s:g} s, repair "
         f"{times.repair_s:g} s, up {times.up_s:g} s, step {times.step_s:g} s",
         soft_wrap=True,
     )
-    console.print(table)
-    here = found[fleet.mode]
+    console.print(make_table(("", "goodput, %", "formula", "waiting", "stopped", "all down", "in time"), rows))
     console.print(
-        f"± is the 95 % confidence interval of the simulation ({here.method}, {here.num_runs} runs, seed {seed}). In time: running "
-        "learners whose work is in the round it was made for. Times that were not given are fitted to a published table; measure yours.",
+        f"± is the 95 % confidence interval of the simulation ({here.method}, {here.num_runs} runs, seed {seed}). In "
+        "time: running learners whose work is in the round it was made for. Times that were not given are fitted to a "
+        "published table; measure yours.",
         style="dim",
     )
 
@@ -176,10 +135,7 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f} %" if value >= 0.1 else f"{value:.1g} %"
 
 
-def _draw(fleet: "Fleet", found: "dict[Mode, Goodput]", seed: int, out: Path) -> None:
-    from diloco.planning.goodput_pictures import pictures, title
-    from diloco.planning.pictures import write
-
+def _draw(fleet: Fleet, found: dict[Mode, Goodput], seed: int, out: Path) -> None:
     lead = f"{fleet.chips:,} chips: goodput of {found[fleet.mode].goodput:.1f} %. Made by diloco plan goodput."
-    for file in write(out, "goodput", f"Goodput, {title(fleet, fleet.mode)}", lead, pictures(fleet, found, seed)):
-        typer.echo(f"wrote {file}", err=True)
+    heading = f"Goodput, {title(fleet, fleet.mode)}"
+    say_written(write(out, "goodput", heading, lead, pictures(fleet, found, seed)))

@@ -2,19 +2,21 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from diloco.cli.plan._answers import Answers, explained, print_answers, write_pictures
+from diloco.cli._input import parse_list
+from diloco.cli._options import PicturesDir
+from diloco.cli.plan._answers import Answers, explained, print_answers, print_json, write_pictures
 from diloco.errors import ConfigError
-
-if TYPE_CHECKING:
-    from diloco.planning.models import Workload
-    from diloco.planning.question import Question
-    from diloco.planning.settings import Setting
-    from diloco.planning.star import Learners
+from diloco.planning.conventions import CONVENTIONS, published_run
+from diloco.planning.question import Around, Graph, Question, required_bit_per_s
+from diloco.planning.settings import Setting, setting_for
+from diloco.planning.star import Learners
+from diloco.planning.stations import Merging
+from diloco.planning.units import RATE, TIME
+from diloco.planning.workload import Workload, load_workload
 
 TARGETS = "50,80,90,95,99"
 DIGITS = 6
@@ -62,17 +64,12 @@ def command(
     ] = "steady",
     why: Annotated[bool, typer.Option("--why", help="Explain the number for the last target.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per target.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write pictures there: PNG, and one HTML page.")
-    ] = None,
+    out: PicturesDir = None,
 ) -> None:
     """What bandwidth keeps the learners computing, or how much they compute on a link.
 
     Decoupled learners always compute; there the percentages are of the pace at which fragments are meant to be merged.
     """
-    from diloco.planning.conventions import CONVENTIONS
-    from diloco.planning.units import TIME
-
     options: dict[str, Any] = {
         "sync_every": sync_every, "overlap": overlap, "num_fragments": fragments, "up": codec, "down": codec_down,
         "latency_s": 0.0 if latency is None else TIME.parse(latency, "--latency"),
@@ -87,23 +84,23 @@ def command(
         own = {"--step-time": step_time, "--bandwidth": bandwidth, "--why": why or None, "--out": out}
         _refuse_beside(convention, {**own, **around})
         answers, workload, setting = _published(convention, model, method, percentages, options)
-        print_answers(answers, workload, setting, convention, "computing", as_json=as_json)
-        return
-    question = _question(model, method, step_time, options, around)
-    answers = _steady(question, percentages, bandwidth)
-    if why:
-        answers = explained(answers, question)
-    workload, setting, measure = question.workload, question.setting, question.measure
-    print_answers(answers, workload, setting, convention, measure, as_json=as_json, never=question.never)
-    if out is not None:
+        question, measure, never = None, "computing", ""
+    else:
+        question = _question(model, method, step_time, options, around)
+        answers = _steady(question, percentages, bandwidth)
+        if why:
+            answers = explained(answers, question)
+        workload, setting, measure, never = question.workload, question.setting, question.measure, question.never
+    if as_json:
+        print_json(answers, workload, setting, convention, measure)
+    else:
+        print_answers(answers, workload, setting, convention, measure, never)
+    if out is not None and question is not None:
         write_pictures(answers, question, out)
 
 
-def _percentages(text: str) -> list[float]:
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--targets {text!r} is not a list of percentages; write for example 50,80,95.") from None
+def _percentages(text: str) -> tuple[float, ...]:
+    values = parse_list("--targets", text, float, "percentages", "50,80,95")
     for value in values:
         if not 0 < value <= 100:
             raise ConfigError(f"a target of {value:g} % cannot be; give percentages above 0 and up to 100.")
@@ -114,17 +111,14 @@ def _refuse_beside(convention: str, given: dict[str, object]) -> None:
     for option, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"{option} has no effect on the published tables of {convention}; leave it out, or use --convention steady."
+                f"{option} has no effect on the published tables of {convention}; leave it out, or use --convention "
+                "steady."
             )
 
 
 def _question(
     model: str, method: str, step_time: str | None, options: dict[str, Any], around: dict[str, Any]
-) -> "Question":
-    from diloco.planning.models import load_workload
-    from diloco.planning.question import Around, Graph
-    from diloco.planning.settings import setting_for
-    from diloco.planning.units import TIME
+) -> Question:
 
     step_s = None if step_time is None else TIME.parse(step_time, "--step-time", positive=True)
     workload = load_workload(model, step_s)
@@ -135,42 +129,31 @@ def _question(
     return Around(workload, setting, _learners(around))
 
 
-def _learners(around: dict[str, Any]) -> "Learners":
+def _learners(around: dict[str, Any]) -> Learners:
     """The learners and the syncer of the options."""
-    from diloco.planning.star import Learners
-    from diloco.planning.stations import Merging
-    from diloco.planning.units import RATE
-
     num, text, shards = around["--learners"], around["--speeds"], around["--shards"]
     if shards is not None and shards < 1:
         raise ConfigError(f"a syncer of {shards} shards is none; give --shards 1 or more.")
     if shards is not None and around["--syncer"] is None and around["--merge"] is None:
-        raise ConfigError(
-            f"{shards} shards change nothing where a shard has no limit; add --syncer or --merge, or leave --shards out."
-        )
-    try:
-        speeds = (
-            tuple(float(part) for part in text.split(","))
-            if text is not None
-            else (1.0,) * (DECOUPLED_LEARNERS if num is None else num)
-        )
-    except ValueError:
-        raise ConfigError(f"--speeds {text!r} is not a list of numbers; write for example 1,1,0.5.") from None
+        raise ConfigError(f"{shards} shards change nothing without a limit of each; add --syncer or --merge.")
     if num is not None and num < 1:
         raise ConfigError(f"{num} learners train nothing; give --learners 1 or more.")
-    if text and num is not None and num != len(speeds):
-        raise ConfigError(
-            f"--speeds {text} is of {len(speeds)} learners, not of {num}; give one for each, or leave --learners out."
-        )
-    rate = math.inf if around["--syncer"] is None else RATE.parse(around["--syncer"], "--syncer", positive=True)
-    merged = math.inf if around["--merge"] is None else RATE.parse(around["--merge"], "--merge", positive=True) / 8
-    return Learners(speeds, (shards or 1) * rate, Merging(bytes_per_s=(shards or 1) * merged))
+    if text is None:
+        speeds = (1.0,) * (DECOUPLED_LEARNERS if num is None else num)
+    else:
+        speeds = parse_list("--speeds", text, float, "numbers", "1,1,0.5")
+        if num not in (None, len(speeds)):
+            raise ConfigError(f"--speeds {text} is of {len(speeds)} learners, not of {num}; give one for each.")
+    rate, merged = (
+        math.inf if around[option] is None else (shards or 1) * RATE.parse(around[option], option, positive=True)
+        for option in ("--syncer", "--merge")
+    )
+    return Learners(speeds, rate, Merging(bytes_per_s=merged / 8))
 
 
 def _published(
-    convention: str, model: str, method: str, percentages: list[float], options: dict[str, Any]
-) -> tuple[Answers, "Workload", "Setting"]:
-    from diloco.planning.conventions import published_run
+    convention: str, model: str, method: str, percentages: tuple[float, ...], options: dict[str, Any]
+) -> tuple[Answers, Workload, Setting]:
 
     run = published_run(convention, model, method, **options)
     cells = run.printed([percent / 100 for percent in percentages])
@@ -181,28 +164,17 @@ def _published(
     return answers, run.workload, run.setting
 
 
-def _steady(question: "Question", percentages: list[float], bandwidth: str | None) -> Answers:
-    from diloco.planning.question import required_bit_per_s
-    from diloco.planning.units import RATE
-
+def _steady(question: Question, percentages: tuple[float, ...], bandwidth: str | None) -> Answers:
     if bandwidth is not None:
         rate = RATE.parse(bandwidth, "--bandwidth", positive=True)
-        return [
-            {
-                "gbit_per_s": _rounded(rate / 1e9),
-                question.measure: _rounded(100 * question.value(rate)),
-                **question.details(rate),
-            }
-        ]
+        value = _rounded(100 * question.value(rate))
+        return [{"gbit_per_s": _rounded(rate / 1e9), question.measure: value, **question.details(rate)}]
+    answers: Answers = []
     rates = required_bit_per_s(question, [percent / 100 for percent in percentages])
-    return [
-        {
-            "target": _plain(percent),
-            "gbit_per_s": None if math.isinf(rate) else _rounded(rate / 1e9),
-            **question.details(rate),
-        }
-        for percent, rate in zip(percentages, rates, strict=True)
-    ]
+    for percent, rate in zip(percentages, rates, strict=True):
+        gbit_per_s = None if math.isinf(rate) else _rounded(rate / 1e9)
+        answers.append({"target": _plain(percent), "gbit_per_s": gbit_per_s, **question.details(rate)})
+    return answers
 
 
 def _plain(percent: float) -> float:

@@ -1,45 +1,38 @@
 """`diloco plan wallclock`: hours of a training, by what they go into."""
 
 import json
-from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from diloco.cli._input import parse_list
+from diloco.cli._options import Model, Parameters, PicturesDir, SyncEvery
+from diloco.cli._output import make_table, say_written
 from diloco.cli.plan._model import parameters_of
+from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
+from diloco.planning.pictures import require, write
+from diloco.planning.training_time import NETWORKS, Link, PaperNetwork, TrainingPlan, WallClock, wall_clock
+from diloco.planning.training_time_pictures import pictures, title
+from diloco.planning.units import COMPUTE, RATE, SIZE, TIME, significant
 
-if TYPE_CHECKING:
-    from diloco.planning.wallclock import Job, Link, WallClock
-
-    Found = list[tuple[str, Job, WallClock]]
-
-
-class Network(StrEnum):
-    """The paper's networks across sites."""
-
-    HIGH = "high"
-    MEDIUM = "medium"
-    LOW = "low"
+Found = list[tuple[str, TrainingPlan, WallClock]]
 
 
 def command(
     chips: Annotated[int, typer.Option(min=1, help="Of all learners together.")],
     batch_tokens: Annotated[float, typer.Option(help="Tokens of a step, over all learners.")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="1b, 10b, 100b, llama-405b, deepseek-v3, a .toml file or a transformers config.json."),
-    ] = None,
-    parameters: Annotated[float | None, typer.Option(help="Instead of --model.")] = None,
+    model: Model = None,
+    parameters: Parameters = None,
     tokens: Annotated[float | None, typer.Option(help="To train on. Default: 20 for every parameter.")] = None,
     learners: Annotated[str, typer.Option(help="Numbers of learners to compare; 1 is data parallel.")] = "1,2,4,8",
-    sync_every: Annotated[int, typer.Option(min=1, metavar="H", help="Inner steps between two synchronisations.")] = 30,
+    sync_every: SyncEvery = 30,
     codec: Annotated[
         str, typer.Option(help="Of the outer gradients: bf16, e3m0, int4, …; gradients are bf16.")
     ] = "bf16",
     network: Annotated[
-        Network | None,
+        PaperNetwork | None,
         typer.Option(help="Across sites: 400, 100 or 10 Gbit/s with 0.1, 1 or 10 ms. Default: all three."),
     ] = None,
     across: Annotated[str | None, typer.Option(help='Your own link across sites, for example "1 Gbit/s".')] = None,
@@ -47,9 +40,7 @@ def command(
     within: Annotated[str, typer.Option(help="The network of the chips of a learner.")] = "400 Gbit/s",
     within_latency: Annotated[str, typer.Option(help="Of it.")] = "0.1 ms",
     flops: Annotated[str, typer.Option(help="What a chip achieves.")] = "300 TFLOP/s",
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write pictures there: PNG, and one HTML page.")
-    ] = None,
+    out: PicturesDir = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, one object per network and number of learners.")
     ] = False,
@@ -58,106 +49,71 @@ def command(
 
     The model of the scaling-law paper (arXiv 2503.09799), in which nothing overlaps.
     """
-    from diloco.core.codecs.formats import wire_format
-    from diloco.planning.pictures import require
-    from diloco.planning.units import COMPUTE, RATE, TIME
-    from diloco.planning.wallclock import Job, Link, wall_clock
-
     if out is not None:
         require()
     num_parameters = parameters_of(model, parameters)
+    if tokens is None:
+        tokens = 20 * num_parameters
     inside = Link(RATE.parse(within, "--within", positive=True), TIME.parse(within_latency, "--within-latency"))
     rate, bits = COMPUTE.parse(flops, "--flops", positive=True), wire_format(codec).bits_per_value
     found: Found = []
     for name, link in _links(network, across, across_latency).items():
-        for number in _numbers(learners):
-            job = Job(
-                num_parameters, 20 * num_parameters if tokens is None else tokens, batch_tokens, chips, number, sync_every,
-                inside, link, rate, outer_bits=bits,
-            )  # fmt: skip
-            found.append((name, job, wall_clock(job)))
+        for number in parse_list("--learners", learners, int, "whole numbers", "1,2,4"):
+            plan = TrainingPlan(
+                num_parameters, tokens, batch_tokens, chips, number, sync_every, inside, link, rate, outer_bits=bits
+            )
+            found.append((name, plan, wall_clock(plan)))
     if as_json:
         typer.echo(json.dumps([_plain(*each) for each in found], indent=1))
     else:
         _print(found)
     if out is not None:
-        _draw(found, out)
+        lead = f"{num_parameters:.3g} parameters, {tokens:.3g} tokens. Made by diloco plan wallclock."
+        say_written(write(out, "wallclock", "Wall clock", lead, pictures(found)))
 
 
-def _links(network: Network | None, across: str | None, latency: str | None) -> "dict[str, Link]":
-    from diloco.planning.units import RATE, TIME
-    from diloco.planning.wallclock import NETWORKS, Link
-
+def _links(network: PaperNetwork | None, across: str | None, latency: str | None) -> dict[str, Link]:
     if across is None:
         if latency is not None:
             raise ConfigError("--across-latency is of your own link; add --across, or leave it out.")
-        return dict(NETWORKS) if network is None else {network.value: NETWORKS[network]}
+        return dict(NETWORKS) if network is None else {network: NETWORKS[network]}
     if network is not None:
         raise ConfigError("--network names a link and --across gives one; leave one of them out.")
     rate = RATE.parse(across, "--across", positive=True)
     return {RATE.show(rate): Link(rate, 0.0 if latency is None else TIME.parse(latency, "--across-latency"))}
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--learners {text!r} is not a list of whole numbers; write for example 1,2,4.") from None
-
-
-def _plain(network: str, job: "Job", clock: "WallClock") -> dict[str, Any]:
+def _plain(network: str, plan: TrainingPlan, clock: WallClock) -> dict[str, Any]:
     return {
-        "network": network, "method": "data-parallel" if job.learners == 1 else "diloco", "learners": job.learners,
-        "hours": clock.total_s / 3600, "compute_s": clock.compute_s, "within_s": clock.within_s, "across_s": clock.across_s,
-        "total_s": clock.total_s, "utilization_percent": 100 * clock.utilization, "steps": clock.steps,
-        "across_bits_per_chip": clock.across_bits, "parameters": job.num_parameters, "tokens": job.tokens,
-        "batch_tokens": job.batch_tokens, "chips": job.chips, "sync_every": job.sync_every, "outer_bits_per_value": job.outer_bits,
-        "across_bit_per_s": job.across.bit_per_s, "across_latency_s": job.across.latency_s,
-        "within_bit_per_s": job.within.bit_per_s, "within_latency_s": job.within.latency_s, "flop_per_s": job.flop_per_s,
+        "network": network, "method": "data-parallel" if plan.learners == 1 else "diloco", "learners": plan.learners,
+        "hours": clock.total_s / 3600, "compute_s": clock.compute_s, "within_s": clock.within_s,
+        "across_s": clock.across_s, "total_s": clock.total_s, "utilization_percent": 100 * clock.utilization,
+        "steps": clock.steps, "across_bits_per_chip": clock.across_bits, "parameters": plan.num_parameters,
+        "tokens": plan.tokens, "batch_tokens": plan.batch_tokens, "chips": plan.chips, "sync_every": plan.sync_every,
+        "outer_bits_per_value": plan.outer_bits, "across_bit_per_s": plan.across.bit_per_s,
+        "across_latency_s": plan.across.latency_s, "within_bit_per_s": plan.within.bit_per_s,
+        "within_latency_s": plan.within.latency_s, "flop_per_s": plan.flop_per_s,
     }  # fmt: skip
 
 
-def _print(found: "Found") -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    from diloco.planning.units import SIZE, significant
-    from diloco.planning.wallclock_pictures import title
-
-    console, job = Console(highlight=False), found[0][1]
+def _print(found: Found) -> None:
+    rows, before = [], ""
+    for network, plan, clock in found:
+        seconds = (clock.total_s, clock.compute_s, clock.within_s, clock.across_s)
+        hours = (significant(each_s / 3600) for each_s in seconds)
+        busy, sent = f"{100 * clock.utilization:.0f} %", SIZE.show(clock.across_bits / 8)
+        rows.append(("" if network == before else network, title(plan), *hours, busy, sent))
+        before = network
+    console, plan = Console(highlight=False), found[0][1]
     console.print(
-        f"{job.num_parameters:.3g} parameters, {job.tokens:.3g} tokens, steps of {job.batch_tokens:.3g}, {job.chips:,} chips, "
-        f"H = {job.sync_every}",
+        f"{plan.num_parameters:.3g} parameters, {plan.tokens:.3g} tokens, steps of {plan.batch_tokens:.3g}, "
+        f"{plan.chips:,} chips, H = {plan.sync_every}",
         soft_wrap=True,
     )
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for head in ("network", "method"):
-        table.add_column(head)
-    for head in ("hours", "compute", "within", "across", "busy", "sent"):
-        table.add_column(head, justify="right", no_wrap=True)
-    before = ""
-    for network, each, clock in found:
-        seconds = (clock.total_s, clock.compute_s, clock.within_s, clock.across_s)
-        table.add_row(
-            "" if network == before else network, title(each), *(significant(each_s / 3600) for each_s in seconds),
-            f"{100 * clock.utilization:.0f} %", SIZE.show(clock.across_bits / 8),
-        )  # fmt: skip
-        before = network
-    console.print(table)
+    heads = ("network", "method", "hours", "compute", "within", "across", "busy", "sent")
+    console.print(make_table(heads, rows, num_text=2))
     console.print(
-        "Hours of computing and of reductions within a learner and across sites, none of which overlap; busy: the part that is "
-        "computing; sent: by a chip, across sites.",
+        "Hours of computing and of reductions within a learner and across sites, none of which overlap; busy: the part "
+        "that is computing; sent: by a chip, across sites.",
         style="dim",
     )
-
-
-def _draw(found: "Found", out: Path) -> None:
-    from diloco.planning.pictures import write
-    from diloco.planning.wallclock_pictures import pictures
-
-    lead = (
-        f"{found[0][1].num_parameters:.3g} parameters, {found[0][1].tokens:.3g} tokens. Made by diloco plan wallclock."
-    )
-    for file in write(out, "wallclock", "Wall clock", lead, pictures(found)):
-        typer.echo(f"wrote {file}", err=True)

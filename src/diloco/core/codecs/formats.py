@@ -224,8 +224,9 @@ def _unknown(name: str) -> str:
                 example = f"{stem}:{family.sizes().block}"
                 return f"the block size in {name!r} is not a whole number; write for example {example!r}"
             return f"the codec {stem!r} takes no parameter, but {name!r} gives one; write {stem!r}"
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
-    return f"there is no codec {name!r}; did you mean {near!r}? (known: {', '.join(known)})"
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    advice = f"did you mean {near[0]!r}?" if near else "choose for example 'fp32'"
+    return f"there is no codec {name!r}; {advice} (known: {', '.join(known)})"
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,7 +1,8 @@
 """Compute utilisation of a method on a link: the part of the time in which a learner computes, in the long run.
 
-The model is the papers' graph of compute nodes and reductions (`dag.py`), with equal learners that do everything at the same time. Where
-the long run has a closed form it is used; elsewhere the graph is run until it is periodic. Every reduction is waited for.
+The model is the papers' graph of compute nodes and reductions (`dag.py`), with equal learners that do everything at the
+same time. Where the long run has a closed form it is used; elsewhere the graph is run until it is periodic. Every
+reduction is waited for.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from collections.abc import Callable, Sequence
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
 from diloco.planning.dag import Costs, Pattern, steady_utilization
-from diloco.planning.models import Workload
 from diloco.planning.settings import Setting
+from diloco.planning.workload import Workload
 
 PRECISION = 1e-6
 """Of a bandwidth that is searched for, relative."""
 _WIDEST = 2.0**30
-"""Times the bandwidth that carries a period's bits in a period's compute: what is not reached with it is never reached."""
+"""Times the bandwidth that carries a period's bits in a period's compute: what is not reached with it is never
+reached."""
 
 
 def strided(num_layers: int, num_fragments: int) -> list[tuple[int, ...]]:
-    """The layers (1..L) of each fragment in the order of the backward pass: fragment i has layers i + 1, i + 1 + P, …"""
+    """The layers (1..L) of each fragment in the order of the backward pass; fragment i has i + 1, i + 1 + P, …."""
     return [
         tuple(range(num_layers, 0, -1)[(num_layers - 1 - i) % num_fragments :: num_fragments])
         for i in range(num_fragments)
@@ -30,7 +32,7 @@ def strided(num_layers: int, num_fragments: int) -> list[tuple[int, ...]]:
 
 
 def pattern_of(num_layers: int, setting: Setting) -> Pattern:
-    """Each fragment once in H steps, spread evenly: what `diloco.core.schedule` does."""
+    """The pattern of `diloco.core.schedule`: each fragment once in H steps, spread evenly."""
     schedule, fragments = setting.schedule, strided(num_layers, setting.num_fragments)
     layers_after = {
         step: sorted((layer for p in schedule.sends(step) for layer in fragments[p]), reverse=True)
@@ -40,7 +42,7 @@ def pattern_of(num_layers: int, setting: Setting) -> Pattern:
 
 
 def costs_of(workload: Workload, setting: Setting, bit_per_s: float, down_bit_per_s: float | None = None) -> Costs:
-    """What the nodes take where the link carries `bit_per_s`; down `down_bit_per_s`, as much by default."""
+    """Durations of the nodes on a link of `bit_per_s`; down `down_bit_per_s`, the same by default."""
     if not bit_per_s > 0 or (down_bit_per_s is not None and not down_bit_per_s > 0):
         raise ConfigError(
             f"a link of {min(bit_per_s, down_bit_per_s or bit_per_s):g} bit/s carries nothing; give more than 0."
@@ -74,7 +76,7 @@ def utilization(workload: Workload, setting: Setting, bit_per_s: float, down_bit
 
 
 def required_bit_per_s(workload: Workload, setting: Setting, target: float) -> float:
-    """The smallest bandwidth with a utilisation of at least `target` (0 to 1), to `PRECISION`; infinite where none has it."""
+    """The smallest bandwidth with a utilisation of at least `target` (0 to 1); infinite where there is none."""
     period_s = setting.sync_every * workload.step_s
     bits = workload.num_parameters * wire_format(setting.up).bits_per_value
     return smallest_rate(lambda rate: utilization(workload, setting, rate), target, start=bits / period_s)
@@ -104,23 +106,23 @@ def smallest_rate(value: Callable[[float], float], target: float, start: float, 
     return high
 
 
-# --- closed forms -----------------------------------------------------------------------------------------------------------
+# --- closed forms -----------------------------------------------------------------------------------------------------
 
 
 def has_closed_form(pattern: Pattern) -> bool:
-    """Without overlap, or where the whole model goes at once."""
+    """Whether there is no overlap, or the whole model is sent at once."""
     return pattern.overlap == 0 or len(pattern.layers_after) == 1
 
 
 def closed_form(pattern: Pattern, costs: Costs) -> float:
     """Compute ÷ wall clock of an endless run.
 
-    The period λ of H steps, where what is launched in step t would be there s_t after the end of that step (as its lowest layer's
-    forward pass sees it), on a link that was free:
+    The period λ of H steps, where what is launched in step t would be there s_t after the end of that step (as its
+    lowest layer's forward pass sees it), on a link that was free:
 
         τ = 0    λ = H·C + Σ_t max(0, s_t): all that is launched is waited for at once
-        one t    λ = max(H·C, L·c_up, L·c_down, (s + ((m + 1)·H − τ)·C) / (m + 1)),  m = ⌊τ / H⌋: compute alone, the link alone, or
-                 from a launch over the forward pass that waits for it to the next launch but m
+        one t    λ = max(H·C, L·c_up, L·c_down, (s + ((m + 1)·H − τ)·C) / (m + 1)),  m = ⌊τ / H⌋: compute alone, the
+                 link alone, or from a launch over the forward pass that waits for it to the next launch but m
 
     Raises:
         ConfigError: neither holds.
@@ -131,7 +133,8 @@ def closed_form(pattern: Pattern, costs: Costs) -> float:
         return compute_s / (compute_s + sum(stalls))
     if len(pattern.layers_after) != 1:
         raise ConfigError(
-            f"launches in {len(pattern.layers_after)} steps of a period with an overlap of {tau} steps have no closed form; run the graph."
+            f"launches in {len(pattern.layers_after)} steps of a period with an overlap of {tau} steps have no closed "
+            "form; run the graph."
         )
     [layers] = pattern.layers_after.values()
     turns = tau // pattern.period + 1
@@ -140,11 +143,13 @@ def closed_form(pattern: Pattern, costs: Costs) -> float:
 
 
 def late_s(costs: Costs, layers: Sequence[int]) -> float:
-    """How long after its turn in the next step's forward pass the lowest of these layers is there, if nothing else is on the link.
+    """How long after its turn in the next step's forward pass the lowest of these layers is there, if nothing else is
+    on the link.
 
     The first of a burst of k may hold up the others: with b_i the time at which the i-th is launched, n = k − i + 1,
 
-        max_i b_i + max(c_up + n·c_down, n·c_up + c_down) + 2·latency,    and  b_i + n·c_up + latency  where a reduction is one pass
+        max_i b_i + max(c_up + n·c_down, n·c_up + c_down) + 2·latency
+        max_i b_i + n·c_up + latency                                       where a reduction is one pass
 
     It is linear in the layers between that two passes may change over at, so one of the ends is the worst.
     """

@@ -1,4 +1,4 @@
-"""What a part of a run tells: events for programs, progress for people. Of several ranks only the first one tells anything."""
+"""Reports of a part of a run: events for programs, progress for people. Only the first of several ranks reports."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,17 +6,17 @@ from typing import Any, Self
 
 from diloco import events as ev
 from diloco.training.clock import Clock
-from diloco.training.progress import Progress, Silent, Status
+from diloco.training.progress import Progress, StepStatus
 
 
-class Journal:
+class Reporter:
     """Writes the events file at `path` and talks to `progress`; without a path, it does neither."""
 
     def __init__(self, path: Path | None, who: str, progress: Progress, clock: Clock | None = None) -> None:
         self.who = who
         self._clock = clock or Clock()
         self._log = None if path is None else ev.EventLog(path, who=who, clock=self._clock.stamp)
-        self._progress = progress if path is not None else Silent()
+        self._progress = progress if path is not None else Progress()
         self._last_step = (self._clock.seconds(), 0)
         self._waits = (0.0, 0)
 
@@ -33,7 +33,7 @@ class Journal:
         """Whether people are to be shown the state of things now."""
         return self._progress.wants()
 
-    def show(self, status: Status) -> None:
+    def show(self, status: StepStatus) -> None:
         """Show it."""
         self._progress.show(status)
 
@@ -52,7 +52,7 @@ class Journal:
         )
 
     def adopted(self, step: int, before: Sequence[int], after: Sequence[int]) -> None:
-        """Which fragments have a new version."""
+        """Report the fragments that have a new version."""
         for fragment, (old, new) in enumerate(zip(before, after, strict=True)):
             if new != old:
                 self.append(ev.Adopted(step=step, fragment=fragment, version=new))

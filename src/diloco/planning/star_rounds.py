@@ -1,7 +1,7 @@
-"""Who sends what, and when, between learners and a syncer in virtual time: rounds by the schedule, and rounds that the syncer calls.
+"""Sends and merges of learners around a syncer in virtual time: rounds by the schedule, and rounds the syncer calls.
 
-`Scheduled` is DiLoCo, Streaming and eager updates: at a boundary sends come before applications, and a learner blocks until all that is
-due is there. `CalledRounds` is Decoupled DiLoCo: it never does.
+`Scheduled` is DiLoCo, Streaming and eager updates: at a boundary sends come before applications, and a learner blocks
+until all that is due is there. `CalledRounds` is Decoupled DiLoCo: it never does.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
-from diloco.core.rounds import Called
 from diloco.core.rounds.called import Pace
 from diloco.core.rounds.late import decide
-from diloco.core.schedule import Schedule
 from diloco.planning.network import Network
-from diloco.planning.stations import Merging, Star, Station
+from diloco.planning.stations import ExchangePlan, Star, Station
 
 ROUNDING = 1e-9
 """Of a step: a clock that is a sum of fractions may stay below a whole number."""
@@ -26,26 +24,9 @@ REPORT_EVERY_S = 0.05
 """Learners whose rounds are called report their steps, this often at most."""
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """What is exchanged.
-
-    Attributes:
-        schedule: which fragment after which inner step, and τ.
-        up_bytes, down_bytes: of each fragment, encoded.
-        merging: what the syncer takes for a round.
-        called: the syncer calls the rounds by this rule; None: the schedule does, and learners wait.
-    """
-
-    schedule: Schedule
-    up_bytes: Sequence[float]
-    down_bytes: Sequence[float]
-    merging: Merging = Merging()
-    called: Called | None = None
-
-
 class Scheduled(Star):
-    """Fragments are sent after the schedule's steps, every learner is in every round, and an answer that is due is waited for.
+    """Fragments are sent after the schedule's steps, every learner is in every round, and an answer that is due is
+    waited for.
 
     Attributes:
         window: inner steps after which everything may repeat: as many periods as an answer may take.
@@ -54,19 +35,15 @@ class Scheduled(Star):
     """
 
     def __init__(
-        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: Exchange, *, copies: int = 1,
-        traced: bool = False, stop_at: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            network,
-            step_s,
-            latency_s,
-            exchange.up_bytes,
-            exchange.down_bytes,
-            exchange.merging,
-            copies=copies,
-            traced=traced,
-        )
+        self,
+        network: Network,
+        step_s: Sequence[float],
+        exchange: ExchangePlan,
+        copies: int = 1,
+        traced: bool = False,
+        stop_at: int | None = None,
+    ) -> None:
+        super().__init__(network, step_s, exchange, copies, traced)
         schedule = exchange.schedule
         assert isinstance(schedule.sync_every, int)
         assert schedule.offsets is not None
@@ -78,12 +55,8 @@ class Scheduled(Star):
         self._rounds = [[0] * len(self._up_bytes) for _ in self.stations]
         self._due: list[deque[tuple[int, int, int]]] = [deque() for _ in self.stations]  # step, fragment, version
         self._in: dict[tuple[int, int], int] = {}
-        places = (
-            {offset % every for offset in schedule.offsets}
-            | {(offset + tau) % every for offset in schedule.offsets}
-            | {0}
-        )
-        self._eventful = sorted(places)
+        sends = {offset % every for offset in schedule.offsets}
+        self._eventful = sorted({0} | sends | {(place + tau) % every for place in sends})
         for station in self.stations:
             self._go_on(station)
 
@@ -158,24 +131,15 @@ class CalledRounds(Star):
 
     Attributes:
         steps: inner steps of each learner so far.
-        stale_steps: of each learner, summed over adoptions: inner steps since the send before it, which adoption overwrites.
+        stale_steps: of each learner, summed over adoptions: inner steps since the send before it, which adoption
+            overwrites.
         num_adoptions: of each learner.
     """
 
     def __init__(
-        self, network: Network, step_s: Sequence[float], latency_s: Sequence[float], exchange: Exchange, *, copies: int = 1,
-        traced: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            network,
-            step_s,
-            latency_s,
-            exchange.up_bytes,
-            exchange.down_bytes,
-            exchange.merging,
-            copies=copies,
-            traced=traced,
-        )
+        self, network: Network, step_s: Sequence[float], exchange: ExchangePlan, copies: int = 1, traced: bool = False
+    ) -> None:
+        super().__init__(network, step_s, exchange, copies, traced)
         assert exchange.called is not None
         schedule, quorum = exchange.schedule, exchange.called
         num, num_fragments = len(self.stations), len(self._up_bytes)
@@ -188,9 +152,8 @@ class CalledRounds(Star):
         self._reported = [0] * num
         self._pace = Pace(step_s=median(station.step_s for station in self.stations))
         self._turns = [_Turn(schedule.next_send(f, 0)) for f in range(num_fragments)]
-        self._answered = [
-            [-1] * num_fragments for _ in range(num)
-        ]  # the version that the newest contribution was measured from
+        # The version that each learner's newest contribution was measured from.
+        self._answered = [[-1] * num_fragments for _ in range(num)]
         self._fresh_from = [[0] * num_fragments for _ in range(num)]  # the step since which work is pending
         self._asked: list[dict[int, None]] = [{} for _ in range(num)]
         self._calls: list[deque[tuple[int, int]]] = [deque() for _ in range(num)]
@@ -199,7 +162,7 @@ class CalledRounds(Star):
         for station in self.stations:
             self._compute(station)
 
-    # --- learners ---------------------------------------------------------------------------------------------------------
+    # --- learners -----------------------------------------------------------------------------------------------------
 
     def _compute(self, station: Station) -> None:
         self.note(station.index, "compute", self.now_s, self.now_s + station.step_s)
@@ -244,7 +207,7 @@ class CalledRounds(Star):
     def received(self, station: Station, fragment: int) -> None:
         self._arrivals[station.index].add(fragment)  # adopted at the next boundary
 
-    # --- the syncer -------------------------------------------------------------------------------------------------------
+    # --- the syncer ---------------------------------------------------------------------------------------------------
 
     def _heard(self, learner: int, step: int) -> None:
         self._clock += (step - self._reported[learner]) / len(self.stations)
@@ -277,7 +240,7 @@ class CalledRounds(Star):
         call = (fragment, turn.version)
         for station in self.stations:
             self.at(self.now_s + station.latency_s, partial(self._calls[station.index].append, call))
-        self._decide(fragment)  # late work of everybody may be there
+        self._decide(fragment)  # late work of all learners may be there
 
     def _decide(self, fragment: int) -> None:
         turn = self._turns[fragment]

@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from diloco.config import RunConfig
 from diloco.core.fragments import Layout, scatter
-from diloco.errors import StoreError
+from diloco.errors import StoreError, translated
 from diloco.training.checkpoint import load_checkpoint
-from diloco.training.models import build_model, load_state
+from diloco.training.model import build_model, load_state
 from diloco.training.sources import BYTE_VOCABULARY, load_tokenizer
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def save_pretrained(state: Mapping[str, Tensor], model_config: PreTrainedConfig,
     model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, dtype=_dtype(state))
     load_state(model, state)
     model.config.use_cache = True  # off in training, wanted for generation
-    try:
+    with translated(OSError, StoreError, f"cannot write the model to {out_dir}", "choose another directory"):
         # Written beside its place and then moved, so that a directory of that name is always whole.
         partial = out_dir.with_name(f".{out_dir.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -48,25 +48,21 @@ def save_pretrained(state: Mapping[str, Tensor], model_config: PreTrainedConfig,
         for file in partial.iterdir():
             file.replace(out_dir / file.name)
         partial.rmdir()
-    except OSError as error:
-        raise StoreError(f"cannot write the model to {out_dir} ({error}); choose another directory") from error
 
 
 def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) -> int:
-    """As `save_pretrained`, for the model of a run, with its tokenizer (or a note on its tokens) beside it.
+    """Write the model of a run, as `save_pretrained`, with its tokenizer or a note on its tokens beside it.
 
     Returns the number of parameters, tied ones counted once.
     """
     vocab_size, tokenizer = _vocabulary(config)
     model = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
     save_pretrained(state, model.config, out_dir)
-    try:
+    with translated(OSError, StoreError, f"cannot write the tokenizer to {out_dir}", "choose another directory"):
         if tokenizer is not None:
             tokenizer.save_pretrained(out_dir)
         elif config.data.kind != "tokens":
             (out_dir / "TOKENS.md").write_text(_BYTES_NOTE, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"cannot write the tokenizer to {out_dir} ({error}); choose another directory") from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -76,7 +72,7 @@ def checkpoint_state(path: Path) -> dict[str, Tensor]:
 
 
 def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Of a learner's saved state: what it last adopted; its own model where nothing is exchanged, or gradients."""
+    """The global model of a saved state: the newest adopted one, or the own model without outer gradients."""
     state: dict[str, Tensor] = saved["model"]
     if saved["layout"] is None:
         return state
@@ -89,7 +85,7 @@ def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def merge_fragments(layout: Layout, thetas: Sequence[Tensor], static: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One named tensor of each parameter in its own dtype, from the flat fp32 fragments; and what training leaves alone."""
+    """Named tensors in their own dtypes from the flat fp32 fragments, and the static ones, which are not trained."""
     state = dict(static)
     for fragment, theta in zip(layout.fragments, thetas, strict=True):
         dtypes = {placement.spec.name: placement.spec.dtype for placement in fragment.tensors}

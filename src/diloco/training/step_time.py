@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from diloco.config import RunConfig
-from diloco.errors import ConfigError
 from diloco.training.island import Island
 from diloco.training.job import Job
 from diloco.training.sources import load_corpus
@@ -17,8 +16,8 @@ WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Pace:
-    """What was measured of one learner.
+class StepTime:
+    """The measured step time of one learner.
 
     Attributes:
         step_s: mean time of an inner step, seconds.
@@ -38,16 +37,12 @@ class Pace:
     num_layers: int
 
 
-def measure_pace(config: RunConfig, shard: int, *, seconds: float, at_least: int = 10, job: Job) -> Pace:
+def measure_step_time(config: RunConfig, shard: int, *, seconds: float, at_least: int = 10, job: Job) -> StepTime:
     """Take inner steps as the learner of this shard would, for `seconds` and `at_least` so many.
 
     Every rank of a `job` calls it. Raises ConfigError when the run file cannot be trained here.
     """
-    if config.learner_batch % (job.size * config.train.accumulate):
-        raise ConfigError(
-            f"a batch of {config.learner_batch} sequences does not divide over {job.size} ranks x {config.train.accumulate} "
-            "micro-batches; change train.batch, train.global_batch or train.accumulate"
-        )
+    job.check_batch(config.learner_batch, config.train.accumulate)
     island = Island(config, load_corpus(config.data), job)
     island.narrow(shard, config.learner_batch)
     island.specialise()
@@ -57,7 +52,7 @@ def measure_pace(config: RunConfig, shard: int, *, seconds: float, at_least: int
     times: list[float] = []
     while job.shared(float(len(times) < at_least or sum(times) < seconds)):
         times.append(_step_s(island, device))
-    return Pace(
+    return StepTime(
         step_s=statistics.fmean(times),
         stdev_s=statistics.stdev(times),
         num_steps=len(times),

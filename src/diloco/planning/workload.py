@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model: how many parameters and layers, and how long an inner step takes.
+"""A model as a plan sees it: parameters, layers, and the time of an inner step.
 
 preset   the models of the papers' simulators, as they are printed there
 TOML     parameters = 1.2e9, layers = 24, step_time = "310 ms"; or config = "config.json" in place of the first two
@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from diloco.errors import ConfigError
 from diloco.planning.configs import count_parameters
 from diloco.planning.units import TIME, amount
-from diloco.tables import Table, read_toml, validate
+from diloco.tables import Table, read_text, read_toml, validate
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Workload:
         amount("the number of parameters", self.num_parameters)
         if self.num_layers < 1:
             raise ConfigError(
-                f"a model of {self.num_parameters:g} parameters in {self.num_layers} layers cannot be; give 1 layer or more."
+                f"a model of {self.num_parameters:g} parameters in {self.num_layers} layers cannot be; give 1 layer or "
+                "more."
             )
 
     def with_step(self, step_s: float) -> Self:
@@ -61,16 +62,36 @@ PRESETS: Mapping[str, Workload] = {
 """The models of the papers' simulators."""
 
 
-class _ModelFile(Table):
-    name: str | None = None
+class ModelDescription(Table):
+    """A model as far as a plan needs to know it: parameters and layers, or the transformers config that has them."""
+
     parameters: float | None = Field(default=None, gt=0)
     layers: int | None = Field(default=None, gt=0)
-    config: Path | None = None
+    config: Path | None = None  # a transformers config.json, instead of parameters and layers
+
+    @property
+    def num_ways(self) -> int:
+        """The number of ways in which the model is described; 2 where one of them is incomplete."""
+        if (self.parameters is None) != (self.layers is None):
+            return 2
+        return (self.parameters is not None) + (self.config is not None)
+
+    def described(self, name: str, step_s: float = 0.0, directory: Path = Path()) -> Workload:
+        """The workload; `config` is found from the `directory`."""
+        if self.config is not None:
+            return Workload(name, *count_parameters(directory / self.config), step_s)
+        assert self.parameters is not None
+        assert self.layers is not None
+        return Workload(name, self.parameters, self.layers, step_s)
+
+
+class _ModelFile(ModelDescription):
+    name: str | None = None
     step_time: Annotated[float, BeforeValidator(lambda text: TIME.parse(text, positive=True))] | None = None
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        if (self.parameters is None) != (self.layers is None) or (self.parameters is None) == (self.config is None):
+        if self.num_ways != 1:
             raise ValueError("a model is its parameters and layers, or its config; give one of the two")
         return self
 
@@ -79,7 +100,7 @@ def load_workload(model: str, step_s: float | None = None) -> Workload:
     """The workload of a preset's name, a TOML file or a transformers config.json; `step_s` replaces its step time.
 
     Raises:
-        ConfigError: no such preset or file, a file that cannot be used, or a step time that nobody gives.
+        ConfigError: no such preset or file, a file that cannot be used, or no step time.
     """
     if model in PRESETS:
         workload = PRESETS[model]
@@ -89,7 +110,8 @@ def load_workload(model: str, step_s: float | None = None) -> Workload:
         workload = Workload(Path(model).parent.name or model, *count_parameters(model), 0.0)
     else:
         raise ConfigError(
-            f"there is no model {model!r}; choose {', '.join(PRESETS)}, or name a .toml file or a transformers config.json."
+            f"there is no model {model!r}; choose {', '.join(PRESETS)}, or name a .toml file or a transformers "
+            "config.json."
         )
     if step_s is not None:
         return workload.with_step(step_s)
@@ -99,14 +121,5 @@ def load_workload(model: str, step_s: float | None = None) -> Workload:
 
 
 def _from_toml(path: Path) -> Workload:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the model file {path} ({error}); check the path") from error
-    given = validate(_ModelFile, read_toml(text, str(path)), str(path))
-    if given.parameters is not None and given.layers is not None:
-        num_parameters, num_layers = given.parameters, given.layers
-    else:
-        assert given.config is not None
-        num_parameters, num_layers = count_parameters(path.parent / given.config)
-    return Workload(given.name or path.stem, num_parameters, num_layers, given.step_time or 0.0)
+    given = validate(_ModelFile, read_toml(read_text(path, "model file"), str(path)), str(path))
+    return given.described(given.name or path.stem, given.step_time or 0.0, path.parent)

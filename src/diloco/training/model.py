@@ -1,4 +1,5 @@
-"""Build the model a run file describes: any causal language model of transformers, from a configuration or with weights."""
+"""Build the model a run file describes: any causal language model of transformers, from a configuration or with
+weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diloco.config import ModelTable
-from diloco.errors import ConfigError, LayoutError
+from diloco.errors import ConfigError, LayoutError, translated
 from diloco.tables import nearest
 
 # The model of `diloco demo`: small enough for two CPU cores, and a decoder like its larger relatives.
@@ -30,17 +31,15 @@ SMALL_LLAMA: dict[str, Any] = {
 def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> PreTrainedConfig:
     """The transformers configuration of a run; the table's own settings come last.
 
-    Raises ConfigError for an unknown model type or an unknown setting (with the nearest known one), or an unreadable config file.
+    Raises ConfigError for an unknown model type or an unknown setting (with the nearest known one), or an unreadable
+    config file.
     """
     if table.config is not None:
         if not table.config.is_file():
             raise ConfigError(f"there is no model configuration at {table.config}; check model.config")
-        try:
+        failed = f"cannot read the model configuration {table.config}"
+        with translated((OSError, ValueError), ConfigError, failed, "check model.config"):
             base = AutoConfig.from_pretrained(table.config).to_dict()
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"cannot read the model configuration {table.config} ({error}); check model.config"
-            ) from error
         model_type = base.pop("model_type")
     else:
         model_type = table.type
@@ -52,23 +51,20 @@ def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> Pr
     known = set(config_class().to_dict()) | set(config_class.attribute_map)
     for key in table.settings:
         if key not in known:
-            raise ConfigError(
-                f'unknown key "model.{key}" for a model of type {model_type}; '
-                f"{nearest(key, sorted(known | set(ModelTable.model_fields)))}"
-            )
-    try:
+            advice = nearest(key, sorted(known | set(ModelTable.model_fields)))
+            raise ConfigError(f'unknown key "model.{key}" for a model of type {model_type}; {advice}')
+    failed = f"the [model] table does not describe a {model_type} model"
+    with translated((TypeError, ValueError), ConfigError, failed, "correct it"):
         config: PreTrainedConfig = config_class(**{**base, **table.settings, "use_cache": False})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the [model] table does not describe a {model_type} model ({error}); correct it") from error
-    if config.get_text_config().vocab_size < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size = {config.get_text_config().vocab_size} is below the data's {vocab_size}; leave it out or raise it"
-        )
+    own_size = config.get_text_config().vocab_size
+    if own_size < vocab_size:
+        raise ConfigError(f"model.vocab_size = {own_size} is below the data's {vocab_size}; leave it out or raise it")
     return config
 
 
 def build_model(table: ModelTable, vocab_size: int, sequence_length: int, seed: int) -> PreTrainedModel:
-    """The model in its initial state: from `seed` alone, or from `model.weights`. The caller's random state is left as it was.
+    """The model in its initial state: from `seed` alone, or from `model.weights`. The caller's random state is left as
+    it was.
 
     Raises ConfigError when the configuration or the weights cannot be used.
     """
@@ -78,12 +74,11 @@ def build_model(table: ModelTable, vocab_size: int, sequence_length: int, seed: 
         if table.weights is not None and not table.weights.endswith(".safetensors"):
             return _pretrained(table, table.weights, dtype)
         config = model_config(table, vocab_size, sequence_length)
-        try:
+        failed, advice = "transformers cannot build this model", "correct the [model] table"
+        with translated((ValueError, ImportError), ConfigError, failed, advice):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, attn_implementation=table.attention, dtype=dtype
             )
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"transformers cannot build this model ({error}); correct the [model] table") from error
     if table.weights is not None:
         load_weights(model, Path(table.weights))
     return model
@@ -93,29 +88,23 @@ def _pretrained(table: ModelTable, weights: str, dtype: torch.dtype) -> PreTrain
     """A model from a directory or from the hub, with its own configuration."""
     if table.settings or table.config is not None:
         raise ConfigError(f"model.weights = {weights} brings its own configuration; remove the other keys of [model]")
-    try:
+    failed, advice = f"cannot load model.weights = {weights}", "give a directory or a hub name"
+    with translated((OSError, ValueError), ConfigError, failed, advice):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             weights, attn_implementation=table.attention, dtype=dtype, use_safetensors=True
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"cannot load model.weights = {weights} ({reason}); give a directory or a hub name"
-        ) from error
     model.config.use_cache = False
     return model
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:
     """Fill `model` from a safetensors file. Raises ConfigError when it cannot be read or does not fit."""
-    try:
+    failed = f"cannot read the weights {path}"
+    with translated((OSError, SafetensorError), ConfigError, failed, "give a safetensors file"):
         weights = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read the weights {path} ({error}); give a safetensors file") from error
-    try:
+    failed = f"the weights {path} do not fit the run's model"
+    with translated(LayoutError, ConfigError, failed, "give weights of this model"):
         load_state(model, weights)
-    except LayoutError as error:
-        raise ConfigError(f"the weights {path} do not fit the run's model: {error}") from error
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -128,10 +117,9 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, tensor in state.items():
         if name not in own:
             raise LayoutError(f"the model has no tensor {name}; check [model]")
-        if own[name].shape != tensor.shape:
-            raise LayoutError(
-                f"{name} has shape {list(tensor.shape)} where the model has {list(own[name].shape)}; check [model]"
-            )
+        theirs, ours = list(tensor.shape), list(own[name].shape)
+        if theirs != ours:
+            raise LayoutError(f"{name} has shape {theirs} where the model has {ours}; check [model]")
         filled.add(id(own[name]))
     for name, tensor in own.items():
         if id(tensor) not in filled:

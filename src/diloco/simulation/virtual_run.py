@@ -1,15 +1,16 @@
-"""A run in virtual time: the trainer, the learners and the syncer's state machine as they are, a network and faults that are modelled.
+"""A run in virtual time: the trainer, the learners and the syncer's state machine as they are, a network and faults
+that are modelled.
 
-The learners of a run file train their model in this process, one at a time. An inner step takes as long as the site file (or the tape
-of a recorded run) says, a transfer as long as the links let it, and everything else no time; nothing depends on how fast this machine
-is. Events are those of a real run, with `t` counted from the run's beginning.
+The learners of a run file train their model in this process, one at a time. An inner step takes as long as the site
+file (or the tape of a recorded run) says, a transfer as long as the links let it, and everything else no time; nothing
+depends on how fast this machine is. Events are those of a real run, with `t` counted from the run's beginning.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,15 @@ from diloco.config import RunConfig
 from diloco.core.method import Method
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.delivery import Fault
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.world import Run, World
 from diloco.learner import Learner
-from diloco.planning.network import Network
 from diloco.planning.pictures import Kind, Span
-from diloco.planning.site import Site
-from diloco.planning.tape import SIMULATED, Recorded
+from diloco.planning.tape import SIMULATED
+from diloco.simulation.scenario import Scenario
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
-from diloco.training.alone import LearnerLike
+from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import latest_checkpoint
 from diloco.training.clock import Clock, Shared
 from diloco.training.loop import CHECKPOINTS, Trainer
@@ -42,30 +41,11 @@ from diloco.training.sources import load_corpus
 
 
 @dataclass(frozen=True)
-class Scene:
-    """Where and when a run takes place.
-
-    Attributes:
-        step_s: seconds of a learner's n-th inner step at its own batch (learner index, n from 0).
-        network: the links; None: everything arrives at once.
-        faults: who is killed, and when.
-        starts_s: when each learner starts; None: all at 0.
-        warm_step_s: seconds of the n-th step of the warm start (n from 0), at the full batch; where that is None, as many times those
-            of a first step as the full batch is larger.
-    """
-
-    step_s: Callable[[int, int], float] = lambda *_: 1.0
-    network: Network | None = None
-    faults: Sequence[Fault] = ()
-    starts_s: Sequence[float] | None = None
-    warm_step_s: Callable[[int], float | None] = lambda _: None
-
-
-@dataclass(frozen=True)
 class LearnerTime:
-    """Where a learner's time went, in seconds: computing, waiting for answers, gone.
+    """Seconds of a learner: computing, waiting for answers, gone.
 
-    `utilisation`: the share of its time in the run, from its first step to its last and while it was there, that it computed.
+    `utilisation`: the share of its time in the run, from its first step to its last and while it was there, that it
+    computed.
     """
 
     compute_s: float
@@ -81,7 +61,7 @@ class LearnerTime:
 
 @dataclass
 class Simulated:
-    """What a simulated run came to.
+    """The result of a simulated run.
 
     Attributes:
         summaries: what each learner's trainer says; None for one that was killed and did not come back.
@@ -103,7 +83,7 @@ class Simulated:
         return max((each.run_tokens for each in self.summaries.values() if each is not None), default=0)
 
     def times(self) -> dict[str, LearnerTime]:
-        """Each learner's time."""
+        """The time of each learner."""
 
         def total(spans: Sequence[Span], kind: Kind) -> float:
             return math.fsum(each.end_s - each.begin_s for each in spans if each.kind == kind)
@@ -127,13 +107,13 @@ class Simulated:
 
 
 def simulate(
-    configs: Mapping[str, RunConfig], scene: Scene, directory: Path, *, progress: Progress | None = None
+    configs: Mapping[str, RunConfig], scenario: Scenario, directory: Path, *, progress: Progress | None = None
 ) -> Simulated:
     """Train a run in virtual time, its events and checkpoints in `directory` as a real run's are in its own.
 
     Arguments:
-        configs: the run as each of its learners reads it, by name, in the order of their shards. The first one makes the warm start
-            and initialises the run; it starts as soon as any other.
+        configs: the run as each of its learners reads it, by name, in the order of their shards. The first one makes
+            the warm start and initialises the run; it starts as soon as any other.
         progress: shows how the first learner goes.
 
     Raises:
@@ -141,7 +121,7 @@ def simulate(
     """
     method = method_to_simulate(configs)
     data = next(iter(configs.values())).data
-    return _Stage(configs, method, scene, directory, Shared(load_corpus(data)), progress).play()
+    return _Stage(configs, method, scenario, directory, Shared(load_corpus(data)), progress).play()
 
 
 def method_to_simulate(configs: Mapping[str, RunConfig]) -> Method:
@@ -150,7 +130,8 @@ def method_to_simulate(configs: Mapping[str, RunConfig]) -> Method:
     method = method_from_table(first.method)
     if method.exchanged == "gradients":
         raise ConfigError(
-            "a syncer cannot run DataParallel on gradients, so there is nothing to simulate; `diloco plan utilization` compares with it."
+            "a syncer cannot run DataParallel on gradients, so there is nothing to simulate; `diloco plan utilization` "
+            "compares with it."
         )
     if len(configs) != first.run.learners:
         raise ConfigError(
@@ -163,7 +144,7 @@ class _Stage:
     """A run being simulated."""
 
     def __init__(
-        self, configs: Mapping[str, RunConfig], method: Method, scene: Scene, directory: Path, shared: Shared,
+        self, configs: Mapping[str, RunConfig], method: Method, scenario: Scenario, directory: Path, shared: Shared,
         progress: Progress | None,
     ) -> None:  # fmt: skip
         self._names = list(configs)
@@ -171,24 +152,24 @@ class _Stage:
             config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
             for config in configs.values()
         ]
-        self._method, self._scene, self._directory = method, scene, directory
+        self._method, self._scenario, self._directory = method, scenario, directory
         self._shared, self._progress = shared, progress
         self._spans: list[list[Span]] = [[] for _ in configs]
         self._ended_s = [0.0] * len(configs)
 
     def play(self) -> Simulated:
         run = self._configs[0].run.name
-        starts_s = self._scene.starts_s or [0.0] * len(self._names)
+        starts_s = self._scenario.starts_s or [0.0] * len(self._names)
         path = self._directory / "syncer" / "events.jsonl"
         with events.EventLog(path, "syncer", clock=lambda: self._run.time.now) as log:
             journal = Journal(log, SyncerMetrics(run))
             self._run = Run(
                 World(
                     self._names,
-                    self._scene.step_s,
+                    self._scenario.step_s,
                     starts_s,
-                    self._scene.network,
-                    self._scene.faults,
+                    self._scenario.network,
+                    self._scenario.faults,
                     journal,
                     self._watch,
                 )
@@ -213,12 +194,12 @@ class _Stage:
                 raise
             first = self._names[0]
             raise ConfigError(
-                f"{first}, which initialises the run, is killed before it has and does not come back, so nobody can begin; "
-                "let it come back, or be killed later."
+                f"{first}, which initialises the run, is killed before it has and does not come back; let it come "
+                "back, or be killed later."
             ) from error
 
     def _life(self, index: int, exchange: Local) -> Summary:
-        """One learner, as `diloco train` would run it."""
+        """Train one learner as `diloco train` would."""
         config, name = self._configs[index], self._names[index]
         exchange.initialises = index == 0
         first = index == 0 and not exchange.run_exists
@@ -227,7 +208,7 @@ class _Stage:
         def now_s() -> float:
             return exchange.now_s
 
-        def attach(model: nn.Module, optimizer: Optimizer, steps: int, tokens: int) -> LearnerLike:
+        def attach(model: nn.Module, optimizer: Optimizer, steps: int, tokens: int) -> AnyLearner:
             exchange.initial_step, exchange.initial_tokens = steps, tokens
             return Learner(model, optimizer, method=self._method, exchange=exchange, trains=config.train.trains or None)
 
@@ -248,13 +229,13 @@ class _Stage:
         return summary
 
     def _warm_step_s(self, index: int, step: int) -> float:
-        known_s, config = self._scene.warm_step_s(step), self._configs[index]
+        known_s, config = self._scenario.warm_step_s(step), self._configs[index]
         if known_s is not None:
             return known_s
-        return self._scene.step_s(index, 0) * config.train.global_batch / config.learner_batch
+        return self._scenario.step_s(index, 0) * config.train.global_batch / config.learner_batch
 
     def _watch(self, kind: Kind, learner: int, began_s: float, ended_s: float) -> None:
-        """Spans of a kind that touch are one."""
+        """Record a span; touching spans of a kind become one."""
         spans = self._spans[learner]
         for place in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
             if spans[place].kind == kind and spans[place].end_s == began_s:
@@ -267,9 +248,13 @@ class _Stage:
             if summary is not None:
                 sent = summary.metrics["num_bytes"]
                 received = {"contributions": sent.get("contributions", 0)}
-                log.append(events.Traffic(
-                    learner=name, received_bytes=received, sent_bytes={key: n for key, n in sent.items() if key not in received}
-                ))  # fmt: skip
+                log.append(
+                    events.Traffic(
+                        learner=name,
+                        received_bytes=received,
+                        sent_bytes={key: n for key, n in sent.items() if key not in received},
+                    )
+                )
 
     def _log_end(self, log: events.EventLog, done: Simulated) -> None:
         core = self._run.core
@@ -277,7 +262,7 @@ class _Stage:
         log.append(events.Finished(steps=steps, tokens=tokens, seconds=done.duration_s, reason="stopped"))
 
     def _account(self, done: Simulated) -> None:
-        """What is neither computing nor being gone is waiting."""
+        """Fill in loss, duration and each learner's spans; time that is neither compute nor absence is waiting."""
         done.duration_s = max(self._ended_s)
         newest = [each for each in done.summaries.values() if each is not None]
         if newest:
@@ -286,13 +271,14 @@ class _Stage:
             end_s = self._ended_s[index] or done.duration_s
             stopped = [
                 Span(fault.at_s, min(end_s, end_s if fault.back_s is None else fault.back_s), "stopped")
-                for fault in self._scene.faults
+                for fault in self._scenario.faults
                 if fault.learner == index and fault.at_s < end_s
             ]
             busy = sorted(
-                [*stopped, *(each for each in self._spans[index] if each.kind == "compute")], key=lambda each: each.begin_s
-            )  # fmt: skip
-            waiting, at_s = [], busy[0].begin_s if busy else end_s  # nobody waits before the first step
+                [*stopped, *(each for each in self._spans[index] if each.kind == "compute")],
+                key=lambda each: each.begin_s,
+            )
+            waiting, at_s = [], busy[0].begin_s if busy else end_s  # waiting begins with the first step
             for each in busy:
                 if each.begin_s > at_s:
                     waiting.append(Span(at_s, each.begin_s, "waiting"))
@@ -300,22 +286,3 @@ class _Stage:
             if end_s > at_s:
                 waiting.append(Span(at_s, end_s, "waiting"))
             done.spans[name] = [*self._spans[index], *stopped, *waiting]
-
-
-def scene_of_site(site: Site, run: RunConfig) -> Scene:
-    """What a site file says. Failures at random are drawn for a hundred times as long as the run would take without any."""
-    learners = site.learners()
-    horizon_s = 100.0 * run.schedule_steps * max(each.step_s for each in learners)
-    faults = [
-        Fault(outage.learner, outage.at_s, None if math.isinf(outage.back_s) else outage.back_s)
-        for outage in site.outages(horizon_s)
-    ]
-    return Scene(lambda index, step: learners[index].step_seconds(step, run.run.seed), site.network(), faults)
-
-
-def scene_of_tape(recorded: Sequence[Recorded], network: Network | None) -> Scene:
-    """What a recorded run says, over links that may be others than it had."""
-    faults = [Fault(index, at_s, back_s) for index, each in enumerate(recorded) for at_s, back_s in each.gone]
-    starts_s = [each.start_s for each in recorded]
-    began = next((each for each in recorded if each.warm_paces), recorded[0])
-    return Scene(lambda index, step: recorded[index].step_s(step), network, faults, starts_s, began.warm_step_s)

@@ -1,8 +1,8 @@
 """Published scaling laws: which loss to expect, and which learning rates and batch to begin with.
 
-Everything here is from "Scaling Laws for DiLoCo" (arXiv 2503.09799): power laws f(N, M) = A·N^a·M^b in the number of parameters N and
-of learners M, fitted to decoders that were trained on 20 tokens per parameter with H = 30. What was not measured is warned about, and
-what is not known is None.
+Everything here is from "Scaling Laws for DiLoCo" (arXiv 2503.09799): power laws f(N, M) = A·N^a·M^b in the number of
+parameters N and of learners M, fitted to decoders that were trained on 20 tokens per parameter with H = 30. What was
+not measured is warned about, and what is not known is None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from diloco.core.choices import whole_number
 from diloco.planning.units import amount
 
 SEQUENCE_LENGTH = 2048
-"""Tokens per sequence of the batch fits. The paper's unit is inferred: with it the fits give batches of the size it used."""
+"""Tokens per sequence of the batch fits. The paper's unit is inferred: with it the fits give batches of the size it
+used."""
 
 PARAMETERS = (35e6, 2.4e9)
 LEARNERS = (1, 2, 4, 8)
@@ -51,12 +52,14 @@ DATA_PARALLEL_BATCH_SEQUENCES = PowerLaw(0.22592, 0.281)
 
 @dataclass(frozen=True)
 class Expected:
-    """What the fits say about one model, for DiLoCo with M learners beside data parallel.
+    """The fits for one model: DiLoCo with M learners, and data parallel.
 
     Attributes:
-        loss, data_parallel_loss: held-out, nats per token of the paper's data and tokenizer: compare them with each other.
-        loss_penalty_percent: how far `loss` is above `data_parallel_loss`; below zero where DiLoCo wins. The fits are off by up to
-            1.7 % of the published losses and the penalty by up to 1.1 points, at 35M; from 180M on by 1.1 % and 0.7 points.
+        loss, data_parallel_loss: held-out, nats per token of the paper's data and tokenizer: compare them with each
+            other.
+        loss_penalty_percent: how far `loss` is above `data_parallel_loss`; below zero where DiLoCo wins. The fits are
+            off by up to 1.7 % of the published losses and the penalty by up to 1.1 points, at 35M; from 180M on by 1.1
+            % and 0.7 points.
         inner_lr, data_parallel_lr: peak learning rate of AdamW.
         batch_sequences, batch_tokens, data_parallel_batch_sequences: global batch, of all learners together.
         outer_lr: of Nesterov SGD; None where it was not measured.
@@ -119,7 +122,7 @@ def expect(
 
 
 def _outside(num_parameters: float, num_learners: int, sync_every: int, tokens: float | None) -> Iterator[str]:
-    """A sentence for everything that was not measured."""
+    """A sentence for each input outside of what was measured."""
     low, high = PARAMETERS
     if not low <= num_parameters <= high:
         yield f"the fits were measured from 35M to 2.4B parameters; {num_parameters:.3g} is extrapolated"
@@ -127,10 +130,21 @@ def _outside(num_parameters: float, num_learners: int, sync_every: int, tokens: 
         yield f"the fits were measured with 1 to 8 learners; {num_learners} is extrapolated"
     if tokens is not None and not 0.9 <= tokens / (TOKENS_PER_PARAMETER * num_parameters) <= 1.1:
         ratio = tokens / num_parameters
-        yield f"the fits were measured at 20 tokens per parameter; these are {ratio:.3g}, so no loss given here is this run's"
+        yield (
+            f"the fits were measured at 20 tokens per parameter; these are {ratio:.3g}, so no loss given here is this "
+            "run's"
+        )
     if sync_every != SYNC_EVERY:
-        yield f"the fits were measured at H = 30; at H = {sync_every} the best outer learning rate is another (it grows with H)"
+        yield (
+            f"the fits were measured at H = 30; at H = {sync_every} the best outer learning rate is another (it grows "
+            "with H)"
+        )
     if num_learners not in OUTER_LR:
-        yield f"the best outer learning rate was measured for 1, 2, 4 and 8 learners; for {num_learners} it is not known"
+        yield (
+            f"the best outer learning rate was measured for 1, 2, 4 and 8 learners; for {num_learners} it is not known"
+        )
     elif num_parameters < OUTER_LR_PARAMETERS:
-        yield "the best outer learning rate was found to be independent of N from 335M parameters on; this model is smaller"
+        yield (
+            "the best outer learning rate was found to be independent of N from 335M parameters on; this model is "
+            "smaller"
+        )

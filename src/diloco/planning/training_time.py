@@ -1,8 +1,8 @@
 """Wall clock: how long a training takes, by what its time goes into.
 
-The idealised model of "Scaling Laws for DiLoCo" (arXiv 2503.09799, its section on wall-clock time): a chip computes at a constant rate, an
-all-reduce is bound by bandwidth and latency, and nothing overlaps. For overlap, codecs per direction and a syncer, see
-`diloco.planning.utilization` and `diloco.planning.star`.
+The idealised model of "Scaling Laws for DiLoCo" (arXiv 2503.09799, its section on wall-clock time): a chip computes at
+a constant rate, an all-reduce is bound by bandwidth and latency, and nothing overlaps. For overlap, codecs per
+direction and a syncer, see `diloco.planning.graph` and `diloco.planning.star`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from diloco.core.choices import positive, whole_number
 from diloco.errors import ConfigError
-from diloco.planning.units import amount
+from diloco.planning.fleet import check_chips
+from diloco.planning.units import amount, not_negative
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,19 @@ class Link:
 
     def __post_init__(self) -> None:
         positive("Link(bit_per_s=…)", self.bit_per_s)
-        if not 0 <= self.latency_s < math.inf:
-            raise ConfigError(f"Link(latency_s=…) must be a finite number of at least 0, not {self.latency_s!r}.")
+        not_negative("Link(latency_s=…)", self.latency_s)
 
     def all_reduce_s(self, num_bits: float, num_chips: float) -> float:
         """2·bits/W·(1 − 1/R) + ε: a reduction over R chips that is bound by bandwidth; nothing for a single chip."""
         return 0.0 if num_chips <= 1 else 2 * num_bits / self.bit_per_s * (1 - 1 / num_chips) + self.latency_s
 
 
-NETWORKS: Mapping[str, Link] = {"high": Link(400e9, 1e-4), "medium": Link(100e9, 1e-3), "low": Link(10e9, 1e-2)}
+PaperNetwork = Literal["high", "medium", "low"]
+NETWORKS: Mapping[str, Link] = {
+    "high": Link(400e9, 1e-4),
+    "medium": Link(100e9, 1e-3),
+    "low": Link(10e9, 1e-2),
+}
 """The paper's three."""
 
 FLOP_PER_S = 300e12
@@ -51,8 +57,8 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is trained, and on what.
+class TrainingPlan:
+    """A training and the chips and networks that it uses.
 
     Attributes:
         num_parameters: N. tokens: D. batch_tokens: of a step over all learners together.
@@ -81,17 +87,13 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("num_parameters", "tokens", "batch_tokens", "flop_per_s", "bits", "outer_bits"):
-            amount(WORDS.get(name, f"Job({name}=…)"), getattr(self, name))
+            amount(WORDS.get(name, f"TrainingPlan({name}=…)"), getattr(self, name))
         for name in ("chips", "learners", "sync_every"):
-            whole_number(f"Job({name}=…)", getattr(self, name), minimum=1)
-        if self.chips < self.learners:
-            raise ConfigError(
-                f"{self.chips} chips cannot be shared by {self.learners} learners; give each at least one."
-            )
+            whole_number(f"TrainingPlan({name}=…)", getattr(self, name), minimum=1)
+        check_chips(self.chips, self.learners)
         if self.batch_tokens > self.tokens:
-            raise ConfigError(
-                f"a batch of {self.batch_tokens:,.0f} tokens is more than all {self.tokens:,.0f}; lower it."
-            )
+            batch, tokens = f"{self.batch_tokens:,.0f}", f"{self.tokens:,.0f}"
+            raise ConfigError(f"a batch of {batch} tokens is more than all {tokens}; lower it.")
 
 
 @dataclass(frozen=True)
@@ -120,27 +122,28 @@ class WallClock:
         return self.compute_s / self.total_s
 
 
-def wall_clock(job: Job) -> WallClock:
+def wall_clock(plan: TrainingPlan) -> WallClock:
     """The time of a training, phase by phase.
 
         compute         6·N·D / (R·Q)
         data parallel   [2·N·b/W1·(1 − 1/R) + ε1] every step
-        M ≥ 2           [2·N·b/W0·(1 − M/R) + ε0] every step within a learner, [2·N·b/W1·(1 − 1/R) + ε1] every H steps across
+        M ≥ 2           [2·N·b/W0·(1 − M/R) + ε0] every step within a learner,
+                        [2·N·b/W1·(1 − 1/R) + ε1] every H steps across learners
 
-    with N·b bits in a reduction. The paper gives the formulas for a number of values and leaves the b bits of each to the reader; here it
-    is `bits` and `outer_bits`. Steps are rounded up, rounds down: the last period ends without one if it is not whole. With a chip for
-    each learner there is nothing to reduce within it.
+    with N·b bits in a reduction. The paper gives the formulas for a number of values and leaves the b bits of each to
+    the reader; here it is `bits` and `outer_bits`. Steps are rounded up, rounds down: the last period ends without one
+    if it is not whole. With a chip for each learner there is nothing to reduce within it.
 
     Source: arXiv 2503.09799, appendix on wall-clock time.
     """
-    steps = math.ceil(job.tokens / job.batch_tokens)
-    compute_s = 6 * job.num_parameters * job.tokens / (job.chips * job.flop_per_s)
-    if job.learners == 1:
-        bits, times = job.num_parameters * job.bits, steps
+    steps = math.ceil(plan.tokens / plan.batch_tokens)
+    compute_s = 6 * plan.num_parameters * plan.tokens / (plan.chips * plan.flop_per_s)
+    if plan.learners == 1:
+        bits, times = plan.num_parameters * plan.bits, steps
         within_s = 0.0
     else:
-        bits, times = job.num_parameters * job.outer_bits, steps // job.sync_every
-        within_s = steps * job.within.all_reduce_s(job.num_parameters * job.bits, job.chips / job.learners)
-    across_s = times * job.across.all_reduce_s(bits, job.chips)
-    across_bits = 2 * bits * (1 - 1 / job.chips) * times
+        bits, times = plan.num_parameters * plan.outer_bits, steps // plan.sync_every
+        within_s = steps * plan.within.all_reduce_s(plan.num_parameters * plan.bits, plan.chips / plan.learners)
+    across_s = times * plan.across.all_reduce_s(bits, plan.chips)
+    across_bits = 2 * bits * (1 - 1 / plan.chips) * times
     return WallClock(steps, compute_s, within_s, across_s, across_bits)

@@ -1,0 +1,28 @@
+"""Inputs of commands besides the run file: tokens, lists of numbers, shards."""
+
+from pathlib import Path
+from typing import TypeVar
+
+from diloco.errors import ConfigError
+from diloco.tables import read_text
+
+N = TypeVar("N", int, float)
+
+
+def read_token(path: Path | None) -> str | None:
+    """The secret in a token file; None without one. Raises ConfigError when it cannot be read."""
+    return None if path is None else read_text(path, "token file").strip()
+
+
+def parse_list(option: str, text: str, kind: type[N], what: str, example: str) -> tuple[N, ...]:
+    """The numbers of `text`, between commas. Raises ConfigError that names the option and `what` it takes."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} is not a list of {what}; write for example {example}") from None
+
+
+def check_shard(shard: int, learners: int) -> None:
+    """Raise ConfigError unless a run of so many learners has this shard."""
+    if shard >= learners:
+        raise ConfigError(f"--shard {shard} does not exist; shards are 0 to {learners - 1}")

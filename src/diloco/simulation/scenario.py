@@ -1,0 +1,52 @@
+"""The scenario of a simulated run: step times, links and faults, from a site file or a recorded run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from diloco.config import RunConfig
+from diloco.exchange.delivery import Fault
+from diloco.planning.network import Network
+from diloco.planning.site import Site
+from diloco.planning.tape import Recorded
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Step times, links, starts and faults of a simulated run.
+
+    Attributes:
+        step_s: seconds of a learner's n-th inner step at its own batch (learner index, n from 0).
+        network: the links; None: everything arrives at once.
+        faults: who is killed, and when.
+        starts_s: when each learner starts; None: all at 0.
+        warm_step_s: seconds of the n-th step of the warm start (n from 0), at the full batch; where that is None, as
+            many times those of a first step as the full batch is larger.
+    """
+
+    step_s: Callable[[int, int], float] = lambda *_: 1.0
+    network: Network | None = None
+    faults: Sequence[Fault] = ()
+    starts_s: Sequence[float] | None = None
+    warm_step_s: Callable[[int], float | None] = lambda _: None
+
+
+def scenario_of_site(site: Site, run: RunConfig) -> Scenario:
+    """The scenario of a site file. Random failures cover a hundred times the length of an undisturbed run."""
+    learners = site.learners()
+    horizon_s = 100.0 * run.schedule_steps * max(each.step_s for each in learners)
+    faults = [
+        Fault(outage.learner, outage.at_s, None if math.isinf(outage.back_s) else outage.back_s)
+        for outage in site.outages(horizon_s)
+    ]
+    return Scenario(lambda index, step: learners[index].step_seconds(step, run.run.seed), site.network(), faults)
+
+
+def scenario_of_tape(recorded: Sequence[Recorded], network: Network | None) -> Scenario:
+    """The scenario of a recorded run, over links that may differ from its own."""
+    faults = [Fault(index, at_s, back_s) for index, each in enumerate(recorded) for at_s, back_s in each.gone]
+    starts_s = [each.start_s for each in recorded]
+    began = next((each for each in recorded if each.warm_paces), recorded[0])
+    return Scenario(lambda index, step: recorded[index].step_s(step), network, faults, starts_s, began.warm_step_s)
