@@ -118,6 +118,7 @@ class TrainTable(Table):
         default=None, gt=0
     )  # sequences per step of this learner; default: global_batch / learners
     trains: tuple[str, ...] = ()  # name patterns of the tensors that this learner trains; none: all
+    overlap: int | None = Field(default=None, ge=0)  # inner steps that this learner overlaps; default: the method's
     accumulate: int = Field(default=1, gt=0)  # micro-batches per step
     clip: float | None = Field(default=1.0, gt=0)  # norm of the gradient
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -271,3 +271,27 @@ def test_a_run_file_may_replace_the_merge_of_any_preset() -> None:
         method_from_table({"preset": "DiLoCo", "quorum": {"type": "Called"}})
     with pytest.raises(ConfigError, match="a scheduled round takes the mean"):
         method_from_table({"preset": "DiLoCo", "partial": "scale"})
+
+
+OWN_OVERLAP = {
+    "eager": (EagerDiLoCo(sync_every=4), 4, "has no meaning"),
+    "delayed": (DelayedDiLoCo(sync_every=4), 4, "has no meaning"),
+    "gradients": (DataParallel(), 0, "has no meaning"),
+    "called": (DecoupledDiLoCo(sync_every=6), 2, "has no meaning"),
+    "longer than a period": (StreamingDiLoCo(sync_every=6), 7, "exceeds sync_every=6"),
+    "nothing to keep": (replace(StreamingDiLoCo(sync_every=6), adopt=KeepDisplacement()), 0, "set overlap"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_OVERLAP)
+def test_an_overlap_of_ones_own_is_refused_where_it_has_no_meaning(name: str) -> None:
+    method, overlap, says = OWN_OVERLAP[name]
+    with pytest.raises(ConfigError, match=says):
+        method.with_own_overlap(overlap)
+
+
+def test_a_learner_with_an_overlap_of_its_own_follows_the_method_otherwise() -> None:
+    method = StreamingDiLoCo(sync_every=6, overlap=2)
+    own = method.with_own_overlap(5)
+    assert own.difference(method) == "overlap is 5 here and 2 there"
+    assert own.rules(3).schedule.applies(7) == (0,)  # sent after step 2

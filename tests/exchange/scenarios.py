@@ -21,7 +21,8 @@ class Scenario:
     """One run. `fault` happens to learner 1: another "layout", another "method", a "nan" gradient, or an "error" in its own code.
 
     `resume_at`: the run is saved after this step and goes on over new exchanges. `trains`: learners that train part of the model.
-    `tokens`: in a step of learner 0; each next one has 7 more, where there are any.
+    `overlaps`: learners with an overlap of their own. `tokens`: in a step of learner 0; each next one has 7 more, where
+    there are any.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Scenario:
     fault: str = ""
     resume_at: int = 0
     trains: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    overlaps: dict[int, int] = field(default_factory=dict)
     tokens: int = 10
 
     @property
@@ -111,7 +113,8 @@ def live(scenario: Scenario, part: int, index: int, exchange: Exchange, carried:
     if part == 1 and index == 0:  # as training frameworks do, before anything is attached
         model.load_state_dict(carried["model"])
     trains = {int(key): patterns for key, patterns in scenario.trains.items()}.get(index)
-    with Learner(model, optimizer, method=method, exchange=exchange, trains=trains) as learner:
+    overlap = {int(key): steps for key, steps in scenario.overlaps.items()}.get(index)
+    with Learner(model, optimizer, method=method, exchange=exchange, trains=trains, overlap=overlap) as learner:
         if part == 1:
             if index == 1:
                 model.load_state_dict(carried["model"])
@@ -215,6 +218,8 @@ def _scenarios() -> list[Scenario]:
             methods["diloco, tokens and feedback"].to_dict(),
             trains={1: ("layers.*",), 2: ("*.bias",)},
         ),
+        Scenario("own overlaps", streaming, overlaps={0: 1, 1: 6}),
+        Scenario("own overlaps that are the method's", streaming, overlaps={0: 4, 1: 4, 2: 4}),
         Scenario("other layout", methods["diloco"].to_dict(), fault="layout"),
         Scenario("other method", methods["diloco"].to_dict(), fault="method"),
         Scenario("nan", methods["diloco, tokens and feedback"].to_dict(), fault="nan"),

@@ -48,7 +48,9 @@ class Script(Exchange):
     def method(self, given: Method | None) -> Method:
         return required_method(given)
 
-    def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
+    def open(
+        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
+    ) -> Opened:
         self.num_elements = layout.fragments[0].numel
         return self.opened(1, self._step, self._version)
 

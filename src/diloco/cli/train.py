@@ -118,7 +118,8 @@ def _trainer(config: "RunConfig", part: "Part", job: "Job", collective: bool, as
     from diloco.training.together import attach_over, together_over
 
     assert job.process_group is not None  # `--collective` is refused without torchrun
-    attach = attach_over(job.process_group, method_from_table(config.method), config.train.trains)
+    method = method_from_table(config.method)
+    attach = attach_over(job.process_group, method, config.train.trains, config.train.overlap)
     return Trainer(config, part, attach=attach, progress=progress, together=together_over(job.process_group, job))
 
 
@@ -170,7 +171,9 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
                 initial_tokens=tokens,
                 source=_source(config, part),
             )
-            return diloco.Learner(model, optimizer, exchange=exchange, trains=config.train.trains or None)
+            return diloco.Learner(
+                model, optimizer, exchange=exchange, trains=config.train.trains or None, overlap=config.train.overlap
+            )
 
         try:
             return connect(part.initialise)

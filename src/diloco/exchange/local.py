@@ -179,6 +179,7 @@ class Local(Exchange):
         if not is_first:
             self._move("down", run.num_model_bytes)
         self.incarnation = run.join(self._index, again=self._is_again)
+        run.core.members[name].overlap = overlap
         versions = tuple(fragment.version for fragment in run.core.fragments)
         # Who was there when the run began begins with it, however long its model took to come: a scheduled round waits for it.
         is_late = self._is_again or run.starts_s[self._index] > run.began_s or not run.method.wait

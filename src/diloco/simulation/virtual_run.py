@@ -210,7 +210,10 @@ class _Stage:
 
         def attach(model: nn.Module, optimizer: Optimizer, steps: int, tokens: int) -> AnyLearner:
             exchange.initial_step, exchange.initial_tokens = steps, tokens
-            return Learner(model, optimizer, method=self._method, exchange=exchange, trains=config.train.trains or None)
+            return Learner(
+                model, optimizer, method=self._method, exchange=exchange, trains=config.train.trains or None,
+                overlap=config.train.overlap,
+            )  # fmt: skip
 
         def stepped_alone() -> None:
             began_s = exchange.now_s

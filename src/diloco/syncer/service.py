@@ -99,9 +99,7 @@ class Service:
 
         def join(driver: SyncerDriver, done: Callable[[int], None]) -> None:
             overlap = request.overlap if request.HasField("overlap") else None
-            driver.join(
-                request.learner, layout, done, process=request.process, again=request.again, overlap=overlap
-            )
+            driver.join(request.learner, layout, done, process=request.process, again=request.again, overlap=overlap)
 
         return pb.JoinReply(incarnation=self._driver.wait_for(join))
 

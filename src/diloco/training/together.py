@@ -27,8 +27,11 @@ class Continued(Collective):
         self._step = step
         self._tokens_before = tokens
 
-    def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
-        return replace(super().open(layout, method, initial), step=self._step, run_tokens=self._tokens_before)
+    def open(
+        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
+    ) -> Opened:
+        opened = super().open(layout, method, initial, overlap=overlap)
+        return replace(opened, step=self._step, run_tokens=self._tokens_before)
 
     @property
     def run_tokens(self) -> int | None:
@@ -44,12 +47,14 @@ class Continued(Collective):
         return loaded
 
 
-def attach_over(process_group: dist.ProcessGroup, method: Method, trains: Sequence[str] = ()) -> Attach:
+def attach_over(
+    process_group: dist.ProcessGroup, method: Method, trains: Sequence[str] = (), overlap: int | None = None
+) -> Attach:
     """How one of the ranks becomes a learner by `method`; `trains` are name patterns of what it trains, none: all."""
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> AnyLearner:
         exchange = Continued(process_group, step=steps, tokens=tokens)
-        return Learner(model, optimizer, method=method, exchange=exchange, trains=trains or None)
+        return Learner(model, optimizer, method=method, exchange=exchange, trains=trains or None, overlap=overlap)
 
     return attach
 

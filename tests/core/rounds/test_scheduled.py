@@ -3,9 +3,13 @@
 import itertools
 
 import pytest
+from tests.core.driving import restarted
 
+from diloco.core.contribution import Contribution
+from diloco.core.presets import StreamingDiLoCo
 from diloco.core.rounds import QUORUMS
 from diloco.core.rounds.scheduled import AllLive, decide
+from diloco.core.syncer import SyncerCore
 from diloco.errors import ConfigError
 
 NOW = 10.0
@@ -54,3 +58,23 @@ def test_a_quorum_is_a_value() -> None:
     assert QUORUMS.read(AllLive(at_least=3).to_dict()) == AllLive(at_least=3)
     with pytest.raises(ConfigError, match="did you mean 'at_least'"):
         QUORUMS.read({"type": "AllLive", "atleast": 3})
+
+
+def test_how_far_ahead_a_contribution_may_be_follows_from_its_learners_own_overlap() -> None:
+    """An overlap of a whole interval keeps one answer on its way; the record keeps the overlap over a restart."""
+    core = SyncerCore(StreamingDiLoCo(sync_every=4, overlap=1).rules(1), [0])
+    core.joined(0.0, "a", ready=True)
+    core.joined(0.0, "b", ready=True, overlap=4)
+    again = restarted(core, core.saved(), 0.0)
+    for run in (core, again):
+        for learner in "ab":
+            run.contributed(1.0, contribution(learner, number=1, round_=0, step=4))
+        ahead = {
+            learner: run.contributed(2.0, contribution(learner, number=2, round_=1, step=8))[0] for learner in "ab"
+        }
+        assert [type(answer).__name__ for answer in ahead.values()] == ["Reject", "Accept"]
+
+
+def contribution(learner: str, *, number: int, round_: int, step: int) -> Contribution:
+    """Measured from version 0, on 10 tokens."""
+    return Contribution(learner, 1, 0, number, round_, 0, 10, 4, trained=10 * number, step=step)
