@@ -21,11 +21,9 @@ from tests.run.toy import (
 )  # fmt: skip
 
 import diloco
-from diloco.core.actions import MergeRound
 from diloco.core.contribution import MISSED, NOT_FINITE, OUT_OF_STEP
 from diloco.core.layout import Layout, TensorSpec, place
 from diloco.core.members import Deadlines
-from diloco.core.update import Update
 from diloco.errors import (
     AlreadyInitialisedError,
     CorruptPayloadError,
@@ -39,8 +37,7 @@ from diloco.errors import (
     StoreError,
     UnknownRunError,
 )
-from diloco.run.model import GlobalModel
-from diloco.run.ports import InitialModel, MergedRound, NullObserver
+from diloco.run.ports import InitialModel, NullObserver
 from diloco.run.simulated import POINTS, MemorySpool
 from diloco.run.writes import RETRY_S
 
@@ -471,29 +468,6 @@ def test_another_run_or_method_is_not_continued() -> None:
     scene.store._saved = replace(saved, run="other")
     with pytest.raises(UnknownRunError, match="'other'"):
         scene.restart()
-
-
-# --- what is kept ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "intervals_in_flight", "oldest"), [(2, 0, 2), (3, 0, 3), (7, 0, 4), (8, 0, 4), (8, 1, 3), (2, 3, 1)]
-)
-def test_updates_are_kept_for_learners_that_are_behind(num_bytes: int, intervals_in_flight: int, oldest: int) -> None:
-    """Of five versions of a fragment of 8 bytes, the updates from this base on; for older ones the fragment is sent whole."""
-    model = GlobalModel[Number, int](LAYOUT, b"", [Number(0, 0)] * 2, [()] * 2, intervals_in_flight=intervals_in_flight)
-    for base in range(5):
-        held = Number(base + 1, 0)
-        update = Update(0, base, base + 1, ("a",), (1.0,), 1.0, held.digest, lossless=False)
-        action = MergeRound(0, base, (), (), 1.0, frozenset())
-        model.take(MergedRound(action, update, held, 10 + base, num_bytes))
-    for base in range(5):
-        fetched = model.fetch(0, base)
-        assert fetched.payload == (10 + base if base >= oldest else None)
-        assert fetched.update.version == (base + 1 if base >= oldest else 5)
-        assert fetched.update.contributors == ("a",)
-    with pytest.raises(LayoutError):
-        model.fetch(2, 0)
 
 
 # --- members ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic
@@ -137,8 +137,10 @@ class Driver(Generic[H, S, P]):
 
     def standing(self, learner: str) -> Standing:
         """What stands for a learner that is part of the run."""
-        standing = self.core.standing(learner)
-        return replace(standing, num_live=self.num_live, run_tokens=self.state.run_tokens)
+        return self._standing(learner, self.num_live)
+
+    def _standing(self, learner: str, num_live: int) -> Standing:
+        return replace(self.core.standing(learner), num_live=num_live, run_tokens=self.state.run_tokens)
 
     def fetch(self, fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Fetched[H, P]:
         """The update that follows version `base`, or the newest whole fragment where that is not kept.
@@ -494,8 +496,9 @@ class Driver(Generic[H, S, P]):
             connection.evicted(action.reason, replaced=action.replaced)
         self._connections.end(action.learner, action.incarnation)
 
-    def _tell(self, learners: Iterable[str]) -> None:
+    def _tell(self, learners: Collection[str]) -> None:
+        num_live = self.num_live if learners else 0
         for learner in sorted(learners):
             member = self.core.members.get(learner)
             if member is not None and (connection := self._connections.of(learner, member.incarnation)) is not None:
-                connection.standing(self.standing(learner))
+                connection.standing(self._standing(learner, num_live))

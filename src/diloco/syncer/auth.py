@@ -1,12 +1,13 @@
-"""Who may talk to a syncer: bearer tokens with roles, the certificates of its one port, and which addresses it may bind.
+"""Who may talk to a syncer: bearer tokens with roles, the certificates of its one port, and which addresses it may
+bind.
 
     role      may
     viewer    read status, history and the global model
     learner   what a viewer may, and join, push and pull (it holds the global model anyway)
     admin     everything: also evict, stop, and whatever changes a run
 
-The syncer's tokens file holds names, roles and the SHA-256 of each token; the tokens themselves are random 256-bit secrets that
-only their owners hold, so a plain hash is as strong as they are.
+The syncer's tokens file holds names, roles and the SHA-256 of each token; the tokens themselves are random 256-bit
+secrets that only their owners hold, so a plain hash is as strong as they are.
 
     ["site-a"]
     role = "learner"
@@ -128,7 +129,7 @@ def write_secret(path: Path, data: bytes) -> None:
 class Authenticator:
     """Checks bearer tokens against a tokens file, which is read again whenever it changes: revoking needs no restart.
 
-    Any thread may call it. A file that has become unreadable lets nobody in.
+    Any thread may call it. A file that has become unreadable admits no caller.
 
     Raises:
         ConfigError: the file cannot be read, or is empty.
@@ -148,7 +149,8 @@ class Authenticator:
         Every entry is compared in constant time, found or not.
 
         Raises:
-            AuthError: no token, an unknown one, too low a role, or bound to another learner. The text never holds the token.
+            AuthError: no token, an unknown one, too low a role, or bound to another learner. The text never holds the
+                token.
         """
         if not token:
             raise AuthError(f"no token was sent and this needs the role {needed!r}; pass token=… (see `diloco keys`).")
@@ -157,7 +159,7 @@ class Authenticator:
         try:
             entries = self._current()
         except ConfigError as error:
-            raise AuthError(f"nobody can be let in: {error}") from error
+            raise AuthError(f"no caller can be admitted: {error}") from error
         for entry in entries.values():
             if hmac.compare_digest(entry.sha256, sha256):
                 found = entry
@@ -169,7 +171,8 @@ class Authenticator:
             )
         if learner is not None and found.learner not in (None, learner):
             raise AuthError(
-                f"token {found.name!r} may speak for learner {found.learner!r} only, not for {learner!r}; use that learner's own."
+                f"token {found.name!r} may speak for learner {found.learner!r} only, not for {learner!r}; use that "
+                "learner's own."
             )
         return found.name
 
@@ -189,7 +192,8 @@ class Authenticator:
 
 
 def check_binding(address: str, *, has_tls: bool, has_tokens: bool, insecure: bool) -> None:
-    """Refuse a port that strangers could reach unprotected: anything but loopback and unix sockets needs both TLS and tokens.
+    """Refuse a port that strangers could reach unprotected: anything but loopback and unix sockets needs both TLS and
+    tokens.
 
     Raises:
         ConfigError: it would be open, and `insecure` does not accept that; or the address is none.
@@ -201,6 +205,7 @@ def check_binding(address: str, *, has_tls: bool, has_tokens: bool, insecure: bo
         return
     missing = " and ".join(name for name, there in (("TLS", has_tls), ("tokens", has_tokens)) if not there)
     raise ConfigError(
-        f"{address} can be reached from other machines and has no {missing}; make both with `diloco keys new`, bind 127.0.0.1, "
+        f"{address} can be reached from other machines and has no {missing}; make both with `diloco keys new`, bind "
+        "127.0.0.1, "
         "or accept the risk with --insecure."
     )

@@ -1,6 +1,7 @@
 """A certificate for the syncer's port and the authority that vouches for it, made in one go.
 
-The authority's private key is used once and never written: nobody can make a second certificate that learners would trust.
+The authority's private key is used once and never written, so a second certificate that learners would trust cannot be
+made.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def _name(host: str) -> x509.GeneralName:
         return x509.DNSName(host.encode("idna").decode())
     except ValueError as error:
         raise ConfigError(
-            f"{host!r} is no host name or IP address ({error}); give it without a port, as in --host syncer.example.org."
+            f"{host!r} is no host name or IP address ({error}); give it without a port, as in --host "
+            "syncer.example.org."
         ) from error
 
 

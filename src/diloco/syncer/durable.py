@@ -132,7 +132,7 @@ def lock_directory(path: Path) -> IO[str]:
     """Take a directory for this process until the file returned is closed, if only by the kernel when the process ends.
 
     Raises:
-        StoreError: someone has it, named.
+        StoreError: another process has it, named.
     """
     file = (path / "store.lock").open("a+")
     try:

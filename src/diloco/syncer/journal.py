@@ -126,7 +126,7 @@ class Journal(Observer):
         log.warning("this process stood still for %.1f s; no learner's deadline counts them", late_s)
 
     def stands(self, core: SyncerCore) -> None:
-        """How things are, for whoever scrapes."""
+        """How the run stands, for Prometheus."""
         self._metrics.set_missing_events(self._events.num_missing)
         self._metrics.set_ledgers({learner: account.ledgers for learner, account in core.accounting.accounts.items()})
         for index, fragment in enumerate(core.fragments):
@@ -135,7 +135,8 @@ class Journal(Observer):
             if present is not None and self._lacking.get(index) != fragment.version:
                 self._lacking[index] = fragment.version
                 log.warning(
-                    "round %d of fragment %d has the contributions of %d of at least %d learners and no other learner "
+                    "round %d of fragment %d has the contributions of %d of at least %d learners and no other "
+                    "learner "
                     "to wait for; it waits for another learner to join",
                     fragment.version, index, present, core.rules.quorum.at_least,
                 )  # fmt: skip

@@ -1,6 +1,7 @@
 """What a syncer tells Prometheus, on a loopback port of its own.
 
-Participation is reported beside liveness: a run with everybody alive and half of them taking part is half a run.
+Participation is reported beside liveness: a run whose learners are all alive, and half of them take part, is half a
+run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ VERSIONS_BEHIND = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 @dataclass(frozen=True)
 class LearnerSample:
-    """A live learner: its step, the seconds it takes for one (None before that is known), and whether it is healthy."""
+    """A live learner: its step, the seconds it takes for one (None before that is known), and whether it is "
+    "healthy."""
 
     learner: str
     step: int
@@ -122,7 +124,7 @@ class SyncerMetrics:
     # snapshots: each call replaces what the one before said
 
     def set_learners(self, learners: Sequence[LearnerSample]) -> None:
-        """Everybody who is live now; those not named are gone."""
+        """All learners that are live now; those not named are gone."""
         self._snapshots.learners = tuple(learners)
 
     def set_ledgers(self, ledgers: Mapping[str, Sequence[Ledger]]) -> None:
@@ -149,7 +151,8 @@ class SyncerMetrics:
         host, port = split_address(address)
         if not is_loopback(host):
             raise ConfigError(
-                f"metrics at {address} would be open to other machines; bind 127.0.0.1 and let a local Prometheus scrape it."
+                f"metrics at {address} would be open to other machines; bind 127.0.0.1 and let a local Prometheus "
+                "scrape it."
             )
         try:
             self._server = start_http_server(port, host, self.registry)

@@ -75,9 +75,8 @@ class Syncer:
         )
         if method.exchanged == "gradients":
             raise ConfigError(
-                "a syncer cannot run DataParallel on gradients: it would never hold the model, so nobody could "
-                "rejoin; "
-                "use Collective over a process group, or a method that exchanges outer gradients."
+                "a syncer cannot run DataParallel on gradients: it would never hold the model, so no learner could "
+                "rejoin; use Collective over a process group, or a method that exchanges outer gradients."
             )
         if options.deadlines.lost_floor_s < 2 * HEARTBEAT_S:
             raise ConfigError(

@@ -36,7 +36,7 @@ class Service:
 
     Arguments:
         driver: the run.
-        auth: checks tokens; None lets everybody in (a loopback port, or --insecure).
+        auth: checks tokens; None admits every caller (a loopback port, or --insecure).
         sockets: counts bytes; told whose connection each call came on.
         status_extra: more values for `Status`.
     """
@@ -87,8 +87,8 @@ class Service:
         def reply(driver: SyncerDriver) -> pb.DescribeReply:
             layout = json.dumps(driver.state.model.layout.to_dict()) if driver.state.is_initialised else ""
             return pb.DescribeReply(
-                method=json.dumps(driver.state.method.to_dict()), initialised=driver.state.is_initialised, layout=layout,
-                step=driver.state.step, run_tokens=driver.state.run_tokens,
+                method=json.dumps(driver.state.method.to_dict()), initialised=driver.state.is_initialised,
+                layout=layout, step=driver.state.step, run_tokens=driver.state.run_tokens,
             )  # fmt: skip
 
         return self._driver.ask(reply)
@@ -240,7 +240,7 @@ class Service:
 
 
 def _receiving(stream: Iterator[bytes], buffer: memoryview) -> Iterator[pb.Received]:
-    """Fill `buffer`, saying now and then how far it is: whoever sends must see that it moves."""
+    """Fill `buffer`, saying now and then how far it is: the sender must see that it moves."""
     said_at = time.monotonic()
     for filled in filling(stream, buffer):
         if time.monotonic() - said_at >= SAY_EVERY_S:

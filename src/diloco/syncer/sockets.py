@@ -1,12 +1,14 @@
 """Bytes on the sockets: what the kernel counted for each TCP connection of a port, TLS and HTTP/2 framing included.
 
-gRPC shows message sizes and hides its sockets, so this asks the kernel. The process's descriptors are listed, each connection of the
-port is duplicated and read with TCP_INFO (<linux/tcp.h>): `tcpi_bytes_sent` counts payload octets of outgoing segments, sent again
-ones included; `tcpi_bytes_received` payload octets that arrived, in order and once. IP and TCP headers are in neither.
+gRPC shows message sizes and hides its sockets, so this asks the kernel. The process's descriptors are listed, each
+connection of the port is duplicated and read with TCP_INFO (<linux/tcp.h>): `tcpi_bytes_sent` counts payload octets of
+outgoing segments, sent again ones included; `tcpi_bytes_received` payload octets that arrived, in order and once. IP
+and TCP headers are in neither.
 
-The duplicate is what lets the last count be read after gRPC has closed its own descriptor. It must not outlive that: an open
-descriptor would keep the peer waiting for the end of the stream where the owner only closed and did not shut down. Each `sample`
-therefore looks whether anybody else in the process still has the connection, and if not reads it a last time and lets go.
+The duplicate is what lets the last count be read after gRPC has closed its own descriptor. It must not outlive that: an
+open descriptor would keep the peer waiting for the end of the stream where the owner only closed and did not shut down.
+Each `sample` therefore looks whether the process still has the connection elsewhere, and if not reads it a last time
+and lets go.
 """
 
 from __future__ import annotations
@@ -81,9 +83,9 @@ class _Connection:
 class SocketLedger:
     """Bytes by learner, kind and direction over all TCP connections accepted on one local port of this process.
 
-    One connection carries one kind; `label` says whose and which, and may come late: what was counted before belongs to the first
-    label. Totals never fall and outlive their connections. Any thread may call any method. `start` samples four times a second,
-    which is what limits how long a duplicate outlives its owner; without it call `sample`.
+    One connection carries one kind; `label` says whose and which, and may come late: what was counted before belongs to
+    the first label. Totals never fall and outlive their connections. Any thread may call any method. `start` samples
+    four times a second, which is what limits how long a duplicate outlives its owner; without it call `sample`.
 
     Arguments:
         port: the local port that the server listens on.

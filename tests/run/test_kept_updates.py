@@ -1,28 +1,35 @@
-"""What a syncer keeps for learners that are behind: no more bytes than a fragment has, and what the schedule needs."""
+"""What a driver keeps for learners that are behind: no more bytes than a fragment has, and what the schedule needs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from diloco.syncer.held import HeldModel
 from tests.syncer.runs import layout, method
+from torch import Tensor
 
 import diloco
+from diloco.core.actions import MergeRound
 from diloco.core.held import HeldFragment, close
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
+from diloco.errors import LayoutError
+from diloco.run.model import GlobalModel
+from diloco.run.ports import MergedRound
 
 VERSIONS = 5
 
 
-def published(how: Method) -> HeldModel:
+def published(how: Method) -> GlobalModel[HeldFragment, Tensor]:
     """A model whose first fragment has had five rounds of one learner."""
     fragments = [HeldFragment.first(how, it.index, torch.randn(it.numel)) for it in layout().fragments]
-    model = HeldModel(how, layout(), b"", fragments, [(), ()], [{}, {}])
-    for _ in range(VERSIONS):
-        held, places = model.fragments[0], layout().fragments[0].tensors
+    in_flight = how.rules(2).schedule.intervals_in_flight
+    model = GlobalModel[HeldFragment, Tensor](layout(), b"", fragments, [(), ()], intervals_in_flight=in_flight)
+    for round_ in range(VERSIONS):
+        held, places = model.held(0), layout().fragments[0].tensors
         gradient = how.up.encode(torch.randn(held.theta.numel()))
-        model.take(close(how, held, [Encoded("a", (gradient,), 1.0)], places), {})
+        closed = close(how, held, [Encoded("a", (gradient,), 1.0)], places)
+        action = MergeRound(0, round_, (), (), 1.0, frozenset("a"))
+        model.take(MergedRound(action, closed.update, closed.held, closed.payload, closed.payload.numel()))
     return model
 
 
@@ -39,12 +46,17 @@ def published(how: Method) -> HeldModel:
 )
 def test_updates_are_kept_while_they_are_shorter_than_the_fragment(how: Method, kept: int) -> None:
     model = published(how)
-    answers = [model.pull(0, base).update for base in range(VERSIONS)]
+    answers = [model.fetch(0, base).update for base in range(VERSIONS)]
     assert [answer.base for answer in answers[-kept:]] == list(range(VERSIONS - kept, VERSIONS))
     assert {(answer.version, answer.lossless) for answer in answers[:-kept]} == {(VERSIONS, True)}
 
 
 def test_a_whole_fragment_is_the_newest_version_itself() -> None:
     model = published(method(codec="fp32"))
-    for base in (-1, VERSIONS - 1):
-        assert model.pull(0, base).payload.data_ptr() == model.fragments[0].theta.data_ptr()
+    assert model.fetch(0, -1).payload is None
+    assert model.fetch(0, -1).held is model.held(0)
+    newest = model.fetch(0, VERSIONS - 1)
+    assert newest.payload is not None
+    assert newest.payload.data_ptr() == newest.held.theta.data_ptr()
+    with pytest.raises(LayoutError, match="0 to 1, not 2"):
+        model.fetch(2, 0)
