@@ -427,3 +427,11 @@ def test_the_accounts_balance_whatever_happens(name: str) -> None:
         counts += life.counts
     for happened in ("Publish", "Evict", "Reject", "known", "known, settled", "crash"):
         assert counts[happened] >= 2, (happened, counts)
+
+
+def test_a_circle_with_a_round_that_lacks_learners_is_let_go() -> None:
+    """Learners a whole interval apart: one waits in a round to which no other comes, the others for it in a later one."""
+    [name] = [name for name, rules in RULES.items() if name.startswith("AllLive") and rules(True).quorum.at_least == 2]
+    life = Life(RULES[name](True), 19)
+    life.live(400)
+    life.calm_down()

@@ -219,19 +219,21 @@ class ScheduledSyncer(SyncerRounds):
         return member.ready and member.ready_step < round_.step and not self._is_in_circle(member, round_)
 
     def _is_in_circle(self, member: Member, round_: _Round) -> bool:
-        """Whether all learners are blocked, and this one in a round of a later step to which no contribution of those
-        that it waits for is on its way."""
+        """Whether all learners are blocked, and this one in a round that cannot close before `round_` does: one of a
+        later step to which no contribution of those that it waits for is on its way, or one that lacks learners."""
         members = self._run.members
         if not all(each.waiting for each in members.values() if each.ready):
             return False
         for fragment in range(len(self._rounds)):
-            later = self._open(fragment)
-            if later is None or later.step <= round_.step:
+            other = self._open(fragment)
+            if other is None or other is round_ or member.learner not in other.contributions:
                 continue
-            missing = [members[each] for each in later.members - later.contributions.keys() if each in members]
-            if member.learner in later.contributions and not any(
-                self._may_have_sent(each, later.step) for each in missing
-            ):
+            if self._lacks_learners(other):
+                return True
+            if other.step <= round_.step:
+                continue
+            missing = [members[each] for each in other.members - other.contributions.keys() if each in members]
+            if not any(self._may_have_sent(each, other.step) for each in missing):
                 return True
         return False
 
@@ -316,9 +318,12 @@ class ScheduledSyncer(SyncerRounds):
 
     def lacks_learners(self, fragment: int) -> int | None:
         round_ = self._open(fragment)
-        if round_ is None or round_.members - round_.contributions.keys():
-            return None
-        return len(round_.contributions)
+        return len(round_.contributions) if round_ is not None and self._lacks_learners(round_) else None
+
+    def _lacks_learners(self, round_: _Round) -> bool:
+        """Whether a round has contributions of all its members, and they are not enough."""
+        is_complete = round_.contributions.keys() >= round_.members
+        return is_complete and len(round_.contributions) < self._quorum.at_least
 
     def _open(self, fragment: int) -> _Round | None:
         """The open round that follows the fragment's version."""
