@@ -41,6 +41,7 @@ class CoordinateMerge(Merge):
                     merged.zero_()
                     continue
                 values = [rows[index][part].split(BLOCK_ELEMENTS) for index in counting]
+                own_weights = [weights[index] for index in counting]
                 for block, *own in zip(merged.split(BLOCK_ELEMENTS), *values, strict=True):
-                    self.combine(own, [weights[index] for index in counting], block)
+                    self.combine(own, own_weights, block)
             yield run
