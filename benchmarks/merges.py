@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from diloco.core.codecs import Int4
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merges import MERGES, Encoded, RadialDirectional, merged_vector
+from diloco.core.merges import MERGES, Encoded, Merge, RadialDirectional, merged_runs
 
 NUM_LEARNERS = 8
 NUM_ELEMENTS = 10_000_000
@@ -44,7 +45,7 @@ def _rows(num_elements: int, repeats: int) -> list[dict[str, Any]]:
         seconds, ratios = [], []
         for _ in range(repeats):
             copy = min(_seconds(lambda: copied.copy_(momentum)) for _ in range(3))
-            seconds.append(_seconds(lambda: merged_vector(how, Int4(), contributions, places, num_elements, momentum)))  # noqa: B023
+            seconds.append(_seconds(partial(_merge, how, contributions, places, momentum)))
             ratios.append(seconds[-1] / copy)
         ratio = statistics.median(ratios)
         target = RADIAL_TARGET if isinstance(how, RadialDirectional) else None
@@ -59,6 +60,12 @@ def _rows(num_elements: int, repeats: int) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _merge(how: Merge, contributions: list[Encoded], places: tuple[Placement, ...], momentum: Tensor) -> None:
+    out = torch.empty_like(momentum)
+    for _ in merged_runs(how, Int4(), contributions, places, out.numel(), momentum, out=out):
+        pass
 
 
 def _inputs(num_elements: int) -> tuple[list[Encoded], tuple[Placement, ...], Tensor]:
