@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.whole_vectors import merged_vector
 from torch import Tensor
 
 from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merges import MERGES, Encoded, Mean, encoded_of, merged_vector, shard_of
+from diloco.core.merges import MERGES, Encoded, Mean, encoded_of, shard_of
 from diloco.core.merges.decoding import RUN_SEGMENTS
 from diloco.core.weights import weights_of
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError, NonFiniteError

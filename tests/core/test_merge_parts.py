@@ -13,12 +13,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.whole_vectors import merged_vector
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.core.codecs import FP32, SEGMENT_ELEMENTS, Int4
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merges import MERGES, Encoded, Mean, Merge, MultiKrum, RadialDirectional, merged_runs, merged_vector
+from diloco.core.merges import MERGES, Encoded, Mean, Merge, MultiKrum, RadialDirectional, merged_runs
 from diloco.core.merges.decoding import RUN_ELEMENTS
 from diloco.core.merges.measures import BLOCK_ELEMENTS, inner_product, norm
 from diloco.core.merges.medians import sorted_vectors
@@ -142,7 +143,7 @@ def test_a_run_is_final_when_it_is_yielded(how: Merge) -> None:
     contributions, momentum = random_contributions(3, num_elements), torch.randn(num_elements)
     whole = merged_vector(how, Int4(), contributions, places, num_elements, momentum)
     out, end = torch.empty(num_elements), 0
-    for run, part in merged_runs(how, Int4(), contributions, places, num_elements, momentum, out):
+    for run, part in merged_runs(how, Int4(), contributions, places, num_elements, momentum, out=out):
         assert run.start == end
         assert run.start % SEGMENT_ELEMENTS == 0
         assert part.data_ptr() == out[run].data_ptr()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.whole_vectors import merged_vector
 from torch import Tensor
 
 from diloco.core.codecs import FP32, SEGMENT_ELEMENTS, Int4
@@ -32,7 +33,6 @@ from diloco.core.merges import (
     Screen,
     SenderMean,
     TrimmedMean,
-    merged_vector,
     shard_of,
 )
 from diloco.core.merges.decoding import Decoder

@@ -8,7 +8,7 @@ from diloco.core.merges.inputs import Encoded, encoded_of, shard_of
 from diloco.core.merges.krum import MultiKrum
 from diloco.core.merges.mean import Mean
 from diloco.core.merges.medians import CoordinateMedian, TrimmedMean
-from diloco.core.merges.merge import Merge, merged_runs, merged_vector
+from diloco.core.merges.merge import Merge, merged_runs
 from diloco.core.merges.radial import RadialDirectional
 from diloco.core.merges.screens import SCREENS, NormOutliers, NormZScore, Screen, refused_by
 from diloco.core.merges.sender_mean import SenderMean
@@ -31,7 +31,6 @@ __all__ = [
     "SenderMean",
     "TrimmedMean",
     "encoded_of",
-    "merged_vector",
     "merged_runs",
     "refused_by",
     "shard_of",

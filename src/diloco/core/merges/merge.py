@@ -46,7 +46,8 @@ def merged_runs(
     places: Sequence[Placement],
     num_elements: int,
     momentum: Tensor | None = None,
-    out: Tensor | None = None,
+    *,
+    out: Tensor,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Decode and merge: (elements, merged outer gradient of these) for one run of whole segments after the other.
 
@@ -57,8 +58,8 @@ def merged_runs(
         places: the tensors of these `num_elements` elements, in order and without gaps: those of a fragment, or those
             of a run of whole segments of it, clipped (`shard_of`), where the merge is elementwise.
         momentum: the outer optimizer's (`Outer.momentum_of`), fp32 [num_elements], where it keeps one.
-        out: fp32 [num_elements], where the result goes; None: a vector of its own. What is yielded is a view of it, is
-            final, and may be overwritten from then on. What has not been yielded yet must be left alone.
+        out: fp32 [num_elements], where the result goes. What is yielded is a view of it, is final, and may be
+            overwritten from then on. What has not been yielded yet must be left alone.
 
     Each tensor is merged over the learners that train it, with their weights; one that no learner trains gets 0.
 
@@ -69,30 +70,9 @@ def merged_runs(
         NonFiniteError: the merge itself overflows.
     """
     decoder = Decoder(codec, contributions, places, num_elements, momentum)
-    out = _empty(decoder) if out is None else out
     for run in merge.merge_runs(decoder, out):
         _require_finite(out[run])
         yield run, out[run]
-
-
-def merged_vector(
-    merge: Merge,
-    codec: Codec,
-    contributions: Sequence[Encoded],
-    places: Sequence[Placement],
-    num_elements: int,
-    momentum: Tensor | None = None,
-) -> Tensor:
-    """All of `merged_runs` at once: fp32 [num_elements]."""
-    decoder = Decoder(codec, contributions, places, num_elements, momentum)
-    out = _empty(decoder)
-    for run in merge.merge_runs(decoder, out):
-        _require_finite(out[run])
-    return out
-
-
-def _empty(decoder: Decoder) -> Tensor:
-    return torch.empty(decoder.num_elements, dtype=torch.float32, device=decoder.device)
 
 
 def _require_finite(run: Tensor) -> None:

@@ -1,0 +1,25 @@
+"""Merges of whole vectors at once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diloco.core.codecs import Codec
+from diloco.core.layout import Placement
+from diloco.core.merges import Encoded, Merge, merged_runs
+
+
+def merged_vector(
+    how: Merge,
+    codec: Codec,
+    contributions: Sequence[Encoded],
+    places: Sequence[Placement],
+    num_elements: int,
+    momentum: Tensor | None = None,
+) -> Tensor:
+    """All of `merged_runs`: fp32 [num_elements]."""
+    out = torch.empty(num_elements)
+    for _ in merged_runs(how, codec, contributions, places, num_elements, momentum, out=out):
+        pass
+    return out
