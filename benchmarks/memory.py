@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory [--quick]
 
-Each case is a process of its own: an engine with its store and spool, as behind the gRPC service, is given a model and
+Each case is a process of its own: a driver with its store and spool, as behind the gRPC service, is given a model and
 takes rounds of contributions from every learner until the number of updates that it keeps no longer grows. The peak is
 what the kernel says (`VmHWM`). Left out are the spool, whose budget is a setting and is full here, and what the process
 took before it had a model (interpreter, torch).
@@ -16,22 +16,25 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from diloco.syncer.engine import Engine
+from safetensors.torch import save
 
 import diloco
 from diloco import events
 from diloco.core.codecs import SEGMENT_ELEMENTS
 from diloco.core.contribution import Contribution
-from diloco.core.layout import Layout, TensorSpec, place
+from diloco.core.layout import Fragment, Layout, TensorSpec, place
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
+from diloco.errors import DilocoError
 from diloco.exchange.wire.frames import bytes_of
+from diloco.syncer.hosting import HostedDriver, SyncerDriver
+from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.spool import Spool
 from diloco.syncer.store import Store
@@ -88,37 +91,60 @@ def measure(name: str, num_fragments: int, num_learners: int, num_parameters: in
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         with Store(directory) as store, events.EventLog(directory / "events.jsonl", who="syncer") as log:
-            engine = Engine(
-                RUN, method, store, Spool(directory, spool_bytes), deadlines=_NEVER, events_log=log,
-                metrics=SyncerMetrics(RUN),
-            )  # fmt: skip
-            _take_rounds(engine, method, layout, learners)
-            engine.stop()
-            engine.raise_failure()
+            journal = Journal(log, SyncerMetrics(RUN))
+            spool = Spool(directory, spool_bytes)
+            driver = HostedDriver(RUN, method, store, spool, deadlines=_NEVER, journal=journal)
+            _take_rounds(driver, method, layout, learners)
+            driver.stop()
+            driver.raise_failure()
     return _status_bytes("VmHWM") - before - spool_bytes
 
 
-def _take_rounds(engine: Engine, method: Method, layout: Layout, learners: Sequence[str]) -> None:
-    # 'static' is an empty safetensors file: its header's length and the header
-    thetas = [torch.randn(fragment.numel) for fragment in layout.fragments]
-    engine.initialise(
-        layout, thetas, b"\x02" + bytes(7) + b"{}", learner=learners[0], source="benchmark", step=0, tokens=0
-    )
-    thetas.clear()
+def _take_rounds(driver: HostedDriver, method: Method, layout: Layout, learners: Sequence[str]) -> None:
+    _initialise(driver, layout)
     for learner in learners:
-        engine.join(learner, layout)
+        _join(driver, learner, layout)
     for round_ in range(ROUNDS):
         for fragment in layout.fragments:
             for learner in learners:
-                slot = engine.allocate(fragment.index, method.up.encoded_bytes(fragment.numel))
-                _write_contribution(method, slot.buffer, fragment.numel)
-                contribution = Contribution(
-                    learner, 1, fragment.index, round_, round_, 10, 1, 10 * (round_ + 1), step=round_ + 1
-                )
-                reason = engine.contribute(contribution, slot)
-                assert reason is None, reason
-            engine.drain()
-    assert engine.versions() == [ROUNDS] * len(layout.fragments)
+                _contribute(driver, method, learner, fragment, round_)
+            driver.drain()
+    assert driver.ask(lambda it: it.state.versions) == (ROUNDS,) * len(layout.fragments)
+
+
+def _initialise(driver: HostedDriver, layout: Layout) -> None:
+    thetas = [torch.randn(fragment.numel) for fragment in layout.fragments]
+    model = driver.jobs.initial(layout, thetas, save({}), learner="benchmark", source="random numbers")
+
+    def event(it: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
+        it.initialise(model, done)
+
+    _require(driver.wait_for(event))
+
+
+def _join(driver: HostedDriver, learner: str, layout: Layout) -> None:
+    def event(it: SyncerDriver, done: Callable[[int], None]) -> None:
+        it.join(learner, layout, done)
+
+    driver.wait_for(event)
+
+
+def _contribute(driver: HostedDriver, method: Method, learner: str, fragment: Fragment, round_: int) -> None:
+    number = round_ + 1
+    c = Contribution(learner, 1, fragment.index, number, round_, round_, 10, 1, 10 * number, step=number)
+    num_bytes = method.up.encoded_bytes(fragment.numel)
+    push = driver.ask(lambda it: it.begin_push(c, num_bytes, boot=it.boot))
+    _write_contribution(method, push.slot.buffer, fragment.numel)
+
+    def event(it: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
+        it.complete_push(push, done)
+
+    _require(driver.wait_for(event))
+
+
+def _require(error: DilocoError | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _write_contribution(method: Method, buffer: memoryview, num_elements: int) -> None:
