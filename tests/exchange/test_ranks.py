@@ -10,8 +10,9 @@ from tests.exchange.scenarios import Result, Scenario, finish, make_model, make_
 from tests.exchange.worlds import read, start_processes
 
 import diloco
+from diloco.core.held import HeldFragment
 from diloco.core.update import Update
-from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejected, Rejoined
+from diloco.exchange.base import Arrived, Event, Exchange, Opened, Rejected, Rejoined
 from diloco.exchange.ranks import _in, _out
 
 pytestmark = pytest.mark.timeout(300)  # includes a world of processes
@@ -133,18 +134,27 @@ def test_a_lost_learner_is_an_error_on_every_rank(world: Results) -> None:
 
 
 def test_every_event_crosses_as_plain_values_and_tensors() -> None:
-    model = Model((torch.rand(5), torch.rand(3)), {"b": torch.rand(2, 2), "n": torch.tensor(7)})
-    opened = Opened("site-a", 3, 40, (2, 1), model, run_tokens=1234)
+    fragments = tuple(
+        HeldFragment(f, version, torch.rand(5), {"momentum": torch.rand(5)}, None, f"d{f}")
+        for f, version in enumerate((2, 1))
+    )
+    static = {"b": torch.rand(2, 2), "n": torch.tensor(7)}
+    opened = Opened("site-a", 3, 40, fragments, static, run_tokens=1234)
     update = Update(1, 4, 5, ("site-a", "site-b"), (1.0, 2.5), 0.5, "d1", lossless=False)
-    events: list[Event] = [Rejoined(opened, "replaced"), Rejected(1, 4, "missed"), Arrived(update, torch.rand(3), 3)]
+    events: list[Event] = [
+        Rejoined(opened, "replaced"),
+        Rejected(1, 4, "missed"),
+        Arrived(update, fragments[0].bare, 3),
+    ]
     tensors: list[torch.Tensor] = []
     said = [_out(event, tensors) for event in events]
     rejoined, rejected, arrived = (_in(each, tensors) for each in json.loads(json.dumps(said)))
     assert isinstance(rejoined, Rejoined)
     assert (rejoined.reason, rejoined.opened.versions, rejoined.opened.run_tokens) == ("replaced", (2, 1), 1234)
-    assert rejoined.opened.model.fragments[1] is model.fragments[1]
-    assert rejoined.opened.model.static["n"] is model.static["n"]
+    assert rejoined.opened.fragments[1].theta is fragments[1].theta
+    assert rejoined.opened.fragments[1].outer_state["momentum"] is fragments[1].outer_state["momentum"]
+    assert rejoined.opened.static["n"] is static["n"]
     assert rejected == events[1]
     assert isinstance(arrived, Arrived)
     assert arrived.update == update
-    assert arrived.theta is events[2].theta
+    assert arrived.held.theta is fragments[0].theta

@@ -15,7 +15,8 @@ import diloco
 from diloco import Learner, Method
 from diloco.core.codecs import codec_from_name, compress
 from diloco.core.contribution import MISSED, OUT_OF_STEP, Contribution
-from diloco.core.fragments import Layout
+from diloco.core.fragments import Layout, digest
+from diloco.core.held import HeldFragment
 from diloco.core.update import Update
 from diloco.errors import ConfigError
 from diloco.exchange.base import (
@@ -31,6 +32,11 @@ from diloco.exchange.base import (
     required_method,
 )
 from diloco.learner.state_dict import _arrived_in, _arrived_out
+
+
+def held_of(theta: Tensor, version: int, outer_state: dict[str, Tensor] | None = None) -> HeldFragment:
+    return HeldFragment(0, version, theta, outer_state or {}, None, digest(theta))
+
 
 FEEDBACK = diloco.DiLoCo(sync_every=2, overlap=1, codec=("int4", "fp32"), error_feedback=True)
 
@@ -53,7 +59,7 @@ class Script(Exchange):
         return self.opened(1, self._step, self._version)
 
     def opened(self, incarnation: int, step: int, version: int) -> Opened:
-        return Opened("me", incarnation, step, (version,), Model((self.theta(version),), {}))
+        return Opened("me", incarnation, step, (held_of(self.theta(version), version),), {})
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         self.offers.append((contribution, payload))
@@ -79,7 +85,7 @@ class Script(Exchange):
 
     def publish(self, version: int, *contributors: str) -> None:
         update = Update(0, version - 1, version, contributors, (1.0,) * len(contributors), 1.0, "", lossless=True)
-        self.inbox.append(Arrived(update, self.theta(version), self.merged(version, contributors)))
+        self.inbox.append(Arrived(update, held_of(self.theta(version), version), self.merged(version, contributors)))
 
     def merged(self, version: int, contributors: Sequence[str]) -> int:
         """The newest of this learner's contributions that is in a version with these contributors."""
@@ -331,11 +337,11 @@ def test_a_group_that_went_on_is_joined_where_it_is_whatever_it_saves() -> None:
 def test_an_answer_that_was_fetched_whole_is_saved_whole() -> None:
     """Resumed without its outer state, an eager learner would not start the fragment again from the run's values."""
     update = Update(0, 3, 4, ("a", "b"), (1.0, 2.0), 1.0, "", lossless=True)
-    arrived = Arrived(update, torch.ones(3), 3, None, {"momentum": torch.rand(3)})
+    arrived = Arrived(update, held_of(torch.ones(3), 4, {"momentum": torch.rand(3)}), 3)
     again = _arrived_in(_arrived_out(arrived))
     assert (again.update, again.merged, again.mean) == (update, 3, None)
-    assert again.outer_state is not None
-    assert torch.equal(again.outer_state["momentum"], arrived.outer_state["momentum"])  # type: ignore[index]
+    assert (again.held.version, again.held.digest) == (4, arrived.held.digest)
+    assert torch.equal(again.held.outer_state["momentum"], arrived.held.outer_state["momentum"])
 
 
 class EagerScript(Script):
@@ -345,16 +351,16 @@ class EagerScript(Script):
 
     def opened(self, incarnation: int, step: int, version: int) -> Opened:
         zeros = torch.zeros(self.num_elements)
-        return Opened("me", incarnation, step, (version,), Model((zeros,), {}), outer_states=({"momentum": zeros},))
+        return Opened("me", incarnation, step, (held_of(zeros, version, {"momentum": zeros}),), {})
 
     def publish_mean(self, version: int, mean: float | None, *contributors: str, start: float | None = None) -> None:
         """`start`: the version is fetched whole, the global model all this, with this momentum."""
         update = Update(0, version - 1, version, contributors, (1.0,) * len(contributors), 1.0, "", lossless=True)
         theta = torch.full((self.num_elements,), 0.0 if start is None else start)
-        state = None if start is None else {"momentum": theta}
+        held = held_of(theta, version, {} if start is None else {"momentum": theta})
         merged = self.merged(version, contributors)
         given = None if mean is None else torch.full((self.num_elements,), mean)
-        self.inbox.append(Arrived(update, theta, merged, given, state))
+        self.inbox.append(Arrived(update, held, merged, given))
 
 
 EAGER = diloco.EagerDiLoCo(sync_every=2, outer=diloco.Nesterov(lr=1.0, momentum=0.5))

@@ -90,6 +90,11 @@ class HeldFragment:
             _require_digest(update, new.digest)
         return new
 
+    @property
+    def bare(self) -> Self:
+        """Θ and its version: what a learner needs that takes no outer steps itself."""
+        return replace(self, outer_state={}, residual=None)
+
     def part(self, elements: slice) -> Self:
         """A shard of it."""
         theta, residual = self.theta[elements], None if self.residual is None else self.residual[elements]

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
+from diloco.core.held import HeldFragment
 from diloco.core.method import Method
 from diloco.core.session.calls import Report
 from diloco.core.update import Update
@@ -34,7 +35,7 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True)
 class Model:
-    """A whole global model: one flat fp32 host vector per fragment, and the tensors that training leaves alone."""
+    """A learner's own model: one flat fp32 host vector per fragment, and the tensors that training leaves alone."""
 
     fragments: tuple[Tensor, ...]
     static: Mapping[str, Tensor]
@@ -48,20 +49,23 @@ class Opened:
         learner, incarnation: who it is in the run.
         step: the inner step to start from (the run's, for a late joiner).
         awaited: a round waits for this learner's send after that step, however many steps it has behind it.
-        versions: of each fragment.
-        model: the global model at those versions.
+        fragments: the global model; with outer states where the outer optimizer is on the learners.
+        static: the tensors that training leaves alone.
         run_tokens: tokens trained by the run so far.
-        outer_states: of the outer optimizer, by fragment, where it is on the learners; elsewhere empty.
     """
 
     learner: str
     incarnation: int
     step: int
-    versions: tuple[int, ...]
-    model: Model
+    fragments: tuple[HeldFragment, ...]
+    static: Mapping[str, Tensor]
     run_tokens: int = 0
-    outer_states: tuple[Mapping[str, Tensor], ...] = ()
     awaited: bool = False
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of each fragment."""
+        return tuple(held.version for held in self.fragments)
 
 
 @dataclass(frozen=True)
@@ -70,19 +74,17 @@ class Arrived:
 
     Attributes:
         update: what was published.
-        theta: the new global fragment.
+        held: the new version, bare, with one exception: where the outer optimizer is on the learners, a version that
+            came whole, without its mean, has its outer state.
         merged: this learner's contributions up to this number are in this version or an earlier one, unless they were
             rejected; 0: none is.
         mean: the merged outer gradient that led to it, where the outer optimizer is on the learners.
-        outer_state: where it is on the learners and the fragment had to be fetched whole: the outer state that belongs
-            to it.
     """
 
     update: Update
-    theta: Tensor
+    held: HeldFragment
     merged: int
     mean: Tensor | None = None
-    outer_state: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)

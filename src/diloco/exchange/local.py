@@ -177,12 +177,11 @@ class Local(Exchange):
         if not is_first:
             self._move("down", run.num_model_bytes)
         self.incarnation = run.join(self._index, again=self._is_again)
-        versions = tuple(fragment.version for fragment in run.core.fragments)
         # Who was there when the run began begins with it, however long its model took to come: a scheduled round waits for it.
         is_late = self._is_again or run.starts_s[self._index] > run.began_s or not run.method.wait
         step = run.core.start_step(name) if is_late else run.initial_step
         opened = Opened(
-            name, self.incarnation, step, versions, Model(run.thetas, run.static), self.run_tokens or 0, outer_states=run.outer_states,
+            name, self.incarnation, step, run.newest, run.static, self.run_tokens or 0,
             awaited=is_late and step < run.core.step,
         )  # fmt: skip
         run.mail[self._index].clear()  # it has the newest of everything

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
+from diloco.core.held import HeldFragment
 from diloco.core.method import Method
 from diloco.core.session.calls import Report
 from diloco.core.update import Update
@@ -236,7 +237,7 @@ def _empty(shape: list[int], dtype: str) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
-_KINDS = {kind.__name__: kind for kind in (Arrived, CallForWork, Rejected, Rejoined, Opened, Model, Update)}
+_KINDS = {kind.__name__: kind for kind in (Arrived, CallForWork, Rejected, Rejoined, Opened, HeldFragment, Update)}
 
 
 def _out(value: Any, tensors: list[Tensor]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -185,18 +185,14 @@ class Run:
     @property
     def num_model_bytes(self) -> int:
         """Of the global model as a joiner fetches it."""
-        states = [state for outer in self.outer_states for state in outer.values()]
-        return model_bytes([*self.thetas, *states], self.static)
+        newest = self.newest
+        return model_bytes([each for held in newest for each in (held.theta, *held.outer_state.values())], self.static)
 
     @property
-    def thetas(self) -> tuple[Tensor, ...]:
-        """The global model."""
-        return tuple(held.theta for held in self.fragments)
-
-    @property
-    def outer_states(self) -> tuple[Mapping[str, Tensor], ...]:
-        """Those that learners have to know."""
-        return tuple(held.outer_state for held in self.fragments) if self.method.outer_at == "learners" else ()
+    def newest(self) -> tuple[HeldFragment, ...]:
+        """The global model, as learners hold it."""
+        steps = self.method.outer_at == "learners"
+        return tuple(replace(held, residual=None) if steps else held.bare for held in self.fragments)
 
     def join(self, index: int, *, again: bool) -> int:
         """This learner's incarnation; a later one joins here."""
@@ -220,8 +216,8 @@ class Run:
         """Whether the run's model is a checkpoint's, in version and bits."""
         assert self.core is not None
         return all(
-            state.version == saved["version"] and torch.equal(theta, saved["theta"])
-            for state, theta, saved in zip(self.core.fragments, self.thetas, fragments, strict=True)
+            held.version == saved["version"] and torch.equal(held.theta, saved["theta"])
+            for held, saved in zip(self.fragments, fragments, strict=True)
         )
 
     def _lose(self, fault: Fault) -> None:
@@ -317,15 +313,15 @@ class Run:
     def _publish(self, f: int) -> None:
         assert self.core is not None
         closed = self.closed.pop(f)
-        self.fragments[f], update, theta = closed.held, closed.update, closed.held.theta
-        mean = published_mean(self.method, closed.payload, theta.numel())
+        self.fragments[f], update, new = closed.held, closed.update, closed.held.bare
+        mean = published_mean(self.method, closed.payload, new.theta.numel())
         num_bytes = closed.payload.numel()
         self.witness.published(update, len(self.core.members), num_bytes, merge_s=0.0, persist_s=0.0)
         for learner in self.core.members:
             self._tell(learner)
             verdicts = self.core.verdicts(learner, f, update.version)
             merged = max((it.number for it in verdicts if it.reason is None), default=0)
-            self._send(self.indices[learner], Arrived(update, theta, merged, mean), num_bytes)
+            self._send(self.indices[learner], Arrived(update, new, merged, mean), num_bytes)
 
     def _send(self, index: int, arrived: Arrived, num_bytes: int) -> None:
         """A notice, the learner's request, and what it asked for."""

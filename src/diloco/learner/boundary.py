@@ -63,7 +63,7 @@ class Boundary:
         self.eager = EagerSteps(self.method, opened) if isinstance(self.method.adopt, Eager) else None
         # Where gradients are exchanged, versions after 0 are gradients, and each learner's parameters are its own.
         write = self.method.exchanged != "gradients" or not any(opened.versions)
-        self.tensors.load_model(opened.model, write=write)
+        self.tensors.load_model([held.theta for held in opened.fragments], opened.static, write=write)
 
     def rejoin(self, opened: Opened, *, step: int = 0) -> None:
         """Start a new incarnation, at the run's step or the learner's own (`step`), whichever is later."""
@@ -214,11 +214,11 @@ class Boundary:
     def _adopt(self, fragment: int, version: int) -> None:
         arrived = self.received[fragment, version]
         if self.method.exchanged == "gradients":
-            self.tensors.write(fragment, arrived.theta, self.tensors.gradients())
+            self.tensors.write(fragment, arrived.held.theta, self.tensors.gradients())
         elif self.eager is None and not self.core.keeps_own(fragment, version):
-            self.tensors.adopt(fragment, arrived.theta, just_sent=fragment in self._sent)
+            self.tensors.adopt(fragment, arrived.held.theta, just_sent=fragment in self._sent)
             self._sent.pop(fragment, None)
-        self.tensors.set_anchor(fragment, arrived.theta)
+        self.tensors.set_anchor(fragment, arrived.held.theta)
         for flight in self.core.adopted(fragment, version):
             if not flight.listed:
                 self.residuals.roll_back(fragment, flight.number)
@@ -229,5 +229,5 @@ class Boundary:
         newest = list(self.tensors.anchors)
         for fragment, version in enumerate(self.core.newest):
             if version > self.core.versions[fragment]:
-                newest[fragment] = self.received[fragment, version].theta
+                newest[fragment] = self.received[fragment, version].held.theta
         return newest

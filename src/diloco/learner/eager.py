@@ -30,8 +30,8 @@ class EagerSteps:
 
     def __init__(self, method: Method, opened: Opened) -> None:
         self._method = method
-        self.anchors = list(opened.model.fragments)
-        self._states: list[Mapping[str, Tensor]] = list(opened.outer_states)
+        self.anchors = [held.theta for held in opened.fragments]
+        self._states = [held.outer_state for held in opened.fragments]
         # By fragment: the outer gradient that is sent at this boundary, as decoded from its payload.
         self._newest: dict[int, Tensor] = {}
         # By fragment and round: the outer gradient, times its share, that was added and not yet subtracted.
@@ -55,8 +55,8 @@ class EagerSteps:
         Returns:
             The new anchor, flat fp32 on the host.
         """
-        if arrived is not None and arrived.outer_state is not None:
-            self.anchors[fragment], self._states[fragment] = arrived.theta, arrived.outer_state
+        if arrived is not None and arrived.mean is None:
+            self.anchors[fragment], self._states[fragment] = arrived.held.theta, arrived.held.outer_state
             self._added = {key: added for key, added in self._added.items() if key[0] != fragment}
         mean = None if arrived is None else arrived.mean
         subtracted = None if arrived is None else self._added.pop((fragment, arrived.update.base), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from diloco.core.held import HeldFragment
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import CheckpointError
@@ -94,20 +95,15 @@ def _all_answered(learner: Boundary) -> bool:
 
 
 def _arrived_out(arrived: Arrived) -> dict[str, Any]:
-    tensors: dict[str, Any] = {"theta": arrived.theta} | ({} if arrived.mean is None else {"mean": arrived.mean})
-    if arrived.outer_state is not None:
-        tensors["outer_state"] = dict(arrived.outer_state)
-    return {"update": arrived.update.as_dict(), "merged": arrived.merged, **tensors}
+    mean = {} if arrived.mean is None else {"mean": arrived.mean}
+    held = arrived.held.state_dict()
+    return {"update": arrived.update.as_dict(), "merged": arrived.merged, "held": held, **mean}
 
 
 def _arrived_in(saved: Mapping[str, Any]) -> Arrived:
-    return Arrived(
-        Update.from_dict(saved["update"]),
-        saved["theta"],
-        saved["merged"],
-        saved.get("mean"),
-        saved.get("outer_state"),
-    )
+    update = Update.from_dict(saved["update"])
+    held = HeldFragment.from_state_dict(update.fragment, saved["held"])
+    return Arrived(update, held, saved["merged"], saved.get("mean"))
 
 
 def _fragment_and_version(key: str) -> tuple[int, int]:

@@ -45,14 +45,14 @@ class LearnerTensors:
         fragments = tuple(gather(fragment, self.parameters).cpu() for fragment in self._layout.fragments)
         return Model(fragments, self.frozen.values())
 
-    def load_model(self, model: Model, *, write: bool) -> None:
+    def load_model(self, thetas: Sequence[Tensor], static: Mapping[str, Tensor], *, write: bool) -> None:
         """Start a new incarnation: load the run's anchors, frozen tensors and, with `write`, parameters."""
-        self.anchors = list(model.fragments)
+        self.anchors = list(thetas)
         self.origins.clear()
         if write:
-            for fragment, theta in enumerate(model.fragments):
+            for fragment, theta in enumerate(thetas):
                 self.write(fragment, theta)
-        self.frozen.adopt(model.static)
+        self.frozen.adopt(static)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradient of every parameter; a parameter without one gets zeros."""

@@ -93,8 +93,7 @@ class Collective(Exchange):
         ]
         self._rounds = Rounds(self._group, method, self._fragments, self._num_bytes)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-collective")
-        states = tuple(held.whole.outer_state for held in self._fragments) if method.outer_at == "learners" else ()
-        return Opened(name_of(self._group.rank), 1, 0, tuple(0 for _ in layout.fragments), model, outer_states=states)
+        return Opened(name_of(self._group.rank), 1, 0, tuple(held.whole for held in self._fragments), model.static)
 
     # --- the training thread ----------------------------------------------------------------------------------------------
 

@@ -72,12 +72,12 @@ class Rounds:
         results = agree(self._group, self._num_bytes, f"the result {place}", {"digest": update.digest})
         require_same_digest(c.fragment, update.version, [frame["digest"] for frame in results])
         held.take(advanced.held, closed.held)
-        theta = advanced.held.theta
-        events: tuple[Event, ...] = (Arrived(update, theta, c.number, advanced.mean),)
+        new, mean = advanced.held.bare, advanced.mean
+        events: tuple[Event, ...] = (Arrived(update, new, c.number, mean),)
         if name_of(self._group.rank) in refused:
             events = (
                 Rejected(c.fragment, c.number, OUTLIER),
-                Arrived(update, theta, c.number - 1, advanced.mean),
+                Arrived(update, new, c.number - 1, mean),
             )
         return Round(events, sum(each.trained for each in contributions))
 

@@ -14,7 +14,7 @@ from diloco.core.held import Advanced, HeldFragment, advance
 from diloco.core.method import Method
 from diloco.core.session import calls
 from diloco.core.update import Update
-from diloco.exchange.base import Arrived, Model
+from diloco.exchange.base import Arrived
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.requests import pull_request, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -29,14 +29,12 @@ class Download:
     verdicts: tuple[Verdict, ...]
     advanced: Advanced | None
     static: Mapping[str, Tensor]
-    starts_again: bool
 
     def arrived(self, merged: int) -> Arrived:
         """As news for the training thread."""
         assert self.advanced is not None
-        new = self.advanced.held
-        outer_state = new.outer_state if self.starts_again else None
-        return Arrived(self.update, new.theta, merged, self.advanced.mean, outer_state)
+        new, mean = self.advanced.held, self.advanced.mean
+        return Arrived(self.update, new if mean is None else new.bare, merged, mean)
 
 
 class Receiver:
@@ -64,13 +62,12 @@ class Receiver:
         self.num_bytes[channel] += len(buffer)
         verdicts, update = verdicts_of(header.verdicts), update_of(header)
         if call.fragment is None:
-            return Download(update, verdicts, None, load(bytes(buffer)), starts_again=False)
+            return Download(update, verdicts, None, load(bytes(buffer)))
         if header.lossless:
             advanced = Advanced(whole_of(header, buffer, self._layout.fragments[call.fragment].numel))
         else:
             advanced = advance(self._method, self._newest[call.fragment], update, tensor_of(buffer))
-        starts_again = self._method.outer_at == "learners" and header.lossless
-        return Download(update, verdicts, advanced, {}, starts_again)
+        return Download(update, verdicts, advanced, {})
 
     def take(self, download: Download) -> None:
         """Hold what was fetched."""
@@ -80,18 +77,14 @@ class Receiver:
             self._newest[download.update.fragment] = download.advanced.held
 
     @property
-    def model(self) -> Model:
-        """As it is held."""
-        return Model(tuple(held.theta for held in self._all), self._static)
+    def fragments(self) -> tuple[HeldFragment, ...]:
+        """The global model, as it is held."""
+        return tuple(self._newest[fragment.index] for fragment in self._layout.fragments)
 
     @property
-    def outer_states(self) -> tuple[Mapping[str, Tensor], ...]:
-        """By fragment, where the outer optimizer is on the learners; elsewhere empty."""
-        return tuple(held.outer_state for held in self._all) if self._method.outer_at == "learners" else ()
-
-    @property
-    def _all(self) -> list[HeldFragment]:
-        return [self._newest[fragment.index] for fragment in self._layout.fragments]
+    def static(self) -> Mapping[str, Tensor]:
+        """The tensors that training leaves alone."""
+        return self._static
 
 
 def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int) -> HeldFragment:

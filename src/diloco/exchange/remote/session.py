@@ -155,10 +155,9 @@ class Session:
             start.who.learner,
             start.who.incarnation,
             start.step,
-            start.versions,
-            self._receiver.model,
+            self._receiver.fragments,
+            self._receiver.static,
             start.run_tokens,
-            self._receiver.outer_states,
             awaited=start.awaited,
         )
         self.inbox.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -62,9 +63,9 @@ class TorchFT(Exchange):
         self._rounds = Rounds(self._replica, self._quorum, copy, layout, method, self._timeout_s, self._num_bytes)
         self._quorum.start()
         self._worker.submit(self._rounds.join).result()
-        states = tuple(held.outer_state for held in copy.fragments) if method.outer_at == "learners" else ()
-        model = Model(tuple(held.theta for held in copy.fragments), copy.static)
-        return Opened(self._replica, 1, copy.step, copy.versions, model, outer_states=states)
+        steps = method.outer_at == "learners"
+        fragments = tuple(replace(held, residual=None) if steps else held.bare for held in copy.fragments)
+        return Opened(self._replica, 1, copy.step, fragments, copy.static)
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         self._offers.append(self._worker.submit(self._rounds.make, contribution, payload))

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,7 +84,9 @@ class Rounds:
         is_merged = result.merged_rounds.get(self._replica, -1) >= c.round
         merged = c.number if is_merged else c.number - 1  # those before it were told of, in order
         starts_again = self._method.outer_at == "learners" and result.mean is None
-        arrived = Arrived(result.update, held.theta, merged, result.mean, held.outer_state if starts_again else None)
+        arrived = Arrived(
+            result.update, replace(held, residual=None) if starts_again else held.bare, merged, result.mean
+        )
         if is_merged:
             return (arrived,)
         is_outlier = held.version == c.round + 1 and self._replica in result.refused
