@@ -13,10 +13,11 @@ import diloco
 from diloco.core.method import Method
 from diloco.core.rounds import Called
 from diloco.errors import ConfigError
-from diloco.exchange.delivery import Fault
 from diloco.exchange.local import Local, Lost, run_virtual
-from diloco.exchange.world import Nobody, Run, World
+from diloco.exchange.virtual.delivery import Fault
+from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.planning.network import Network, Path
+from diloco.run.ports import NullObserver
 
 NUM_PARAMETERS = 1000
 
@@ -53,12 +54,12 @@ def life(method: Method, steps: int) -> Callable[[int, Local], Seen]:
 
 def world(
     learners: int = 2, *, step_s: float = 1.0, bit_per_s: float = math.inf, latency_s: float = 0.0, faults: Sequence[Fault] = ()
-) -> Run:  # fmt: skip
+) -> VirtualRun:  # fmt: skip
     """Learners with links of their own."""
     links = {f"{way}-{i}": bit_per_s for i in range(learners) for way in ("up", "down")}
     network = Network(links, [Path((f"up-{i}",), (f"down-{i}",), latency_s) for i in range(learners)])
     names = [f"learner-{i}" for i in range(learners)]
-    return Run(World(names, lambda *_: step_s, [0.0] * learners, network, faults))
+    return VirtualRun(World(names, lambda *_: step_s, [0.0] * learners, network, faults))
 
 
 MODEL_BITS = 4 * 8 * NUM_PARAMETERS
@@ -200,7 +201,7 @@ def test_an_old_state_does_not_take_a_run_back_that_others_train(name: str) -> N
     saved: dict[int, Any] = {}
     run_virtual(resuming(LIVE[name], 25, Taken(), saved), world())
     taken = Taken()
-    late = Run(World(["learner-0", "learner-1"], lambda *_: 1.0, [0.0, 3.5]))
+    late = VirtualRun(World(["learner-0", "learner-1"], lambda *_: 1.0, [0.0, 3.5]))
     first, second = run_virtual(resuming(LIVE[name], 45, taken, {1: saved[1]}), late)
     assert not isinstance(first, Lost)
     assert not isinstance(second, Lost)
@@ -215,7 +216,7 @@ def test_a_late_learner_brings_its_books_to_a_run_that_its_checkpoint_is_of(name
     saved: dict[int, Any] = {}
     before, taken = Taken(), Taken()
     run_virtual(resuming(LIVE[name], 14, before, saved), world())
-    late = Run(World(["learner-0", "learner-1"], lambda *_: 1.0, [0.0, 3.5]))
+    late = VirtualRun(World(["learner-0", "learner-1"], lambda *_: 1.0, [0.0, 3.5]))
     first, second = run_virtual(resuming(LIVE[name], 45, taken, saved), late)
     assert taken.exact == [True, True]
     assert not isinstance(first, Lost)
@@ -223,7 +224,7 @@ def test_a_late_learner_brings_its_books_to_a_run_that_its_checkpoint_is_of(name
     assert max(first["run_tokens"], second["run_tokens"]) == 10 * (before.steps + taken.steps)
 
 
-class BrokenWitness(Nobody):
+class BrokenObserver(NullObserver):
     """Fails at whatever it is told."""
 
     def joined(self, learner: str, incarnation: int, step: int) -> None:
@@ -233,12 +234,12 @@ class BrokenWitness(Nobody):
         raise ArithmeticError("published")
 
 
-def test_a_witness_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observer_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     method = diloco.DiLoCo(sync_every=4, **FP32)
     names = ["learner-0", "learner-1"]
-    seen = run_virtual(life(method, 20), Run(World(names, lambda *_: 1.0, [0.0, 0.0], witness=BrokenWitness())))
+    seen = run_virtual(life(method, 20), VirtualRun(World(names, lambda *_: 1.0, [0.0, 0.0], observer=BrokenObserver())))
     assert [each.metrics["versions"] for each in seen if isinstance(each, Seen)] == [[5], [5]]
-    assert caplog.text.count("BrokenWitness.published failed") == 1
+    assert caplog.text.count("BrokenObserver.published failed") == 1
 
 
 def test_a_learner_that_does_not_come_back_ends_lost_and_the_others_go_on() -> None:
