@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from safetensors.torch import load, save
@@ -16,8 +17,7 @@ from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
-from diloco.core.session.calls import Fail, Identity, TellArrival, TellCall, TellRejection, TellStart
-from diloco.core.session.calls import Report as SessionReport
+from diloco.core.session.calls import Fail, Identity, Report, TellArrival, TellCall, TellRejection, TellStart
 from diloco.errors import ConfigError, DilocoError
 from diloco.exchange.base import (
     Arrived,
@@ -28,7 +28,6 @@ from diloco.exchange.base import (
     Opened,
     Rejected,
     Rejoined,
-    Report,
     required_method,
 )
 from diloco.exchange.virtual.client import News, SessionClient
@@ -181,7 +180,7 @@ class Local(Exchange):
 
     def open(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> Opened:
         run, name = self._run, self._name
-        syncer = run.serve(name, method)
+        syncer = run.serve(name, method, layout)
         initialises = run.initialises(self._index, self)
         core = SessionCore(
             Identity(RUN, name, run.next_process()), len(layout.fragments), at_least=method.quorum.at_least,
@@ -277,8 +276,7 @@ class Local(Exchange):
 
     def report(self, report: Report) -> None:
         step_s = self._run.time.last_step_s[self._index] or None
-        told = SessionReport(report.step, report.tokens, step_s, report.waiting, report.finished)
-        self._joined.report(self._incarnation, told)
+        self._joined.report(self._incarnation, replace(report, step_s=step_s))
 
     def stepped(self) -> None:
         self._run.time.step(self._index)
@@ -318,7 +316,7 @@ class Local(Exchange):
         ledgers = core.accounting.accounts[name].ledgers
         fragments = {
             str(f): {
-                **driver.model.held(f).state_dict(),
+                **driver.state.model.held(f).state_dict(),
                 "step": core.fragments[f].step,
                 "ledger": [ledger.trained, ledger.merged, ledger.lost, dict(ledger.discarded)],
             }

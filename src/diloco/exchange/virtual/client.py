@@ -19,7 +19,7 @@ from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.run.driver import Driver, Push
 from diloco.run.model import Fetched
-from diloco.run.ports import Clock, InitialModel
+from diloco.run.ports import ClockPort, InitialModel
 from diloco.run.simulated import MemorySlot
 
 log = logging.getLogger("diloco")
@@ -85,7 +85,7 @@ class SessionClient:
     """
 
     def __init__(
-        self, core: SessionCore, wire: Wire, clock: Callable[[Callable[[], None]], Clock], layout: Layout, replicas: Replicas,
+        self, core: SessionCore, wire: Wire, clock: Callable[[Callable[[], None]], ClockPort], layout: Layout, replicas: Replicas,
         *, initial: Callable[[], InitialModel[HeldFragment]], ready: bool, on_news: Callable[[News], None],
     ) -> None:  # fmt: skip
         self.core = core
@@ -196,13 +196,13 @@ class SessionClient:
         """A request has arrived at the syncer."""
         match call:
             case calls.Describe():
-                reply(driver.is_initialised)
+                reply(driver.state.is_initialised)
             case calls.Join(who=who, again=again):
                 ready = self._ready and not again
                 driver.join(who.learner, self._layout, reply, process=who.process, again=again, ready=ready)
             case calls.Fetch(who=who, fragment=None):
                 driver.check(who.learner, who.incarnation)
-                reply(driver.model.static, len(driver.model.static))
+                reply(driver.state.model.static, len(driver.state.model.static))
             case calls.Fetch(who=who, fragment=int(fragment), base=base):
                 fetched = driver.fetch(fragment, base, who.learner, who.incarnation)
                 reply(fetched, self._replicas.num_bytes(fetched))
@@ -325,16 +325,16 @@ class _Stream:
         self._has_begun = False
 
     def standing(self, standing: Standing) -> None:
-        """As `ports.Connection`."""
+        """As `ports.ConnectionPort`."""
         is_first, self._has_begun = not self._has_begun, True
         self._send(lambda: self._client.noticed(self._open, self._boot, standing, is_first=is_first))
 
     def evicted(self, reason: str, *, replaced: bool) -> None:
-        """As `ports.Connection`."""
+        """As `ports.ConnectionPort`."""
         self._send(lambda: self._client.evicted(self._open, reason, replaced=replaced))
 
     def end(self) -> None:
-        """As `ports.Connection`."""
+        """As `ports.ConnectionPort`."""
         self._send(lambda: self._client.stream_ended(self._open))
 
     def _send(self, arrive: Callable[[], None]) -> None:

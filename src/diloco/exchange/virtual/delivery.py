@@ -97,16 +97,17 @@ class Delivery:
         return event_s if self._links is None else min(event_s, self._links.next_s)
 
     def happen(self, now_s: float) -> None:
-        """All that arrives now, and the first event that is due."""
+        """The first event that is due; all transfers that arrive now, once none is. (What was sent before a transfer arrives before it.)"""
+        if self._events and self._events[0][0] <= now_s:
+            heapq.heappop(self._events)[3]()
+            return
         for each in () if self._links is None else self._links.arrived(now_s):
             self._watch(each.direction, each.learner, each.began_s, each.ended_s)
             self._transfers.pop(each.number)()
-        if self._events and self._events[0][0] <= now_s:
-            heapq.heappop(self._events)[3]()
 
 
 class Alarm:
-    """The clock of a state machine (`run.ports.Clock`): calls `ring` at the time that was set last.
+    """The clock of a state machine (`run.ports.ClockPort`): calls `ring` at the time that was set last.
 
     Arguments:
         learner: whose it is; None: the syncer's.

@@ -10,16 +10,17 @@ from typing import Any, Protocol
 import torch
 
 from diloco.core.held import HeldFragment
+from diloco.core.layout import Layout
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.session import calls
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.virtual.client import SessionClient, SimulatedDriver
 from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.exchange.virtual.syncer import VirtualSyncer
 from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
-from diloco.run.ports import NullObserver, Observer, Saved
+from diloco.run.ports import NullObserver, Observer, SavedRun
 
 RUN = "local"
 
@@ -93,19 +94,21 @@ class VirtualRun:
 
     # --- the syncer -------------------------------------------------------------------------------------------------------
 
-    def serve(self, learner: str, method: Method) -> VirtualSyncer:
+    def serve(self, learner: str, method: Method, layout: Layout) -> VirtualSyncer:
         """The run's syncer, by the method of the learner that comes first.
 
         Raises:
-            ConfigError: this learner has another method.
+            ConfigError: this learner has another method. LayoutError: it has another model.
         """
         if self._syncer is None:
-            self._first, self.replicas = learner, Replicas(method)
+            self._first, self._layout, self.replicas = learner, layout, Replicas(method)
             self._syncer = VirtualSyncer(
                 RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY
             )
         if difference := self._syncer.method.difference(method):
             raise ConfigError(f"{self._first} and {learner} use different methods: {difference}.")
+        if difference := self._layout.first_difference(layout):
+            raise LayoutError(f"{self._first} and {learner} do not hold the same model: {difference}.")
         return self._syncer
 
     @property
@@ -116,7 +119,7 @@ class VirtualRun:
     @property
     def has_model(self) -> bool:
         """Whether learners can join."""
-        return self.driver is not None and self.driver.is_initialised
+        return self.driver is not None and self.driver.state.is_initialised
 
     def initialises(self, index: int, end: LearnerEnd) -> bool:
         """Whether the run begins with this learner's model. Blocks until it does, or has begun."""
@@ -156,7 +159,7 @@ class VirtualRun:
         assert self._syncer is not None
         driver = self._syncer.driver
         values = dict(driver.core.saved().values)
-        fragments = [driver.model.held(f) for f in range(len(driver.versions))]
+        fragments = [driver.state.model.held(f) for f in range(len(driver.state.versions))]
         saved = [state["fragments"][str(f)] for f in range(len(fragments))]
         if not self.has_trained:
             fragments = [HeldFragment.from_state_dict(f, each) for f, each in enumerate(saved)]
@@ -165,18 +168,18 @@ class VirtualRun:
             }  # fmt: skip
         values["members"][name] |= {"step": state["step"], "rounds": state["rounds"]["learner"]}
         values["accounts"][name]["ledgers"] = [each["ledger"] for each in saved]
-        model = driver.model
+        model = driver.state.model
         self._syncer.restart(
-            Saved(
+            SavedRun(
                 self._syncer.run, self._syncer.method, model.layout, tuple(fragments), tuple(model.contributors), model.static,
-                source="checkpoint", step=values["step"], tokens=driver.initial_tokens, record=values,
+                source="checkpoint", step=values["step"], tokens=driver.state.initial_tokens, record=values,
             )
         )  # fmt: skip
 
     def stands_at(self, state: Mapping[str, Any]) -> bool:
         """Whether the run's model is a checkpoint's, in version and bits."""
         assert self.driver is not None
-        held = [self.driver.model.held(f) for f in range(len(self.driver.versions))]
+        held = [self.driver.state.model.held(f) for f in range(len(self.driver.state.versions))]
         saved = [state["fragments"][str(f)] for f in range(len(held))]
         return all(
             each.version == at["version"] and torch.equal(each.theta, at["theta"])

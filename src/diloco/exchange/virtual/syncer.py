@@ -12,7 +12,7 @@ from diloco.core.method import Method
 from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.delivery import Alarm, Delivery
 from diloco.run.driver import Driver
-from diloco.run.ports import Done, InitialModel, Json, Merged, Observer, Ports, RunMethod, Saved
+from diloco.run.ports import Done, InitialModel, Json, MergedRound, Observer, Ports, RunMethod, SavedRun
 from diloco.run.simulated import Later, MemorySlot, MemorySpool, SimulatedWorker
 from diloco.run.tensors import TensorJobs
 
@@ -24,15 +24,15 @@ class VolatileDisk:
         self._later = later
 
     def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment], done: Done) -> None:
-        """As `ports.Disk`."""
+        """As `ports.DiskPort`."""
         self._later("written", None, lambda: done(None))
 
-    def persist_version(self, merged: Merged[HeldFragment, Tensor], record: Json, done: Done) -> None:
-        """As `ports.Disk`."""
+    def persist_version(self, merged: MergedRound[HeldFragment, Tensor], record: Json, done: Done) -> None:
+        """As `ports.DiskPort`."""
         self._later("written", merged.update.fragment, lambda: done(None))
 
     def persist_record(self, record: Json, done: Done) -> None:
-        """As `ports.Disk`."""
+        """As `ports.DiskPort`."""
         self._later("written", None, lambda: done(None))
 
 
@@ -54,14 +54,14 @@ class VirtualSyncer:
         self._alarm = Alarm(delivery, lambda: None)
         self.driver = self._start(None)
 
-    def restart(self, saved: Saved[HeldFragment]) -> None:
+    def restart(self, saved: SavedRun[HeldFragment]) -> None:
         """Another driver serves the run from here on, as it was saved; learners connect to it."""
         before = self.driver
         self._alarm.stop()
         self.driver = self._start(saved)
         before.end()
 
-    def _start(self, saved: Saved[HeldFragment] | None) -> SimulatedDriver:
+    def _start(self, saved: SavedRun[HeldFragment] | None) -> SimulatedDriver:
         self._boot += 1
         boot = self._boot
 
