@@ -335,7 +335,7 @@ class Local(Exchange):
         comes_back = account.incarnation > 1 and account.ledgers[0].trained > 0
         if comes_back or (run.has_trained and not run.stands_at(state)):
             return False
-        run.restore(name, state)
+        self._joined.restore(run.restore(name, state))
         return True
 
     # --- leaving ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ simulated network.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -119,6 +119,10 @@ class SessionCore:
             return []
         self._heartbeat.reported(report)
         return self._go_on(now)
+
+    def restored(self, versions: Sequence[int]) -> None:
+        """The run was taken back to a checkpoint, from which the learner has these versions of the fragments."""
+        self._replica.restored(versions)
 
     def leave(self, now: float) -> Actions:
         """The learner takes no more steps and wants to leave; all ends with `Close`."""

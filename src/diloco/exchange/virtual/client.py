@@ -117,6 +117,11 @@ class SessionClient:
         """What the learner says of itself from now on."""
         self._do(self.core.report(self._now, incarnation, report))
 
+    def restore(self, fragments: Sequence[HeldFragment]) -> None:
+        """The learner has these fragments from a checkpoint to which the run was taken back."""
+        self.held = [self._replicas.as_learners_hold(each) for each in fragments]
+        self.core.restored([each.version for each in fragments])
+
     def leave(self) -> None:
         """Say goodbye once all is sent."""
         self._do(self.core.leave(self._now))

@@ -35,7 +35,7 @@ class Replicas:
         """
         update, payload = fetched.update, fetched.payload
         if payload is None:  # the whole fragment, losslessly
-            return Advanced(self._without_syncers_state(fetched.held))
+            return Advanced(self.as_learners_hold(fetched.held))
         assert held is not None
         results = self._results.setdefault(update.fragment, OrderedDict())
         key = held.digest, update.digest
@@ -45,7 +45,8 @@ class Replicas:
                 results.popitem(last=False)
         return results[key]
 
-    def _without_syncers_state(self, held: HeldFragment) -> HeldFragment:
+    def as_learners_hold(self, held: HeldFragment) -> HeldFragment:
+        """Without what only the syncer needs."""
         outer_state = held.outer_state if self.hold_outer_states else {}
         return replace(held, outer_state=outer_state, residual=None)
 
@@ -53,5 +54,5 @@ class Replicas:
         """As it goes over the network."""
         if fetched.payload is not None:
             return fetched.payload.numel()
-        held = self._without_syncers_state(fetched.held)
+        held = self.as_learners_hold(fetched.held)
         return sum(4 * each.numel() for each in (held.theta, *held.outer_state.values()))

@@ -153,9 +153,9 @@ class VirtualRun:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
-    def restore(self, name: str, state: Mapping[str, Any]) -> None:
+    def restore(self, name: str, state: Mapping[str, Any]) -> Sequence[HeldFragment]:
         """Go on from here with what a learner's checkpoint says of it, and before any learner has trained with the model and rounds that
-        the checkpoint says (`Local.state_dict`)."""
+        the checkpoint says (`Local.state_dict`). Returns the run's fragments."""
         assert self._syncer is not None
         driver = self._syncer.driver
         values = dict(driver.core.saved().values)
@@ -175,6 +175,7 @@ class VirtualRun:
                 source="checkpoint", step=values["step"], tokens=driver.state.initial_tokens, record=values,
             )
         )  # fmt: skip
+        return fragments
 
     def stands_at(self, state: Mapping[str, Any]) -> bool:
         """Whether the run's model is a checkpoint's, in version and bits."""
