@@ -26,7 +26,7 @@ from diloco.events import (
     read_events,
 )
 from diloco.exchange.base import Exchange
-from diloco.exchange.delivery import Fault
+from diloco.exchange.virtual.delivery import Fault
 from diloco.planning.network import Network
 from diloco.planning.network import Path as Way
 from diloco.planning.tape import read_tape
