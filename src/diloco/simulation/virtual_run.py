@@ -24,7 +24,6 @@ from diloco.core.method import Method
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.local import Local, Lost, run_virtual
-from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.learner import Learner
 from diloco.planning.pictures import Kind, Span
