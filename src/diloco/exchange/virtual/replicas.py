@@ -20,7 +20,7 @@ class Replicas:
 
     def __init__(self, method: Method) -> None:
         self._method = method
-        self._results: dict[int, OrderedDict[tuple[str, str], Advanced]] = {}
+        self._results: dict[int, OrderedDict[tuple[int, str, int, str], Advanced]] = {}
 
     @property
     def hold_outer_states(self) -> bool:
@@ -38,7 +38,7 @@ class Replicas:
             return Advanced(self.as_learners_hold(fetched.held))
         assert held is not None
         results = self._results.setdefault(update.fragment, OrderedDict())
-        key = held.digest, update.digest
+        key = held.version, held.digest, update.version, update.digest
         if key not in results:
             results[key] = advance(self._method, held, update, payload)
             if len(results) > KEPT_RESULTS:
