@@ -28,8 +28,8 @@ import diloco
 from diloco import Method
 from diloco.exchange.base import Exchange
 from diloco.exchange.local import Lost, run_virtual
-from diloco.exchange.world import Run
-from diloco.exchange.world import World as VirtualWorld
+from diloco.exchange.virtual.run import VirtualRun
+from diloco.exchange.virtual.run import World as VirtualWorld
 from diloco.planning.network import Network
 from diloco.planning.network import Path as Way
 from diloco.syncer.server import Options, Syncer
@@ -55,12 +55,14 @@ def in_process(scenarios: Sequence[Scenario], _: Path) -> dict[str, list[Result]
 
 
 def in_virtual_time(scenarios: Sequence[Scenario], _: Path) -> dict[str, list[Result]]:
-    """Over modelled links, by learners of unequal speed: what arrives when is another matter than in any other world.
+    """Over modelled links, by learners of unequal speed: what arrives when is another matter than in any other world. As over a syncer, all
+    are there before the first step.
 
     Eager learners have equal links and speeds: a part of theirs is that of those who are live, and who is quicker leaves earlier.
     """
     return {
-        scenario.name: _local(scenario, _over_links(alike="Eager" in str(scenario.method))) for scenario in scenarios
+        scenario.name: _local(_all_present(scenario), _over_links(alike="Eager" in str(scenario.method)))
+        for scenario in scenarios
     }
 
 
@@ -74,7 +76,7 @@ def _over_links(*, alike: bool) -> RunLearners:
         world = VirtualWorld(
             names, lambda index, step: 0.1 + 0.02 * ((speed[index] + step) % 3), [0.0] * LEARNERS, network
         )
-        return [result for result in run_virtual(life, Run(world)) if not isinstance(result, Lost)]
+        return [result for result in run_virtual(life, VirtualRun(world)) if not isinstance(result, Lost)]
 
     return run_learners
 

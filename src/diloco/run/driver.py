@@ -289,7 +289,8 @@ class Driver(Generic[H, S, P]):
         self._execute(actions)
 
     def connected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
-        """A learner listens; what stands goes out on the connection at once, and whenever it changes.
+        """A learner listens; what stands goes out on the connection at once, and whenever it changes. Learners that wait
+        for others before they start hear of it too.
 
         Raises:
             StaleIncarnationError: the incarnation is out.
@@ -297,6 +298,7 @@ class Driver(Generic[H, S, P]):
         self.core.check(learner, incarnation)
         self._connections.opened(learner, incarnation, connection)
         connection.standing(self.standing(learner))
+        self._tell(each.learner for each in self.core.members.values() if each.learner != learner and each.tokens == 0)
 
     def disconnected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
         """This connection broke."""

@@ -20,7 +20,7 @@ simulated network.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -29,7 +29,7 @@ from diloco.core.session import calls
 from diloco.core.session.calls import Identity, Report, SessionAction
 from diloco.core.session.departure import GONE_TIMEOUT_S, Departure
 from diloco.core.session.entrance import Entrance
-from diloco.core.session.heartbeat import Heartbeat
+from diloco.core.session.heartbeat import HEARTBEAT_S, Heartbeat
 from diloco.core.session.lanes import Lane, Lanes
 from diloco.core.session.outbox import Outbox
 from diloco.core.session.replica import NOTHING, Replica
@@ -62,6 +62,7 @@ class SessionCore:
         num_fragments: of the model.
         at_least: learners that must be there before this one starts.
         reports_every_step: the syncer has to hear of every inner step at once.
+        heartbeat_s: between two heartbeats while nothing changes; infinite where no message is ever lost.
         initialises: this learner gives the run its model.
         join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
 
@@ -79,6 +80,7 @@ class SessionCore:
         *,
         at_least: int = 1,
         reports_every_step: bool = False,
+        heartbeat_s: float = HEARTBEAT_S,
         initialises: bool = False,
         join_timeout_s: float | None = None,
     ) -> None:
@@ -89,7 +91,7 @@ class SessionCore:
         self._num_fragments, self._at_least = num_fragments, at_least
         self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
         self._lanes, self._departure = Lanes(), Departure()
-        self._heartbeat = Heartbeat(reports_every_step=reports_every_step)
+        self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s)
         self._outbox, self._replica = Outbox(num_fragments), Replica(num_fragments)
         self._boot: int | None = None
         self._welcome: Standing | None = None  # of the stream of notices that is open
@@ -118,12 +120,17 @@ class SessionCore:
         self._heartbeat.reported(report)
         return self._go_on(now)
 
+    def restored(self, versions: Sequence[int]) -> None:
+        """The run was taken back to a checkpoint, from which the learner has these versions of the fragments."""
+        self._replica.restored(versions)
+
     def leave(self, now: float) -> Actions:
         """The learner takes no more steps and wants to leave; all ends with `Close`."""
         if not self._is_member:
             return self._over() if self.phase in ("entering", "joining") else []
         self.phase = "leaving"
         self._departure.begin(now)
+        self._heartbeat.leave(now)
         return self._go_on(now)
 
     def tick(self, now: float) -> Actions:
