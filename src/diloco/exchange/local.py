@@ -225,7 +225,8 @@ class Local(Exchange):
                 else:
                     self._inbox.append(Rejoined(opened, start.reason))
             case TellArrival(merged=merged):
-                assert news.fetched is not None and news.advanced is not None
+                assert news.fetched is not None
+                assert news.advanced is not None
                 held, mean = news.advanced.held, news.advanced.mean
                 new = held if mean is None else held.bare
                 self._inbox.append(Arrived(news.fetched.update, new, merged, mean))

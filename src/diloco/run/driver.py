@@ -298,7 +298,7 @@ class Driver(Generic[H, S, P]):
         self.core.check(learner, incarnation)
         self._connections.opened(learner, incarnation, connection)
         connection.standing(self.standing(learner))
-        self._tell(each.learner for each in self.core.members.values() if each.learner != learner and each.tokens == 0)
+        self._tell([it.learner for it in self.core.members.values() if it.learner != learner and it.tokens == 0])
 
     def disconnected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
         """This connection broke."""

@@ -182,9 +182,7 @@ class SessionClient:
             case _:
                 self._ask(open_, lambda driver, reply: self._request(driver, open_, call, reply))
 
-    def _ask(
-        self, open_: _Open, request: Callable[[SimulatedDriver, Reply], None], num_bytes: int = 0
-    ) -> None:
+    def _ask(self, open_: _Open, request: Callable[[SimulatedDriver, Reply], None], num_bytes: int = 0) -> None:
         """Carry a request to the syncer, and what it answers back."""
 
         def reply(answer: object = None, num_bytes: int = 0) -> None:
@@ -206,7 +204,13 @@ class SessionClient:
             case calls.Join(who=who, again=again):
                 ready = self._ready and not again
                 driver.join(
-                    who.learner, self._layout, reply, process=who.process, again=again, ready=ready, overlap=self._overlap
+                    who.learner,
+                    self._layout,
+                    reply,
+                    process=who.process,
+                    again=again,
+                    ready=ready,
+                    overlap=self._overlap,
                 )
             case calls.Fetch(who=who, fragment=None):
                 driver.check(who.learner, who.incarnation)

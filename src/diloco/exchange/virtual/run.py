@@ -15,7 +15,7 @@ from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.session import calls
 from diloco.errors import ConfigError, LayoutError
-from diloco.exchange.virtual.client import SessionClient, SimulatedDriver
+from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.exchange.virtual.syncer import VirtualSyncer

@@ -213,7 +213,5 @@ class VirtualTime:
                 self.now = step_s
             else:
                 waiting = ", ".join(map(str, alive))
-                self._stuck = (
-                    f"learners {waiting} all wait and none of them can go on; do all of them take the same number of steps?"
-                )
+                self._stuck = f"learners {waiting} all wait and none of them can go on; do all of them take the same number of steps?"
                 return alive[0]
