@@ -661,6 +661,41 @@ def test_a_finished_learner_comes_back_as_finished() -> None:
     assert it.until(calls.Beat).report == Report(step=9, finished=True)
 
 
+def test_a_learner_has_finished_once_its_last_contribution_is_acknowledged() -> None:
+    """A heartbeat may overtake a push, and no round waits for a learner that has finished."""
+    it = Script().start()
+    it.offer(1)
+    it.offer(2)
+    it.do(it.core.report, 1, Report(step=9, tokens=45, finished=True))
+    it.until(calls.Beat)
+    assert it.beat().report == Report(step=9, tokens=45)
+    it.push()
+    it.until(calls.Beat)
+    assert not it.beat().report.finished
+    it.push()
+    began = it.now
+    it.until(calls.Beat)
+    assert it.beat().report.finished
+    assert it.now - began <= SHORTEST_S
+
+
+def test_a_finished_learner_tells_a_new_process_so_once_that_has_its_contributions() -> None:
+    it = Script().start()
+    it.offer(1)
+    it.push()
+    it.do(it.core.report, 1, Report(step=9, tokens=45, finished=True))
+    it.until(calls.Beat)
+    assert it.beat().report.finished
+    it.boot = 2
+    it.until(calls.Beat)
+    it.beat()
+    it.until(calls.Beat)
+    assert not it.beat().report.finished
+    it.push()
+    it.until(calls.Beat)
+    assert it.beat().report.finished
+
+
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diloco.core.accounting import Accounting
+from diloco.core.accounting import Accounting, key_of
 from diloco.core.actions import (
     Accept,
     Action,
@@ -73,27 +73,30 @@ class SyncerCore:
     def saved(self, storing: int | None = None) -> Record:
         """All that must survive besides the tensors, as it is once the version of the fragment `storing` is published.
 
-        Open rounds are not in it: their contributions are sent again. Records are stored in their order, and one is taken
+        Open rounds are not in it: their contributions are sent again, and rounds wait for those of learners that have
+        finished. Records are stored in their order, and one is taken
         only when the one before is durable, or was refused by the disk.
         """
         self._serial += 1
         self._wants_record = False
         steps = [state.step for state in self.fragments]
         closing = self.fragments[storing].closing if storing is not None else None
+        merged: Sequence[Contribution] = ()
+        rejected: Sequence[tuple[Contribution, str]] = ()
+        version = 0
         if storing is not None and closing is not None:
-            steps[storing] = closing.step
-            version = self.fragments[storing].version + 1
-            rejected = self._rejected_with(storing, closing)
-            accounts = self.accounting.saved(self._serial, closing.contributions, rejected, version)
-        else:
-            accounts = self.accounting.saved(self._serial)
+            steps[storing], version = closing.step, self.fragments[storing].version + 1
+            merged, rejected = closing.contributions, self._rejected_with(storing, closing)
+        accounts = self.accounting.saved(self._serial, merged, rejected, version)
+        settled = {key_of(c) for c in (*merged, *(c for c, _ in rejected))}
+        sends_again = {key[:2] for key in self.accounting.open.keys() - settled}
         members = {
             member.learner: {
                 "step": member.step,
                 "tokens": member.tokens,
                 "overlap": member.overlap,
                 "step_s": member.step_s,
-                "finished": member.finished,
+                "finished": member.finished and (member.learner, member.incarnation) not in sends_again,
                 "rounds": self.rounds.saved_of(member.learner),
             }
             for member in self.members.values()

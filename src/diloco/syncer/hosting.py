@@ -240,7 +240,8 @@ class HostedDriver:
                 threads.is_stopping = True
             self._driver.end()
             for future in self._asking:
-                future.set_exception(_stopped())
+                if not future.done():  # its caller has not taken the answer yet
+                    future.set_exception(_stopped())
             self._asking.clear()
         for threads in self._threads:
             threads.stop()

@@ -219,6 +219,8 @@ class SessionCore:
         self._lanes.send.ended()
         if self._is_current(push.who):
             self._outbox.acknowledged(push.contribution, push.boot)
+            if self._heartbeat.report.finished:
+                self._heartbeat.urge()
         return self._go_on(now)
 
     # --- what the syncer says -----------------------------------------------------------------------------------------
@@ -366,7 +368,15 @@ class SessionCore:
             return None
         self._heartbeat.began(now)
         versions, settled = tuple(self._replica.held), self._outbox.settled
-        return calls.Beat(self.who, connection, self._heartbeat.timeout_s, self._heartbeat.report, versions, settled)
+        return calls.Beat(self.who, connection, self._heartbeat.timeout_s, self._report, versions, settled)
+
+    @property
+    def _report(self) -> Report:
+        """What the learner says of itself. Its training is over once the syncer has all its contributions: a round
+        would be closed without one that is still on its way."""
+        report = self._heartbeat.report
+        is_sending = self._boot is not None and self._outbox.next(self._boot) is not None
+        return replace(report, finished=report.finished and not is_sending)
 
     def _watch_call(self, now: float) -> calls.Call | None:
         """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""
