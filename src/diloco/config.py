@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from diloco.core.pool import Pool, PoolSchedule
 from diloco.errors import ConfigError
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
@@ -152,6 +153,14 @@ class CheckpointTable(Table):
     keep: int = Field(default=2, ge=1)
 
 
+class PoolTable(Table):
+    """The number of learners that train at a time: a schedule over the inner steps of the run, up to run.learners."""
+
+    schedule: PoolSchedule
+    begin_step: int | None = Field(default=None, ge=0)  # default: warm_start.steps
+    end_step: int | None = Field(default=None, gt=0)  # default: run.steps, or the end of the learning-rate schedule
+
+
 class SyncerTable(Table):
     """The syncer's address, its certificates and tokens, and its deadlines."""
 
@@ -198,6 +207,7 @@ class RunConfig(Table):
     evaluate: EvaluateTable = Field(default_factory=EvaluateTable)
     checkpoint: CheckpointTable = Field(default_factory=CheckpointTable)
     method: dict[str, Any] = Field(default_factory=lambda: {"preset": "StreamingDiLoCo"})
+    pool: PoolTable | None = None
     syncer: SyncerTable = Field(default_factory=SyncerTable)
     learner: dict[str, dict[str, dict[str, Any]]] = Field(
         default_factory=dict
@@ -229,7 +239,16 @@ class RunConfig(Table):
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.tokens to the learners")
         if self.run.steps is not None and self.warm_start.steps >= self.run.steps:
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.steps to the learners")
+        self.make_pool()  # raises a ConfigError, which is a ValueError
         return self
+
+    def make_pool(self) -> Pool | None:
+        """How many learners train after each step; None: as many as join."""
+        if self.pool is None:
+            return None
+        begin, end = self.pool.begin_step, self.pool.end_step
+        begin = self.warm_start.steps if begin is None else begin
+        return Pool(self.pool.schedule, self.run.learners, end or self.run.steps or self.schedule_steps, begin)
 
     @property
     def dir(self) -> Path:

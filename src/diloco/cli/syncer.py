@@ -43,6 +43,7 @@ def command(
         insecure=insecure or table.insecure,
         metrics_address=None if port is None else f"127.0.0.1:{port}",
         spool_bytes=table.spool_bytes,
+        pool=config.make_pool(),
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
     stop = threading.Event()

@@ -111,6 +111,8 @@ def _trainer(config: "RunConfig", part: "Part", job: "Job", collective: bool, as
     if not collective:
         attach = _connector(config, part) if part.role == "learner" else None
         return Trainer(config, part, attach=attach, progress=progress, job=job)
+    if config.pool is not None:
+        raise ConfigError("[pool] needs a syncer: a process group has the same members all along; leave it out")
     if job.size != config.run.learners:
         raise ConfigError(f"{job.size} ranks and run.learners = {config.run.learners}: start one rank for each learner")
 

@@ -160,7 +160,8 @@ class HostedDriver:
     """
 
     def __init__(
-        self, run: str, method: Method, store: Store, spool: Spool, *, deadlines: Deadlines, journal: Journal
+        self, run: str, method: Method, store: Store, spool: Spool, *, deadlines: Deadlines, journal: Journal,
+        pool: Pool | None = None,
     ) -> None:
         self.method = method
         self._changed = threading.Condition(threading.RLock())
@@ -179,7 +180,7 @@ class HostedDriver:
         saved = store.load()
         with understood(store.path):
             self._driver = SyncerDriver(
-                run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines, saved=saved
+                run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines, saved=saved, pool=pool
             )
         journal.set_aside(store.tidy(saved))
         self._ticker.start()

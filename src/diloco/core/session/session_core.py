@@ -358,8 +358,10 @@ class SessionCore:
         if not self._is_member or now < self._heartbeat.due_at:
             return None
         self._heartbeat.began(now)
-        versions, settled = tuple(self._replica.held), self._outbox.settled
-        return calls.Beat(self.who, connection, self._heartbeat.timeout_s, self._heartbeat.report, versions, settled)
+        versions, settled, report = tuple(self._replica.held), self._outbox.settled, self._heartbeat.report
+        if self._is_sending(now):  # no round waits for a learner that has finished
+            report = replace(report, finished=False)
+        return calls.Beat(self.who, connection, self._heartbeat.timeout_s, report, versions, settled)
 
     def _watch_call(self, now: float) -> calls.Call | None:
         """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""
@@ -384,10 +386,14 @@ class SessionCore:
         c = self._outbox.next(self._boot)
         return None if c is None else calls.Push(self.who, c, self._boot)
 
+    def _is_sending(self, now: float) -> bool:
+        """Whether a contribution is not acknowledged yet."""
+        send = self._lanes.send
+        return not send.is_stopped and (send.is_busy or self._send_call(now) is not None)
+
     def _part(self, now: float) -> Actions:
         """Leave once all is acknowledged, or there is no time left, or the syncer does not answer."""
-        send, departure = self._lanes.send, self._departure
-        is_sending = not send.is_stopped and (send.is_busy or self._send_call(now) is not None)
+        departure, is_sending = self._departure, self._is_sending(now)
         is_gone = departure.is_silent(now) or self._lanes.is_away
         if is_sending and not is_gone and not departure.is_late(now):
             return []
