@@ -12,7 +12,6 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from diloco.core.pool import Pool, PoolSchedule
 from diloco.errors import ConfigError
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
@@ -156,7 +155,7 @@ class CheckpointTable(Table):
 class PoolTable(Table):
     """The number of learners that train at a time: a schedule over the inner steps of the run, up to run.learners."""
 
-    schedule: PoolSchedule
+    schedule: str  # of core.pool
     begin_step: int | None = Field(default=None, ge=0)  # default: warm_start.steps
     end_step: int | None = Field(default=None, gt=0)  # default: run.steps, or the end of the learning-rate schedule
 
@@ -239,16 +238,20 @@ class RunConfig(Table):
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.tokens to the learners")
         if self.run.steps is not None and self.warm_start.steps >= self.run.steps:
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.steps to the learners")
-        self.make_pool()  # raises a ConfigError, which is a ValueError
         return self
 
-    def make_pool(self) -> Pool | None:
-        """How many learners train after each step; None: as many as join."""
+    @property
+    def pool_values(self) -> dict[str, Any] | None:
+        """The fields of this run's `core.pool.Pool`; None: it has none."""
         if self.pool is None:
             return None
         begin, end = self.pool.begin_step, self.pool.end_step
-        begin = self.warm_start.steps if begin is None else begin
-        return Pool(self.pool.schedule, self.run.learners, end or self.run.steps or self.schedule_steps, begin)
+        return {
+            "schedule": self.pool.schedule,
+            "learners": self.run.learners,
+            "begin_step": self.warm_start.steps if begin is None else begin,
+            "end_step": end or self.run.steps or self.schedule_steps,
+        }
 
     @property
     def dir(self) -> Path:

@@ -126,7 +126,7 @@ class Finished(Event):
     steps: int
     tokens: int  # trained by this learner; by the run, when `who` is the syncer
     seconds: float
-    reason: str  # "budget": the run's tokens are spent; "steps": its steps are made; "drained": its pool has shrunk; "stopped": asked to stop
+    reason: str  # "budget", "steps": those are spent; "drained": its place in the pool is gone; "stopped": asked to stop
     loss: float | None = None  # of the global model on the held-out part
 
 

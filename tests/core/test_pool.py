@@ -59,22 +59,22 @@ def test_a_pool_that_cannot_be_is_refused(values: tuple[PoolSchedule, int, int],
 
 def test_a_run_file_says_the_schedule_and_its_other_tables_the_rest() -> None:
     config = parse_config(RUN_FILE + 'pool = {schedule = "ramp up"}\n')
-    assert config.make_pool() == Pool("ramp up", 8, config.schedule_steps, begin_step=10)
+    assert Pool.of(config.pool_values) == Pool("ramp up", 8, config.schedule_steps, begin_step=10)
     assert parse_config(dump_config(config)) == config
     own = parse_config(RUN_FILE + 'pool = {schedule = "halving", begin_step = 20, end_step = 60}\n')
-    assert own.make_pool() == Pool("halving", 8, 60, begin_step=20)
-    assert parse_config(RUN_FILE).make_pool() is None
+    assert Pool.of(own.pool_values) == Pool("halving", 8, 60, begin_step=20)
+    assert Pool.of(parse_config(RUN_FILE).pool_values) is None
 
 
 @pytest.mark.parametrize(
     ("table", "why"),
     [
         ('{schedul = "halving"}', 'unknown key "pool.schedul"; did you mean "schedule"'),
-        ('{schedule = "half"}', 'pool.schedule = "half"'),
+        ('{schedule = "ramp"}', "'ramp' is not a known pool schedule; did you mean 'ramp up'"),
         ('{schedule = "ramp up", end_step = 12}', "8 learners over 2 steps"),
         ('{schedule = "halving", begin_step = 90, end_step = 90}', "at least 91, not 90"),
     ],
 )
 def test_a_pool_table_that_cannot_be_is_refused(table: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        parse_config(f"{RUN_FILE}pool = {table}\n")
+        Pool.of(parse_config(f"{RUN_FILE}pool = {table}\n").pool_values)

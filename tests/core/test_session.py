@@ -661,6 +661,32 @@ def test_a_finished_learner_comes_back_as_finished() -> None:
     assert it.until(calls.Beat).report == Report(step=9, finished=True)
 
 
+def test_a_learner_has_finished_once_all_is_acknowledged() -> None:
+    """A round that waits for its members would close without the contribution."""
+    it = Script().start()
+    it.offer(1)
+    it.do(it.core.report, 1, Report(step=9, tokens=45, finished=True))
+    assert it.until(calls.Beat).report == Report(step=9, tokens=45)
+    it.beat()
+    it.sleep(HEARTBEAT_S / 2)
+    it.push()
+    assert it.open[calls.Beat].report.finished  # at once
+
+
+def test_a_learner_without_a_place_in_the_pool_asks_again_and_says_so_once() -> None:
+    it = Script()
+    it.do(it.core.begin)
+    it.answer(calls.Describe, it.core.described, initialised=True)
+    full = errors.NoRoomError("the run's pool has places for 1 of 2 learners at step 0, and b have them.")
+    for _ in range(3):
+        it.until(calls.Join)
+        it.fail(calls.Join, full)
+    assert it.take(calls.Warn) == [calls.Warn(f"the syncer has no room yet, trying again: {full}")]
+    it.until(calls.Join)
+    it.join()
+    it.fetch(0, 0)
+
+
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,9 @@ DiLoCo, arXiv 2311.08105, "Adaptive compute pool": the result follows the total 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from diloco.core.choices import nearest, whole_number
 from diloco.errors import ConfigError
@@ -38,8 +39,8 @@ class Pool:
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(PoolSchedule):
-            known = get_args(PoolSchedule)
-            raise ConfigError(f"{self.schedule!r} is not a known pool schedule{nearest(str(self.schedule), known)}")
+            advice = nearest(str(self.schedule), get_args(PoolSchedule))
+            raise ConfigError(f"{self.schedule!r} is not a known pool schedule{advice}")
         whole_number("Pool(learners=…)", self.learners, minimum=1)
         whole_number("Pool(begin_step=…)", self.begin_step, minimum=0)
         whole_number("Pool(end_step=…)", self.end_step, minimum=self.begin_step + 1)
@@ -76,6 +77,11 @@ class Pool:
                 return self.learners if 2 * at >= self.num_steps else self.learners // 2
             case "ramp up" | "ramp down":
                 return 1 + at * self.learners // self.num_steps
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any] | None) -> Self | None:
+        """From plain values (`RunConfig.pool_values`). Raises ConfigError for a pool that cannot be."""
+        return None if values is None else cls(**values)
 
     def require(self, at_least: int) -> None:
         """Raise ConfigError where the pool is at times too small for a round, which needs `at_least` learners."""

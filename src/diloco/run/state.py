@@ -102,9 +102,7 @@ class RunState(Generic[H, P]):
             rules = self.method.rules(num_fragments)
         except ConfigError as error:
             raise LayoutError(f"the run's method cannot train this model: {error}") from error
-        return SyncerCore(
-            rules, [0] * num_fragments, deadlines=self._deadlines, step=initial.step, pool=self._pool
-        )
+        return SyncerCore(rules, [0] * num_fragments, deadlines=self._deadlines, step=initial.step, pool=self._pool)
 
     def already_initialised(self) -> AlreadyInitialisedError:
         """The error of a second beginning."""

@@ -212,6 +212,8 @@ class SessionCore:
         self._lanes.send.ended()
         if self._is_current(push.who):
             self._outbox.acknowledged(push.contribution, push.boot)
+            if self._heartbeat.report.finished:
+                self._heartbeat.urge()
         return self._go_on(now)
 
     # --- what the syncer says -----------------------------------------------------------------------------------------

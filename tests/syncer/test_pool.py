@@ -1,0 +1,77 @@
+"""A pool of learners over a real syncer: who waits for a place, and who gives one up."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.syncer.runs import RUN, start, train
+
+import diloco
+from diloco.core.ledger import Ledger
+from diloco.core.pool import Pool
+from diloco.errors import ConfigError
+from diloco.syncer.server import Syncer
+
+METHOD = diloco.DiLoCo(sync_every=4)
+STEPS = 40
+
+
+class Pair:
+    """Two learners, of which the first initialises the run and trains for STEPS steps.
+
+    Arguments:
+        hold_at: the first goes no further than this step before the second has trained.
+    """
+
+    def __init__(self, syncer: Syncer, hold_at: int) -> None:
+        self._syncer, self._hold_at = syncer, hold_at
+        self._has_begun, self._has_trained = threading.Event(), threading.Event()
+        with ThreadPoolExecutor(2) as pool:
+            lives = [pool.submit(self._first), pool.submit(self._second)]
+        self.first, self.second = (life.result()[1] for life in lives)
+
+    def _first(self) -> tuple[dict[str, object], dict[str, object]]:
+        def at_step(step: int) -> None:
+            self._has_begun.set()
+            if step == self._hold_at:
+                assert self._has_trained.wait(timeout=30)
+
+        exchange = diloco.connect(self._syncer.address, run=RUN, learner="first", initialise=True)
+        return train(0, exchange, METHOD, STEPS, at_step)  # type: ignore[no-any-return]
+
+    def _second(self) -> tuple[dict[str, object], dict[str, object]]:
+        assert self._has_begun.wait(timeout=30)
+        exchange = diloco.connect(self._syncer.address, run=RUN, learner="second")
+        return train(1, exchange, None, STEPS, lambda _: self._has_trained.set())  # type: ignore[no-any-return]
+
+
+def ledger(syncer: Syncer, learner: str) -> Ledger:
+    return syncer.driver.ask(lambda driver: driver.core.accounting.accounts[learner].ledgers[0])
+
+
+def test_the_newest_learner_gives_up_its_place_and_all_its_work_is_merged(tmp_path: Path) -> None:
+    with start(tmp_path, METHOD, pool=Pool("halving", 2, STEPS)) as syncer:
+        pair = Pair(syncer, hold_at=1)
+        assert pair.first["steps"] == STEPS
+        assert STEPS // 2 <= pair.second["steps"] <= STEPS // 2 + 8
+        work = ledger(syncer, "second")
+    assert (work.trained, work.merged, work.lost) == (pair.second["tokens"], pair.second["tokens"], 0)
+
+
+def test_a_learner_waits_until_the_pool_has_grown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with start(tmp_path, METHOD, pool=Pool("doubling", 2, STEPS)) as syncer:
+        pair = Pair(syncer, hold_at=STEPS // 2 + 1)
+    assert pair.first["steps"] == STEPS
+    assert pair.second["steps"] - pair.second["tokens"] // 5 >= STEPS // 2
+    waits = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]
+    assert len(waits) == 1
+    assert "the run's pool has places for 1 of 2 learners" in waits[0]
+
+
+def test_a_pool_that_is_too_small_for_a_round_is_refused(tmp_path: Path) -> None:
+    method = diloco.DiLoCo(sync_every=4, quorum=diloco.AllLive(at_least=2))
+    with pytest.raises(ConfigError, match=r"1 of 2 learners at times, and a round needs 2; set quorum\.at_least to 1"):
+        start(tmp_path, method, pool=Pool("doubling", 2, STEPS))
