@@ -51,8 +51,8 @@ class Pool:
             )
         if num_sizes > self.num_steps or (self.learners == 1 and self.schedule != "constant"):
             raise ConfigError(
-                f"{self.learners} learners over {self.num_steps} steps leave nothing of the schedule {self.schedule!r}; "
-                f"use 2 learners or more, and {max(2, num_sizes)} steps or more."
+                f"{self.learners} learners over {self.num_steps} steps leave nothing of the schedule "
+                f"{self.schedule!r}; use 2 learners or more, and {max(2, num_sizes)} steps or more."
             )
 
     @property

@@ -321,7 +321,7 @@ class SyncerCore:
         """Tokens whose work on a fragment is on its way into the global model."""
         return self.accounting.accounts[learner].ledgers[fragment].pending
 
-    # --- the pool ---------------------------------------------------------------------------------------------------------
+    # --- the pool -----------------------------------------------------------------------------------------------------
 
     def _require_place(self, learner: str) -> None:
         others = [other for other in self._training if other != learner]

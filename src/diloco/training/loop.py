@@ -107,7 +107,7 @@ class Trainer:
     # --- the life of a part
 
     def train(self) -> Summary:
-        """Train until the run's tokens or steps are spent (or its pool shrinks, or `stop` is called), evaluate, and say goodbye."""
+        """Train until tokens or steps are spent, the pool has no place for it, or `stop` is called; evaluate; say goodbye."""
         try:
             if self._job.first:
                 self._save_config()
