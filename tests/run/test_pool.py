@@ -21,7 +21,7 @@ def drained(scene: Scene) -> dict[str, bool]:
 
 def test_a_learner_is_admitted_when_the_pool_has_grown() -> None:
     scene = run(UP, "a")
-    with pytest.raises(NoRoomError, match="places for 1 of 2 learners at step 1, and a have them; b gets one when"):
+    with pytest.raises(NoRoomError, match="places for 1 of 2 learners at step 1, taken by a; b gets one when"):
         scene.join("b")
     scene.beat("a", 3)
     with pytest.raises(NoRoomError):

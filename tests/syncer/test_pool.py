@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.syncer.runs import RUN, start, train
+from tests.syncer.runs import RUN, start, status_of, train
+from tests.syncer.test_faults import until
 
 import diloco
 from diloco.core.ledger import Ledger
@@ -20,32 +22,33 @@ STEPS = 40
 
 
 class Pair:
-    """Two learners, of which the first initialises the run and trains for STEPS steps.
+    """Two learners, of which the first initialises the run. Rounds wait for both once the syncer knows that both train.
 
     Arguments:
-        hold_at: the first goes no further than this step before the second has trained.
+        hold_at: the first goes no further than this step before that.
     """
 
     def __init__(self, syncer: Syncer, hold_at: int) -> None:
-        self._syncer, self._hold_at = syncer, hold_at
-        self._has_begun, self._has_trained = threading.Event(), threading.Event()
+        self._syncer, self._has_begun = syncer, threading.Event()
         with ThreadPoolExecutor(2) as pool:
-            lives = [pool.submit(self._first), pool.submit(self._second)]
-        self.first, self.second = (life.result()[1] for life in lives)
+            first = pool.submit(self._life, 0, hold_at, learner="first", initialise=True)
+            assert self._has_begun.wait(timeout=30)
+            second = pool.submit(self._life, 1, 1, learner="second", initialise=False)
+        self.first, self.second = first.result(), second.result()
 
-    def _first(self) -> tuple[dict[str, object], dict[str, object]]:
+    def _life(self, index: int, hold_at: int, *, learner: str, initialise: bool) -> dict[str, Any]:
         def at_step(step: int) -> None:
             self._has_begun.set()
-            if step == self._hold_at:
-                assert self._has_trained.wait(timeout=30)
+            if step == hold_at:
+                until(lambda: self._num_healthy == 2, "one of the learners does not train")
 
-        exchange = diloco.connect(self._syncer.address, run=RUN, learner="first", initialise=True)
-        return train(0, exchange, METHOD, STEPS, at_step)  # type: ignore[no-any-return]
+        exchange = diloco.connect(self._syncer.address, run=RUN, learner=learner, initialise=initialise)
+        metrics: dict[str, Any] = train(index, exchange, METHOD, STEPS, at_step)[1]
+        return metrics
 
-    def _second(self) -> tuple[dict[str, object], dict[str, object]]:
-        assert self._has_begun.wait(timeout=30)
-        exchange = diloco.connect(self._syncer.address, run=RUN, learner="second")
-        return train(1, exchange, None, STEPS, lambda _: self._has_trained.set())  # type: ignore[no-any-return]
+    @property
+    def _num_healthy(self) -> int:
+        return sum(each["healthy"] for each in status_of(self._syncer)["learners"].values())
 
 
 def ledger(syncer: Syncer, learner: str) -> Ledger:

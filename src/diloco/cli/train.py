@@ -59,6 +59,8 @@ def command(
         shard = _own_rank()
     name = name or ("baseline" if alone else "isolated" if isolated else f"learner-{shard or 0}")
     config = load_config(run_file, overrides or (), learner=name)
+    if collective and config.pool is not None:
+        raise ConfigError("[pool] needs a syncer, since the members of a process group stay the same; leave it out")
     if shard is None and not alone and config.run.learners > 1:
         raise ConfigError(f"--shard is missing; give each learner its own of 0 to {config.run.learners - 1}")
     check_shard(shard or 0, config.run.learners)
@@ -111,8 +113,6 @@ def _trainer(config: "RunConfig", part: "Part", job: "Job", collective: bool, as
     if not collective:
         attach = _connector(config, part) if part.role == "learner" else None
         return Trainer(config, part, attach=attach, progress=progress, job=job)
-    if config.pool is not None:
-        raise ConfigError("[pool] needs a syncer: a process group has the same members all along; leave it out")
     if job.size != config.run.learners:
         raise ConfigError(f"{job.size} ranks and run.learners = {config.run.learners}: start one rank for each learner")
 

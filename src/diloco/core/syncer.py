@@ -327,8 +327,8 @@ class SyncerCore:
         others = [other for other in self._training if other != learner]
         if self.pool is not None and len(others) >= (size := self.pool.size(self.step)):
             raise NoRoomError(
-                f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, and "
-                f"{', '.join(others)} have them; {learner} gets one when the pool grows or one of them leaves."
+                f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, taken "
+                f"by {', '.join(others)}; {learner} gets one when the pool grows or one of them leaves."
             )
 
     def _drained(self) -> Sequence[str]:
