@@ -696,6 +696,20 @@ def test_a_finished_learner_tells_a_new_process_so_once_that_has_its_contributio
     assert it.beat().report.finished
 
 
+def test_a_learner_without_a_place_in_the_pool_asks_again_and_says_so_once() -> None:
+    it = Script()
+    it.do(it.core.begin)
+    it.answer(calls.Describe, it.core.described, initialised=True)
+    full = errors.NoRoomError("the run's pool has places for 1 of 2 learners at step 0, and b have them.")
+    for _ in range(3):
+        it.until(calls.Join)
+        it.fail(calls.Join, full)
+    assert it.take(calls.Warn) == [calls.Warn(f"the syncer has no room yet, trying again: {full}")]
+    it.until(calls.Join)
+    it.join()
+    it.fetch(0, 0)
+
+
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 

@@ -105,6 +105,7 @@ class Standing:
         versions: of each fragment, published.
         calls: (fragment, version) of the calls for work that it has not answered.
         verdicts: of its incarnation, those that it has not confirmed, by fragment and number.
+        drained: the run's pool has no place for it any more (`core.pool`): it sends its last work, and leaves.
     """
 
     step: int
@@ -115,3 +116,4 @@ class Standing:
     versions: tuple[int, ...]
     calls: tuple[tuple[int, int], ...] = ()
     verdicts: tuple[Verdict, ...] = ()
+    drained: bool = False

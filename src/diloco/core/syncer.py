@@ -33,9 +33,10 @@ from diloco.core.actions import (
 )
 from diloco.core.contribution import OUTLIER, Contribution, Standing, Verdict
 from diloco.core.members import Deadlines, Member
+from diloco.core.pool import Pool
 from diloco.core.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.core.weights import merge_weights, weights_of
-from diloco.errors import StaleIncarnationError, VersionError
+from diloco.errors import NoRoomError, StaleIncarnationError, VersionError
 
 
 class SyncerCore:
@@ -46,9 +47,10 @@ class SyncerCore:
         versions: the version of each fragment.
         deadlines: when a silent learner is evicted.
         step: the inner step after which the run begins.
+        pool: how many learners may train; None: as many as join.
 
     Attributes:
-        members: learners that take part, by id.
+        members: learners that take part, by id, in the order in which they joined.
         fragments: the rounds' phases, by fragment.
         accounting: tokens and verdicts of all learners ever.
         rounds: the syncer's half of the method's way of calling rounds.
@@ -56,9 +58,11 @@ class SyncerCore:
     """
 
     def __init__(
-        self, rules: Rules, versions: Sequence[int], *, deadlines: Deadlines | None = None, step: int = 0
+        self, rules: Rules, versions: Sequence[int], *, deadlines: Deadlines | None = None, step: int = 0,
+        pool: Pool | None = None,
     ) -> None:  # fmt: skip
         self.rules = rules
+        self.pool = pool
         self.deadlines = deadlines or Deadlines()
         self.step = step
         self.members: dict[str, Member] = {}
@@ -134,7 +138,11 @@ class SyncerCore:
 
         `ready`: rounds wait for it from the start (membership is fixed), not only once it has trained. `overlap`: its
         own τ, where that is not the method's.
+
+        Raises:
+            NoRoomError: the pool has no place for it now.
         """
+        self._require_place(learner)
         actions: list[Action] = []
         if learner in self.members:
             actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
@@ -294,7 +302,7 @@ class SyncerCore:
         return Standing(
             self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
             self.rounds.sync_every(learner), tuple(state.version for state in self.fragments), self.rounds.calls(learner),
-            self.accounting.verdicts(learner),
+            self.accounting.verdicts(learner), learner in self._drained(),
         )  # fmt: skip
 
     def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
@@ -315,6 +323,25 @@ class SyncerCore:
     def pending_tokens(self, learner: str, fragment: int) -> int:
         """Tokens whose work on a fragment is on its way into the global model."""
         return self.accounting.accounts[learner].ledgers[fragment].pending
+
+    # --- the pool -----------------------------------------------------------------------------------------------------
+
+    def _require_place(self, learner: str) -> None:
+        others = [other for other in self._training if other != learner]
+        if self.pool is not None and len(others) >= (size := self.pool.size(self.step)):
+            raise NoRoomError(
+                f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, taken "
+                f"by {', '.join(others)}; {learner} gets one when the pool grows or one of them leaves."
+            )
+
+    def _drained(self) -> Sequence[str]:
+        """The newest members, as many as the pool has no place for."""
+        return () if self.pool is None else self._training[self.pool.size(self.step) :]
+
+    @property
+    def _training(self) -> list[str]:
+        """The members that have a place in the pool, or wait for one: all that have not finished."""
+        return [learner for learner, member in self.members.items() if not member.finished]
 
     # --- helpers ----------------------------------------------------------------------------------------------------------
 

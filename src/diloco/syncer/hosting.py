@@ -18,6 +18,7 @@ from diloco.core.actions import MergeRound
 from diloco.core.held import HeldFragment
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
+from diloco.core.pool import Pool
 from diloco.errors import PayloadError, StoreError, UnreachableError
 from diloco.run.driver import Driver
 from diloco.run.ports import Done, InitialModel, Json, MergedRound, Ports, RunMethod
@@ -160,7 +161,15 @@ class HostedDriver:
     """
 
     def __init__(
-        self, run: str, method: Method, store: Store, spool: Spool, *, deadlines: Deadlines, journal: Journal
+        self,
+        run: str,
+        method: Method,
+        store: Store,
+        spool: Spool,
+        *,
+        deadlines: Deadlines,
+        journal: Journal,
+        pool: Pool | None = None,
     ) -> None:
         self.method = method
         self._changed = threading.Condition(threading.RLock())
@@ -179,7 +188,7 @@ class HostedDriver:
         saved = store.load()
         with understood(store.path):
             self._driver = SyncerDriver(
-                run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines, saved=saved
+                run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines, saved=saved, pool=pool
             )
         journal.set_aside(store.tidy(saved))
         self._ticker.start()

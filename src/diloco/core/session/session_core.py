@@ -401,10 +401,14 @@ class SessionCore:
         c = self._outbox.next(self._boot)
         return None if c is None else calls.Push(self.who, c, self._boot)
 
+    def _is_sending(self, now: float) -> bool:
+        """Whether a contribution is not acknowledged yet."""
+        send = self._lanes.send
+        return not send.is_stopped and (send.is_busy or self._send_call(now) is not None)
+
     def _part(self, now: float) -> Actions:
         """Leave once all is acknowledged, or there is no time left, or the syncer does not answer."""
-        send, departure = self._lanes.send, self._departure
-        is_sending = not send.is_stopped and (send.is_busy or self._send_call(now) is not None)
+        departure, is_sending = self._departure, self._is_sending(now)
         is_gone = departure.is_silent(now) or self._lanes.is_away
         if is_sending and not is_gone and not departure.is_late(now):
             return []
