@@ -855,6 +855,19 @@ def test_after_a_restart_a_round_waits_for_what_a_finished_learner_sends_again()
     assert not run.core.members["b"].ready
 
 
+def test_after_a_restart_no_round_waits_for_a_joiner_that_has_not_trained() -> None:
+    """It may fetch a large model for long, and says so; until it is heard it may have begun since the record."""
+    run = Run("a")
+    run.core.joined(1.0, "b")
+    run.restart(100.0, run.record(2.0))
+    assert "MergeRound" not in kinds(run.send(101.0, "a", 0))
+    merge = only(MergeRound, run.core.heartbeat(102.0, "b", 1, step=0, tokens=0, step_s=None, waiting=False))
+    assert [c.learner for c in merge.contributions] == ["a"]
+    run.publish(102.0)
+    run.beat(103.0, "b", step=6, tokens=10)
+    assert "MergeRound" not in kinds(run.send(104.0, "a", 1))
+
+
 def test_after_a_standstill_of_the_syncer_learners_have_their_whole_deadline() -> None:
     run = Run("a", "b", "c")
     run.core.disconnected(2.0, "c", 1)

@@ -17,6 +17,7 @@ class Member:
         broken_at: when its connection broke; None: it was heard since.
         ready: it has trained since it joined, and will go on; one that is still starting up delays no round.
         finished: it has said that its training is over. It is never ready again, and never stalled.
+        presumed: since a restart of the syncer it counts as ready, and the first that is heard of it will tell.
         ready_step: the inner step known when it became ready; rounds sent at or before it do not wait for it.
         tokens: trained by this incarnation.
     """
@@ -32,6 +33,7 @@ class Member:
     connected: bool = True
     broken_at: float | None = None
     ready: bool = False
+    presumed: bool = False
     finished: bool = False
     ready_step: int = 0
     tokens: int = 0
@@ -45,6 +47,8 @@ class Member:
         """It lives, at this step; returns how many steps that is further. Tokens are reported per incarnation and only
         ever grow."""
         self.seen_at, self.connected, self.broken_at = now, True, None
+        if self.presumed:
+            self.presumed, self.ready = False, max(tokens, self.tokens) > 0
         if self.tokens == 0 < tokens:  # its first steps, from wherever it started
             self.step = min(self.step, step - 1)
         if step > self.step or self.waiting:

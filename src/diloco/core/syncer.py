@@ -100,6 +100,7 @@ class SyncerCore:
                 "tokens": member.tokens,
                 "overlap": member.overlap,
                 "step_s": member.step_s,
+                "ready": member.ready and not member.presumed,
                 "finished": member.finished and (member.learner, member.incarnation) not in sends_again,
                 "rounds": self.rounds.saved_of(member.learner),
             }
@@ -121,10 +122,12 @@ class SyncerCore:
             state.step = step
         self.accounting.restore(values["accounts"], values["members"])
         for learner, saved in values["members"].items():
+            is_finished = saved["finished"]
+            presumed = not is_finished and not saved["ready"]  # it may have begun to train since the record
             incarnation = self.accounting.accounts[learner].incarnation
             self.members[learner] = Member(
                 learner, incarnation, saved["step"], now, now, saved["overlap"], step_s=saved["step_s"], connected=False,
-                ready=not saved["finished"], finished=saved["finished"], tokens=saved["tokens"],
+                ready=not is_finished, presumed=presumed, finished=is_finished, tokens=saved["tokens"],
             )  # fmt: skip
             self.rounds.restore_of(learner, saved["rounds"])
         self.rounds.restore(values["rounds"])
@@ -179,15 +182,15 @@ class SyncerCore:
         """
         self.check(learner, incarnation)
         member = self.members[learner]
-        member.waiting, member.step_s = waiting, step_s or member.step_s
-        look = self._alive(now, member, step, tokens) or finished
+        member.waiting, member.step_s, was_ready = waiting, step_s or member.step_s, member.ready
+        look = self._alive(now, member, step, tokens)
         if finished:
             member.finished, member.ready = True, False
         if tokens > 0:
             member.trains(member.step)
         if settled:
             self.accounting.confirm(learner, settled)
-        return self._look_again(now) if look else self._wake(now)
+        return self._look_again(now) if look or (was_ready and not member.ready) else self._wake(now)
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:
         """Its connection broke; it has until its reconnect deadline to come back."""
