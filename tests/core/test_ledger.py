@@ -1,4 +1,5 @@
-"""No token vanishes: whatever happens, pending + merged + discarded + lost is what was trained, and no work counts twice."""
+"""No token vanishes: whatever happens, pending + merged + discarded + lost is what was trained, and no work counts
+twice."""
 
 from __future__ import annotations
 
@@ -47,13 +48,14 @@ def test_a_contribution_accounts_for_what_it_holds_and_what_was_given_up(discard
     assert c.accounted == 80 + discarded
 
 
-# --- runs in which everything happens in any order ------------------------------------------------------------------------
+# --- runs in which everything happens in any order --------------------------------------------------------------------
 
 NAMES = ("a", "b", "c")
 FRAGMENTS = 2
 H = 4
 EVENTS = {  # and how often
-    "step": 40, "beat": 10, "hear": 10, "fetch": 25, "send_again": 6, "join": 1, "leave": 0.3, "disconnect": 1, "time_passes": 2,
+    "step": 40, "beat": 10, "hear": 10, "fetch": 25, "send_again": 6, "join": 1, "leave": 0.3, "disconnect": 1,
+    "time_passes": 2,
     "merge": 12, "abandon": 0.5, "begin_write": 15, "end_write": 15, "crash": 1,
 }  # fmt: skip
 Key = tuple[str, int, int, int]
@@ -65,8 +67,8 @@ def key_of(c: Contribution) -> Key:
 
 @dataclass
 class Learner:
-    """One incarnation. `unsettled`: contributions of which it knows no verdict; after a restart of the syncer it sends them again.
-    `acknowledged`: those of which the syncer has said that they are there."""
+    """One incarnation. `unsettled`: contributions of which it knows no verdict; after a restart of the syncer it sends
+    them again. `acknowledged`: those of which the syncer has said that they are there."""
 
     incarnation: int
     core: LearnerCore
@@ -98,7 +100,8 @@ class Truth:
 
 
 class Life:
-    """Learners, a syncer and its disk; messages are lost, repeated and heard in any order, and what is known is kept by hand."""
+    """Learners, a syncer and its disk; messages are lost, repeated and heard in any order, and what is known is kept by
+    hand."""
 
     def __init__(self, rules: Rules, seed: int) -> None:
         self.random = random.Random(seed)
@@ -231,7 +234,7 @@ class Life:
     # --- learners ---
 
     def join(self, name: str) -> None:
-        """For the first time, after it is gone, or in place of itself; it is answered when its incarnation is durable."""
+        """Join: new, again, or in place of itself; the answer comes when the incarnation is durable."""
         self.end_write()
         incarnation, actions = self.core.joined(self.now, name)
         self.act(actions)
@@ -430,7 +433,7 @@ def test_the_accounts_balance_whatever_happens(name: str) -> None:
 
 
 def test_a_circle_with_a_round_that_lacks_learners_is_let_go() -> None:
-    """Learners a whole interval apart: one waits in a round to which no other comes, the others for it in a later one."""
+    """Learners are an interval apart: one waits in a round that no other joins, the others in a later one."""
     [name] = [name for name, rules in RULES.items() if name.startswith("AllLive") and rules(True).quorum.at_least == 2]
     life = Life(RULES[name](True), 19)
     life.live(400)

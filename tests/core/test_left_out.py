@@ -24,7 +24,7 @@ def contribution(learner: str, round_: int, *, base: int | None = None, step: in
     )
 
 
-# --- dropped ----------------------------------------------------------------------------------------------------------------
+# --- dropped ----------------------------------------------------------------------------------------------------------
 
 
 def dropping(*learners: str, at_least: int = 1) -> SyncerCore:
@@ -112,7 +112,7 @@ def test_a_dropped_contribution_that_is_sent_again_is_not_taken_into_the_next_ro
     assert ledger(core, "a").as_dict() == {"trained": 40, "pending": 40, "merged": 0, "lost": 0, "discarded": {}}
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------------
+# --- refused ----------------------------------------------------------------------------------------------------------
 
 CALLED = DecoupledDiLoCo(sync_every=4, quorum=Called(at_least=2, grace=0.0))
 

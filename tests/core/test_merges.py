@@ -65,8 +65,9 @@ def vectors(num: int, seed: int = 0, size: int = NUM) -> list[Tensor]:
 
 
 def encoded(values: Sequence[Tensor], weights: Sequence[float] | None = None, **more: object) -> list[Encoded]:
+    weights = [1.0] * len(values) if weights is None else weights
     return [
-        Encoded(f"learner-{i}", (FP32().encode(value),), 1.0 if weights is None else weights[i], **more)  # type: ignore[arg-type]
+        Encoded(f"learner-{i}", (FP32().encode(value),), weights[i], **more)  # type: ignore[arg-type]
         for i, value in enumerate(values)
     ]
 
@@ -75,7 +76,7 @@ def merge(how: Merge, values: Sequence[Tensor], weights: Sequence[float] | None 
     return merged_vector(how, FP32(), encoded(values, weights, **more), PLACES, NUM)
 
 
-# --- what holds for all -------------------------------------------------------------------------------------------------
+# --- what holds for all -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ALL, ids=str)
@@ -206,7 +207,7 @@ def test_a_damaged_contribution_is_refused_with_its_learner_named(how: Merge) ->
         merged_vector(how, FP32(), contributions, PLACES, NUM)
 
 
-# --- against references ------------------------------------------------------------------------------------------------------
+# --- against references -----------------------------------------------------------------------------------------------
 
 
 def rda(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -347,7 +348,7 @@ def test_norm_clipping_is_the_mean_of_the_clipped() -> None:
     torch.testing.assert_close(merge(MedianNormClip(), values), clipped, rtol=1e-5, atol=1e-6)
 
 
-# --- HeLoCo --------------------------------------------------------------------------------------------------------------------
+# --- HeLoCo -----------------------------------------------------------------------------------------------------------
 
 
 def corrected(v: Tensor, m: Tensor, threshold: float) -> Tensor:
@@ -385,7 +386,7 @@ def test_heloco_without_momentum_is_the_damped_mean() -> None:
         torch.testing.assert_close(merged, (values[0] / 2 + values[1]) / 2, rtol=1e-6, atol=1e-6)
 
 
-# --- learners that lie --------------------------------------------------------------------------------------------------------
+# --- learners that lie ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attack", ["noise", "flipped", "scaled"])
@@ -406,7 +407,7 @@ def test_one_of_eight_that_lies_does_not_move_a_robust_merge_far(how: Merge, att
         assert error(merge(Mean(), lied)) > 1.5
 
 
-# --- screens ----------------------------------------------------------------------------------------------------------------
+# --- screens ----------------------------------------------------------------------------------------------------------
 
 
 def test_outliers_are_refused_by_their_norm() -> None:

@@ -1,4 +1,5 @@
-"""SyncerCore by scripted events in virtual time: rounds, members, deadlines, incarnations, restarts, and the accounting."""
+"""SyncerCore by scripted events in virtual time: rounds, members, deadlines, incarnations, restarts, and the
+accounting."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Run:
     """A SyncerCore, and learners that take tokens=10 a step; who takes part is recorded."""
 
     def __init__(
-        self, *learners: str, fragments: int = 1, overlap: int = 0, at_least: int = 1, ready: bool = True, weight: str = "uniform",
+        self, *learners: str, fragments: int = 1, overlap: int = 0, at_least: int = 1, ready: bool = True,
+        weight: str = "uniform",
     ) -> None:  # fmt: skip
         method = DiLoCo(sync_every=H, overlap=overlap, quorum=AllLive(at_least=at_least), weight=weight)
         self.core = SyncerCore(method.rules(fragments), [0] * fragments, deadlines=DEADLINES)
@@ -52,11 +54,15 @@ class Run:
         settled: tuple[int, ...] = (),
     ) -> list[Action]:
         return self.core.heartbeat(
-            now, learner, self.incarnation(learner), step=step, tokens=tokens, step_s=step_s, waiting=waiting, settled=settled
+            now, learner, self.incarnation(learner), step=step, tokens=tokens, step_s=step_s, waiting=waiting,
+            settled=settled
         )  # fmt: skip
 
-    def c(self, learner: str, round_: int, *, number: int | None = None, step: int = 0, fragment: int = 0, base: int | None = None,
-          tokens: int = 100, trained: int | None = None, discarded: int = 0, incarnation: int | None = None) -> Contribution:  # fmt: skip
+    def c(
+        self, learner: str, round_: int, *, number: int | None = None, step: int = 0, fragment: int = 0,
+        base: int | None = None, tokens: int = 100, trained: int | None = None, discarded: int = 0,
+        incarnation: int | None = None,
+    ) -> Contribution:  # fmt: skip
         step = step or (round_ + 1) * H
         return Contribution(
             learner, incarnation or self.incarnation(learner), fragment, number or round_ + 1, round_,
@@ -103,7 +109,7 @@ class Run:
         return self.core.fragments[fragment].phase
 
 
-# --- the life of a round --------------------------------------------------------------------------------------------------
+# --- the life of a round ----------------------------------------------------------------------------------------------
 
 
 def test_a_round_is_merged_stored_and_only_then_published() -> None:
@@ -141,7 +147,7 @@ def test_fragments_have_rounds_of_their_own() -> None:
     assert run.steps() == [5, 0]
 
 
-# --- who is in a round ----------------------------------------------------------------------------------------------------
+# --- who is in a round ------------------------------------------------------------------------------------------------
 
 
 def test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time() -> None:
@@ -223,7 +229,7 @@ def test_a_joiner_starts_before_the_round_that_lacks_learners() -> None:
 
 
 def test_the_first_steps_of_a_joiner_are_progress_wherever_the_run_is() -> None:
-    """It started at the run's step and took long to compile; meanwhile the run went on, and its connection was renewed."""
+    """It started at the run's step and took long to compile. Meanwhile the run went on, and it connected anew."""
     run = Run("a")
     run.beat(0.0, "a", step=100)
     assert starts_at(run, "b") == 100
@@ -285,7 +291,7 @@ def test_one_that_had_passed_the_step_before_it_was_ready_is_not_waited_for() ->
 
 
 def test_one_that_is_a_send_behind_is_sent_back_with_its_work() -> None:
-    """Others contributed after step 10 to round 0. A joiner at step 8 holds version 1 and reaches step 10 after them."""
+    """Others contributed to round 0 after step 10. A joiner at step 8 holds version 1 and reaches step 10 later."""
     run = Run("a", fragments=2)
     run.send(1.0, "a", 0, fragment=1, step=10)
     run.publish(1.0, 1)
@@ -313,7 +319,8 @@ def test_rounds_that_wait_for_each_other_in_a_circle_let_go() -> None:
 
 
 def test_a_circle_with_a_learner_that_is_a_whole_interval_ahead_lets_go_too() -> None:
-    """c waits for a, which has passed the step of that round and is blocked after a later one: nothing of it is on its way."""
+    """c waits for a, which has passed the step of that round and is blocked after a later one: nothing of it is on its
+    way."""
     run = Run("a", "b", "c", fragments=2)
     run.send(1.0, "c", 0, fragment=1, step=20)
     run.send(1.0, "b", 0, fragment=0, step=15)
@@ -364,7 +371,7 @@ def test_a_round_counts_as_of_its_earliest_step() -> None:
         assert run.steps() == [10 + H * round_]
 
 
-# --- who is given up ------------------------------------------------------------------------------------------------------
+# --- who is given up --------------------------------------------------------------------------------------------------
 
 
 def test_a_silent_learner_is_waited_for_until_its_deadline() -> None:
@@ -411,7 +418,8 @@ def test_the_time_to_reconnect_follows_a_learners_own_pace() -> None:
 
 
 def test_a_finished_learner_is_neither_waited_for_nor_stalled() -> None:
-    """Its training is over and it evaluates: it says so, and the others go on without it; a stalled one they would wait for."""
+    """Its training is over and it evaluates: it says so, and the others go on without it; a stalled one they would wait
+    for."""
     run = Run("a", "b")
     run.send(1.0, "a", 0)
     run.send(1.0, "b", 0)
@@ -492,8 +500,10 @@ def test_every_event_that_leaves_somebody_here_says_when_to_wake() -> None:
     run = Run("a", "b")
     incarnation, joined = run.core.joined(1.0, "c")
     steps = [
-        joined, run.beat(1.0, "a", step=1), run.send(2.0, "a", 0), run.core.disconnected(2.0, "b", 1), run.core.tick(2.5),
-        run.core.left(3.0, "c", incarnation, tokens=0), run.publish(4.0) if run.phase() == "merging" else run.core.tick(4.0),
+        joined, run.beat(1.0, "a", step=1), run.send(2.0, "a", 0), run.core.disconnected(2.0, "b", 1),
+        run.core.tick(2.5),
+        run.core.left(3.0, "c", incarnation, tokens=0),
+        run.publish(4.0) if run.phase() == "merging" else run.core.tick(4.0),
     ]  # fmt: skip
     for actions in steps:
         assert only(WakeAt, actions).at <= 8.0
@@ -501,7 +511,7 @@ def test_every_event_that_leaves_somebody_here_says_when_to_wake() -> None:
     assert "WakeAt" not in kinds(run.core.left(5.0, "b", 1, tokens=1))
 
 
-# --- incarnations ---------------------------------------------------------------------------------------------------------
+# --- incarnations -----------------------------------------------------------------------------------------------------
 
 
 def test_an_evicted_learner_is_refused_and_nothing_changes() -> None:
@@ -511,7 +521,8 @@ def test_an_evicted_learner_is_refused_and_nothing_changes() -> None:
     run.core.tick(6.0)
     before = deepcopy((run.core.saved().values, run.core.members, run.core.fragments, status_of(run.core, 7.0)))
     stale = [
-        lambda: run.send(7.0, "b", 0), lambda: run.beat(7.0, "b", step=5), lambda: run.core.left(7.0, "b", 1, tokens=500),
+        lambda: run.send(7.0, "b", 0), lambda: run.beat(7.0, "b", step=5),
+        lambda: run.core.left(7.0, "b", 1, tokens=500),
         lambda: run.core.check("b", 1),
     ]  # fmt: skip
     for event in stale:
@@ -617,7 +628,7 @@ def test_a_goodbye_leaves_acknowledged_work_behind() -> None:
         run.core.left(4.0, "b", 1, tokens=120)
 
 
-# --- contributions that do not fit ----------------------------------------------------------------------------------------
+# --- contributions that do not fit ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -664,7 +675,8 @@ def test_a_rejected_contribution_sent_again_is_discarded_once() -> None:
 
 
 def test_a_contribution_that_came_too_late_is_judged_when_the_version_is_durable() -> None:
-    """Were its learner told at once, it would not send it again, and after a crash the round would wait for it until its deadline."""
+    """Were its learner told at once, it would not send it again, and after a crash the round would wait for it until
+    its deadline."""
     run = Run("a", "b", "c")
     for learner in "ab":
         run.send(1.0, learner, 0)
@@ -710,7 +722,7 @@ def test_other_content_for_the_same_round_is_rejected() -> None:
     assert only(Reject, run.publish(4.0)) == Reject(other, "twice in one round")
 
 
-# --- overlap of a whole interval ------------------------------------------------------------------------------------------
+# --- overlap of a whole interval --------------------------------------------------------------------------------------
 
 
 def test_contributions_to_the_next_round_are_kept_while_one_is_merged_and_stored() -> None:
@@ -750,7 +762,7 @@ def test_an_abandoned_round_takes_what_counts_on_it_along() -> None:
     assert run.core.contributed(4.0, again)[0] == Accept(again, duplicate=False)
 
 
-# --- restarts -------------------------------------------------------------------------------------------------------------
+# --- restarts ---------------------------------------------------------------------------------------------------------
 
 
 def test_after_a_restart_the_first_to_come_back_does_not_merge_alone() -> None:
@@ -865,7 +877,7 @@ def test_more_tokens_than_can_be_counted_are_refused_and_change_nothing() -> Non
     assert run.core.step == 1
 
 
-# --- verdicts -------------------------------------------------------------------------------------------------------------
+# --- verdicts ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_rejection_is_told_when_a_record_with_it_is_durable() -> None:

@@ -1,4 +1,5 @@
-"""The link probe: what is timed, how sizes grow, and a real syncer that answers one at a time, within bounds, to those who may."""
+"""The link probe: what is timed, how sizes grow, and a real syncer that answers one at a time, within bounds, to those
+who may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The exchange over torchft's process group: the bits of the others, and runs that lose and regain members. Real processes."""
+"""The exchange over torchft's process group: the bits of the others, and runs that lose and regain members. Real
+processes."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class Life:
 
 @pytest.fixture
 def lighthouse() -> Iterator[Any]:
-    """Makes lighthouses that start a run with so many learners; only where one is killed do they give up a silent one soon."""
+    """Makes lighthouses that start a run with so many learners; only where one is killed do they give up a silent one
+    soon."""
     processes = []
 
     def make(min_replicas: int, silence_ms: int = 60_000) -> str:

@@ -10,7 +10,8 @@ from typing import Self
 
 
 class Link:
-    """One relayed connection. `up_bytes`: forwarded towards the syncer so far. `is_half_open`: the learner's end hears of nothing."""
+    """One relayed connection. `up_bytes`: forwarded towards the syncer so far. `is_half_open`: the learner's end hears
+    of nothing."""
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.ends = (client, server)

@@ -77,7 +77,10 @@ def test_a_killed_syncer_comes_back_and_the_run_has_the_same_bits(tmp_path: Path
             for index in range(2)
         ]  # fmt: skip
         for event, go in zip(reached, again, strict=True):
-            until(lambda event=event: event.is_set() or any(life.done() for life in lives), "no learner gets there")  # type: ignore[misc]
+            until(
+                lambda event=event: event.is_set() or any(life.done() for life in lives),  # type: ignore[misc]
+                "no learner gets there",
+            )
             go.set()
             before = published(tmp_path)
             syncer.kill()

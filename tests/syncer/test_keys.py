@@ -153,5 +153,8 @@ def test_a_directory_without_keys_is_an_error(tmp_path: Path) -> None:
 
 
 def test_importing_the_command_is_light() -> None:
-    script = "import sys, diloco.cli.keys; print([m for m in ('torch', 'cryptography', 'grpc', 'rich.table') if m in sys.modules])"
+    script = (
+        "import sys, diloco.cli.keys; print([m for m in ('torch', 'cryptography', 'grpc', 'rich.table') if m in "
+        "sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"

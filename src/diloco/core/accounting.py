@@ -98,7 +98,7 @@ class Accounting:
         self._untold: dict[Key, int | None] = {}
         """Rejections that are not durable, with the serial number of the record that has them; None: none has."""
 
-    # --- learners ---------------------------------------------------------------------------------------------------------
+    # --- learners -----------------------------------------------------------------------------------------------------
 
     @property
     def run_tokens(self) -> int:
@@ -138,7 +138,7 @@ class Accounting:
         for ledger, tokens in zip(ledgers, acknowledged, strict=True):
             ledger.lost += ledger.pending - tokens
 
-    # --- contributions ----------------------------------------------------------------------------------------------------
+    # --- contributions ------------------------------------------------------------------------------------------------
 
     def is_known(self, c: Contribution) -> bool:
         """Whether a contribution of the newest incarnation is open or settled already."""
@@ -159,7 +159,8 @@ class Accounting:
         left = ledger.pending - acknowledged
         if c.accounted > left:
             raise PayloadError(
-                f"{c.learner!r} says {c.accounted} tokens of fragment {c.fragment}, and {left} of those that it has trained are not "
+                f"{c.learner!r} says {c.accounted} tokens of fragment {c.fragment}, and {left} of those that it has "
+                "trained are not "
                 "accounted for; nothing of it was counted."
             )
 
@@ -180,7 +181,7 @@ class Accounting:
         if c.incarnation == account.incarnation:
             self._untold.setdefault(key_of(c), None)
 
-    # --- verdicts ---------------------------------------------------------------------------------------------------------
+    # --- verdicts -----------------------------------------------------------------------------------------------------
 
     def confirm(self, learner: str, settled: Sequence[int]) -> None:
         """The newest incarnation knows the verdicts of all its contributions up to these numbers, one per fragment."""
@@ -215,10 +216,11 @@ class Accounting:
             del self._untold[key]
         return {learner for learner, *_ in told}
 
-    # --- saving -----------------------------------------------------------------------------------------------------------
+    # --- saving -------------------------------------------------------------------------------------------------------
 
     def saved(
-        self, serial: int, merged: Sequence[Contribution] = (), rejected: Sequence[tuple[Contribution, str]] = (), version: int = 0
+        self, serial: int, merged: Sequence[Contribution] = (), rejected: Sequence[tuple[Contribution, str]] = (),
+        version: int = 0
     ) -> dict[str, Any]:  # fmt: skip
         """Plain values (JSON) of the record with this serial number, as they are once these contributions have their
         verdicts."""
@@ -240,7 +242,8 @@ class Accounting:
         }
 
     def restore(self, values: Mapping[str, Any], alive: Iterable[str]) -> None:
-        """Continue from `saved`. Open contributions of incarnations that are gone are lost: no learner sends them again."""
+        """Continue from `saved`. Open contributions of incarnations that are gone are lost: no learner sends them
+        again."""
         self.accounts = {learner: Account.from_dict(each) for learner, each in values.items()}
         living = set(alive)
         for learner, account in self.accounts.items():

@@ -1,19 +1,20 @@
-"""A fragment at a version, and its next version: `close` makes it from contributions, `advance` from what `close` published.
+"""A fragment at a version, and its next version: `close` makes it from contributions, `advance` from what `close`
+published.
 
     Δ̄ = scale · Merge({decode(payload_m)}, w)                 merge, in learner-id order, fp32
     Θ* = OuterOpt(Θ, Δ̄)                                        outer step
     lossless `down`:  Θ' = Θ*, the payload is Θ' itself
     lossy `down`:     payload = encode(Θ* − Θ + e);  Θ' = Θ + decode(payload);  e' = (Θ* − Θ + e) − decode(payload)
 
-Where the outer optimizer is on the learners (`outer_at="learners"`: delayed and eager updates) the merged outer gradient
-itself is published, and every holder of the fragment takes the same outer step:
+Where the outer optimizer is on the learners (`outer_at="learners"`: delayed and eager updates) the merged outer
+gradient itself is published, and every holder of the fragment takes the same outer step:
 
     payload = encode(Δ̄ + e);  Δ̄' = decode(payload);  Θ' = OuterOpt(Θ, Δ̄');  e' = Δ̄ + e − Δ̄'
 
 Both compute Θ' from the payload, so all holders of a version hold the same bits. Both go run by run of whole segments
-(`codecs.SEGMENT_ELEMENTS`): besides the old and the new version they need memory for a run. All tensors are flat fp32 on
-the host: a whole fragment, or a shard of it that starts at a segment boundary. Every operation is elementwise or within a
-segment, so shards give the bits of the whole.
+(`codecs.SEGMENT_ELEMENTS`): besides the old and the new version they need memory for a run. All tensors are flat fp32
+on the host: a whole fragment, or a shard of it that starts at a segment boundary. Every operation is elementwise or
+within a segment, so shards give the bits of the whole.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class HeldFragment:
         fragment: index of the fragment.
         version: 0 is the initial model; −1 stands for none.
         theta: fp32 [n].
-        outer_state: of `method.outer`, flat fp32 [n] each and 0-dimensional counters; empty where no outer step is taken.
+        outer_state: of `method.outer`, flat fp32 [n] each and 0-dimensional counters; empty where no outer step is
+            taken.
         residual: fp32 [n], what lossy updates have left out so far; None stands for zeros.
         digest: of `theta` (`layout.Digest`).
     """

@@ -61,7 +61,7 @@ class LearnerCore:
         received."""
         return tuple(self._rounds.newest(fragment) for fragment in range(len(self.fragments)))
 
-    # --- out --------------------------------------------------------------------------------------------------------------
+    # --- out ----------------------------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, *, sync_every: int | None = None) -> tuple[Send, ...]:
         """One more inner step on `tokens` tokens; returns the fragments to send after it.
@@ -97,7 +97,7 @@ class LearnerCore:
             work.ledger.trained += tokens
             work.ledger.merged += tokens
 
-    # --- in ---------------------------------------------------------------------------------------------------------------
+    # --- in -----------------------------------------------------------------------------------------------------------
 
     def received(self, fragment: int, version: int, merged: int) -> tuple[InFlight, ...]:
         """A published version is here, decoded.
@@ -168,7 +168,7 @@ class LearnerCore:
         work.received = {v for v in work.received if v > version}
         return settled
 
-    # --- a new incarnation, and checkpoints -------------------------------------------------------------------------------
+    # --- a new incarnation, and checkpoints ---------------------------------------------------------------------------
 
     def rejoined(self, versions: Sequence[int], step: int, *, awaited: bool = False) -> None:
         """A new incarnation: newest versions, a fresh ledger, and the run's step or its own, whichever is later. What

@@ -43,7 +43,8 @@ Partial = Literal["full", "scale"]
 PARTIAL: tuple[Partial, ...] = get_args(Partial)
 
 _KINDS: dict[str, type] = {
-    "fragments": Fragmentation, "up": Codec, "down": Codec, "quorum": Quorum, "merge": Merge, "outer": Outer, "adopt": Adopt,
+    "fragments": Fragmentation, "up": Codec, "down": Codec, "quorum": Quorum, "merge": Merge, "outer": Outer,
+    "adopt": Adopt,
 }  # fmt: skip
 
 _REGISTRIES: Mapping[str, Registry[Choice]] = {
@@ -127,7 +128,8 @@ class Method:
         object.__setattr__(self, "error_feedback", _feedback(self.error_feedback))
         if self.error_feedback and self.up.lossless:
             raise ConfigError(
-                f"error_feedback has nothing to feed back with the lossless codec {self.up.name!r}; drop it or choose a lossy one."
+                f"error_feedback has nothing to feed back with the lossless codec {self.up.name!r}; drop it or choose "
+                "a lossy one."
             )
         num_offsets = 1 if self.offsets is None else len(self.offsets)
         Schedule(self.sync_every, num_offsets, self.overlap, self.offsets)  # refuses impossible numbers
@@ -143,7 +145,8 @@ class Method:
         return (
             *self.quorum.contradictions(self),
             (self.overlap > min(periods) and self.outer_at == "syncer",
-             f"overlap={self.overlap} exceeds sync_every={min(periods)}; an overlap is at most one period unless outer_at='learners'."),
+             (f"overlap={self.overlap} exceeds sync_every={min(periods)}; an overlap is at most one period unless "
+             "outer_at='learners'.")),
             (self.outer_at == "learners" and not isinstance(self.adopt, Replace | Eager),
              f"outer_at='learners' needs adopt=Replace() or Eager(), not {self.adopt}."),
             (isinstance(self.adopt, Eager) and self.outer_at == "syncer",
@@ -155,11 +158,13 @@ class Method:
             (isinstance(self.adopt, Eager) and not self.wait,
              "Eager() steps with the answer that is due; use wait=True."),
             (self.partial == "scale" and isinstance(self.outer, DelayedNesterov),
-             "DelayedNesterov divides by its buffer, and partial='scale' divides once more; use partial='full' with it."),
+             "DelayedNesterov divides by its buffer, and partial='scale' divides once more; use partial='full'."),
             (self.outer.one_at_a_time and self.quorum.at_least > 1,
-             f"{type(self.outer).__name__}() takes outer gradients one at a time, and {self.quorum} waits for several; use at_least=1."),
+             (f"{type(self.outer).__name__}() takes outer gradients one at a time, and {self.quorum} waits for "
+             "several; use at_least=1.")),
             (self.weight != "uniform" and not self.merge.weighted,
-             f"{type(self.merge).__name__}() counts every learner the same; use weight='uniform' with it, not {self.weight!r}."),
+             (f"{type(self.merge).__name__}() counts every learner the same; use weight='uniform' with it, not "
+             f"{self.weight!r}.")),
             (isinstance(self.merge, HeLoCo) and self.outer.momentum_of(self.outer.init(0)) is None,
              f"HeLoCo() corrects towards the outer momentum, and {self.outer} has none."),
         )  # fmt: skip
@@ -203,7 +208,8 @@ class Method:
         """
         if not self.quorum.has_own_overlaps or self.outer_at == "learners" or self.exchanged != "outer gradients":
             raise ConfigError(
-                f"overlap={overlap} of one learner's own has no meaning with {self.name}; drop it, or use a method whose "
+                f"overlap={overlap} of one learner's own has no meaning with {self.name}; drop it, or use a method "
+                "whose "
                 "rounds are scheduled and whose outer step is on the syncer."
             )
         return replace(self, overlap=overlap)

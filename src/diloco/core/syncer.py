@@ -68,13 +68,13 @@ class SyncerCore:
         self._serial = 0
         self._wants_record = False
 
-    # --- saving -----------------------------------------------------------------------------------------------------------
+    # --- saving -------------------------------------------------------------------------------------------------------
 
     def saved(self, storing: int | None = None) -> Record:
         """All that must survive besides the tensors, as it is once the version of the fragment `storing` is published.
 
-        Open rounds are not in it: their contributions are sent again. Records are stored in their order, and one is taken
-        only when the one before is durable, or was refused by the disk.
+        Open rounds are not in it: their contributions are sent again. Records are stored in their order, and one is
+        taken only when the one before is durable, or was refused by the disk.
         """
         self._serial += 1
         self._wants_record = False
@@ -116,13 +116,14 @@ class SyncerCore:
         for learner, saved in values["members"].items():
             incarnation = self.accounting.accounts[learner].incarnation
             self.members[learner] = Member(
-                learner, incarnation, saved["step"], now, now, saved["overlap"], step_s=saved["step_s"], connected=False,
+                learner, incarnation, saved["step"], now, now, saved["overlap"], step_s=saved["step_s"],
+                connected=False,
                 ready=not saved["finished"], finished=saved["finished"], tokens=saved["tokens"],
             )  # fmt: skip
             self.rounds.restore_of(learner, saved["rounds"])
         self.rounds.restore(values["rounds"])
 
-    # --- membership -------------------------------------------------------------------------------------------------------
+    # --- membership ---------------------------------------------------------------------------------------------------
 
     def joined(
         self, now: float, learner: str, *, ready: bool = False, overlap: int | None = None
@@ -150,11 +151,13 @@ class SyncerCore:
         member = self.members.get(learner)
         if member is None or member.incarnation != incarnation:
             raise StaleIncarnationError(
-                f"incarnation {incarnation} of learner {learner!r} is not part of the run any more; join again for a new one."
+                f"incarnation {incarnation} of learner {learner!r} is not part of the run any more; join again for a "
+                "new one."
             )
 
     def heartbeat(
-        self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool,
+        self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None,
+        waiting: bool,
         finished: bool = False, settled: Sequence[int] = (),
     ) -> list[Action]:  # fmt: skip
         """A sign of life.
@@ -211,7 +214,7 @@ class SyncerCore:
             if member.broken_at is not None:
                 member.broken_at += seconds
 
-    # --- contributions ----------------------------------------------------------------------------------------------------
+    # --- contributions ------------------------------------------------------------------------------------------------
 
     def contributed(self, now: float, c: Contribution) -> list[Action]:
         """A complete, valid contribution is here; the first action answers it.
@@ -284,13 +287,14 @@ class SyncerCore:
         learners = sorted(self.accounting.recorded(serial) & self.members.keys())
         return [Tell(tuple(learners))] if learners else []
 
-    # --- what stands ------------------------------------------------------------------------------------------------------
+    # --- what stands --------------------------------------------------------------------------------------------------
 
     def standing(self, learner: str) -> Standing:
         """What stands for one of the members."""
         return Standing(
             self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
-            self.rounds.sync_every(learner), tuple(state.version for state in self.fragments), self.rounds.calls(learner),
+            self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
+            self.rounds.calls(learner),
             self.accounting.verdicts(learner),
         )  # fmt: skip
 
@@ -313,7 +317,7 @@ class SyncerCore:
         """Tokens whose work on a fragment is on its way into the global model."""
         return self.accounting.accounts[learner].ledgers[fragment].pending
 
-    # --- helpers ----------------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _look_again(self, now: float) -> list[Action]:
         actions: list[Action] = []

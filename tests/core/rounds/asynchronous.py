@@ -22,7 +22,8 @@ def method(quorum: Quorum, **changes: object) -> Method:
 
 
 class Run:
-    """One token a step. A record is written whenever one is asked for; these actions and `WakeAt` are left out of the answers."""
+    """One token a step. A record is written whenever one is asked for; these actions and `WakeAt` are left out of the
+    answers."""
 
     def __init__(self, how: Method, learners: str = "abc") -> None:
         self.core = SyncerCore(how.rules(1), [0])

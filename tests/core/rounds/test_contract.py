@@ -1,4 +1,5 @@
-"""What every way of calling rounds keeps to: its halves continue exactly from what they saved, and hearing a thing again is no news.
+"""What every way of calling rounds keeps to: its halves continue exactly from what they saved, and hearing a thing
+again is no news.
 
 A new way is in `QUORUMS`, and with that in these tests.
 """
@@ -60,7 +61,8 @@ class Pair:
 
     def contribute(self, name: str, send: Send) -> None:
         c = Contribution(
-            name, 1, send.fragment, send.number, send.round, send.base, send.tokens, send.steps, self.learners[name].tokens,
+            name, 1, send.fragment, send.number, send.round, send.base, send.tokens, send.steps,
+            self.learners[name].tokens,
             send.discarded, step=self.learners[name].step,
         )  # fmt: skip
         self.sent.append(c)

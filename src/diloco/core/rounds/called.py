@@ -325,7 +325,8 @@ class CalledLearner(LearnerRounds):
         return False
 
     def _can_answer(self, work: FragmentWork, version: int) -> bool:
-        """Whether the version held has not been answered, and its work may be merged into the round of a call for `version`."""
+        """Whether the version held has not been answered, and its work may be merged into the round of a call for
+        `version`."""
         return not late.is_answered(work) and (self._sends_late or version <= work.version)
 
     def waiting(self, step: int) -> tuple[tuple[int, int], ...]:

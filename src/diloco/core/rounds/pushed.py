@@ -62,7 +62,10 @@ class Pushed(Quorum):
         yield late.needs_no_schedule("Pushed", answers)
         yield (
             answers.overlap > 0,
-            f"overlap={answers.overlap} has no effect where learners push: each adopts an answer when it has come; use overlap=0.",
+            (
+                f"overlap={answers.overlap} has no effect where learners push: each adopts an answer when it has come; "
+                "use overlap=0."
+            ),
         )
 
     def syncer_rounds(self, run: Run) -> PushedSyncer:

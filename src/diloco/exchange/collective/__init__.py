@@ -1,7 +1,8 @@
-"""Learners over a `torch.distributed` process group: one rank is one learner, membership is fixed, and there is no syncer.
+"""Learners over a `torch.distributed` process group: one rank is one learner, membership is fixed, and there is no
+syncer.
 
-Every rank acts as the syncer of a shard of each fragment (`shards`): a run of whole codec segments, with its outer state and error
-feedback. One contribution of every rank makes one round (`rounds`):
+Every rank acts as the syncer of a shard of each fragment (`shards`): a run of whole codec segments, with its outer
+state and error feedback. One contribution of every rank makes one round (`rounds`):
 
     agree       a small frame from everybody: fragment, round, base, tokens, the digest held, and whether encoding worked
     scatter     encoded shard r of every contribution goes to rank r              (all-to-all)
@@ -9,7 +10,8 @@ feedback. One contribution of every rank makes one round (`rounds`):
     gather      everybody gets all encoded shards, and advances the whole fragment
     compare     digests of the new version; only then has it arrived
 
-Merging is this library's own and in rank order, never the group's reduction, so the bits are those of any other exchange.
+Merging is this library's own and in rank order, never the group's reduction, so the bits are those of any other
+exchange.
 """
 
 from diloco.exchange.collective.exchange import Collective

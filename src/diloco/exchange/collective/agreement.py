@@ -12,7 +12,8 @@ from diloco.exchange.group import FRAME_BYTES, TEXT_CHARACTERS, Group, error_of
 def agree(
     group: Group, num_bytes: dict[str, int], doing: str, said: dict[str, Any], error: DilocoError | None = None
 ) -> list[dict[str, Any]]:
-    """What every rank says at this point. An error of one is raised by all; so is finding that they do different things.
+    """What every rank says at this point. An error of one is raised by all; so is finding that they do different
+    things.
 
     Arguments:
         num_bytes: bytes by kind; those that cross are added under "control".
@@ -34,7 +35,8 @@ def agree(
     for rank, frame in enumerate(frames):
         if frame["doing"] != frames[0]["doing"]:
             raise ExchangeError(
-                f"{name_of(0)} is at {frames[0]['doing']} and {name_of(rank)} at {frame['doing']}; let every learner take the same "
+                f"{name_of(0)} is at {frames[0]['doing']} and {name_of(rank)} at {frame['doing']}; let every learner "
+                "take the same "
                 "steps and load the same checkpoint."
             )
     return [frame["said"] for frame in frames]
@@ -53,7 +55,8 @@ def require_same_digest(fragment: int, version: int, digests: Sequence[str]) -> 
     for rank, theirs in enumerate(digests):
         if theirs != digests[0]:
             raise DigestError(
-                f"{name_of(0)} and {name_of(rank)} hold version {version} of fragment {fragment} with different bits (digests "
+                f"{name_of(0)} and {name_of(rank)} hold version {version} of fragment {fragment} with different bits "
+                "(digests "
                 f"{digests[0][:12]} and {theirs[:12]}); start all learners again from one checkpoint."
             )
 

@@ -35,8 +35,8 @@ class _Offer:
 class Collective(Exchange):
     """An exchange over a `torch.distributed` process group, of any backend: each of its ranks is one learner.
 
-    All communication runs on one background thread over connections of its own (`exchange.group`), in the order of the offers,
-    which the schedule makes the same on every rank. Rank 0's model initialises the run.
+    All communication runs on one background thread over connections of its own (`exchange.group`), in the order of the
+    offers, which the schedule makes the same on every rank. Rank 0's model initialises the run.
 
     Arguments:
         process_group: whose ranks learn together; None: all ranks.
@@ -68,7 +68,7 @@ class Collective(Exchange):
         self._run_tokens = 0
         self._num_bytes = {"contributions": 0, "updates": 0, "joins": 0, "control": 0}
 
-    # --- joining ----------------------------------------------------------------------------------------------------------
+    # --- joining ------------------------------------------------------------------------------------------------------
 
     def method(self, given: Method | None) -> Method:
         return required_method(given)
@@ -97,7 +97,7 @@ class Collective(Exchange):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-collective")
         return Opened(name_of(self._group.rank), 1, 0, tuple(held.whole for held in self._fragments), model.static)
 
-    # --- the training thread ----------------------------------------------------------------------------------------------
+    # --- the training thread ------------------------------------------------------------------------------------------
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         self._offers.append(_Offer(self._submit(lambda: self._rounds.make(contribution, payload)), self._boundaries))
@@ -118,8 +118,8 @@ class Collective(Exchange):
         wait([self._offers[0].result])
 
     def boundary(self) -> bool:
-        # What was sent τ boundaries ago has been waited for. Counting only that keeps the number the same on every rank, so that
-        # all of them stop after the same step when they train up to a number of tokens.
+        # What was sent τ boundaries ago has been waited for. Counting only that keeps the number the same on every
+        # rank, so that all of them stop after the same step when they train up to a number of tokens.
         while self._heard and self._heard[0][0] + self._method.overlap <= self._boundaries:
             self._run_tokens = self._heard.popleft()[1]
         self._boundaries += 1
@@ -160,10 +160,11 @@ class Collective(Exchange):
 
         return self._worker.submit(run)
 
-    # --- state ------------------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard of every fragment, outer state and error feedback; each rank keeps its own. Waits for what is sent."""
+        """This rank's shard of every fragment, outer state and error feedback; each rank keeps its own. Waits for what
+        is sent."""
         wait([offer.result for offer in self._offers])
         return {
             **state_of(self._group, self._fragments),

@@ -35,7 +35,8 @@ def compare(group: Group, layout: Layout, method: Method) -> None:
         raise ConfigError(why)
     if method.quorum.at_least > group.size:
         raise ConfigError(
-            f"the quorum needs {method.quorum.at_least} learners and the process group has {group.size}; lower at_least."
+            f"the quorum needs {method.quorum.at_least} learners and the process group has {group.size}; lower "
+            "at_least."
         )
 
 

@@ -82,15 +82,16 @@ class Rounds:
         return Round(events, sum(each.trained for each in contributions))
 
     def _greet(self, c: Contribution, held: Held, place: str, error: DilocoError | None) -> list[Contribution]:
-        """What every rank brings, once all are known to hold the same version; `error`: what kept this one from encoding."""
+        """What every rank brings, once all are known to hold the same version; `error`: what kept this one from
+        encoding."""
         said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.whole.digest,
                 "part": c.tensors is not None}  # fmt: skip
         frames = agree(self._group, self._num_bytes, f"the contribution {place}", said, error)
         require_same_digest(c.fragment, held.whole.version, [frame["digest"] for frame in frames])
         tensors = self._trained_tensors(c, place) if any(frame["part"] for frame in frames) else [None] * len(frames)
         return [
-            Contribution(name_of(rank), 1, c.fragment, c.number, c.round, frame["base"], frame["tokens"], frame["steps"], frame["trained"],
-                         step=c.step, tensors=tensors[rank])
+            Contribution(name_of(rank), 1, c.fragment, c.number, c.round, frame["base"], frame["tokens"],
+                         frame["steps"], frame["trained"], step=c.step, tensors=tensors[rank])
             for rank, frame in enumerate(frames)
         ]  # fmt: skip
 

@@ -25,8 +25,10 @@ class TorchFT(Exchange):
     """An exchange over torchft's managed process group; each process is one learner.
 
     Arguments:
-        replica: this learner's name, unique and the same after a restart. Contributions are merged in the order of the names.
-        lighthouse: address of the `torchft_lighthouse`, "http://host:port". Its `min_replicas` is how many learners a run starts with.
+        replica: this learner's name, unique and the same after a restart. Contributions are merged in the order of the
+            names.
+        lighthouse: address of the `torchft_lighthouse`, "http://host:port". Its `min_replicas` is how many learners a
+            run starts with.
         host: name or address under which the other learners reach this machine.
         timeout_s: how long a learner waits for the slowest of the others before it takes them for lost.
 
@@ -35,7 +37,8 @@ class TorchFT(Exchange):
         ExchangeError: (from any method but `close`) no quorum within `timeout_s`.
 
     Example:
-        >>> learner = diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(), exchange=TorchFT("a", lighthouse=url, host="10.0.0.5"))
+        >>> learner = diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(), exchange=TorchFT("a",
+        lighthouse=url, host="10.0.0.5"))
     """
 
     gradients = False

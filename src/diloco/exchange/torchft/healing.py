@@ -25,7 +25,8 @@ def adopt_first(group: Group, copy: Copy, frames: Sequence[dict[str, Any]], num_
 
 
 def heal(group: Group, copy: Copy, frames: Sequence[dict[str, Any]], num_bytes: dict[str, int]) -> None:
-    """Every fragment becomes the newest version that anybody has. Fragments of one version have the same bits everywhere.
+    """Every fragment becomes the newest version that anybody has. Fragments of one version have the same bits
+    everywhere.
 
     Arguments: as of `adopt_first`; the frames stay as they are.
     """

@@ -1,4 +1,5 @@
-"""Who is there: the lighthouse's quorums, signs of life, and a process group among the members that is made anew as they change."""
+"""Who is there: the lighthouse's quorums, signs of life, and a process group among the members that is made anew as
+they change."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ class Quorum:
 
 
 class QuorumGroup(Group):
-    """`Group`'s exchanges over the process group that torchft has configured for one quorum; `replicas`: its members in rank order."""
+    """`Group`'s exchanges over the process group that torchft has configured for one quorum; `replicas`: its members in
+    rank order."""
 
     def __init__(self, pg: Any, rank: int, replicas: Sequence[str], timeout_s: float) -> None:
         self.rank, self.size, self._timeout_s = rank, len(replicas), timeout_s

@@ -92,7 +92,7 @@ class Rounds:
         is_outlier = held.version == c.round + 1 and self._replica in result.refused
         return Rejected(c.fragment, c.number, OUTLIER if is_outlier else MISSED), arrived
 
-    # --- one quorum -------------------------------------------------------------------------------------------------------
+    # --- one quorum ---------------------------------------------------------------------------------------------------
 
     def _meet(self, c: Contribution | None, encoded: Tensor) -> list[dict[str, Any]]:
         """One attempt: greet, heal, merge. Returns what everybody has said."""
@@ -129,7 +129,8 @@ class Rounds:
         """
         wants = None if c is None else [c.fragment, c.round, c.number, c.base, c.tokens, c.steps, c.step, c.tensors]
         mine = {"replica": self._replica, "wants": wants, "versions": self._copy.versions, "step": self._copy.step,
-                "layout": self._layout.to_dict() if c is None else self._layout.digest(), "method": self._method.to_dict()}  # fmt: skip
+                "layout": self._layout.to_dict() if c is None else self._layout.digest(),
+                "method": self._method.to_dict()}  # fmt: skip
         frames: list[dict[str, Any]] = group.gather_values(mine, "greeting the others")
         self._num_bytes["control"] += len(json.dumps(mine)) * 2 * (len(frames) - 1)
         for frame in frames:
@@ -144,7 +145,8 @@ class Rounds:
         return frames
 
     def _merge_wanted(self, group: Group, frames: Sequence[dict[str, Any]], encoded: Tensor) -> None:
-        """Merge, if all who want to merge want the same round; everybody comes to the same conclusion and takes part in the exchange.
+        """Merge, if all who want to merge want the same round; everybody comes to the same conclusion and takes part in
+        the exchange.
 
         If not, somebody was a round behind and is healed now, and asks for the next one in the next quorum.
         """
