@@ -1,5 +1,5 @@
-"""The contract of an exchange: the same method and data give the same bits, and nobody is left hanging. A new one is a
-line in WORLDS."""
+"""The contract of an exchange: the same method and data give the same bits, and no learner is left hanging. A new one
+is a line in WORLDS."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A learner whose link or syncer misbehaves: nothing hangs, nothing is sent in vain, nobody is forgotten."""
+"""A learner whose link or syncer misbehaves: nothing hangs, nothing is sent in vain, no learner is forgotten."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_broken_link_costs_no_contribution_twice(tmp_path: Path) -> None:
 
 
 def test_half_open_connections_are_dialled_anew_in_time(tmp_path: Path) -> None:
-    """With the default deadlines: nobody is given up because its connections have died without a word."""
+    """With the default deadlines: no learner is evicted because its connections have died silently."""
     with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
         with living(impatient(relay.address)) as life:
             until(lambda: life.step > 5, "it does not train")
@@ -341,7 +341,7 @@ def test_a_whole_fragment_for_one_that_is_in_the_run_is_an_update(kind: str, tmp
 
 
 def test_a_viewer_and_a_stranger_cannot_hang_a_learner(tmp_path: Path) -> None:
-    """A connection that says nothing, and one that stops in the middle of a push, hold up nobody else."""
+    """A connection that says nothing, and one that stops in the middle of a push, hold up no other learner."""
     with start(tmp_path, method()) as syncer:
         first = Raw(syncer.address)
         first.initialise()

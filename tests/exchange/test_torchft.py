@@ -121,7 +121,7 @@ def test_one_is_killed_and_the_other_goes_on(lighthouse: Any) -> None:
     assert contributors[-1] == ["a"]
     assert sorted(map(len, contributors), reverse=True) == list(
         map(len, contributors)
-    )  # both, then one: nobody comes back
+    )  # both, then one: no learner comes back
     first_version = end["versions"][0] - len(contributors)
     assert first_version > 0  # it joined a run that had a model, and has every version since
     for ledger in end["ledger"]:

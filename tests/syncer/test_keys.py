@@ -137,7 +137,7 @@ def test_no_command_prints_a_secret(keys: Path) -> None:
         (("add", "site-a", "--role", "viewer"), "has a token"),
         (("add", "x", "--role", "boss"), "role 'boss'"),
         (("add", "x", "--role", "learner", "--any-learner", "--speaks-for", "y"), "contradict"),
-        (("revoke", "nobody"), "has no token"),
+        (("revoke", "site-z"), "has no token"),
     ],
 )
 def test_wrong_use_changes_nothing(keys: Path, arguments: tuple[str, ...], reason: str) -> None:

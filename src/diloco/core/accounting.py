@@ -1,12 +1,13 @@
-"""A syncer's accounting: where each learner's tokens are, and what became of each contribution.
+"""The syncer's accounting: where each learner's tokens are, and the verdict on each contribution.
 
-Per learner and fragment, trained = pending + merged + discarded + lost (`core.ledger`). What the syncer has
-acknowledged is its own until it is merged or rejected, whatever becomes of the learner; all else is the learner's, and
-lost with it. Should the syncer end first, what a learner that is gone had sent is lost too: it is not sent again.
+Per learner and fragment, trained = pending + merged + discarded + lost (`core.ledger`). The syncer is responsible for
+an acknowledged contribution until it is merged or rejected, even if the learner is gone. All other pending tokens are
+lost with their learner. If the syncer restarts, open contributions of learners that are gone are lost too: they are not
+sent again.
 
-A contribution is known by its number. It is open from its acknowledgement to its verdict, which is counted once and
-kept until the learner has confirmed it; what is sent again is open, or has a verdict, or is confirmed. A verdict is
-told once it is durable. Open contributions are not saved: their learners send them again.
+A contribution is known by its number, so a retransmission is recognised. It is open from its acknowledgement to its
+verdict. The verdict is counted once, sent once it is durable, and kept until the learner has confirmed it. Open
+contributions are not saved: their learners send them again.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ Key = tuple[str, int, int, int]
 
 
 def key_of(c: Contribution) -> Key:
-    """What a contribution is known by."""
+    """The identity of a contribution."""
     return c.learner, c.incarnation, c.fragment, c.number
 
 
 @dataclass
 class Account:
-    """One learner's, over all its incarnations.
+    """One learner's account, over all its incarnations.
 
     Attributes:
         incarnation: the newest.
@@ -96,13 +97,14 @@ class Accounting:
         self.accounts: dict[str, Account] = {}
         self.open: dict[Key, Contribution] = {}
         self._untold: dict[Key, int | None] = {}
-        """Rejections that are not durable, with the serial number of the record that has them; None: none has."""
+        """Rejections that are not durable, with the serial number of the record that contains them; None: no record
+        yet."""
 
     # --- learners -----------------------------------------------------------------------------------------------------
 
     @property
     def run_tokens(self) -> int:
-        """Tokens trained by all learners, living and gone."""
+        """Tokens trained by all learners, present and past."""
         return sum(account.ledgers[0].trained for account in self.accounts.values())
 
     def begin(self, learner: str) -> int:
@@ -129,7 +131,7 @@ class Accounting:
             ledger.trained = max(ledger.trained, total)
 
     def end(self, learner: str) -> None:
-        """The learner is gone: its acknowledged contributions stay, the rest of its pending tokens is lost."""
+        """The learner is gone: its acknowledged contributions stay, and its other pending tokens are lost."""
         ledgers = self.accounts[learner].ledgers
         acknowledged = [0] * self._num_fragments
         for c in self.open.values():
@@ -147,10 +149,11 @@ class Accounting:
         return is_settled or key_of(c) in self.open
 
     def check(self, c: Contribution) -> None:
-        """Whether the tokens of a contribution that is not known are its learner's to bring.
+        """Check that a new contribution accounts only for tokens that its learner has trained and not accounted for
+        yet.
 
         Raises:
-            PayloadError: they are accounted for already, or were never trained.
+            PayloadError: it accounts for more.
         """
         ledger = self.accounts[c.learner].ledgers[c.fragment]
         acknowledged = sum(
@@ -160,12 +163,11 @@ class Accounting:
         if c.accounted > left:
             raise PayloadError(
                 f"{c.learner!r} says {c.accounted} tokens of fragment {c.fragment}, and {left} of those that it has "
-                "trained are not "
-                "accounted for; nothing of it was counted."
+                "trained are not accounted for; nothing of it was counted."
             )
 
     def acknowledge(self, c: Contribution) -> None:
-        """It belongs to the syncer from here on."""
+        """The syncer is responsible for the contribution from now on."""
         self.open[key_of(c)] = c
 
     def merge(self, c: Contribution, version: int) -> None:
@@ -184,7 +186,8 @@ class Accounting:
     # --- verdicts -----------------------------------------------------------------------------------------------------
 
     def confirm(self, learner: str, settled: Sequence[int]) -> None:
-        """The newest incarnation knows the verdicts of all its contributions up to these numbers, one per fragment."""
+        """The newest incarnation has received the verdicts of all its contributions up to these numbers, one per
+        fragment."""
         account = self.accounts[learner]
         if list(settled) == account.confirmed:
             return
@@ -242,8 +245,7 @@ class Accounting:
         }
 
     def restore(self, values: Mapping[str, Any], alive: Iterable[str]) -> None:
-        """Continue from `saved`. Open contributions of incarnations that are gone are lost: no learner sends them
-        again."""
+        """Continue from `saved`. Open contributions of incarnations that are gone are lost."""
         self.accounts = {learner: Account.from_dict(each) for learner, each in values.items()}
         living = set(alive)
         for learner, account in self.accounts.items():

@@ -1,4 +1,4 @@
-"""What a syncer's state machine answers an event with: values, carried out by the driver."""
+"""The actions of `SyncerCore`: values that the driver executes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from diloco.core.contribution import Contribution
 
 @dataclass(frozen=True)
 class Accept:
-    """Keep the contribution's bytes: they belong to the syncer now. `duplicate`: they are here already, or were
-    settled; drop these."""
+    """Acknowledge a contribution and keep its payload: the syncer is responsible for it now.
+
+    `duplicate`: it is open already, or has a verdict; drop this copy.
+    """
 
     contribution: Contribution
     duplicate: bool
@@ -20,8 +22,8 @@ class Accept:
 
 @dataclass(frozen=True)
 class Reject:
-    """Drop the contribution's bytes: it will not be merged. Its learner hears why from its standing, once that is
-    durable."""
+    """Drop a contribution's payload: it will not be merged. Its learner gets the verdict with its standing, once that
+    is durable."""
 
     contribution: Contribution
     reason: str
@@ -57,7 +59,8 @@ class PersistVersion:
 
 @dataclass(frozen=True)
 class PersistRecord:
-    """Make a record durable, soon: `saved()`, then call `recorded`. A version that is stored first serves as well."""
+    """Make a record durable soon: take `saved()`, then call `recorded`. The record of a version stored first will do
+    too."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,14 @@ class Publish:
 
 @dataclass(frozen=True)
 class Tell:
-    """Send these learners their standing: it has changed."""
+    """Send these learners their standing, which has changed."""
 
     learners: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Evict:
-    """Tell this incarnation that it is out. `replaced`: a newer one has its place, so it must not come back."""
+    """Tell this incarnation that it is evicted. `replaced`: a newer one took its place, so it must not rejoin."""
 
     learner: str
     incarnation: int
@@ -98,7 +101,7 @@ Action = Accept | Reject | MergeRound | PersistVersion | PersistRecord | Publish
 
 @dataclass(frozen=True)
 class Record:
-    """What of a run must survive besides its tensors.
+    """The durable state of a run besides its tensors.
 
     Attributes:
         serial: ascending. What a record holds is durable once it, or a later one, is stored.

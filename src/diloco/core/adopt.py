@@ -110,8 +110,7 @@ class KeepDisplacement(Adopt):
 
 @dataclass(frozen=True)
 class Eager(Adopt):
-    """θ ← OuterOpt(anchor_m, Δ̃_m): an outer step at every send, with the learner's own newest work in it (arXiv
-    2502.12996).
+    """θ ← OuterOpt(anchor_m, Δ̃_m): outer steps that include the learner's own newest work (arXiv 2502.12996).
 
     Each learner has an anchor and an outer state of its own, and measures from that anchor. `eager_gradient` is its
     Δ̃_m; what the step gives is adopted as it is.

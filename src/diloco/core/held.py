@@ -1,5 +1,5 @@
-"""A fragment at a version, and its next version: `close` makes it from contributions, `advance` from what `close`
-published.
+"""A fragment at a version. `close` merges contributions into its next version; `advance` makes the same from the
+update.
 
     Δ̄ = scale · Merge({decode(payload_m)}, w)                 merge, in learner-id order, fp32
     Θ* = OuterOpt(Θ, Δ̄)                                        outer step
@@ -79,7 +79,7 @@ class HeldFragment:
         """The version of a lossless update, which needs no earlier one; `theta` is the payload's memory.
 
         Arguments:
-            verify: as of `advance`.
+            verify: as in `advance`.
 
         Raises:
             CorruptPayloadError: not the bytes of `num_elements` fp32 numbers.
@@ -94,7 +94,7 @@ class HeldFragment:
 
     @property
     def bare(self) -> Self:
-        """Θ and its version: what a learner needs that takes no outer steps itself."""
+        """Θ and its version only, for a learner that takes no outer steps itself."""
         return replace(self, outer_state={}, residual=None)
 
     def part(self, elements: slice) -> Self:
@@ -117,11 +117,11 @@ class HeldFragment:
 
 @dataclass(frozen=True, eq=False)
 class Closed:
-    """A merged round: the next version, and what is published of it.
+    """A merged round: the next version, and the update that is published.
 
     Attributes:
         held: the next version.
-        update: what is said of it; learners whose contributions were refused are not in it.
+        update: its description, without the learners whose contributions were refused.
         payload: uint8, as it goes over the wire; the memory of `held.theta` where the update is lossless.
         refused: learners whose contributions the method's screen has left out.
     """
@@ -177,7 +177,7 @@ def _sends_theta(method: Method) -> bool:
 
 
 def _scale_without(method: Method, contributions: Sequence[Encoded], kept: Sequence[Encoded], scale: float) -> float:
-    """Refused contributions are of learners that live and do not contribute."""
+    """The scale without the refused contributions: their learners count as live and not contributing."""
     if method.partial == "full" or len(kept) == len(contributions):
         return scale
     return scale * (math.fsum(each.weight for each in kept) / math.fsum(each.weight for each in contributions))

@@ -58,8 +58,8 @@ class Method:
     """The answers that make one training method.
 
     Attributes:
-        name: what people call it.
-        paper: where it comes from.
+        name: of the preset, or of your own.
+        paper: the reference.
         exchanged: what learners send. `"outer gradients"`: the displacement Δ = anchor − θ, answered by an outer step.
             `"gradients"`: the gradient itself before every inner step, answered by its mean (data parallel).
             `"parameters"`: as outer gradients, for a method that stands for plain parameter averaging at every step
@@ -84,7 +84,7 @@ class Method:
             the learners moves the model by their part.
         outer: what the global model does with it.
         outer_at: "syncer": once, and the new global fragment is published. "learners": the merged outer gradient is
-            published, and everybody takes the outer step.
+            published, and every learner takes the outer step.
         adopt: what a learner does with a new global fragment.
     """
 

@@ -132,7 +132,7 @@ def SparseLoCo(
 
         e ← β·e + Δ;  send Q(TopK(e));  e ← e − sent;  Θ ← Θ − mean of what was sent
 
-    `average`: a coordinate's mean over those who sent it (the reference implementation), or over all learners.
+    `average`: a coordinate's mean over the learners that sent it (the reference implementation), or over all learners.
 
     Defaults: H = 15, k = 128 of each 4096, four bins, β = 0.95 (where the codec is lossy), outer SGD lr 1.
 
@@ -201,7 +201,7 @@ def DecoupledDiLoCo(
     quorum: Any = None,
     merge: Any = None, partial: Partial = "scale", adopt: Any = None,
 ) -> Method:  # fmt: skip
-    """Learners that never wait: the syncer calls each fragment's turn and merges whoever answers in time.
+    """Learners that never wait: the syncer calls each fragment's turn and merges the answers that come in time.
 
         syncer, when a run clock of mean inner steps reaches the fragment's turn: call; wait for K answers, then for the
             grace window; Δ_p = RDA({anchor_m − θ_m}, w_m = tokens·(tokens/steps));  Θ_p ← OuterOpt(Θ_p, scale·Δ_p);

@@ -1,4 +1,4 @@
-"""What is said of a contribution and of a published version. Plain values: tensors travel beside them."""
+"""The description of a published version: plain values, without the tensors."""
 
 from __future__ import annotations
 

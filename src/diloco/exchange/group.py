@@ -1,5 +1,5 @@
-"""Connections of this library's own between the ranks of a process group, so that its traffic never mixes with the
-user's collectives.
+"""Separate connections between the ranks of a process group, so that our traffic never mixes with the user's
+collectives.
 
 They are gloo's, whatever backend the given group has: what is exchanged starts and ends on the host. The ranks find
 each other through the given group's store. `torch.distributed.new_group` cannot make them: it wants every rank of the
@@ -155,8 +155,7 @@ class Group:
         who = gone([f"rank {rank}" for rank in ranks], "another rank", self._timeout_s)
         return (
             f"{what} did not get through, because {who}; a process group has fixed membership, so start all ranks "
-            "again from a "
-            f"checkpoint ({reason})."
+            f"again from a checkpoint ({reason})."
         )
 
 
@@ -170,7 +169,7 @@ def require_process_group() -> None:
 
 
 def gone(names: Sequence[str], other: str, timeout_s: float) -> str:
-    """Who did not answer, as the beginning of a sentence; `other` where no name is known."""
+    """The beginning of a sentence about the learners that did not answer; `other` where no name is known."""
     verb = "are" if len(names) > 1 else "is"
     return f"{' and '.join(names) or other} {verb} gone or silent for more than {timeout_s:g} s"
 
@@ -184,8 +183,8 @@ def error_of(name: str, text: str) -> DilocoError:
 
 
 def reason_of(error: Exception) -> str:
-    """The words for people in what torch, gloo or torchft says: a gRPC status has them in quotes, gloo between a source
-    file and advice."""
+    """The reason in an error text of torch, gloo or torchft, without gRPC's status fields and gloo's source file and
+    advice."""
     text = str(error).strip() or type(error).__name__
     if quoted := re.search(r'message: "([^"]+)"', text):
         return quoted[1]

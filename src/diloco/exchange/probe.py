@@ -1,5 +1,4 @@
-"""How fast the way between here and a running syncer is: rate up, rate down, latency, over the connection that an
-exchange would use."""
+"""Measure the link to a running syncer: rate up, rate down and latency, over the connection that an exchange uses."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class LinkSpeed:
         up_bit_per_s, down_bit_per_s: of payload, as contributions and updates get it; headers of TCP, IP and below not
             counted.
         latency_s: half of the shortest time that an empty call took there and back.
-        num_bytes: what measuring it took, both ways together.
+        num_bytes: bytes that the measurement sent and received.
     """
 
     up_bit_per_s: float
@@ -46,8 +45,8 @@ def measure_link(
 ) -> LinkSpeed:  # fmt: skip
     """Measure the link to the syncer of a run, which needs no model yet; one direction after the other.
 
-    Probes grow until one takes `seconds`; the rate is the median of `repeats` probes of that size. Whoever else uses
-    the link meanwhile has the rest of it.
+    Probes grow until one takes `seconds`; the rate is the median of `repeats` probes of that size. Other traffic on the
+    link lowers the result.
 
     Raises:
         ExchangeError: no syncer answers. AuthError: the token may not train as `learner`. RunError: another link is

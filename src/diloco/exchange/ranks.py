@@ -1,5 +1,4 @@
-"""A job of several ranks (DDP) as one learner: rank 0 speaks with the others, and all ranks do the same at the same
-boundary.
+"""A job of several ranks (DDP) as one learner: rank 0 exchanges, and all ranks do the same at the same boundary.
 
 Every rank runs the same `Learner` on the same `LearnerCore`. Only rank 0 touches the wrapped exchange; what it answers,
 events and errors alike, is broadcast as JSON and tensors over connections of its own. A step without news costs one
@@ -29,15 +28,14 @@ from diloco.exchange.base import Arrived, CallForWork, Event, Exchange, Model, O
 from diloco.exchange.group import Group, error_of, to_bytes, to_tensor
 
 TIMEOUT_S = 24 * 3600.0
-"""How long ranks wait for rank 0, which may itself wait for the slowest learner. A rank that dies is noticed at once.
+"""How long ranks wait for rank 0, which may itself wait for the slowest learner. A dead rank is noticed at once.
 """
 
 Said = tuple[dict[str, Any], list[Tensor]]
 
 
 class Ranks(Exchange):
-    """Makes the ranks of a process group one learner of `exchange`, which only rank 0 uses. `Learner` adds it for a DDP
-    model.
+    """Makes the ranks of a process group one learner of `exchange`, which only rank 0 uses. `Learner` adds it for DDP.
 
     Arguments:
         exchange: on every rank one that was made in the same way; those of other ranks than 0 are never opened.
@@ -165,7 +163,7 @@ class Ranks(Exchange):
         return bool(said["loaded"])
 
     def close(self) -> None:
-        """Rank 0 takes leave of the others; the ranks part."""
+        """Rank 0 leaves the run; all ranks disconnect from each other."""
         if self._closed:
             return
         self._closed = True

@@ -136,8 +136,7 @@ class MemoryStore(Generic[H, P]):
 
 
 class SimulatedDisk(Generic[H, P]):
-    """Writes to a store when `later` says so: "write" is the write itself, "written" is when the driver hears of "
-    "it."""
+    """Writes to a store when `later` says so: "write" is the write itself, "written" tells the driver of it."""
 
     def __init__(self, store: MemoryStore[H, P], later: Later) -> None:
         self._store = store
@@ -181,8 +180,10 @@ class MemorySlot:
 
 
 class MemorySpool:
-    """Arguments:
-    budget_bytes: how much may be held; None: as much as comes.
+    """Room for payloads in memory.
+
+    Arguments:
+        budget_bytes: the most that may be held; None: no limit.
     """
 
     def __init__(self, budget_bytes: int | None = None) -> None:

@@ -91,10 +91,8 @@ class TensorFiles:
         if orphans:
             raise StoreError(
                 f"{self._path / DATABASE} {'is missing or empty' if is_new else 'holds no run'}, and "
-                f"{self.directory} has "
-                f"{len(orphans)} files of a run, such as {orphans[-1]}. Nothing was changed or removed; put the "
-                "database back from "
-                f"a copy of {self._path}, or start a new run elsewhere."
+                f"{self.directory} has {len(orphans)} files of a run, such as {orphans[-1]}. Nothing was changed or "
+                f"removed; put the database back from a copy of {self._path}, or start a new run elsewhere."
             )
 
     def remove(self, name: str) -> None:

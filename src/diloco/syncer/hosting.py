@@ -1,5 +1,4 @@
-"""A driver in a syncer's process: one lock before it, threads behind its ports, and calls that wait for their
-answer."""
+"""A driver in a syncer's process: a lock around it, threads behind its ports, and calls that wait for an answer."""
 
 from __future__ import annotations
 

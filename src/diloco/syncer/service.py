@@ -1,5 +1,4 @@
-"""The gRPC face of a syncer: which caller may make which call, bytes in and out, errors as statuses. All decisions are
-the driver's."""
+"""The gRPC service of a syncer: checks tokens, moves bytes, maps errors to statuses. The driver decides all else."""
 
 from __future__ import annotations
 

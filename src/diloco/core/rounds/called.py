@@ -1,11 +1,11 @@
-"""Rounds that the syncer calls: a fragment's turn comes by the run clock, K learners answer, then a grace window runs.
+"""Called rounds: the syncer calls a fragment by the run clock, K learners answer, then a grace window runs.
 
     Decoupled DiLoCo, arXiv 2604.21428
 
 Called rounds are paced by a run clock, the inner steps that an average live learner has taken: it grows by newly
 reported steps ÷ live learners. A fragment falls due when the clock passes its steps of the schedule, so that a fast
 network does not shorten H, and is called once the round before is published. A learner answers at its next boundary,
-with all its work since it adopted the fragment; what comes too late for its round joins the next one.
+with all its work since it adopted the fragment. A late answer joins the next round.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROUNDING = 1e-6
 
 @dataclass
 class Pace:
-    """Moving averages of what a synchronisation takes, in seconds; None: not measured yet.
+    """Moving averages of the parts of a synchronisation, in seconds; None: not measured yet.
 
     Attributes:
         step_s: ξ_step, an inner step of the median live learner.
@@ -65,22 +65,24 @@ class Pace:
 
 @dataclass(frozen=True)
 class Called(Quorum):
-    """The syncer calls a fragment's turn; it merges when K learners have answered and the grace window is over.
+    """The syncer calls for contributions to a fragment; it merges when K learners have answered and the grace window is
+    over.
 
     Once K answers are there, the round stays open for
 
         grace = min(cap, max(0, γ·(τ·ξ_step − ξ_quorum − ξ_sync)))
 
     with ξ moving averages of the median live learner's step time, of the time K answers take to come, and of the time a
-    synchronisation takes without the grace itself: what an overlap of τ steps leaves over. Before these are known,
-    `grace_cap_s`. It closes at once when every live learner has answered. Decoupled DiLoCo, arXiv 2604.21428.
+    synchronisation takes without the grace itself: what an overlap of τ steps leaves over. Before these are measured,
+    the window is `grace_cap_s`. It closes at once when every live learner has answered. Decoupled DiLoCo, arXiv
+    2604.21428.
 
     Attributes:
         at_least: K; fewer where fewer learners are live.
         grace: γ, 0 to 1; 0: merge as soon as K have answered.
         grace_cap_s: the longest grace window.
-        late: what happens to an answer that came after its round was closed: "merge" puts it into the next one, "drop"
-            discards it, counted.
+        late: what happens to an answer that came after its round was closed: "merge" puts it into the next round,
+            "drop" rejects it as "late".
     """
 
     reports_every_step: ClassVar[bool] = True
@@ -124,7 +126,7 @@ class Called(Quorum):
 
 @dataclass
 class _Call:
-    """A call that is open. `enough_at`: when the K-th answer came."""
+    """An open call. `enough_at`: when the K-th answer came."""
 
     opened_at: float
     enough_at: float | None = None
@@ -136,7 +138,8 @@ class _Turns:
 
     Attributes:
         turn: the run clock at which the fragment is called next.
-        open: the round that follows the version; while one is merged or stored, late work for the round after it.
+        open: the round that follows the version; while that is merged or stored, late contributions to the one after
+            it.
         call: the open one.
     """
 
@@ -298,7 +301,7 @@ class CalledLearner(LearnerRounds):
         self.fragments = fragments
         self._sends_late = quorum.late == "merge"
         self._asked: list[int | None] = [None] * len(fragments)
-        """The version of a call that could not be answered when it came, by fragment."""
+        """By fragment, the version of a call that could not be answered when it came; None: there is none."""
 
     def due(self, step: int) -> Sequence[int]:
         return [
@@ -315,8 +318,8 @@ class CalledLearner(LearnerRounds):
         self._asked[fragment] = None
 
     def called(self, fragment: int, version: int) -> bool:
-        """A call may be quicker than the version that it is for, and a learner may have no work yet: then it answers
-        after the next step that can."""
+        """A call may arrive before its version, or before the learner has work. Then the learner answers after a later
+        step."""
         work = self.fragments[fragment]
         if work.pending_steps > 0 and self._can_answer(work, version):
             return True
@@ -325,7 +328,7 @@ class CalledLearner(LearnerRounds):
         return False
 
     def _can_answer(self, work: FragmentWork, version: int) -> bool:
-        """Whether the version held has not been answered, and its work may be merged into the round of a call for
+        """Whether the adopted version is not answered yet, and its work may be merged into the round that is called at
         `version`."""
         return not late.is_answered(work) and (self._sends_late or version <= work.version)
 

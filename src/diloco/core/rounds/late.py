@@ -1,8 +1,8 @@
-"""What called and pushed rounds share: work that comes late, and the part of the live weight that is in a round.
+"""What called and pushed rounds share: late contributions, and the contributing part of the live weight.
 
 Learners do not block on these rounds. A contribution names the version that it was measured from, and goes into the
-round that is open when it comes. Where its learner has another one there already the two are added up: late and fresh
-displacements, tokens and steps.
+round that is open when it arrives. Several contributions of one learner to a round are added up: displacements, tokens
+and steps.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ Late = Literal["merge", "drop"]
 
 
 def check_late(kind: str, late: str) -> None:
-    """Raise ConfigError unless `late` says what becomes of late work."""
+    """Raise ConfigError unless `late` is "merge" or "drop"."""
     if late not in ("merge", "drop"):
         raise ConfigError(f"{kind}(late={late!r}) is unknown; use 'merge' or 'drop'.")
 
 
 def needs_no_schedule(kind: str, answers: Answers) -> tuple[bool, str]:
-    """Learners that do not follow one schedule cannot all take the same outer step."""
+    """The contradiction with `outer_at="learners"`: learners without a common schedule cannot take the same outer
+    steps."""
     return (
         answers.outer_at == "learners",
         f"outer_at='learners' needs a schedule that all learners follow, not {kind}; use AllLive.",
@@ -41,8 +42,8 @@ class OpenRound:
 
     Attributes:
         step: the earliest inner step after which one of them was sent.
-        newest: of each learner.
-        earlier: those of learners that have a newer one here.
+        newest: the newest contribution of each learner.
+        earlier: older contributions of learners that have a newer one in the round.
         fresh: learners that answered the round's call, or pushed since the round before was closed.
     """
 
@@ -52,7 +53,7 @@ class OpenRound:
     fresh: set[str] = field(default_factory=set)
 
     def take(self, c: Contribution) -> None:
-        """One more contribution. Retransmissions may come newer before older."""
+        """Add a contribution. Retransmissions may come in any order."""
         known = [self.newest[c.learner]] if c.learner in self.newest else []
         *older, self.newest[c.learner] = sorted((*known, c), key=_when_sent)
         self.earlier += older
@@ -70,7 +71,7 @@ def _when_sent(c: Contribution) -> tuple[int, int]:
 
 
 def move_up(rounds: Mapping[int, OpenRound]) -> dict[int, OpenRound]:
-    """The rounds after one that has no result, each in the place of the one before."""
+    """Renumber the rounds after one that was abandoned: each moves to the number before."""
     return {number - 1: round_ for number, round_ in rounds.items()}
 
 
@@ -83,7 +84,7 @@ def decide(
     now: float, contributed: Collection[str], fresh: Collection[str], members: Collection[str], at_least: int,
     *, enough_at: float | None, grace_s: float,
 ) -> Decision:  # fmt: skip
-    """Merge a round that learners do not block on, or say what it waits for.
+    """Decide a called or pushed round: merge it, or say what it waits for.
 
     Arguments:
         now: seconds of the caller's clock.
@@ -123,8 +124,7 @@ class LastSent:
 
 
 class LastContributions:
-    """By learner and fragment, the last contribution: what a learner that is not in a round would have brought is
-    measured from it."""
+    """The last contribution by learner and fragment. The work of a learner absent from a round counts from it."""
 
     def __init__(self, num_fragments: int) -> None:
         self._last: dict[str, list[LastSent]] = {}
@@ -139,7 +139,7 @@ class LastContributions:
         del self._last[learner]
 
     def sent(self, c: Contribution) -> None:
-        """A contribution was acknowledged. Retransmissions may come newer before older."""
+        """A contribution was acknowledged. Retransmissions may come in any order."""
         if c.step < self.of(c.learner, c.fragment).step:
             return
         self._last[c.learner][c.fragment] = LastSent(c.step, c.tokens, max(1, c.steps))
@@ -149,7 +149,7 @@ class LastContributions:
         return self._last[learner][fragment]
 
     def steps_since(self, member: Member, fragment: int) -> int:
-        """Inner steps that a learner has taken since, at least 1."""
+        """Inner steps that a learner has taken since its last contribution, at least 1."""
         return max(1, member.step - self.of(member.learner, fragment).step)
 
     def saved_of(self, learner: str) -> dict[str, Any]:
@@ -162,9 +162,9 @@ class LastContributions:
 
 
 def scale(run: Run, closed: ClosedRound, weights: Sequence[float], absent_work: Mapping[str, tuple[int, int]]) -> float:
-    """Contributing ÷ live weight: the part of the live weight that is in a round.
+    """Contributing ÷ live weight of a round; 1 for `partial="full"`.
 
-    `absent_work`: tokens and steps that each member which is not in the round would have brought.
+    `absent_work`: by absent member, the tokens and steps that it would have contributed.
     """
     if run.rules.partial == "full":
         return 1.0
@@ -175,11 +175,11 @@ def scale(run: Run, closed: ClosedRound, weights: Sequence[float], absent_work: 
 
 
 def absent(run: Run, closed: ClosedRound) -> list[Member]:
-    """The members that are not in a closed round."""
+    """The members without a contribution to a closed round."""
     contributors = {c.learner for c in closed.contributions}
     return [run.members[learner] for learner in sorted(closed.members - contributors) if learner in run.members]
 
 
 def is_answered(work: FragmentWork) -> bool:
-    """Whether the version that a learner holds is the one that its newest contribution in flight was measured from."""
+    """Whether the learner's newest contribution in flight was measured from the adopted version."""
     return bool(work.in_flight) and work.in_flight[-1].base == work.version

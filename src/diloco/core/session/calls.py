@@ -93,7 +93,7 @@ class Fetch:
 @dataclass(frozen=True)
 class Watch:
     """Open a stream of notices over this control connection. Call `welcomed`, `heard` and `evicted` for the notices,
-    and `failed` or `ended` once, when the stream is over."""
+    and `failed` or `ended` once the stream is over."""
 
     who: Identity
     connection: int

@@ -1,4 +1,4 @@
-"""When a learner's heartbeats are due, what they say, and how long their answers may take."""
+"""When a learner's heartbeats are due, their content, and the timeout of their answers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ HEARTBEAT_S = 0.5
 """Between two heartbeats; a learner's first inner step is reported at once."""
 
 STARTING_HEARTBEAT_S = 0.2
-"""The same while a learner waits until enough learners are there to begin."""
+"""The same while a learner waits for enough learners to begin."""
 
 SHORTEST_S = 0.05
-"""Between two heartbeats, however quickly the learner takes its steps."""
+"""The shortest time between two heartbeats, even if the learner takes steps faster."""
 
 ANSWER_FLOOR_S, ANSWER_CAP_S = 1.2, 30.0
 """How long an answer may take before the control connection is dialled anew. With the time between two heartbeats it is
@@ -40,7 +40,7 @@ class Heartbeat:
         self._due_at = math.inf
 
     def reported(self, report: Report) -> None:
-        """What the learner says of itself from now on."""
+        """The content of the next heartbeats."""
         is_first = self.report.tokens == 0 and report.tokens > 0
         if is_first or report.finished or (self._reports_every_step and report.step > self.report.step):
             self.urge()

@@ -1,5 +1,4 @@
-"""When a call is tried again, how long it may stand still, and when a connection is given up: arithmetic without a
-clock."""
+"""Retries of requests, stall timeouts, and when a connection is given up: arithmetic without a clock."""
 
 from __future__ import annotations
 
@@ -9,18 +8,17 @@ from diloco.core.session import calls
 from diloco.errors import DilocoError, NoRoomError, UnreachableError
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
-"""Pauses between tries. A syncer that was started again must hear of all learners before its shortest deadline is
-over."""
+"""Pauses between tries. They must be shorter than a restarted syncer's shortest deadline."""
 
 STALL_FACTOR = 8.0
-"""The limit of a stall timeout is this multiple of the longest pause of late."""
+"""The limit of a stall timeout is this multiple of the longest recent pause."""
 
 STALL_DECAY = 0.9
 """What a long pause counts for after each later one."""
 
 
 class StallTimeout:
-    """How long something may stand still before it is tried again: a multiple of the longest pause of late.
+    """A measured stall timeout: a multiple of the longest recent pause.
 
     A pause that ran into the limit counts too, so that a link which has become much slower is given more and more time.
 
@@ -39,7 +37,7 @@ class StallTimeout:
         return min(self.cap_s, max(self.floor_s, STALL_FACTOR * self._longest_s))
 
     def paused(self, pause_s: float) -> None:
-        """It stood still for so long, and then moved or was given up."""
+        """A pause of this length has ended, by progress or by the limit."""
         self._longest_s = max(pause_s, STALL_DECAY * self._longest_s)
 
 

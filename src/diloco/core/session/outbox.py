@@ -1,8 +1,8 @@
-"""A learner's contributions on their way to a syncer: what is sent when, and what is known of each.
+"""A learner's contributions until their verdicts: which to send next, and which are merged.
 
-A syncer that was started again may lack what the process before it had acknowledged, so that all contributions without
-a verdict are sent to each new process once, in ascending order of their numbers. Verdicts are durable: a contribution
-with one is never sent again.
+A restarted syncer may lack contributions that the process before it acknowledged. So all contributions without a
+verdict are sent once to each new process, in ascending order of their numbers. Verdicts are durable: a contribution
+with a verdict is never sent again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Outbox:
             offer.boot = boot
 
     def take(self, verdicts: Iterable[Verdict]) -> list[tuple[Verdict, Contribution]]:
-        """The verdicts that were not known yet, by fragment and number, each with its contribution."""
+        """Take in verdicts. Returns the new ones, by fragment and number, each with its contribution."""
         news = []
         for verdict in sorted(verdicts, key=lambda each: (each.fragment, each.number)):
             offer = self._offers.pop((verdict.fragment, verdict.number), None)

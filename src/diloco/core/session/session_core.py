@@ -1,4 +1,4 @@
-"""What a learner's end of a syncer does when: sans-I/O bookkeeping of one learner's part in a run.
+"""`SessionCore`: sans-I/O bookkeeping of one learner's session with a syncer.
 
     events    from the learner, and from time: begin, offered, report, leave, tick
               how a call has ended: described, initialised, joined, fetched, pushed, beaten, left, failed, ended
@@ -45,7 +45,7 @@ from diloco.errors import (
 )
 
 CALL_TIMEOUT_S = 30.0
-"""For the answer to a control call that is no heartbeat."""
+"""Timeout of a control request other than a heartbeat."""
 
 ASK_AGAIN_S = 0.3
 """Poll interval while waiting for the run's initial model."""
@@ -68,7 +68,7 @@ class SessionCore:
     Attributes:
         who: the newest incarnation.
         phase: see above.
-        standing: what stands, as last heard; None: nothing was heard yet.
+        standing: the last one received; None: none yet.
         wake_at: call `tick` at this time, unless another event comes before.
     """
 
@@ -100,19 +100,19 @@ class SessionCore:
     # --- the learner, and time ----------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> Actions:
-        """The learner wants to be part of the run."""
+        """The learner begins to enter the run."""
         self._entrance.begin(now)
         return self._go_on(now)
 
     def offered(self, now: float, c: Contribution) -> Actions:
-        """A new contribution; one of an incarnation that is out is dropped."""
+        """A new contribution. It is dropped if its incarnation was evicted."""
         if not self._speaks(c.incarnation):
             return [calls.Drop(c)]
         self._outbox.add(c)
         return self._go_on(now)
 
     def report(self, now: float, incarnation: int, report: Report) -> Actions:
-        """What the learner says of itself as this incarnation; void for one that is out."""
+        """The content of the next heartbeats. It is ignored if the incarnation was evicted."""
         if not self._speaks(incarnation):
             return []
         self._heartbeat.reported(report)
@@ -256,7 +256,7 @@ class SessionCore:
         return self._go_on(now)
 
     def left(self, now: float) -> Actions:
-        """The syncer has heard goodbye."""
+        """The syncer has acknowledged the goodbye."""
         return self._over()
 
     def _hear(self, now: float, who: Identity, boot: int, standing: Standing) -> Actions:

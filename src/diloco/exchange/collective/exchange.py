@@ -1,4 +1,4 @@
-"""`Collective`: the learner's side of the exchange. What it asks for is done on one background thread, in order."""
+"""`Collective`: the learner's side of the exchange. One background thread does all communication, in order."""
 
 from __future__ import annotations
 
@@ -163,8 +163,7 @@ class Collective(Exchange):
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard of every fragment, outer state and error feedback; each rank keeps its own. Waits for what
-        is sent."""
+        """Return this rank's shards, outer state and error feedback. Waits for what is sent."""
         wait([offer.result for offer in self._offers])
         return {
             **state_of(self._group, self._fragments),

@@ -57,10 +57,12 @@ def describe(connection: Connection, run: str, timeout_s: float | None) -> pb.De
 
 
 class Entry:
-    """Arguments:
-    initial: set for the learner that gives the run its model.
-    model: that model.
-    overlap: the learner's own τ; None: the method's.
+    """Initialises a run, and joins it.
+
+    Arguments:
+        initial: set for the learner that gives the run its model.
+        model: that model.
+        overlap: the learner's own τ; None: the method's.
 
     Attributes:
         num_bytes: sent.

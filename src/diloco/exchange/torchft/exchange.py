@@ -1,4 +1,4 @@
-"""`TorchFT`: the learner's side of the exchange. What it asks for is done on one background thread, in order."""
+"""`TorchFT`: the learner's side of the exchange. One background thread does all communication, in order."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class TorchFT(Exchange):
         ExchangeError: (from any method but `close`) no quorum within `timeout_s`.
 
     Example:
-        >>> learner = diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(), exchange=TorchFT("a",
-        lighthouse=url, host="10.0.0.5"))
+        >>> exchange = TorchFT("a", lighthouse=url, host="10.0.0.5")
+        >>> learner = diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(), exchange=exchange)
     """
 
     gradients = False
@@ -99,12 +99,13 @@ class TorchFT(Exchange):
         return dict(self._num_bytes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Fragments, outer state and error feedback, as everybody has them. Waits for what is sent."""
+        """Return fragments, outer state and error feedback, the same on every member. Waits for what is sent."""
         wait(self._offers)
         return {"run": to_tensor(self._copy.as_bytes()), "step": self._copy.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from `state_dict`. Whoever has an older one, or none, is healed in the next round.
+        """Continue from `state_dict`. A member that resumes from an older state, or from none, is healed in the next
+        round.
 
         Raises:
             CheckpointError: it was written over another kind of exchange.
@@ -121,7 +122,7 @@ class TorchFT(Exchange):
         self._copy.step = max(self._copy.step, state["step"])
 
     def close(self) -> None:
-        """Finish what is on its way, then leave; the others go on without this learner."""
+        """Finish the contributions in flight, then leave; the others go on without this learner."""
         if self._quorum.closing.is_set():
             return
         wait(self._offers)
