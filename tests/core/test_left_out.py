@@ -153,5 +153,5 @@ def test_what_was_refused_is_not_taken_for_late_work_when_it_is_sent_again(metho
     core = refusing(method)
     core.stored(1.0, 0, core.saved(storing=0).serial)
     assert core.contributed(2.0, contribution("b", 0))[0] == Accept(contribution("b", 0), duplicate=True)
-    assert core.rounds.round_of(0) == ((), ())
+    assert core.rounds.roster(0) == ((), ())
     assert ledger(core, "b").discarded == {OUTLIER: 40}

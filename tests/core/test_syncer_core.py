@@ -96,7 +96,7 @@ class Run:
 
     def members(self, fragment: int = 0) -> set[str]:
         """Of the open round."""
-        return set(self.core.rounds.round_of(fragment)[1])
+        return set(self.core.rounds.roster(fragment)[1])
 
     def steps(self) -> list[int]:
         """Of the rounds that the versions came from."""
@@ -702,7 +702,7 @@ def test_version_nonsense_is_rejected(overlap: int, round_: int, base: int) -> N
     run = Run("a", "b", overlap=overlap)
     c = run.c("a", round_, number=1, base=base, step=30, trained=100)
     assert run.core.contributed(1.0, c)[0] == Reject(c, "version")
-    assert run.core.rounds.round_of(0) == ((), ())
+    assert run.core.rounds.roster(0) == ((), ())
     assert run.ledger("a")["discarded"] == {"version": 100}
 
 
@@ -756,7 +756,7 @@ def test_an_abandoned_round_takes_what_counts_on_it_along() -> None:
     assert kinds(actions) == ["Reject", "Reject", "Reject", "PersistRecord", "WakeAt"]
     assert run.phase() == "open"
     assert run.core.fragments[0].version == 0
-    assert run.core.rounds.round_of(0) == ((), ())
+    assert run.core.rounds.roster(0) == ((), ())
     assert run.ledger("a") == {"trained": 200, "pending": 0, "merged": 0, "lost": 0, "discarded": {"not finite": 200}}
     again = run.c("b", 0, number=2, step=20, trained=200)
     assert run.core.contributed(4.0, again)[0] == Accept(again, duplicate=False)

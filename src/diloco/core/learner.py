@@ -84,7 +84,7 @@ class LearnerCore:
         return self._send(fragment, None) if self._rounds.called(fragment, version) else None
 
     def _send(self, fragment: int, sync_every: int | None) -> Send | None:
-        round_ = self._rounds.round_of(fragment)
+        round_ = self._rounds.next_round(fragment)
         if round_ is None:
             return None
         self._rounds.sent(fragment, self.step, sync_every)

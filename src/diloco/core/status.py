@@ -27,7 +27,7 @@ def status_of(core: SyncerCore, now: float) -> dict[str, Any]:
     for index, state in enumerate(core.fragments):
         decision = core.decision(now, index)
         if state.closing is None:
-            contributed, members = core.rounds.round_of(index)
+            contributed, members = core.rounds.roster(index)
         else:
             contributed = list(dict.fromkeys(c.learner for c in state.closing.contributions))
             members = sorted(state.closing.members)

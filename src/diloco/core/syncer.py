@@ -242,7 +242,7 @@ class SyncerCore:
             return [Accept(c, duplicate=True), *self._look_again(now)]
         member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
         self.accounting.check(c)
-        reason = self.rounds.answer(now, c)
+        reason = self.rounds.admit(now, c)
         if reason is not None:
             return [self._reject(c, reason), *self._look_again(now)]
         self.accounting.acknowledge(c)

@@ -312,7 +312,7 @@ def test_what_is_sent_again_is_merged_once() -> None:
     assert ledger(run.core, "a").merged == 4
     run.core = restarted(run.core, run.core.saved(), 0.0)
     assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
-    assert run.core.rounds.round_of(0) == ((), ())
+    assert run.core.rounds.roster(0) == ((), ())
     assert ledger(run.core, "a").merged == 4
 
 

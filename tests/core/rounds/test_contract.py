@@ -216,7 +216,7 @@ def test_a_rejection_heard_twice_is_heard_once(kind: type[Quorum], reason: str) 
 def test_a_round_names_its_contributors_and_members_only_while_it_is_open(kind: type[Quorum]) -> None:
     pair = Pair(kind)
     for fragment in range(FRAGMENTS):
-        assert pair.core.rounds.round_of(fragment) == ((), ())
+        assert pair.core.rounds.roster(fragment) == ((), ())
         assert pair.core.decision(0.0, fragment) is None
     closed = 0
     for name, learner in pair.learners.items():
@@ -225,7 +225,7 @@ def test_a_round_names_its_contributors_and_members_only_while_it_is_open(kind: 
                 pair.contribute(name, send)
                 if pair.core.fragments[send.fragment].phase == "merging":
                     closed += 1
-                    assert pair.core.rounds.round_of(send.fragment) == ((), ())
+                    assert pair.core.rounds.roster(send.fragment) == ((), ())
                     assert pair.core.decision(0.0, send.fragment) is None
     for fragment in pair.core.rounds.open_fragments():
         decision = pair.core.decision(0.0, fragment)

@@ -167,7 +167,7 @@ class SyncerRounds(ABC):
     """The syncer's half. After each event, `SyncerCore` calls `update`, then `decision` for all `open_fragments`."""
 
     @abstractmethod
-    def answer(self, now: float, c: Contribution) -> str | None:
+    def admit(self, now: float, c: Contribution) -> str | None:
         """Put a new contribution into a round. Returns the reason if it is rejected, else None."""
 
     @abstractmethod
@@ -199,7 +199,7 @@ class SyncerRounds(ABC):
         """The closed round has no result; the fragment keeps its version. Returns the other contributions to reject."""
 
     @abstractmethod
-    def round_of(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+    def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
         """Contributors and members of the open round that follows the fragment's version."""
 
     def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
@@ -260,7 +260,7 @@ class LearnerRounds(ABC):
         """The fragments to send after inner step `step`, in order."""
 
     @abstractmethod
-    def round_of(self, fragment: int) -> int | None:
+    def next_round(self, fragment: int) -> int | None:
         """The round of the fragment's next contribution; None: none can be sent now, and the work stays pending."""
 
     @abstractmethod

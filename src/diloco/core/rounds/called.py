@@ -169,7 +169,7 @@ class CalledSyncer(SyncerRounds):
         """The first step of the schedule after the clock, allowing for rounding."""
         return self._run.rules.schedule.next_send(fragment, self.clock + ROUNDING)
 
-    def answer(self, now: float, c: Contribution) -> str | None:
+    def admit(self, now: float, c: Contribution) -> str | None:
         state, turns = self._run.fragments[c.fragment], self._fragments[c.fragment]
         if not 0 <= c.base <= state.version or c.round != c.base:
             return VERSION
@@ -190,7 +190,7 @@ class CalledSyncer(SyncerRounds):
         to_call = [f for f in due if ready and f not in self._called and self._run.fragments[f].phase == "open"]
         for fragment in to_call:
             self._call(now, fragment)
-        needed = min(self._quorum.at_least, max(1, len(ready)))
+        needed = late.num_needed(self._quorum.at_least, ready)
         for fragment in self._called:
             turns = self._fragments[fragment]
             assert turns.open is not None
@@ -248,7 +248,7 @@ class CalledSyncer(SyncerRounds):
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
         return ()  # late work stays for the fragment's next turn
 
-    def round_of(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+    def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
         turns = self._fragments[fragment]
         is_open = turns.open is not None and self._run.fragments[fragment].phase == "open"
         return (sorted(turns.open.newest), late.ready(self._run)) if is_open and turns.open else ((), ())
@@ -310,7 +310,7 @@ class CalledLearner(LearnerRounds):
             if version is not None and self._can_answer(self.fragments[fragment], version)
         ]
 
-    def round_of(self, fragment: int) -> int | None:
+    def next_round(self, fragment: int) -> int | None:
         work = self.fragments[fragment]
         return None if late.is_answered(work) else work.version
 

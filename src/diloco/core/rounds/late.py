@@ -70,7 +70,7 @@ def _when_sent(c: Contribution) -> tuple[int, int]:
     return c.incarnation, c.number
 
 
-def move_up(rounds: Mapping[int, OpenRound]) -> dict[int, OpenRound]:
+def renumbered(rounds: Mapping[int, OpenRound]) -> dict[int, OpenRound]:
     """Renumber the rounds after one that was abandoned: each moves to the number before."""
     return {number - 1: round_ for number, round_ in rounds.items()}
 
@@ -78,6 +78,11 @@ def move_up(rounds: Mapping[int, OpenRound]) -> dict[int, OpenRound]:
 def ready(run: Run) -> list[str]:
     """The live learners that train, in order."""
     return sorted(learner for learner, member in run.members.items() if member.ready)
+
+
+def num_needed(at_least: int, members: Collection[str]) -> int:
+    """How many learners a round needs: K, or all where fewer are live."""
+    return min(at_least, max(1, len(members)))
 
 
 def decide(
@@ -95,7 +100,7 @@ def decide(
         enough_at: when the K-th fresh contribution came; None: it has not.
         grace_s: how long the round stays open after that.
     """
-    needed = min(at_least, max(1, len(members)))
+    needed = num_needed(at_least, members)
     missing = sorted(set(members) - set(fresh))
     merge = tuple(sorted(contributed))
     if not contributed:

@@ -83,7 +83,7 @@ class PushedSyncer(SyncerRounds):
         self._rounds: list[dict[int, OpenRound]] = [{} for _ in run.fragments]  # by the version they start from
         self._last = late.LastContributions(len(run.fragments))
 
-    def answer(self, now: float, c: Contribution) -> str | None:
+    def admit(self, now: float, c: Contribution) -> str | None:
         state, rounds = self._run.fragments[c.fragment], self._rounds[c.fragment]
         if not 0 <= c.base <= state.version or c.round != c.base:
             return VERSION
@@ -132,10 +132,10 @@ class PushedSyncer(SyncerRounds):
         pass
 
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
-        self._rounds[fragment] = late.move_up(self._rounds[fragment])
+        self._rounds[fragment] = late.renumbered(self._rounds[fragment])
         return ()
 
-    def round_of(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+    def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
         round_ = self._open(fragment)
         return (sorted(round_.newest), late.ready(self._run)) if round_ else ((), ())
 
@@ -182,7 +182,7 @@ class PushedLearner(LearnerRounds):
     def due(self, step: int) -> Sequence[int]:
         return [fragment for fragment, at in enumerate(self._push_at) if at <= step]
 
-    def round_of(self, fragment: int) -> int | None:
+    def next_round(self, fragment: int) -> int | None:
         """The adopted version, unless a push that was measured from it is still unanswered."""
         work = self.fragments[fragment]
         return None if late.is_answered(work) else work.version

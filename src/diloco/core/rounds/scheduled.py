@@ -163,7 +163,7 @@ class ScheduledSyncer(SyncerRounds):
         self._quorum, self._run = quorum, run
         self._rounds: list[dict[int, _Round]] = [{} for _ in run.fragments]  # by the version that a round starts from
 
-    def answer(self, now: float, c: Contribution) -> str | None:
+    def admit(self, now: float, c: Contribution) -> str | None:
         run, rounds = self._run, self._rounds[c.fragment]
         state = run.fragments[c.fragment]
         if not 0 <= c.base <= state.version or not 0 <= c.round - c.base <= self._intervals_in_flight(c.learner):
@@ -281,7 +281,7 @@ class ScheduledSyncer(SyncerRounds):
     def left_out(self, fragment: int) -> Sequence[tuple[Contribution, str]]:
         return self._rounds[fragment][self._run.fragments[fragment].version].left_out
 
-    def round_of(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+    def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
         round_ = self._open(fragment)
         return (sorted(round_.contributions), sorted(round_.members)) if round_ else ((), ())
 
@@ -338,7 +338,7 @@ class ScheduledLearner(LearnerRounds):
     def due(self, step: int) -> Sequence[int]:
         return self._rules.schedule.sends(step)
 
-    def round_of(self, fragment: int) -> int | None:
+    def next_round(self, fragment: int) -> int | None:
         """With an overlap of whole intervals, that many answers may be outstanding at a send. With more outstanding,
         the work stays pending until the next send."""
         work = self.fragments[fragment]
