@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.core.driving import restarted
 
-from diloco.core.actions import Accept, Action, Evict, MergeRound, Record, Reject
+from diloco.core.actions import Acknowledge, Action, Evict, MergeRound, Record, Reject
 from diloco.core.contribution import KEPT, OUTLIER, Contribution, Verdict
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
@@ -278,11 +278,11 @@ class Life:
         is_known = key in self.open or key in self.truth.settled
         answer, *actions = self.core.contributed(self.now, c)
         if is_known:
-            assert answer == Accept(c, duplicate=True)
+            assert answer == Acknowledge(c, duplicate=True)
             assert [each.merged for each in ledgers[c.learner]] == [each.merged for each in self.ledgers()[c.learner]]
             self.counts["known"] += 1
             self.counts["known, settled"] += key in self.truth.settled
-        elif isinstance(answer, Accept):
+        elif isinstance(answer, Acknowledge):
             assert not answer.duplicate
             self.open[key] = c
         self.act([answer, *actions])

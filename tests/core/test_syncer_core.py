@@ -9,7 +9,18 @@ from dataclasses import replace
 import pytest
 from tests.core.driving import kinds, ledger, only, publish, record, restarted, verdicts
 
-from diloco.core.actions import Accept, Action, Evict, MergeRound, PersistVersion, Publish, Record, Reject, Tell, WakeAt
+from diloco.core.actions import (
+    Acknowledge,
+    Action,
+    Evict,
+    MergeRound,
+    PersistVersion,
+    Publish,
+    Record,
+    Reject,
+    Tell,
+    WakeAt,
+)
 from diloco.core.contribution import Contribution, Standing, Verdict
 from diloco.core.members import Deadlines
 from diloco.core.presets import DiLoCo, StreamingDiLoCo
@@ -115,7 +126,7 @@ class Run:
 def test_a_round_is_merged_stored_and_only_then_published() -> None:
     run = Run("a", "b")
     assert run.reason(0.0) == "no contribution yet"
-    assert run.send(1.0, "b", 0)[0] == Accept(run.c("b", 0), duplicate=False)
+    assert run.send(1.0, "b", 0)[0] == Acknowledge(run.c("b", 0), duplicate=False)
     assert run.reason(1.0) == "waiting for a; a is given up in 5.0 s"
     merge = only(MergeRound, run.send(2.0, "a", 0))
     assert merge == MergeRound(0, 0, (run.c("a", 0), run.c("b", 0)), (1.0, 1.0), 1.0, frozenset("ab"))
@@ -158,7 +169,7 @@ def test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time() -> N
     assert run.members() == {"a", "b"}
     assert only(MergeRound, run.send(2.0, "b", 0)).contributions == (run.c("a", 0), run.c("b", 0))
     late = run.c("c", 0, tokens=70, trained=80)
-    assert run.core.contributed(2.1, late)[0] == Accept(late, duplicate=False)
+    assert run.core.contributed(2.1, late)[0] == Acknowledge(late, duplicate=False)
     assert run.publish(3.0)[:2] == [Reject(late, "missed"), Publish(0, 1, ("a", "b"))]
     run.send(4.0, "a", 1)  # the next round waits for it
     assert run.members() == {"a", "b", "c"}
@@ -166,7 +177,7 @@ def test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time() -> N
     run = Run("a", "b")
     run.send(1.0, "a", 0)
     run.core.joined(1.5, "c")
-    assert isinstance(run.send(1.9, "c", 0)[0], Accept)
+    assert isinstance(run.send(1.9, "c", 0)[0], Acknowledge)
     assert [c.learner for c in only(MergeRound, run.send(2.0, "b", 0)).contributions] == ["a", "b", "c"]
 
 
@@ -174,7 +185,7 @@ def test_a_learner_that_never_stepped_delays_nobody() -> None:
     run = Run("a")
     run.core.joined(0.5, "b")
     run.core.heartbeat(0.9, "b", 1, step=0, tokens=0, step_s=None, waiting=False)
-    assert kinds(run.send(1.0, "a", 0))[:2] == ["Accept", "MergeRound"]
+    assert kinds(run.send(1.0, "a", 0))[:2] == ["Acknowledge", "MergeRound"]
 
 
 def test_fixed_membership_waits_for_everybody_from_the_start() -> None:
@@ -599,8 +610,8 @@ def test_two_incarnations_contribute_once_to_a_round() -> None:
     run.send(1.0, "b", 0)
     run.core.joined(2.0, "b")
     second = run.c("b", 0, tokens=50, trained=60)
-    assert run.core.contributed(3.0, second)[0] == Accept(second, duplicate=False)
-    assert run.core.contributed(3.5, second)[0] == Accept(second, duplicate=True)  # sent again
+    assert run.core.contributed(3.0, second)[0] == Acknowledge(second, duplicate=False)
+    assert run.core.contributed(3.5, second)[0] == Acknowledge(second, duplicate=True)  # sent again
     written = run.record(3.5)
     merge = only(MergeRound, run.send(4.0, "a", 0))
     assert [c.incarnation for c in merge.contributions] == [1, 1]
@@ -655,7 +666,7 @@ def test_a_contribution_sent_again_after_a_reconnect_counts_once(phase: str) -> 
     before = run.ledgers()
     again = run.c("a", 0, discarded=7, trained=107)
     for _ in range(2):
-        assert run.core.contributed(3.0, again)[0] == Accept(again, duplicate=True)
+        assert run.core.contributed(3.0, again)[0] == Acknowledge(again, duplicate=True)
     assert run.ledgers() == before
 
 
@@ -666,11 +677,11 @@ def test_a_rejected_contribution_sent_again_is_discarded_once() -> None:
     run.send(1.5, "b", 0)
     late = run.c("c", 0, tokens=60, discarded=5, trained=65)
     for duplicate in (False, True):
-        assert run.core.contributed(2.0, late)[0] == Accept(late, duplicate=duplicate)
+        assert run.core.contributed(2.0, late)[0] == Acknowledge(late, duplicate=duplicate)
     assert only(Reject, run.publish(3.0)) == Reject(late, "missed")
     counted = {"trained": 65, "pending": 0, "merged": 0, "lost": 0, "discarded": {"overlap": 5, "missed": 60}}
     assert run.ledger("c") == counted
-    assert run.core.contributed(4.0, late)[0] == Accept(late, duplicate=True)
+    assert run.core.contributed(4.0, late)[0] == Acknowledge(late, duplicate=True)
     assert run.ledger("c") == counted
 
 
@@ -685,7 +696,7 @@ def test_a_contribution_that_came_too_late_is_judged_when_the_version_is_durable
     written = run.record(1.0)
     late = run.c("c", 0)
     assert run.phase() == "merging"
-    assert kinds(run.core.contributed(2.0, late)) == ["Accept", "WakeAt"]
+    assert kinds(run.core.contributed(2.0, late)) == ["Acknowledge", "WakeAt"]
     run.record(2.5)
     assert verdicts(run.core, "c") == ()
     run.restart(3.0, written)
@@ -717,7 +728,7 @@ def test_other_content_for_the_same_round_is_rejected() -> None:
     run = Run("a", "b")
     run.send(1.0, "a", 0)
     other = run.c("a", 0, number=2, tokens=120, trained=220)
-    assert run.core.contributed(2.0, other)[0] == Accept(other, duplicate=False)
+    assert run.core.contributed(2.0, other)[0] == Acknowledge(other, duplicate=False)
     assert only(MergeRound, run.send(3.0, "b", 0)).contributions == (run.c("a", 0), run.c("b", 0))
     assert only(Reject, run.publish(4.0)) == Reject(other, "twice in one round")
 
@@ -729,9 +740,9 @@ def test_contributions_to_the_next_round_are_kept_while_one_is_merged_and_stored
     run = Run("a", "b", overlap=H)
     for learner in "ab":
         run.send(1.0, learner, 0, step=10)
-    assert kinds(run.send(2.0, "a", 1, base=0, step=20)) == ["Accept", "WakeAt"]
+    assert kinds(run.send(2.0, "a", 1, base=0, step=20)) == ["Acknowledge", "WakeAt"]
     run.merged()
-    assert kinds(run.send(3.0, "b", 1, base=0, step=20)) == ["Accept", "WakeAt"]
+    assert kinds(run.send(3.0, "b", 1, base=0, step=20)) == ["Acknowledge", "WakeAt"]
     actions = run.stored(4.0)
     assert kinds(actions) == ["Publish", "MergeRound", "WakeAt"]
     assert only(MergeRound, actions).round == 1
@@ -759,7 +770,7 @@ def test_an_abandoned_round_takes_what_counts_on_it_along() -> None:
     assert run.core.rounds.roster(0) == ((), ())
     assert run.ledger("a") == {"trained": 200, "pending": 0, "merged": 0, "lost": 0, "discarded": {"not finite": 200}}
     again = run.c("b", 0, number=2, step=20, trained=200)
-    assert run.core.contributed(4.0, again)[0] == Accept(again, duplicate=False)
+    assert run.core.contributed(4.0, again)[0] == Acknowledge(again, duplicate=False)
 
 
 # --- restarts ---------------------------------------------------------------------------------------------------------
@@ -794,7 +805,7 @@ def test_after_a_restart_a_merged_contribution_sent_again_is_known() -> None:
         run.send(1.0, learner, 0)
     run.publish(2.0)
     run.restart(100.0, run.record(99.0))
-    assert run.send(101.0, "a", 0)[0] == Accept(run.c("a", 0), duplicate=True)
+    assert run.send(101.0, "a", 0)[0] == Acknowledge(run.c("a", 0), duplicate=True)
     assert run.ledger("a")["pending"] == 0
 
 
@@ -816,7 +827,7 @@ def test_what_is_being_stored_does_not_count_as_merged_on_disk() -> None:
     assert verdicts(run.core, "a") == ()
     for learner in "ab":
         actions = run.send(101.0, learner, 0, discarded=9, trained=109)
-        assert actions[0] == Accept(run.c(learner, 0, discarded=9, trained=109), duplicate=False)
+        assert actions[0] == Acknowledge(run.c(learner, 0, discarded=9, trained=109), duplicate=False)
     assert "MergeRound" in kinds(actions)
     run.publish(102.0)
     assert run.ledger("a") == merged
@@ -949,7 +960,7 @@ def test_verdicts_that_a_learner_has_confirmed_are_forgotten() -> None:
     assert [verdict.number for verdict in verdicts(run.core, "a")] == [3]
     assert [verdict.number for verdict in verdicts(run.core, "b")] == [1, 2, 3]
     for round_ in range(3):
-        assert run.send(5.0, "a", round_)[0] == Accept(run.c("a", round_), duplicate=True)
+        assert run.send(5.0, "a", round_)[0] == Acknowledge(run.c("a", round_), duplicate=True)
 
 
 def test_a_new_incarnation_hears_nothing_of_the_one_before() -> None:
@@ -964,7 +975,9 @@ def test_a_new_incarnation_hears_nothing_of_the_one_before() -> None:
     assert verdicts(run.core, "b") == ()
     first = run.c("b", 1)
     assert first.number == 2
-    assert run.core.contributed(4.0, replace(first, number=1))[0] == Accept(replace(first, number=1), duplicate=False)
+    assert run.core.contributed(4.0, replace(first, number=1))[0] == Acknowledge(
+        replace(first, number=1), duplicate=False
+    )
 
 
 def test_what_stands_is_the_whole_truth_for_one_learner() -> None:

@@ -170,12 +170,12 @@ class Accounting:
         """The syncer is responsible for the contribution from now on."""
         self.open[key_of(c)] = c
 
-    def merge(self, c: Contribution, version: int) -> None:
+    def count_merged(self, c: Contribution, version: int) -> None:
         """The version that it is merged in is durable."""
         del self.open[key_of(c)]
         self.accounts[c.learner].settle(c, None, version)
 
-    def reject(self, c: Contribution, reason: str, version: int) -> None:
+    def count_rejected(self, c: Contribution, reason: str, version: int) -> None:
         """It will not be merged; the fragment is at `version`."""
         self.open.pop(key_of(c), None)
         account = self.accounts[c.learner]

@@ -10,7 +10,7 @@ from diloco.core.contribution import Contribution
 
 
 @dataclass(frozen=True)
-class Accept:
+class Acknowledge:
     """Acknowledge a contribution and keep its payload: the syncer is responsible for it now.
 
     `duplicate`: it is open already, or has a verdict; drop this copy.
@@ -96,7 +96,7 @@ class WakeAt:
     at: float
 
 
-Action = Accept | Reject | MergeRound | PersistVersion | PersistRecord | Publish | Tell | Evict | WakeAt
+Action = Acknowledge | Reject | MergeRound | PersistVersion | PersistRecord | Publish | Tell | Evict | WakeAt
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     events    of learners: joined · heartbeat · contributed · disconnected · left
               of the driver: merged · abandoned · stored · recorded · tick
-    actions   Accept · Reject · MergeRound · PersistVersion · PersistRecord · Publish · Tell · Evict · WakeAt
+    actions   Acknowledge · Reject · MergeRound · PersistVersion · PersistRecord · Publish · Tell · Evict · WakeAt
 
 Every event comes with the time, and returns actions (`core.actions`) for the driver to execute. The method says how
 rounds are called (`core.rounds`): the syncer's half of that decides which round a contribution goes into, and when a
@@ -21,7 +21,7 @@ from typing import Any
 
 from diloco.core.accounting import Accounting
 from diloco.core.actions import (
-    Accept,
+    Acknowledge,
     Action,
     Evict,
     MergeRound,
@@ -239,14 +239,14 @@ class SyncerCore:
         self._alive(now, member, c.step, c.trained)
         member.trains(c.step - 1)
         if self.accounting.is_known(c):
-            return [Accept(c, duplicate=True), *self._look_again(now)]
+            return [Acknowledge(c, duplicate=True), *self._look_again(now)]
         member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
         self.accounting.check(c)
         reason = self.rounds.admit(now, c)
         if reason is not None:
             return [self._reject(c, reason), *self._look_again(now)]
         self.accounting.acknowledge(c)
-        return [Accept(c, duplicate=False), *self._look_again(now)]
+        return [Acknowledge(c, duplicate=False), *self._look_again(now)]
 
     def merged(self, now: float, fragment: int, refused: Sequence[str] = ()) -> list[Action]:
         """The driver has merged the fragment's closed round.
@@ -278,7 +278,7 @@ class SyncerCore:
         self.rounds.stored(now, fragment, closed)
         state.version, state.step, state.phase = state.version + 1, closed.step, "open"
         for c in closed.contributions:
-            self.accounting.merge(c, state.version)
+            self.accounting.count_merged(c, state.version)
         rejects = [self._reject(c, reason) for c, reason in rejected]
         contributors = tuple(dict.fromkeys(c.learner for c in closed.contributions))
         for member in self.members.values():
@@ -365,7 +365,7 @@ class SyncerCore:
         return [*((c, OUTLIER) for c in closed.refused), *self.rounds.left_out(fragment)]
 
     def _reject(self, c: Contribution, reason: str) -> Reject:
-        self.accounting.reject(c, reason, self.fragments[c.fragment].version)
+        self.accounting.count_rejected(c, reason, self.fragments[c.fragment].version)
         return Reject(c, reason)
 
     def _evict(self, learner: str, reason: str, *, replaced: bool) -> list[Action]:

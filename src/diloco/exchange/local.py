@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from diloco.core.actions import Accept
+from diloco.core.actions import Acknowledge
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.ledger import Ledger
@@ -232,7 +232,7 @@ class Local(Exchange):
                 run.payloads[contribution] = encoded
                 staleness = run.core.fragments[contribution.fragment].version - contribution.base
                 actions = run.core.contributed(run.time.now, contribution)
-                if isinstance(actions[0], Accept):
+                if isinstance(actions[0], Acknowledge):
                     run.witness.contributed(contribution, encoded.numel(), staleness)
                 run.carry_out(actions)
 

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Generic
 
 from diloco.core.actions import (
-    Accept,
+    Acknowledge,
     Action,
     Evict,
     MergeRound,
@@ -366,7 +366,7 @@ class Driver(Generic[H, S, P]):
             done(refusal)
             return
         match actions[0]:
-            case Accept(duplicate=False):
+            case Acknowledge(duplicate=False):
                 self._slots[push.contribution] = push.slot
                 self._observer.contributed(push.contribution, push.num_bytes)
             case Reject() as reject:
@@ -483,7 +483,7 @@ class Driver(Generic[H, S, P]):
                     self._evict(action)
                 case WakeAt(at=at):
                     self._wake_at_s = at
-                case Accept() | PersistVersion():
+                case Acknowledge() | PersistVersion():
                     pass
         self._write()
         self._tell(told)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.core.driving import publish, record
 
-from diloco.core.actions import Accept, Action, MergeRound, PersistRecord, WakeAt
+from diloco.core.actions import Acknowledge, Action, MergeRound, PersistRecord, WakeAt
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Whole
 from diloco.core.method import Method
@@ -82,7 +82,7 @@ class Run:
 
 
 def is_accepted(action: Action) -> bool:
-    return isinstance(action, Accept) and not action.duplicate
+    return isinstance(action, Acknowledge) and not action.duplicate
 
 
 def contributors(action: Action) -> list[str]:

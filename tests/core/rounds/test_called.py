@@ -6,7 +6,7 @@ import pytest
 from tests.core.driving import ledger, restarted, verdicts
 from tests.core.rounds.asynchronous import Run, contributors, is_accepted, method
 
-from diloco.core.actions import Accept, MergeRound, Publish, Reject, Tell, WakeAt
+from diloco.core.actions import Acknowledge, MergeRound, Publish, Reject, Tell, WakeAt
 from diloco.core.contribution import Contribution, Verdict
 from diloco.core.rounds import QUORUMS
 from diloco.core.rounds.called import Called, CalledSyncer, Pace
@@ -305,13 +305,13 @@ def test_what_is_sent_again_is_merged_once() -> None:
     run.step("ab", 4)
     c = run.contribution("a")
     assert is_accepted(run.core.contributed(0.0, c)[0])
-    assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
+    assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
     run.send("b")
     run.close("ab")
-    assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
+    assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
     assert ledger(run.core, "a").merged == 4
     run.core = restarted(run.core, run.core.saved(), 0.0)
-    assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
+    assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
     assert run.core.rounds.roster(0) == ((), ())
     assert ledger(run.core, "a").merged == 4
 
@@ -332,7 +332,7 @@ def test_acknowledged_work_that_a_restart_forgot_is_new_again(newer_first: bool)
     for c in again:
         assert is_accepted(run.core.contributed(0.0, c)[0])
     for c in again:
-        assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
+        assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
     run.step("ab", 4)
     [_, merge] = run.send("b")
     assert isinstance(merge, MergeRound)

@@ -12,7 +12,7 @@ from dataclasses import fields
 import pytest
 from tests.core.driving import ledger, publish, record, restarted, verdicts
 
-from diloco.core.actions import Accept
+from diloco.core.actions import Acknowledge
 from diloco.core.contribution import KEPT, Contribution
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
@@ -150,7 +150,7 @@ def test_a_syncer_continues_exactly_from_what_it_saved(kind: type[Quorum]) -> No
         pair.core = restarted(pair.core, saved, pair.now)
         assert pair.core.saved().values == json.loads(json.dumps(saved.values))
         for c in pair.sent:
-            assert isinstance(pair.core.contributed(pair.now, c)[0], Accept)
+            assert isinstance(pair.core.contributed(pair.now, c)[0], Acknowledge)
     assert [state.version for state in pair.core.fragments] == [state.version for state in untouched.core.fragments]
     for name in "ab":
         assert verdicts(pair.core, name) == verdicts(untouched.core, name)
@@ -177,7 +177,7 @@ def test_what_is_said_again_changes_nothing(kind: type[Quorum]) -> None:
         pair.step()
         before = json.dumps(pair.core.saved().values)
         for c in reversed(pair.sent):
-            assert pair.core.contributed(pair.now, c)[0] == Accept(c, duplicate=True)
+            assert pair.core.contributed(pair.now, c)[0] == Acknowledge(c, duplicate=True)
         assert json.dumps(pair.core.saved().values) == before
         for name, learner in pair.learners.items():
             for fragment, version in pair.core.standing(name).calls:

@@ -11,7 +11,7 @@ from tests.core.driving import ledger, restarted, verdicts
 from tests.core.rounds.asynchronous import Run, contributors, is_accepted
 from tests.core.rounds.asynchronous import method as asynchronous
 
-from diloco.core.actions import Accept, MergeRound, PersistVersion, Reject
+from diloco.core.actions import Acknowledge, MergeRound, PersistVersion, Reject
 from diloco.core.contribution import Verdict
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
@@ -131,11 +131,11 @@ def test_what_is_sent_again_is_merged_once() -> None:
     run.step("ab", 4)
     c = run.contribution("a")
     assert is_accepted(run.core.contributed(0.0, c)[0])
-    assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
+    assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
     run.close("a")
     assert run.phase == "open"
     run.core = restarted(run.core, run.core.saved(), 0.0)
-    assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
+    assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
     assert run.phase == "open"
     assert ledger(run.core, "a").merged == 4
 
