@@ -77,7 +77,7 @@ class Learner:
     heard: dict[tuple[int, int], Verdict] = field(default_factory=dict)
 
     @property
-    def settled(self) -> tuple[int, ...]:
+    def confirmed(self) -> tuple[int, ...]:
         """Per fragment, the number up to which it knows all verdicts."""
         return tuple(
             next(number for number in range(1, len(self.heard) + 2) if (f, number) not in self.heard) - 1
@@ -300,7 +300,7 @@ class Life:
             self.act(
                 self.core.heartbeat(
                     self.now, name, learner.incarnation, step=learner.core.step, tokens=learner.core.tokens, step_s=0.1,
-                    waiting=bool(learner.core.waiting()), settled=learner.settled,
+                    waiting=bool(learner.core.waiting()), confirmed=learner.confirmed,
                 )
             )  # fmt: skip
 
@@ -325,7 +325,7 @@ class Life:
             for verdict in self.core.verdicts(name, fragment, version):
                 self.judge(name, verdict)
             merged = max(
-                (n for n in range(1, learner.settled[fragment] + 1) if self.is_in(learner, fragment, n, version)),
+                (n for n in range(1, learner.confirmed[fragment] + 1) if self.is_in(learner, fragment, n, version)),
                 default=0,
             )
             for flight in learner.core.received(fragment, version, merged):

@@ -345,10 +345,10 @@ def test_a_rejection_that_a_broken_stream_swallowed_is_heard_with_the_next_heart
     it.standing = replace(it.standing, verdicts=(Verdict(0, 1, OUTLIER, 0),))  # said, and lost with the connection
     it.fail(calls.Watch)
     it.until(calls.Beat)
-    assert it.beat().settled == (0, 0)
+    assert it.beat().confirmed == (0, 0)
     assert it.take(calls.TellRejection) == [calls.TellRejection(Verdict(0, 1, OUTLIER, 0))]
     it.until(calls.Beat)
-    assert it.beat().settled == (1, 0)
+    assert it.beat().confirmed == (1, 0)
 
 
 def test_a_rejection_that_is_heard_again_and_again_is_told_once() -> None:
@@ -391,17 +391,17 @@ def test_a_verdict_heard_before_its_version_counts_when_that_arrives() -> None:
     assert [arrival.merged for arrival in it.take(calls.TellArrival)] == [1, 2]
 
 
-def test_settled_stops_at_the_first_contribution_without_a_verdict() -> None:
+def test_confirmed_stops_at_the_first_contribution_without_a_verdict() -> None:
     it = Script().start()
     for number in (1, 2, 3):
         it.offer(number)
         it.push()
     it.notice(verdicts=(Verdict(0, 1, None, 1), Verdict(0, 3, OUTLIER, 1)))
     it.until(calls.Beat)
-    assert it.beat().settled == (1, 0)
+    assert it.beat().confirmed == (1, 0)
     it.notice(verdicts=(Verdict(0, 2, None, 2), Verdict(0, 3, OUTLIER, 1)))
     it.until(calls.Beat)
-    assert it.beat().settled == (3, 0)
+    assert it.beat().confirmed == (3, 0)
 
 
 def test_versions_are_fetched_until_the_newest_is_here() -> None:

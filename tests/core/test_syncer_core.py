@@ -62,11 +62,11 @@ class Run:
         tokens: int = 1,
         step_s: float | None = None,
         waiting: bool = False,
-        settled: tuple[int, ...] = (),
+        confirmed: tuple[int, ...] = (),
     ) -> list[Action]:
         return self.core.heartbeat(
             now, learner, self.incarnation(learner), step=step, tokens=tokens, step_s=step_s, waiting=waiting,
-            settled=settled
+            confirmed=confirmed
         )  # fmt: skip
 
     def c(
@@ -659,7 +659,7 @@ def test_a_contribution_sent_again_after_a_reconnect_counts_once(phase: str) -> 
             run.send(2.0, learner, 1, trained=300)
         run.publish(2.0)
     if phase.startswith("confirmed"):
-        run.beat(2.0, "a", step=10, tokens=107, settled=(1,))
+        run.beat(2.0, "a", step=10, tokens=107, confirmed=(1,))
         assert verdicts(run.core, "a") == ()
     if phase.endswith("restarted"):
         run.restart(2.0, run.record(2.0))
@@ -951,9 +951,9 @@ def test_verdicts_that_a_learner_has_confirmed_are_forgotten() -> None:
         for learner in "ab":
             run.send(1.0, learner, round_)
         run.publish(2.0)
-    run.beat(3.0, "a", step=30, settled=(2,))
+    run.beat(3.0, "a", step=30, confirmed=(2,))
     assert [verdict.number for verdict in verdicts(run.core, "a")] == [3]
-    run.beat(3.5, "a", step=30, settled=(1,))  # overtaken on the way
+    run.beat(3.5, "a", step=30, confirmed=(1,))  # overtaken on the way
     run.beat(3.5, "a", step=30)
     assert [verdict.number for verdict in verdicts(run.core, "a")] == [3]
     run.restart(4.0, run.record(4.0))

@@ -31,7 +31,7 @@ HEARTBEAT = st.fixed_dictionaries(
         "step_s": st.floats(),
         "waiting": st.booleans(),
         "versions": st.lists(NUMBER, max_size=3),
-        "settled": st.lists(NUMBER, max_size=3),
+        "confirmed": st.lists(NUMBER, max_size=3),
     }
 )
 PUSH = st.fixed_dictionaries(

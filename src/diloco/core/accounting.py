@@ -51,7 +51,7 @@ class Account:
     confirmed: list[int] = field(default_factory=list)
     verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
 
-    def settle(self, c: Contribution, reason: str | None, version: int) -> None:
+    def count(self, c: Contribution, reason: str | None, version: int) -> None:
         """Count a contribution's tokens, once, and keep the verdict for its learner."""
         ledger = self.ledgers[c.fragment]
         for given_up, tokens in c.discarded:
@@ -143,10 +143,10 @@ class Accounting:
     # --- contributions ------------------------------------------------------------------------------------------------
 
     def is_known(self, c: Contribution) -> bool:
-        """Whether a contribution of the newest incarnation is open or settled already."""
+        """Whether a contribution of the newest incarnation is open, or has a verdict."""
         account = self.accounts[c.learner]
-        is_settled = c.number <= account.confirmed[c.fragment] or (c.fragment, c.number) in account.verdicts
-        return is_settled or key_of(c) in self.open
+        has_verdict = c.number <= account.confirmed[c.fragment] or (c.fragment, c.number) in account.verdicts
+        return has_verdict or key_of(c) in self.open
 
     def check(self, c: Contribution) -> None:
         """Check that a new contribution accounts only for tokens that its learner has trained and not accounted for
@@ -173,25 +173,25 @@ class Accounting:
     def count_merged(self, c: Contribution, version: int) -> None:
         """The version that it is merged in is durable."""
         del self.open[key_of(c)]
-        self.accounts[c.learner].settle(c, None, version)
+        self.accounts[c.learner].count(c, None, version)
 
     def count_rejected(self, c: Contribution, reason: str, version: int) -> None:
         """It will not be merged; the fragment is at `version`."""
         self.open.pop(key_of(c), None)
         account = self.accounts[c.learner]
-        account.settle(c, reason, version)
+        account.count(c, reason, version)
         if c.incarnation == account.incarnation:
             self._untold.setdefault(key_of(c), None)
 
     # --- verdicts -----------------------------------------------------------------------------------------------------
 
-    def confirm(self, learner: str, settled: Sequence[int]) -> None:
+    def confirm(self, learner: str, confirmed: Sequence[int]) -> None:
         """The newest incarnation has received the verdicts of all its contributions up to these numbers, one per
         fragment."""
         account = self.accounts[learner]
-        if list(settled) == account.confirmed:
+        if list(confirmed) == account.confirmed:
             return
-        account.confirmed = [max(each) for each in zip(account.confirmed, settled, strict=True)]
+        account.confirmed = [max(each) for each in zip(account.confirmed, confirmed, strict=True)]
         account.verdicts = {
             (fragment, number): verdict
             for (fragment, number), verdict in account.verdicts.items()
@@ -230,15 +230,15 @@ class Accounting:
         self._untold = {key: serial if since is None else since for key, since in self._untold.items()}
         accounts = deepcopy(self.accounts)
         for c in merged:
-            accounts[c.learner].settle(c, None, version)
+            accounts[c.learner].count(c, None, version)
         for c, reason in rejected:
-            accounts[c.learner].settle(c, reason, version)
+            accounts[c.learner].count(c, reason, version)
             if c.incarnation == accounts[c.learner].incarnation:
                 self._untold[key_of(c)] = serial
-        settled = {key_of(c) for c in merged} | {key_of(c) for c, _ in rejected}
+        decided = {key_of(c) for c in merged} | {key_of(c) for c, _ in rejected}
         void = {learner: [0] * self._num_fragments for learner in accounts}
         for key, c in self.open.items():
-            if c.incarnation < accounts[c.learner].incarnation and key not in settled:
+            if c.incarnation < accounts[c.learner].incarnation and key not in decided:
                 void[c.learner][c.fragment] += c.accounted
         return {
             learner: {**account.as_dict(), "void_on_restart": void[learner]} for learner, account in accounts.items()

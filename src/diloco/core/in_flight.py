@@ -15,8 +15,8 @@ from diloco.core.ledger import Ledger
 
 @dataclass
 class InFlight:
-    """A contribution that was sent and is not settled: neither adopted with a version that lists it, nor removed by a
-    rejection.
+    """A contribution that was sent and is not complete: its version is not adopted yet, and no rejection has removed
+    it.
 
     Attributes:
         number, round, base, tokens, steps: as in `Contribution`; number 0: of an earlier incarnation.

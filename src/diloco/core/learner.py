@@ -151,14 +151,15 @@ class LearnerCore:
         return self._rounds.keeps_own(fragment, version)
 
     def adopted(self, fragment: int, version: int) -> tuple[InFlight, ...]:
-        """The learner now holds `version`; returns the contributions that this settles (listed, or missed for good)."""
+        """The learner has adopted `version`. Returns the contributions in flight that this completes (merged or
+        missed)."""
         work = self.fragments[fragment]
         if version not in work.received:
             raise VersionError(f"fragment {fragment} cannot adopt version {version}: it was not received.")
         keeps_pending = self.rules.keeps_pending or self.keeps_own(fragment, version)
-        settled = tuple(flight for flight in work.in_flight if self._rounds.settles(flight, version))
-        work.in_flight = [flight for flight in work.in_flight if flight not in settled]
-        for flight in settled:
+        completed = tuple(flight for flight in work.in_flight if self._rounds.completes(flight, version))
+        work.in_flight = [flight for flight in work.in_flight if flight not in completed]
+        for flight in completed:
             if not flight.listed and not flight.is_rejected:
                 work.ledger.discard(flight.tokens, MISSED)
         if not keeps_pending:
@@ -166,7 +167,7 @@ class LearnerCore:
         self._rounds.adopted(fragment, self.step, overwritten=not keeps_pending)
         work.version = version
         work.received = {v for v in work.received if v > version}
-        return settled
+        return completed
 
     # --- a new incarnation, and checkpoints ---------------------------------------------------------------------------
 

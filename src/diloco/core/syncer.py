@@ -162,7 +162,7 @@ class SyncerCore:
     def heartbeat(
         self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None,
         waiting: bool,
-        finished: bool = False, settled: Sequence[int] = (),
+        finished: bool = False, confirmed: Sequence[int] = (),
     ) -> list[Action]:  # fmt: skip
         """A heartbeat.
 
@@ -171,7 +171,7 @@ class SyncerCore:
             step_s: seconds that an inner step takes; None: not measured.
             waiting: the learner is blocked on an answer.
             finished: the learner takes no more steps.
-            settled: per fragment, it knows the verdicts of all its contributions up to this number.
+            confirmed: per fragment, it knows the verdicts of all its contributions up to this number.
         """
         self.check(learner, incarnation)
         member = self.members[learner]
@@ -181,8 +181,8 @@ class SyncerCore:
             member.finished, member.ready = True, False
         if tokens > 0:
             member.trains(member.step)
-        if settled:
-            self.accounting.confirm(learner, settled)
+        if confirmed:
+            self.accounting.confirm(learner, confirmed)
         return self._look_again(now) if look else self._wake(now)
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:

@@ -41,7 +41,7 @@ def check_name(learner: str) -> None:
 
 
 def check_heartbeat(
-    learner: str, *, step: int, tokens: int, step_s: float | None, num_versions: int, num_settled: int,
+    learner: str, *, step: int, tokens: int, step_s: float | None, num_versions: int, num_confirmed: int,
     num_fragments: int, run_step: int,
 ) -> None:  # fmt: skip
     """`run_step`: the highest inner step known. Versions newer than the run's are those of a syncer that was put back
@@ -52,9 +52,9 @@ def check_heartbeat(
         raise PayloadError(f"{learner!r} says that an inner step takes {step_s} s, which is no duration of a step.")
     if num_versions > num_fragments:
         raise PayloadError(f"{learner!r} has versions of {num_versions} fragments, and the run has {num_fragments}.")
-    if num_settled not in (0, num_fragments):
+    if num_confirmed not in (0, num_fragments):
         raise PayloadError(
-            f"{learner!r} confirms contributions to {num_settled} fragments, and the run has {num_fragments}; "
+            f"{learner!r} confirms contributions to {num_confirmed} fragments, and the run has {num_fragments}; "
             "confirm all or none."
         )
 

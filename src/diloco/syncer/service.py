@@ -109,7 +109,7 @@ class Service:
             standing = driver.heartbeat(
                 request.learner, request.incarnation, step=request.step, tokens=request.tokens,
                 step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
-                versions=tuple(request.versions), settled=tuple(request.settled),
+                versions=tuple(request.versions), confirmed=tuple(request.confirmed),
             )  # fmt: skip
             return pb.HeartbeatReply(boot=driver.boot, standing=standing_message(standing))
 

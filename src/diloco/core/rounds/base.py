@@ -272,8 +272,8 @@ class LearnerRounds(ABC):
         """Which received version to adopt after inner step `step`; None: none."""
 
     @abstractmethod
-    def settles(self, flight: InFlight, version: int) -> bool:
-        """Whether adopting `version` settles a contribution in flight."""
+    def completes(self, flight: InFlight, version: int) -> bool:
+        """Whether adopting `version` completes a contribution in flight: the learner expects no other answer to it."""
 
     def sent(self, fragment: int, step: int, sync_every: int | None) -> None:  # noqa: B027 - only some halves note it
         """A contribution was sent. `sync_every`: inner steps to this learner's next push; None: the method's H."""

@@ -338,7 +338,7 @@ class CalledLearner(LearnerRounds):
     def adoption(self, fragment: int, step: int) -> int | None:
         return max(self.fragments[fragment].received, default=None)
 
-    def settles(self, flight: InFlight, version: int) -> bool:
+    def completes(self, flight: InFlight, version: int) -> bool:
         return flight.listed
 
     def state_dict(self) -> dict[str, Any]:

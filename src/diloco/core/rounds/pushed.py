@@ -204,7 +204,7 @@ class PushedLearner(LearnerRounds):
     def adoption(self, fragment: int, step: int) -> int | None:
         return max(self.fragments[fragment].received, default=None) if self._answered[fragment] else None
 
-    def settles(self, flight: InFlight, version: int) -> bool:
+    def completes(self, flight: InFlight, version: int) -> bool:
         return flight.listed
 
     def listed(self, fragment: int) -> None:

@@ -366,7 +366,7 @@ class ScheduledLearner(LearnerRounds):
         is_overtaken = due is not None and newest is not None and newest > due
         return newest if not work.in_flight or is_overtaken else None
 
-    def settles(self, flight: InFlight, version: int) -> bool:
+    def completes(self, flight: InFlight, version: int) -> bool:
         return flight.round < version
 
     def rejected(self, fragment: int, flight: InFlight, reason: str) -> bool:

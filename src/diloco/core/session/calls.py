@@ -106,7 +106,7 @@ class Beat:
 
     Attributes:
         versions: of each fragment, the newest that this learner has.
-        settled: by fragment, the verdicts on all contributions up to this number are known.
+        confirmed: by fragment, the verdicts on all contributions up to this number are known.
     """
 
     who: Identity
@@ -114,7 +114,7 @@ class Beat:
     timeout_s: float
     report: Report
     versions: tuple[int, ...]
-    settled: tuple[int, ...]
+    confirmed: tuple[int, ...]
 
 
 @dataclass(frozen=True)

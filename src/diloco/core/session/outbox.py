@@ -56,12 +56,12 @@ class Outbox:
         return news
 
     @property
-    def settled(self) -> tuple[int, ...]:
+    def confirmed(self) -> tuple[int, ...]:
         """By fragment, the highest number up to which the verdicts on all contributions are known."""
-        settled = list(self._newest)
+        confirmed = list(self._newest)
         for fragment, number in self._offers:
-            settled[fragment] = min(settled[fragment], number - 1)
-        return tuple(settled)
+            confirmed[fragment] = min(confirmed[fragment], number - 1)
+        return tuple(confirmed)
 
     def merged_in(self, fragment: int, version: int) -> int:
         """The highest number that is merged in this version or an earlier one, as far as is known; 0: none is. Versions

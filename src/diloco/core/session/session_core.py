@@ -358,8 +358,8 @@ class SessionCore:
         if not self._is_member or now < self._heartbeat.due_at:
             return None
         self._heartbeat.began(now)
-        versions, settled = tuple(self._replica.held), self._outbox.settled
-        return calls.Beat(self.who, connection, self._heartbeat.timeout_s, self._heartbeat.report, versions, settled)
+        versions, confirmed = tuple(self._replica.held), self._outbox.confirmed
+        return calls.Beat(self.who, connection, self._heartbeat.timeout_s, self._heartbeat.report, versions, confirmed)
 
     def _watch_call(self, now: float) -> calls.Call | None:
         """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""

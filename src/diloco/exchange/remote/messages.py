@@ -59,7 +59,7 @@ def heartbeat_request(beat: calls.Beat) -> pb.HeartbeatRequest:
         waiting=report.waiting,
         finished=report.finished,
         versions=[max(version, 0) for version in beat.versions],
-        settled=beat.settled,
+        confirmed=beat.confirmed,
     )
 
 
