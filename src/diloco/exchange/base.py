@@ -27,7 +27,7 @@ from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.held import HeldFragment
 from diloco.core.method import Method
-from diloco.core.session.calls import Report
+from diloco.core.session.requests import Report
 from diloco.core.update import Update
 from diloco.errors import ConfigError
 

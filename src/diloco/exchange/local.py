@@ -16,7 +16,7 @@ from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.ledger import Ledger
 from diloco.core.method import Method
-from diloco.core.session.calls import Report
+from diloco.core.session.requests import Report
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, required_method
 from diloco.exchange.delivery import Direction
@@ -180,7 +180,8 @@ class Local(Exchange):
             self._move("down", run.num_model_bytes)
         self.incarnation = run.join(self._index, again=self._is_again)
         run.core.members[name].overlap = overlap
-        # Who was there when the run began begins with it, however long its model took to come: a scheduled round waits for it.
+        # Who was there when the run began begins with it, however long its model took to come: a scheduled round waits
+        # for it.
         is_late = self._is_again or run.starts_s[self._index] > run.began_s or not run.method.wait
         step = run.core.start_step(name) if is_late else run.initial_step
         opened = Opened(

@@ -21,7 +21,7 @@ from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.held import HeldFragment
 from diloco.core.method import Method
-from diloco.core.session.calls import Report
+from diloco.core.session.requests import Report
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Arrived, CallForWork, Event, Exchange, Model, Opened, Rejected, Rejoined

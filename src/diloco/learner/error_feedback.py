@@ -45,7 +45,8 @@ class ErrorFeedback:
         self._keep = self._decay > 0
         self._residuals: list[Tensor | None] = [None] * num_fragments
         # By fragment, in the order of `offered`. A merged one stays until all before it are merged or rejected.
-        self._open: list[list[TentativeResidual]] = [[] for _ in range(num_fragments)] self._lock = threading.Lock()
+        self._open: list[list[TentativeResidual]] = [[] for _ in range(num_fragments)]
+        self._lock = threading.Lock()
 
     def offered(self, fragment: int, number: int) -> TentativeResidual:
         """Register the contribution with this number. Its encoding takes the returned value (`encode`)."""

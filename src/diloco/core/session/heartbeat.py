@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from diloco.core.session.calls import Report
 from diloco.core.session.lanes import STALL_FACTOR, StallTimeout
+from diloco.core.session.requests import Report
 
 HEARTBEAT_S = 0.5
 """Between two heartbeats; a learner's first inner step is reported at once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco.core.session.calls import Fetch, Identity
+from diloco.core.session.requests import Fetch, Identity
 
 NOTHING = -1
 """The version of a fragment that was not fetched yet."""

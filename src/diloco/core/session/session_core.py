@@ -1,14 +1,14 @@
 """`SessionCore`: sans-I/O bookkeeping of one learner's session with a syncer.
 
     events    from the learner, and from time: begin, offered, report, leave, tick
-              how a call has ended: described, initialised, joined, fetched, pushed, beaten, left, failed, ended
+              how a request has ended: described, initialised, joined, fetched, pushed, beaten, left, failed, ended
               notices of the syncer: welcomed, heard, evicted
-    answers   calls to make and news for the learner: `core.session.calls`
+    answers   requests to make and news for the learner: `core.session.requests`
 
     entering → joining → fetching → starting → running → leaving → parting → over
     an evicted learner goes back to joining
 
-Calls belong to lanes (control, watch, receive, send), and each lane has at most one under way. What is done next
+Requests belong to lanes (control, watch, receive, send), and each lane has at most one under way. What is done next
 follows from what is known: the phase, the versions held and published, the contributions without a verdict, and which
 process of the syncer (`boot`) acknowledged them. A message that is lost or heard twice therefore changes nothing: the
 syncer says all that stands (`Standing`) on every connection and in every heartbeat.
@@ -25,14 +25,14 @@ from dataclasses import replace
 from typing import Literal
 
 from diloco.core.contribution import Contribution, Standing, Verdict
-from diloco.core.session import calls
-from diloco.core.session.calls import Identity, Report, SessionAction
+from diloco.core.session import requests
 from diloco.core.session.departure import GONE_TIMEOUT_S, Departure
 from diloco.core.session.entrance import Entrance
 from diloco.core.session.heartbeat import Heartbeat
 from diloco.core.session.lanes import Lane, Lanes
 from diloco.core.session.outbox import Outbox
 from diloco.core.session.replica import NOTHING, Replica
+from diloco.core.session.requests import Identity, Report, SessionAction
 from diloco.errors import (
     AlreadyInitialisedError,
     CorruptPayloadError,
@@ -107,7 +107,7 @@ class SessionCore:
     def offered(self, now: float, c: Contribution) -> Actions:
         """A new contribution. It is dropped if its incarnation was evicted."""
         if not self._speaks(c.incarnation):
-            return [calls.Drop(c)]
+            return [requests.Drop(c)]
         self._outbox.add(c)
         return self._go_on(now)
 
@@ -132,7 +132,7 @@ class SessionCore:
 
     # --- becoming part of the run -------------------------------------------------------------------------------------
 
-    def described(self, now: float, describe: calls.Describe, *, initialised: bool) -> Actions:
+    def described(self, now: float, describe: requests.Describe, *, initialised: bool) -> Actions:
         """Whether the run has a model."""
         actions: Actions = [*self._lanes.answered(describe)]
         self._departure.heard(now)
@@ -175,7 +175,7 @@ class SessionCore:
         self.phase, self._has_started = "running", True
         is_awaited, versions = welcome.start_step < welcome.step, tuple(self._replica.held)
         return [
-            calls.TellStart(self.who, welcome.start_step, is_awaited, versions, standing.run_tokens, reason),
+            requests.TellStart(self.who, welcome.start_step, is_awaited, versions, standing.run_tokens, reason),
             *self._tell_calls(standing),
         ]
 
@@ -184,15 +184,15 @@ class SessionCore:
         if self.phase == "leaving":
             return self._over()
         self.phase, self._reason = "joining", reason
-        drops = [calls.Drop(c) for c in self._outbox.contributions]
+        drops = [requests.Drop(c) for c in self._outbox.contributions]
         self._outbox, self._replica = Outbox(self._num_fragments), Replica(self._num_fragments)
         self._welcome = self._boot = None
         self._heartbeat.start_over()
-        return [*drops, calls.Warn(f"{self.who.learner} was evicted ({reason}) and joins again")]
+        return [*drops, requests.Warn(f"{self.who.learner} was evicted ({reason}) and joins again")]
 
     # --- the model and the contributions ------------------------------------------------------------------------------
 
-    def fetched(self, now: float, fetch: calls.Fetch, version: int, verdicts: Iterable[Verdict] = ()) -> Actions:
+    def fetched(self, now: float, fetch: requests.Fetch, version: int, verdicts: Iterable[Verdict] = ()) -> Actions:
         """A part is here at this version, decoded and verified; with it came verdicts on contributions to it."""
         self._lanes.receive.ended()
         if not self._is_current(fetch.who):
@@ -204,10 +204,10 @@ class SessionCore:
             self._heartbeat.urge()
         elif self.phase == "running" and fetch.fragment is not None:
             merged = self._outbox.merged_in(fetch.fragment, version)
-            actions.append(calls.TellArrival(fetch.fragment, version, merged))
+            actions.append(requests.TellArrival(fetch.fragment, version, merged))
         return actions + self._go_on(now)
 
-    def pushed(self, now: float, push: calls.Push) -> Actions:
+    def pushed(self, now: float, push: requests.Push) -> Actions:
         """The process of the syncer that a contribution was meant for has its bytes."""
         self._lanes.send.ended()
         if self._is_current(push.who):
@@ -216,28 +216,28 @@ class SessionCore:
 
     # --- what the syncer says -----------------------------------------------------------------------------------------
 
-    def beaten(self, now: float, beat: calls.Beat, boot: int, standing: Standing) -> Actions:
+    def beaten(self, now: float, beat: requests.Beat, boot: int, standing: Standing) -> Actions:
         """A heartbeat was answered, by this process of the syncer."""
         self._heartbeat.ended(now)
         self._heartbeat.plan(now, starting=self.phase == "starting")
         return [*self._lanes.answered(beat), *self._hear(now, beat.who, boot, standing)]
 
-    def welcomed(self, now: float, watch: calls.Watch, boot: int, standing: Standing) -> Actions:
+    def welcomed(self, now: float, watch: requests.Watch, boot: int, standing: Standing) -> Actions:
         """The first notice of a stream: from here on the syncer counts on the learner."""
         self._lanes.watch.reset()
         if self._is_current(watch.who):
             self._welcome = standing
         return self._hear(now, watch.who, boot, standing)
 
-    def heard(self, now: float, watch: calls.Watch, boot: int, standing: Standing) -> Actions:
+    def heard(self, now: float, watch: requests.Watch, boot: int, standing: Standing) -> Actions:
         """A later notice of a stream, of the process that has opened it: what stands has changed."""
         return self._hear(now, watch.who, boot, standing)
 
-    def evicted(self, now: float, watch: calls.Watch, reason: str, *, replaced: bool) -> Actions:
+    def evicted(self, now: float, watch: requests.Watch, reason: str, *, replaced: bool) -> Actions:
         """The syncer has evicted this incarnation. `replaced`: a newer one has its place.
 
-        That is another process's, unless a call to join that failed on the way has arrived late. Then the learner asks
-        to join again, which the syncer grants to the same process only.
+        That is another process's, unless a request to join that failed on the way has arrived late. Then the learner
+        asks to join again, which the syncer grants to the same process only.
         """
         if not self._is_current(watch.who):
             return []
@@ -246,10 +246,10 @@ class SessionCore:
             text = f"another process has joined run {run!r} as {learner!r}; give every learner its own name."
             for lane in self._lanes.all:
                 lane.is_stopped = True
-            return [calls.Fail(StaleIncarnationError(text))]
+            return [requests.Fail(StaleIncarnationError(text))]
         return self._join_again(reason) + self._go_on(now)
 
-    def ended(self, now: float, watch: calls.Watch) -> Actions:
+    def ended(self, now: float, watch: requests.Watch) -> Actions:
         """The syncer has closed a stream of notices."""
         self._lanes.watch.is_busy, self._welcome = False, None
         self._lanes.watch.pause(now)
@@ -275,74 +275,74 @@ class SessionCore:
     def _take(self, verdicts: Iterable[Verdict]) -> Actions:
         actions: Actions = []
         for verdict, contribution in self._outbox.take(verdicts):
-            actions.append(calls.Drop(contribution))
+            actions.append(requests.Drop(contribution))
             if verdict.reason is not None:
-                actions.append(calls.TellRejection(verdict))
+                actions.append(requests.TellRejection(verdict))
         return actions
 
     def _tell_calls(self, standing: Standing) -> Actions:
-        return [calls.TellCall(fragment, version) for fragment, version in self._replica.called(standing.calls)]
+        return [requests.TellCall(fragment, version) for fragment, version in self._replica.called(standing.calls)]
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
-    def failed(self, now: float, call: calls.Call, error: DilocoError) -> Actions:
-        """A call has failed: it is repeated, this incarnation is out, or the learner fails."""
-        if isinstance(call, calls.Leave):
-            return [calls.Warn(f"{self.who.learner} left without the syncer's answer: {error}"), *self._over()]
-        lane = self._lanes.of(call)
+    def failed(self, now: float, request: requests.Request, error: DilocoError) -> Actions:
+        """A request has failed: it is repeated, this incarnation is out, or the learner fails."""
+        if isinstance(request, requests.Leave):
+            return [requests.Warn(f"{self.who.learner} left without the syncer's answer: {error}"), *self._over()]
+        lane = self._lanes.of(request)
         lane.is_busy = False
-        if isinstance(call, calls.Beat):
+        if isinstance(request, requests.Beat):
             self._heartbeat.ended(now)
             self._heartbeat.urge()
-        elif isinstance(call, calls.Watch):
+        elif isinstance(request, requests.Watch):
             self._welcome = None
-        return self._mend(now, call, lane, error) + self._go_on(now)
+        return self._mend(now, request, lane, error) + self._go_on(now)
 
-    def _mend(self, now: float, call: calls.Call, lane: Lane, error: DilocoError) -> Actions:
-        match call, error:
-            case calls.Describe(), UnreachableError() if self._entrance.is_late(now):
+    def _mend(self, now: float, request: requests.Request, lane: Lane, error: DilocoError) -> Actions:
+        match request, error:
+            case requests.Describe(), UnreachableError() if self._entrance.is_late(now):
                 return self._fail(lane, error)
             case _, UnreachableError() | NoRoomError():
-                if isinstance(call, calls.Initialise):
+                if isinstance(request, requests.Initialise):
                     self._entrance.lost()
-                self._has_lost_join |= isinstance(call, calls.Join)
-                return self._lanes.failed(now, call, error)
-            case calls.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
+                self._has_lost_join |= isinstance(request, requests.Join)
+                return self._lanes.failed(now, request, error)
+            case requests.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
                 return []
-            case calls.Push(boot=boot), RestartedError():
+            case requests.Push(boot=boot), RestartedError():
                 if boot == self._boot:
                     lane.pause(now)
                     self._heartbeat.urge()  # its answer names the new process
                 return []
-            case calls.Fetch(fragment=int(fragment), base=base), VersionError() | CorruptPayloadError() if (
+            case requests.Fetch(fragment=int(fragment), base=base), VersionError() | CorruptPayloadError() if (
                 base != NOTHING
             ):
-                if self._is_current(call.who):
+                if self._is_current(request.who):
                     self._replica.distrust(fragment)
-                return [calls.Warn(f"{error}; fetching it whole")]
-            case calls.Fetch() | calls.Watch() | calls.Beat() | calls.Push(), StaleIncarnationError():
-                return self._join_again(str(error)) if self._is_current(call.who) else []
+                return [requests.Warn(f"{error}; fetching it whole")]
+            case requests.Fetch() | requests.Watch() | requests.Beat() | requests.Push(), StaleIncarnationError():
+                return self._join_again(str(error)) if self._is_current(request.who) else []
         return self._fail(lane, error)
 
     def _fail(self, lane: Lane, error: DilocoError) -> Actions:
         lane.is_stopped = True
-        return [calls.Fail(error)]
+        return [requests.Fail(error)]
 
     # --- what is done next --------------------------------------------------------------------------------------------
 
     def _go_on(self, now: float) -> Actions:
-        """Begin the calls that there are to make."""
+        """Begin the requests that there are to make."""
         lanes, actions = self._lanes, list[SessionAction]()
         self.wake_at = math.inf
         if self.phase in ("parting", "over"):
             return actions
         if self.phase == "entering" and self._entrance.step == "join":
             self.phase = "joining"
-        nexts = (self._control_call, self._watch_call, self._receive_call, self._send_call)
-        for lane, next_call in zip(lanes.all, nexts, strict=True):
-            if lane.is_free(now) and (call := next_call(now)) is not None:
+        nexts = (self._control_request, self._watch_request, self._receive_request, self._send_request)
+        for lane, next_request in zip(lanes.all, nexts, strict=True):
+            if lane.is_free(now) and (request := next_request(now)) is not None:
                 lane.is_busy = True
-                actions.append(call)
+                actions.append(request)
         if self.phase == "leaving":
             actions += self._part(now)
         if self.phase != "parting":
@@ -351,55 +351,57 @@ class SessionCore:
             self.wake_at = min(lanes.next_at(now), self._departure.next_at, beat_at)
         return actions
 
-    def _control_call(self, now: float) -> calls.Call | None:
+    def _control_request(self, now: float) -> requests.Request | None:
         connection = self._lanes.connection.number
         if self.phase == "entering" and self._entrance.step == "ask":
-            return calls.Describe(connection, CALL_TIMEOUT_S)
+            return requests.Describe(connection, CALL_TIMEOUT_S)
         if not self._is_member or now < self._heartbeat.due_at:
             return None
         self._heartbeat.began(now)
         versions, confirmed = tuple(self._replica.held), self._outbox.confirmed
-        return calls.Beat(self.who, connection, self._heartbeat.timeout_s, self._heartbeat.report, versions, confirmed)
+        return requests.Beat(
+            self.who, connection, self._heartbeat.timeout_s, self._heartbeat.report, versions, confirmed
+        )
 
-    def _watch_call(self, now: float) -> calls.Call | None:
+    def _watch_request(self, now: float) -> requests.Request | None:
         """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""
         connection = self._lanes.connection
         if self.phase not in ("starting", "running", "leaving") or not connection.is_answered:
             return None
-        return calls.Watch(self.who, connection.number)
+        return requests.Watch(self.who, connection.number)
 
-    def _receive_call(self, now: float) -> calls.Call | None:
+    def _receive_request(self, now: float) -> requests.Request | None:
         match self.phase:
             case "entering" if self._entrance.step == "initialise":
-                return calls.Initialise(self.who)
+                return requests.Initialise(self.who)
             case "joining":
-                return calls.Join(self.who, again=self.who.incarnation > 0)
+                return requests.Join(self.who, again=self.who.incarnation > 0)
             case "fetching" | "starting" | "running":
                 return self._replica.next(self.who)
         return None
 
-    def _send_call(self, now: float) -> calls.Call | None:
+    def _send_request(self, now: float) -> requests.Request | None:
         if not self._has_voice or self._boot is None:
             return None
         c = self._outbox.next(self._boot)
-        return None if c is None else calls.Push(self.who, c, self._boot)
+        return None if c is None else requests.Push(self.who, c, self._boot)
 
     def _part(self, now: float) -> Actions:
         """Leave once all is acknowledged, or there is no time left, or the syncer does not answer."""
         send, departure = self._lanes.send, self._departure
-        is_sending = not send.is_stopped and (send.is_busy or self._send_call(now) is not None)
+        is_sending = not send.is_stopped and (send.is_busy or self._send_request(now) is not None)
         is_gone = departure.is_silent(now) or self._lanes.is_away
         if is_sending and not is_gone and not departure.is_late(now):
             return []
         self.phase = "parting"
         timeout_s = GONE_TIMEOUT_S if is_gone else departure.timeout_s(now)
-        leave = calls.Leave(self.who, self._lanes.connection.number, timeout_s, self._heartbeat.report.tokens)
+        leave = requests.Leave(self.who, self._lanes.connection.number, timeout_s, self._heartbeat.report.tokens)
         text = f"{self.who.learner} leaves while a contribution is still in flight"
-        return [calls.Warn(text), leave] if is_sending else [leave]
+        return [requests.Warn(text), leave] if is_sending else [leave]
 
     def _over(self) -> Actions:
         self.phase, self.wake_at = "over", math.inf
-        return [calls.Close()]
+        return [requests.Close()]
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
@@ -423,4 +425,4 @@ class SessionCore:
         if what in self._said:
             return []
         self._said.add(what)
-        return [calls.Warn(text)]
+        return [requests.Warn(text)]

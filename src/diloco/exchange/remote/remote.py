@@ -22,7 +22,7 @@ from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
-from diloco.core.session.calls import Identity, Report
+from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, Rejoined
 from diloco.exchange.connection import Connection

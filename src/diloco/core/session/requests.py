@@ -1,4 +1,4 @@
-"""What a learner's end of a syncer is to do, as plain values: calls to the syncer, and news for the learner.
+"""What a learner's end of a syncer is to do, as plain values: requests to the syncer, and news for the learner.
 
 Tensors stay with the executor. It keeps payloads under (incarnation, fragment, number) of their contribution, and
 fetched fragments under (fragment, version).
@@ -47,7 +47,7 @@ class Report:
     finished: bool = False
 
 
-# --- calls to the syncer: each ends in exactly one event, its own or `failed` -----------------------------------------
+# --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,6 @@ class Fail:
     error: DilocoError
 
 
-Call = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Leave
+Request = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Leave
 News = TellStart | TellArrival | TellCall | TellRejection | Fail
-SessionAction = Call | HangUp | Drop | Warn | Close | News
+SessionAction = Request | HangUp | Drop | Warn | Close | News
