@@ -30,8 +30,8 @@ from diloco.core.session.departure import GONE_TIMEOUT_S, Departure
 from diloco.core.session.entrance import Entrance
 from diloco.core.session.heartbeat import Heartbeat
 from diloco.core.session.lanes import Lane, Lanes
+from diloco.core.session.model_cache import NOTHING, ModelCache
 from diloco.core.session.outbox import Outbox
-from diloco.core.session.replica import NOTHING, Replica
 from diloco.core.session.requests import Identity, Report, SessionAction
 from diloco.errors import (
     AlreadyInitialisedError,
@@ -90,7 +90,7 @@ class SessionCore:
         self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
         self._lanes, self._departure = Lanes(), Departure()
         self._heartbeat = Heartbeat(reports_every_step=reports_every_step)
-        self._outbox, self._replica = Outbox(num_fragments), Replica(num_fragments)
+        self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
         self._boot: int | None = None
         self._welcome: Standing | None = None  # of the stream of notices that is open
         self._has_started = self._has_lost_join = False
@@ -173,7 +173,7 @@ class SessionCore:
             return self._warn_once("quorum", text)
         reason = self._reason if self._has_started else None
         self.phase, self._has_started = "running", True
-        is_awaited, versions = welcome.start_step < welcome.step, tuple(self._replica.held)
+        is_awaited, versions = welcome.start_step < welcome.step, tuple(self._cache.held)
         return [
             requests.TellStart(self.who, welcome.start_step, is_awaited, versions, standing.run_tokens, reason),
             *self._tell_calls(standing),
@@ -185,7 +185,7 @@ class SessionCore:
             return self._over()
         self.phase, self._reason = "joining", reason
         drops = [requests.Drop(c) for c in self._outbox.contributions]
-        self._outbox, self._replica = Outbox(self._num_fragments), Replica(self._num_fragments)
+        self._outbox, self._cache = Outbox(self._num_fragments), ModelCache(self._num_fragments)
         self._welcome = self._boot = None
         self._heartbeat.start_over()
         return [*drops, requests.Warn(f"{self.who.learner} was evicted ({reason}) and joins again")]
@@ -197,9 +197,9 @@ class SessionCore:
         self._lanes.receive.ended()
         if not self._is_current(fetch.who):
             return self._go_on(now)
-        self._replica.fetched(fetch, version)
+        self._cache.fetched(fetch, version)
         actions = self._take(verdicts)
-        if self.phase == "fetching" and self._replica.is_complete:
+        if self.phase == "fetching" and self._cache.is_complete:
             self.phase = "starting"
             self._heartbeat.urge()
         elif self.phase == "running" and fetch.fragment is not None:
@@ -267,7 +267,7 @@ class SessionCore:
             self._boot = boot
             self._lanes.send.reset()
         self.standing = standing
-        self._replica.published(standing.versions)
+        self._cache.published(standing.versions)
         actions = self._take(standing.verdicts)
         actions += self._tell_calls(standing) if self.phase == "running" else self._start()
         return actions + self._go_on(now)
@@ -281,7 +281,7 @@ class SessionCore:
         return actions
 
     def _tell_calls(self, standing: Standing) -> Actions:
-        return [requests.TellCall(fragment, version) for fragment, version in self._replica.called(standing.calls)]
+        return [requests.TellCall(fragment, version) for fragment, version in self._cache.called(standing.calls)]
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ class SessionCore:
                 base != NOTHING
             ):
                 if self._is_current(request.who):
-                    self._replica.distrust(fragment)
+                    self._cache.distrust(fragment)
                 return [requests.Warn(f"{error}; fetching it whole")]
             case requests.Fetch() | requests.Watch() | requests.Beat() | requests.Push(), StaleIncarnationError():
                 return self._join_again(str(error)) if self._is_current(request.who) else []
@@ -358,7 +358,7 @@ class SessionCore:
         if not self._is_member or now < self._heartbeat.due_at:
             return None
         self._heartbeat.began(now)
-        versions, confirmed = tuple(self._replica.held), self._outbox.confirmed
+        versions, confirmed = tuple(self._cache.held), self._outbox.confirmed
         return requests.Beat(
             self.who, connection, self._heartbeat.timeout_s, self._heartbeat.report, versions, confirmed
         )
@@ -377,7 +377,7 @@ class SessionCore:
             case "joining":
                 return requests.Join(self.who, again=self.who.incarnation > 0)
             case "fetching" | "starting" | "running":
-                return self._replica.next(self.who)
+                return self._cache.next(self.who)
         return None
 
     def _send_request(self, now: float) -> requests.Request | None:
