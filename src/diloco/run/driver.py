@@ -68,7 +68,7 @@ COMES_AGAIN_S = 5.0
 
 
 @dataclass(eq=False)
-class Push(Generic[S]):
+class Upload(Generic[S]):
     """A contribution whose payload is being uploaded. `slot`: the room for it."""
 
     contribution: Contribution
@@ -304,7 +304,7 @@ class Driver(Generic[H, S, P]):
 
     # --- contributions ------------------------------------------------------------------------------------------------
 
-    def begin_push(self, contribution: Contribution, num_bytes: int, *, boot: int) -> Push[S]:
+    def begin_push(self, contribution: Contribution, num_bytes: int, *, boot: int) -> Upload[S]:
         """Begin the upload of a contribution with a payload of this size: check it, and make room. `boot`: the driver
         that it is meant for.
 
@@ -325,12 +325,12 @@ class Driver(Generic[H, S, P]):
         fragment = self.state.model.layout.fragments[c.fragment]
         sense.check_size(c, num_bytes, self._ports.worker.contribution_bytes(fragment.numel), len(fragment.tensors))
         try:
-            return Push(c, num_bytes, self._ports.spool.allocate(num_bytes))
+            return Upload(c, num_bytes, self._ports.spool.allocate(num_bytes))
         except NoRoomError as error:
             self._sent_back(c, error)
             raise
 
-    def cut_push(self, push: Push[S], no_room: NoRoomError | None = None) -> None:
+    def cut_push(self, push: Upload[S], no_room: NoRoomError | None = None) -> None:
         """The upload was broken off. `no_room`: the error, if there was no room for the payload."""
         self._ports.spool.release(push.slot)
         if no_room is not None:
@@ -343,7 +343,7 @@ class Driver(Generic[H, S, P]):
         self._no_room = now_s, str(no_room)
         self._observer.sent_back(c)
 
-    def complete_push(self, push: Push[S], done: Callable[[DilocoError | None], None]) -> None:
+    def complete_push(self, push: Upload[S], done: Callable[[DilocoError | None], None]) -> None:
         """All of its payload is here. `done`: None once it is accepted, rejected (its learner's standing says so when
         that is durable) or known as a duplicate; otherwise what is wrong with it, and the round is as before:
 
@@ -355,7 +355,7 @@ class Driver(Generic[H, S, P]):
         num_elements = self.state.model.layout.fragments[index].numel
         self._ports.worker.check(push.slot, index, num_elements, partial(self._checked, push, done))
 
-    def _checked(self, push: Push[S], done: Callable[[DilocoError | None], None], error: PayloadError | None) -> None:
+    def _checked(self, push: Upload[S], done: Callable[[DilocoError | None], None], error: PayloadError | None) -> None:
         actions: list[Action] = []
         try:
             if error is not None:

@@ -69,7 +69,7 @@ class Quorum(Choice):
         """Pairs (whether an excluded combination of options is set, the error message)."""
 
     @abstractmethod
-    def syncer_rounds(self, run: Run) -> SyncerRounds:
+    def syncer_rounds(self, run: RunView) -> SyncerRounds:
         """The syncer's half, for a run whose state machine is `run`."""
 
     @abstractmethod
@@ -150,7 +150,7 @@ class FragmentState:
     closing: ClosedRound | None = None
 
 
-class Run(Protocol):
+class RunView(Protocol):
     """What the syncer's half sees of `SyncerCore`."""
 
     rules: Rules

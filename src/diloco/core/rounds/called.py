@@ -27,7 +27,7 @@ from diloco.core.rounds.base import (
     LearnerRounds,
     Quorum,
     Rules,
-    Run,
+    RunView,
     SyncerRounds,
 )
 from diloco.core.rounds.late import Late, OpenRound
@@ -117,7 +117,7 @@ class Called(Quorum):
             "a learner cannot wait for an answer that the syncer calls for; use wait=False with Called().",
         )
 
-    def syncer_rounds(self, run: Run) -> CalledSyncer:
+    def syncer_rounds(self, run: RunView) -> CalledSyncer:
         return CalledSyncer(self, run)
 
     def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> CalledLearner:
@@ -156,7 +156,7 @@ class CalledSyncer(SyncerRounds):
         pace: what sizes the grace window.
     """
 
-    def __init__(self, quorum: Called, run: Run) -> None:
+    def __init__(self, quorum: Called, run: RunView) -> None:
         self._quorum, self._run = quorum, run
         self.clock = float(run.step)
         self.pace = Pace()

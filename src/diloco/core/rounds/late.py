@@ -14,7 +14,7 @@ from typing import Any, Literal
 from diloco.core.contribution import Contribution
 from diloco.core.in_flight import FragmentWork
 from diloco.core.members import Member
-from diloco.core.rounds.base import Answers, ClosedRound, Decision, Run
+from diloco.core.rounds.base import Answers, ClosedRound, Decision, RunView
 from diloco.core.weights import weights_of
 from diloco.errors import ConfigError
 
@@ -75,7 +75,7 @@ def renumbered(rounds: Mapping[int, OpenRound]) -> dict[int, OpenRound]:
     return {number - 1: round_ for number, round_ in rounds.items()}
 
 
-def ready(run: Run) -> list[str]:
+def ready(run: RunView) -> list[str]:
     """The live learners that train, in order."""
     return sorted(learner for learner, member in run.members.items() if member.ready)
 
@@ -166,7 +166,9 @@ class LastContributions:
         self._last[learner] = [LastSent(*each) for each in values["last"]]
 
 
-def scale(run: Run, closed: ClosedRound, weights: Sequence[float], absent_work: Mapping[str, tuple[int, int]]) -> float:
+def scale(
+    run: RunView, closed: ClosedRound, weights: Sequence[float], absent_work: Mapping[str, tuple[int, int]]
+) -> float:
     """Contributing ÷ live weight of a round; 1 for `partial="full"`.
 
     `absent_work`: by absent member, the tokens and steps that it would have contributed.
@@ -179,7 +181,7 @@ def scale(run: Run, closed: ClosedRound, weights: Sequence[float], absent_work: 
     return contributed / (contributed + sum(weights_of(kind, tokens, steps, [0] * len(work))))
 
 
-def absent(run: Run, closed: ClosedRound) -> list[Member]:
+def absent(run: RunView, closed: ClosedRound) -> list[Member]:
     """The members without a contribution to a closed round."""
     contributors = {c.learner for c in closed.contributions}
     return [run.members[learner] for learner in sorted(closed.members - contributors) if learner in run.members]

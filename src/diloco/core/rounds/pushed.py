@@ -23,7 +23,7 @@ from diloco.core.rounds.base import (
     LearnerRounds,
     Quorum,
     Rules,
-    Run,
+    RunView,
     SyncerRounds,
 )
 from diloco.core.rounds.late import Late, OpenRound
@@ -68,7 +68,7 @@ class Pushed(Quorum):
             ),
         )
 
-    def syncer_rounds(self, run: Run) -> PushedSyncer:
+    def syncer_rounds(self, run: RunView) -> PushedSyncer:
         return PushedSyncer(self, run)
 
     def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> PushedLearner:
@@ -78,7 +78,7 @@ class Pushed(Quorum):
 class PushedSyncer(SyncerRounds):
     """The syncer's half."""
 
-    def __init__(self, quorum: Pushed, run: Run) -> None:
+    def __init__(self, quorum: Pushed, run: RunView) -> None:
         self._quorum, self._run = quorum, run
         self._rounds: list[dict[int, OpenRound]] = [{} for _ in run.fragments]  # by the version they start from
         self._last = late.LastContributions(len(run.fragments))

@@ -39,7 +39,7 @@ from diloco.core.rounds.base import (
     LearnerRounds,
     Quorum,
     Rules,
-    Run,
+    RunView,
     SyncerRounds,
 )
 from diloco.errors import ConfigError
@@ -99,7 +99,7 @@ class AllLive(Quorum):
             "KeepDisplacement() keeps the work of an overlap, and there is none; set overlap.",
         )
 
-    def syncer_rounds(self, run: Run) -> ScheduledSyncer:
+    def syncer_rounds(self, run: RunView) -> ScheduledSyncer:
         return ScheduledSyncer(self, run)
 
     def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> ScheduledLearner:
@@ -159,7 +159,7 @@ class _Round:
 class ScheduledSyncer(SyncerRounds):
     """The syncer's half."""
 
-    def __init__(self, quorum: AllLive, run: Run) -> None:
+    def __init__(self, quorum: AllLive, run: RunView) -> None:
         self._quorum, self._run = quorum, run
         self._rounds: list[dict[int, _Round]] = [{} for _ in run.fragments]  # by the version that a round starts from
 

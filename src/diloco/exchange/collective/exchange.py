@@ -18,7 +18,7 @@ from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
 from diloco.exchange.collective.agreement import name_of
 from diloco.exchange.collective.joining import broadcast, compare
-from diloco.exchange.collective.rounds import Round, Rounds
+from diloco.exchange.collective.rounds import Round, ShardedRounds
 from diloco.exchange.collective.shards import Held, first_held
 from diloco.exchange.collective.state import restore, state_of
 from diloco.exchange.group import Group, require_process_group
@@ -58,7 +58,7 @@ class Collective(Exchange):
         self._group: Group
         self._method: Method
         self._fragments: list[Held] = []
-        self._rounds: Rounds
+        self._rounds: ShardedRounds
         self._worker: ThreadPoolExecutor | None = None
         self._closed = False
         self._failed = False
@@ -93,7 +93,7 @@ class Collective(Exchange):
             first_held(method, fragment, theta, self._group.rank, self._group.size)
             for fragment, theta in zip(layout.fragments, model.fragments, strict=True)
         ]
-        self._rounds = Rounds(self._group, method, self._fragments, self._num_bytes)
+        self._rounds = ShardedRounds(self._group, method, self._fragments, self._num_bytes)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-collective")
         return Opened(name_of(self._group.rank), 1, 0, tuple(held.whole for held in self._fragments), model.static)
 

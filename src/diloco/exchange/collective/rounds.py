@@ -29,7 +29,7 @@ class Round:
     run_tokens: int
 
 
-class Rounds:
+class ShardedRounds:
     """Runs rounds one after the other, in the same order on every rank.
 
     Arguments:

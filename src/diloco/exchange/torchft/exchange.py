@@ -17,8 +17,8 @@ from diloco.errors import CheckpointError, ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
 from diloco.exchange.group import to_bytes, to_tensor
 from diloco.exchange.torchft.held import Copy
-from diloco.exchange.torchft.quorum import Quorum
-from diloco.exchange.torchft.rounds import Rounds
+from diloco.exchange.torchft.quorum import QuorumClient
+from diloco.exchange.torchft.rounds import ElasticRounds
 
 
 class TorchFT(Exchange):
@@ -44,11 +44,11 @@ class TorchFT(Exchange):
     gradients = False
 
     def __init__(self, replica: str, *, lighthouse: str, host: str, timeout_s: float = 600.0) -> None:
-        self._quorum = Quorum(replica, lighthouse, host, timeout_s)
+        self._quorum = QuorumClient(replica, lighthouse, host, timeout_s)
         self._replica = replica
         self._timeout_s = timeout_s
         self._copy = Copy()
-        self._rounds: Rounds
+        self._rounds: ElasticRounds
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-torchft")
         self._offers: deque[Future[tuple[Event, ...]]] = deque()
         self._num_bytes = {"contributions": 0, "updates": 0, "joins": 0, "control": 0}
@@ -65,7 +65,9 @@ class TorchFT(Exchange):
             raise ConfigError("wait=False needs a syncer, whose answers learners need not block on; use wait=True.")
         copy = self._copy
         copy.begin(initial(), method)
-        self._rounds = Rounds(self._replica, self._quorum, copy, layout, method, self._timeout_s, self._num_bytes)
+        self._rounds = ElasticRounds(
+            self._replica, self._quorum, copy, layout, method, self._timeout_s, self._num_bytes
+        )
         self._quorum.start()
         self._worker.submit(self._rounds.join).result()
         steps = method.outer_at == "learners"

@@ -15,7 +15,7 @@ from diloco.exchange.group import Group, gone, reason_of
 HEARTBEAT_S = 0.5
 
 
-class Quorum:
+class QuorumClient:
     """A member's place in the quorums of a lighthouse.
 
     Arguments:

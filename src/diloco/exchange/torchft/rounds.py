@@ -23,12 +23,12 @@ from diloco.exchange.base import Arrived, Event, Rejected
 from diloco.exchange.group import Group, split
 from diloco.exchange.torchft.healing import adopt_first, heal
 from diloco.exchange.torchft.held import Copy, Result
-from diloco.exchange.torchft.quorum import HEARTBEAT_S, Quorum
+from diloco.exchange.torchft.quorum import HEARTBEAT_S, QuorumClient
 
 log = logging.getLogger("diloco")
 
 
-class Rounds:
+class ElasticRounds:
     """Joins the run, and runs rounds, on the background thread. Both methods block until they are done.
 
     Arguments:
@@ -45,7 +45,7 @@ class Rounds:
     """
 
     def __init__(
-        self, replica: str, quorum: Quorum, copy: Copy, layout: Layout, method: Method, timeout_s: float,
+        self, replica: str, quorum: QuorumClient, copy: Copy, layout: Layout, method: Method, timeout_s: float,
         num_bytes: dict[str, int],
     ) -> None:  # fmt: skip
         self._replica, self._quorum, self._copy = replica, quorum, copy
