@@ -52,9 +52,9 @@ from diloco.errors import (
 )
 from diloco.run import sense
 from diloco.run.connections import Connections
-from diloco.run.model import Fetched
+from diloco.run.global_model import Fetched
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
-from diloco.run.state import RunState
+from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
 from diloco.run.writes import Write, Writes
 from diloco.watching import only_watching

@@ -40,7 +40,7 @@ POINTS = ("written", "synced", "renamed", "directory synced", "inserted", "commi
 
 
 class Jobs(Protocol[H, S_contra, P]):
-    """Tensor jobs that are done at once: `diloco.run.tensors.TensorJobs`, or what stands for it where there are no
+    """Tensor jobs that are done at once: `diloco.run.tensor_jobs.TensorJobs`, or what stands for it where there are no
     tensors."""
 
     def contribution_bytes(self, num_elements: int) -> int: ...

@@ -9,7 +9,7 @@ from typing import Any
 from diloco.core.actions import MergeRound
 from diloco.core.status import status_of
 from diloco.core.syncer import SyncerCore
-from diloco.run.model import GlobalModel
+from diloco.run.global_model import GlobalModel
 
 
 @dataclass

@@ -20,7 +20,7 @@ from diloco.core.method import Method
 from diloco.errors import PayloadError, StoreError, UnreachableError
 from diloco.run.driver import Driver
 from diloco.run.ports import Done, InitialModel, Json, MergedRound, Ports, RunMethod
-from diloco.run.tensors import TensorJobs
+from diloco.run.tensor_jobs import TensorJobs
 from diloco.syncer.journal import Journal
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.store import Store, understood

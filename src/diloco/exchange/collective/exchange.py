@@ -19,8 +19,8 @@ from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
 from diloco.exchange.collective.agreement import name_of
 from diloco.exchange.collective.joining import broadcast, compare
 from diloco.exchange.collective.rounds import Round, ShardedRounds
+from diloco.exchange.collective.shard_state import restore, state_of
 from diloco.exchange.collective.shards import Held, first_held
-from diloco.exchange.collective.state import restore, state_of
 from diloco.exchange.group import Group, require_process_group
 
 

@@ -16,9 +16,9 @@ from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
 from diloco.exchange.group import to_bytes, to_tensor
-from diloco.exchange.torchft.held import Copy
 from diloco.exchange.torchft.quorum import QuorumClient
 from diloco.exchange.torchft.rounds import ElasticRounds
+from diloco.exchange.torchft.run_copy import Copy
 
 
 class TorchFT(Exchange):

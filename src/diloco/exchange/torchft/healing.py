@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.exchange.group import Group, to_bytes, to_tensor
-from diloco.exchange.torchft.held import Copy
+from diloco.exchange.torchft.run_copy import Copy
 
 
 def adopt_first(group: Group, copy: Copy, frames: Sequence[dict[str, Any]], num_bytes: dict[str, int]) -> None:

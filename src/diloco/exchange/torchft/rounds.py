@@ -22,8 +22,8 @@ from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event, Rejected
 from diloco.exchange.group import Group, split
 from diloco.exchange.torchft.healing import adopt_first, heal
-from diloco.exchange.torchft.held import Copy, Result
 from diloco.exchange.torchft.quorum import HEARTBEAT_S, QuorumClient
+from diloco.exchange.torchft.run_copy import Copy, Result
 
 log = logging.getLogger("diloco")
 
