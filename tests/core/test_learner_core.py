@@ -67,13 +67,12 @@ def test_sends_and_adoptions_follow_the_schedule(schedule: Schedule, keeps_pendi
     rounds = [0] * schedule.num_fragments
     for step in range(1, 4 * schedule.sync_every + 1):
         sends = learner.stepped(10)
-        due = schedule.due(step)
-        assert tuple(send.fragment for send in sends) == due.send
+        assert tuple(send.fragment for send in sends) == schedule.sends(step)
         for send in sends:
             assert send.round == rounds[send.fragment]
             assert send.base == max(0, send.round - (1 if schedule.overlap == schedule.sync_every else 0))
             rounds[send.fragment] += 1
-        applied = tuple(f for f in due.apply if step > schedule.overlap)
+        applied = schedule.sends(step - schedule.overlap)
         assert tuple(f for f, _ in learner.waiting()) == applied
         before = learner.versions
         answer(learner)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from diloco.core.adopt import ADOPTIONS, Adopt, Eager, Replace
-from diloco.core.choices import Choice, Registry, fraction, nearest
+from diloco.core.choices import Choice, Registry, fraction, nearest, plain
 from diloco.core.codecs import FP32, Codec, codec_from_name
 from diloco.core.fragments import FRAGMENTATIONS, Fragmentation, Whole
 from diloco.core.merges import MERGES, SCREENS, HeLoCo, Mean, Merge, Screen
@@ -237,7 +237,8 @@ class Method:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only (JSON, TOML); `Method.from_dict` gives the same method back."""
-        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        values = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+        return {**values, "up": self.up.name, "down": self.down.name}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Method:
@@ -272,14 +273,6 @@ def _feedback(value: object) -> float:
     if isinstance(value, bool):
         return float(value)
     return fraction("error_feedback", value, below_one=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Codec):
-        return value.name
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def parse_answer(key: str, value: Any) -> Any:
