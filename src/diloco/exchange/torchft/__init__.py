@@ -14,9 +14,9 @@ A member that dies during a round breaks it for the others. They keep their cont
 the round. If some of them have finished it, the rest are healed with its result. No member goes on with its own
 gradient alone because an exchange failed. A joiner has nothing to merge, and counts in no divisor.
 
-`Collective` shards the work; here every member receives all contributions and keeps the whole outer state (`run_copy`), so
-that no state is lost with a member. That takes M − 1 payloads per round instead of about two. Only the lighthouse and
-the process group of torchft are used. Its checkpoint transport is not: it unpickles what a peer sends.
+`Collective` shards the work; here every member receives all contributions and keeps the whole outer state (`run_copy`),
+so that no state is lost with a member. That takes M − 1 payloads per round instead of about two. Only the lighthouse
+and the process group of torchft are used. Its checkpoint transport is not: it unpickles what a peer sends.
 """
 
 from diloco.exchange.torchft.exchange import TorchFT
