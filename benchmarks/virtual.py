@@ -17,7 +17,7 @@ from torch import nn
 import diloco
 from diloco.core.method import Method
 from diloco.exchange.local import Local, run_virtual
-from diloco.exchange.world import Run, World
+from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.planning.network import Network, Path
 
 NUM_LEARNERS = 64
@@ -104,5 +104,5 @@ def _simulated(method: Method) -> float:
     names = [f"learner-{index:02d}" for index in range(NUM_LEARNERS)]
     speeds = [1.0 + index / NUM_LEARNERS for index in range(NUM_LEARNERS)]
     world = World(names, lambda index, _: speeds[index], [0.0] * NUM_LEARNERS, Network(links, paths))
-    run_virtual(life, Run(world))
+    run_virtual(life, VirtualRun(world))
     return max(times) - min(times)

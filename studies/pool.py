@@ -4,21 +4,29 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import diloco
+from diloco.core.pool import Pool
 from studies.arms import Arm
 from studies.gaps import Gaps, Holds, below, every
 from studies.report import Row, Study, chosen_outer, main
 
 LEARNERS, BATCH, ROUNDS = 8, 2, 15
-ALL = (0, ROUNDS)
-SCHEDULES: dict[str, tuple[tuple[int, int], ...]] = {
-    "constant 1": (ALL,),
-    "constant 8": (ALL,) * 8,
-    "doubling 4 → 8": (ALL,) * 4 + ((8, ROUNDS),) * 4,
-    "halving 8 → 4": (ALL,) * 4 + ((0, 7),) * 4,
-    "ramp 1 → 8": tuple((2 * index, ROUNDS) for index in range(8)),
-    "ramp 8 → 1": tuple((0, ROUNDS - 2 * index) for index in range(8)),
+
+
+def _lives(pool: Pool) -> tuple[tuple[int, int], ...]:
+    """For each learner the rounds of 30 steps that it is there for; a pool's steps are rounds here."""
+    sizes = [pool.size(round_) for round_ in range(ROUNDS)]
+    there = ([round_ for round_, size in enumerate(sizes) if size > index] for index in range(pool.learners))
+    return tuple((rounds[0], rounds[-1] + 1) for rounds in there)
+
+
+SCHEDULES = {
+    "constant 1": _lives(Pool("constant", 1, ROUNDS)),
+    "constant 8": _lives(Pool("constant", LEARNERS, ROUNDS)),
+    "doubling 4 → 8": _lives(Pool("doubling", LEARNERS, ROUNDS)),
+    "halving 8 → 4": _lives(Pool("halving", LEARNERS, ROUNDS)),
+    "ramp 1 → 8": _lives(Pool("ramp up", LEARNERS, ROUNDS)),
+    "ramp 8 → 1": _lives(Pool("ramp down", LEARNERS, ROUNDS)),
 }
-"""For each learner the rounds of 30 steps that it is there for."""
 
 
 def compute(name: str) -> int:

@@ -152,6 +152,14 @@ class CheckpointTable(Table):
     keep: int = Field(default=2, ge=1)
 
 
+class PoolTable(Table):
+    """The number of learners that train at a time: a schedule over the inner steps of the run, up to run.learners."""
+
+    schedule: str  # of core.pool
+    begin_step: int | None = Field(default=None, ge=0)  # default: warm_start.steps
+    end_step: int | None = Field(default=None, gt=0)  # default: run.steps, or the end of the learning-rate schedule
+
+
 class SyncerTable(Table):
     """The syncer's address, its certificates and tokens, and its deadlines."""
 
@@ -198,6 +206,7 @@ class RunConfig(Table):
     evaluate: EvaluateTable = Field(default_factory=EvaluateTable)
     checkpoint: CheckpointTable = Field(default_factory=CheckpointTable)
     method: dict[str, Any] = Field(default_factory=lambda: {"preset": "StreamingDiLoCo"})
+    pool: PoolTable | None = None
     syncer: SyncerTable = Field(default_factory=SyncerTable)
     learner: dict[str, dict[str, dict[str, Any]]] = Field(
         default_factory=dict
@@ -230,6 +239,19 @@ class RunConfig(Table):
         if self.run.steps is not None and self.warm_start.steps >= self.run.steps:
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.steps to the learners")
         return self
+
+    @property
+    def pool_values(self) -> dict[str, Any] | None:
+        """The fields of this run's `core.pool.Pool`; None: it has none."""
+        if self.pool is None:
+            return None
+        begin, end = self.pool.begin_step, self.pool.end_step
+        return {
+            "schedule": self.pool.schedule,
+            "learners": self.run.learners,
+            "begin_step": self.warm_start.steps if begin is None else begin,
+            "end_step": end or self.run.steps or self.schedule_steps,
+        }
 
     @property
     def dir(self) -> Path:

@@ -126,7 +126,7 @@ class Finished(Event):
     steps: int
     tokens: int  # trained by this learner; by the run, when `who` is the syncer
     seconds: float
-    reason: str  # "budget": the run's tokens are spent; "steps": its steps are made; "stopped": asked to stop
+    reason: str  # "budget" or "steps": spent; "drained": its place in the pool is gone; "stopped": asked to
     loss: float | None = None  # of the global model on the held-out part
 
 

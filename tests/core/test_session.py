@@ -664,6 +664,55 @@ def test_a_finished_learner_comes_back_as_finished() -> None:
     assert it.until(requests.Beat).report == Report(step=9, finished=True)
 
 
+def test_a_learner_has_finished_once_its_last_contribution_is_acknowledged() -> None:
+    """A heartbeat may overtake a push, and no round waits for a learner that has finished."""
+    it = Script().start()
+    it.offer(1)
+    it.offer(2)
+    it.do(it.core.report, 1, Report(step=9, tokens=45, finished=True))
+    it.until(requests.Beat)
+    assert it.beat().report == Report(step=9, tokens=45)
+    it.push()
+    it.until(requests.Beat)
+    assert not it.beat().report.finished
+    it.push()
+    began = it.now
+    it.until(requests.Beat)
+    assert it.beat().report.finished
+    assert it.now - began <= SHORTEST_S
+
+
+def test_a_finished_learner_tells_a_new_process_so_once_that_has_its_contributions() -> None:
+    it = Script().start()
+    it.offer(1)
+    it.push()
+    it.do(it.core.report, 1, Report(step=9, tokens=45, finished=True))
+    it.until(requests.Beat)
+    assert it.beat().report.finished
+    it.boot = 2
+    it.until(requests.Beat)
+    it.beat()
+    it.until(requests.Beat)
+    assert not it.beat().report.finished
+    it.push()
+    it.until(requests.Beat)
+    assert it.beat().report.finished
+
+
+def test_a_learner_without_a_place_in_the_pool_asks_again_and_says_so_once() -> None:
+    it = Script()
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, initialised=True)
+    full = errors.NoRoomError("the run's pool has places for 1 of 2 learners at step 0, and b have them.")
+    for _ in range(3):
+        it.until(requests.Join)
+        it.fail(requests.Join, full)
+    assert it.take(requests.Warn) == [requests.Warn(f"the syncer has no room yet, trying again: {full}")]
+    it.until(requests.Join)
+    it.join()
+    it.fetch(0, 0)
+
+
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 

@@ -865,6 +865,19 @@ def test_a_finished_learner_stays_finished_over_a_restart() -> None:
     assert not run.core.members["b"].healthy
 
 
+def test_after_a_restart_a_round_waits_for_what_a_finished_learner_sends_again() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "b", 0)
+    run.core.heartbeat(1.0, "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    run.restart(100.0, run.record(2.0))
+    assert "MergeRound" not in kinds(run.send(101.0, "a", 0))
+    merge = only(MergeRound, run.send(102.0, "b", 0))
+    assert [c.learner for c in merge.contributions] == ["a", "b"]
+    run.core.heartbeat(102.0, "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    run.restart(200.0, run.core.saved(storing=0) if run.core.merged(103.0, 0) else run.record(103.0))
+    assert not run.core.members["b"].ready
+
+
 def test_after_a_standstill_of_the_syncer_learners_have_their_whole_deadline() -> None:
     run = Run("a", "b", "c")
     run.core.disconnected(2.0, "c", 1)

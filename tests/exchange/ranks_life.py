@@ -50,7 +50,9 @@ def backward(model: nn.Module, rank: int, step: int, scale: float = 1.0) -> None
 class Trainer:
     """A learner of ranks 0 and 1, or of rank 2 alone."""
 
-    def __init__(self, groups: Groups, method: Method, layout_fault: bool = False) -> None:
+    def __init__(
+        self, groups: Groups, method: Method, layout_fault: bool = False, kind: type[Collective] = Collective
+    ) -> None:
         self.rank = dist.get_rank()
         self.step = 0
         fault = "layout" if layout_fault and self.rank == 2 else ""
@@ -59,7 +61,7 @@ class Trainer:
         self.model: nn.Module = self.module
         if self.rank < 2:
             self.model = DistributedDataParallel(self.module, process_group=groups.job)
-        exchange = Collective(groups.learners, timeout_s=60)
+        exchange = kind(groups.learners, timeout_s=60)
         self.learner = Learner(self.model, self.optimizer, method=method, exchange=exchange)
 
     def train(self, steps: int) -> None:
@@ -164,6 +166,24 @@ def diverges(groups: Groups) -> Result:
     return Result({}, {"error": error})
 
 
+class NoPlace(Collective):
+    """An exchange whose rank 0 hears that the run's pool has no place for its learner."""
+
+    @property
+    def drained(self) -> bool:
+        return dist.get_rank() == 0
+
+
+def is_drained(groups: Groups) -> Result:
+    trainer = Trainer(groups, METHODS["diloco"], kind=NoPlace)
+    drained = []
+    for _ in range(6):
+        trainer.train(1)
+        drained.append(trainer.learner.drained)
+    trainer.learner.close()
+    return Result({}, {"drained": drained})
+
+
 class NoSuchRun(Collective):
     """An exchange that is refused when it asks for its run."""
 
@@ -197,7 +217,7 @@ def main(directory: Path, rank: int, world_size: int) -> None:
         write(directory, name, rank, trains(groups, method))
     write(directory, "resumed, own", rank, resumes(groups, METHODS[RESUMED], rank_0s_checkpoint=False))
     write(directory, "resumed, shared", rank, resumes(groups, METHODS[RESUMED], rank_0s_checkpoint=True))
-    for life in (refuses, diverges, dials_from_rank_0_only, loses_the_other_learner):
+    for life in (refuses, diverges, is_drained, dials_from_rank_0_only, loses_the_other_learner):
         write(directory, life.__name__, rank, life(groups))
     dist.destroy_process_group()
 

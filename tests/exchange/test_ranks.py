@@ -25,7 +25,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Three processes that go through ranks_life.py; the single learner's dies at last."""
     directory = tmp_path_factory.mktemp("ranks")
     start_processes(ranks_life.__name__, directory, 3, expect=(0, 0, 9))
-    names = [*METHODS, "resumed, own", "resumed, shared", "refuses", "diverges", "dials_from_rank_0_only"]
+    names = [
+        *METHODS, "resumed, own", "resumed, shared", "refuses", "diverges", "is_drained", "dials_from_rank_0_only"
+    ]  # fmt: skip
     results = {name: [read(directory, name, rank) for rank in range(3)] for name in names}
     lost = "loses_the_other_learner"
     return results | {lost: [read(directory, lost, rank) for rank in range(2)]}
@@ -120,6 +122,11 @@ def test_a_diverged_model_is_an_error_on_every_rank(world: Results) -> None:
     assert errors[0] == errors[1] == errors[2]
     assert errors[0][0] == "NonFiniteError"
     assert "failed on learner-000" in errors[0][1]
+
+
+def test_all_ranks_of_a_drained_learner_are_to_finish_after_the_same_step(world: Results) -> None:
+    after_a_round = [False, False, True] * 2
+    assert [result.facts["drained"] for result in world["is_drained"]] == [after_a_round, after_a_round, [False] * 6]
 
 
 def test_only_rank_0_asks_the_exchange(world: Results) -> None:

@@ -554,11 +554,11 @@ def test_no_token_vanishes(name: str, steps: int) -> None:
             on_its_way = [sum(c.tokens for c in work.in_flight if not c.listed) for work in core.fragments]
             assert on_its_way == [0] * len(core.fragments)
             metrics = learner.metrics()
-            last.append(exchange._run.core)
+            last.append(exchange._run.driver)
             return metrics["tokens"], metrics["ledger"], [work.pending_tokens for work in core.fragments]
 
     learners = diloco.run_local(life, learners=3)
-    syncer = last[0]
+    syncer = last[0].core
     for index, (tokens, ledgers, pending) in enumerate(learners):
         assert tokens == steps * tokens_of(index)
         theirs = syncer.accounting.accounts[f"learner-00{index}"].ledgers
@@ -846,7 +846,9 @@ def test_learners_that_all_wait_are_told() -> None:
         with Learner(model, SGD(model.parameters(), lr=0.1), method=method, exchange=exchange) as learner:
             run(learner, index, range(1, 3 if index else 9))
 
-    with pytest.raises(ExchangeError, match=r"learners 0 all wait and nobody can go on; .*same number of steps\?"):
+    with pytest.raises(
+        ExchangeError, match=r"learners 0 all wait and none of them can go on; .*same number of steps\?"
+    ):
         diloco.run_local(life, learners=2)
 
 

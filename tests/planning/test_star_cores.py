@@ -13,7 +13,7 @@ import diloco
 from diloco.core.method import Method
 from diloco.core.rounds import Called
 from diloco.exchange.local import Local, run_virtual
-from diloco.exchange.world import Run, World
+from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.planning.star import predict, star_network
 from diloco.planning.star_rounds import CalledRounds
 from diloco.planning.stations import ExchangePlan
@@ -52,7 +52,7 @@ def seen(method: Method, step_s: Sequence[float], bit_per_s: float, syncer_bit_p
     names = [f"learner-{i}" for i in range(len(step_s))]
     network = star_network(len(names), bit_per_s, bit_per_s, syncer_bit_per_s=syncer_bit_per_s)
     world = World(names, lambda index, _: step_s[index], [0.0] * len(names), network)
-    results: list[Any] = run_virtual(live, Run(world))
+    results: list[Any] = run_virtual(live, VirtualRun(world))
     return results
 
 

@@ -14,6 +14,7 @@ from diloco.core.contribution import Contribution, Standing
 from diloco.core.layout import Layout, TensorSpec, place
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
+from diloco.core.pool import Pool
 from diloco.core.update import Update
 from diloco.errors import DilocoError, NonFiniteError, PayloadError
 from diloco.run.driver import Driver, Upload
@@ -107,8 +108,10 @@ class Scene:
     """
 
     def __init__(
-        self, method: Method | None = None, *, deadlines: Deadlines = NEVER, observer: Observer | None = None
-    ) -> None:
+        self, method: Method | None = None, *, deadlines: Deadlines = NEVER, observer: Observer | None = None,
+        pool: Pool | None = None,
+    ) -> None:  # fmt: skip
+        self.pool = pool
         self.method = method or scheduled()
         self.deadlines = deadlines
         self.observer = observer or NullObserver()
@@ -145,7 +148,9 @@ class Scene:
         ports = Ports[Number, MemorySlot, int](
             self, self.spool, worker, SimulatedDisk(self.store, self._later), self.observer
         )
-        self.driver = Driver(RUN, self.method, ports, boot=self.boot, deadlines=self.deadlines, saved=self.store.load())
+        self.driver = Driver(
+            RUN, self.method, ports, boot=self.boot, deadlines=self.deadlines, saved=self.store.load(), pool=self.pool
+        )
         return self.driver
 
     def _later(self, what: str, fragment: int | None, do: Callable[[], None]) -> None:

@@ -51,7 +51,7 @@ def train(
     steps: int,
     at_step: Callable[[int], None] | None = None,
 ) -> Any:
-    """A learner's life; returns its global model and its metrics."""
+    """A learner's life, until the run's pool has no place for it; returns its global model and its metrics."""
     generator = torch.Generator().manual_seed(index)
     model = Net()
     with torch.no_grad():
@@ -67,6 +67,8 @@ def train(
             learner.step(tokens=5)
             if at_step is not None:
                 at_step(step)
+            if learner.drained:
+                break
         learner.state_dict()  # answers that are on their way
         return learner.global_state_dict(), learner.metrics()
 

@@ -85,6 +85,17 @@ def contribute(driver: HostedDriver, learner: str, step: int = 2) -> None:
     assert driver.wait_for(event) is None
 
 
+def test_a_stop_goes_on_past_a_call_that_was_answered_just_before(tmp_path: Path) -> None:
+    with driver_in(tmp_path) as (driver, _):
+        driver._ticker.stop()  # a tick would wait for the event below, and that for the tick
+
+        def answered(_: SyncerDriver, done: Callable[[int], None]) -> None:
+            done(7)
+            driver.stop()  # before the caller has taken the answer
+
+        assert driver.wait_for(answered) == 7
+
+
 def test_a_slow_disk_holds_up_no_sign_of_life(tmp_path: Path) -> None:
     """While a version is written, one learner joins and another leaves: both go to the same disk, the others do not
     wait for it."""

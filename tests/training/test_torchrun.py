@@ -262,3 +262,17 @@ def test_collective_without_ranks_is_refused(
         main(["train", str(tmp_path / "run.toml"), *arguments])
     assert ended.value.code == 2
     assert message in capfd.readouterr().err
+
+
+def test_a_pool_has_no_effect_over_a_process_group_and_is_refused(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from diloco.cli import main
+
+    (tmp_path / "run.toml").write_text(dump_config(tiny("pool.schedule='ramp up'")), encoding="utf-8")
+    for name, value in (("TORCHELASTIC_RUN_ID", "1"), ("RANK", "0")):  # a rank of a torchrun, as far as it knows
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(tmp_path / "run.toml"), "--collective"])
+    assert ended.value.code == 2
+    assert "[pool] needs a syncer" in capfd.readouterr().err

@@ -27,6 +27,7 @@ def command(
     import logging
 
     from diloco.core.members import Deadlines
+    from diloco.core.pool import Pool
     from diloco.core.presets import method_from_table
     from diloco.syncer.server import Options, Syncer
 
@@ -43,6 +44,7 @@ def command(
         insecure=insecure or table.insecure,
         metrics_address=None if port is None else f"127.0.0.1:{port}",
         spool_bytes=table.spool_bytes,
+        pool=Pool.of(config.pool_values),
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
     stop = threading.Event()

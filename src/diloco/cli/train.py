@@ -59,6 +59,8 @@ def command(
         shard = _own_rank()
     name = name or ("baseline" if alone else "isolated" if isolated else f"learner-{shard or 0}")
     config = load_config(run_file, overrides or (), learner=name)
+    if collective and config.pool is not None:
+        raise ConfigError("[pool] needs a syncer, since the members of a process group stay the same; leave it out")
     if shard is None and not alone and config.run.learners > 1:
         raise ConfigError(f"--shard is missing; give each learner its own of 0 to {config.run.learners - 1}")
     check_shard(shard or 0, config.run.learners)

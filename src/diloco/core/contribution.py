@@ -104,6 +104,7 @@ class Standing:
         versions: of each fragment, published.
         calls: (fragment, version) of the calls for work that it has not answered.
         verdicts: those of its incarnation that it has not confirmed, by fragment and number.
+        drained: the run's pool has no place for it any more (`core.pool`): it sends its last work, and leaves.
     """
 
     step: int
@@ -114,3 +115,4 @@ class Standing:
     versions: tuple[int, ...]
     calls: tuple[tuple[int, int], ...] = ()
     verdicts: tuple[Verdict, ...] = ()
+    drained: bool = False

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diloco.core.accounting import Accounting
+from diloco.core.accounting import Accounting, key_of
 from diloco.core.actions import (
     Acknowledge,
     Action,
@@ -35,9 +35,10 @@ from diloco.core.actions import (
 )
 from diloco.core.contribution import OUTLIER, Contribution, Standing, Verdict
 from diloco.core.members import Deadlines, Member
+from diloco.core.pool import Pool
 from diloco.core.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.core.weights import merge_weights, weights_of
-from diloco.errors import StaleIncarnationError, VersionError
+from diloco.errors import NoRoomError, StaleIncarnationError, VersionError
 
 
 class SyncerCore:
@@ -48,9 +49,10 @@ class SyncerCore:
         versions: the version of each fragment.
         deadlines: when a silent learner is evicted.
         step: the inner step after which the run begins.
+        pool: how many learners may train; None: as many as join.
 
     Attributes:
-        members: learners that take part, by id.
+        members: learners that take part, by id, in the order in which they joined.
         fragments: the rounds' phases, by fragment.
         accounting: tokens and verdicts of all learners, present and past.
         rounds: the syncer's half of the method's way of calling rounds.
@@ -58,9 +60,11 @@ class SyncerCore:
     """
 
     def __init__(
-        self, rules: Rules, versions: Sequence[int], *, deadlines: Deadlines | None = None, step: int = 0
+        self, rules: Rules, versions: Sequence[int], *, deadlines: Deadlines | None = None, step: int = 0,
+        pool: Pool | None = None,
     ) -> None:  # fmt: skip
         self.rules = rules
+        self.pool = pool
         self.deadlines = deadlines or Deadlines()
         self.step = step
         self.members: dict[str, Member] = {}
@@ -77,27 +81,30 @@ class SyncerCore:
 
         `storing`: the fragment whose new version is stored with it; the record is as of that version's publication.
 
-        Open rounds are not in it: their contributions are sent again. Take a record only when the one before is
-        durable, or was refused by the disk: records are stored in order.
+        Open rounds are not in it: their contributions are sent again, and rounds wait for those of learners that have
+        finished. Take a record only when the one before is durable, or was refused by the disk: records are stored in
+        order.
         """
         self._serial += 1
         self._wants_record = False
         steps = [state.step for state in self.fragments]
         closing = self.fragments[storing].closing if storing is not None else None
+        merged: Sequence[Contribution] = ()
+        rejected: Sequence[tuple[Contribution, str]] = ()
+        version = 0
         if storing is not None and closing is not None:
-            steps[storing] = closing.step
-            version = self.fragments[storing].version + 1
-            rejected = self._rejected_with(storing, closing)
-            accounts = self.accounting.saved(self._serial, closing.contributions, rejected, version)
-        else:
-            accounts = self.accounting.saved(self._serial)
+            steps[storing], version = closing.step, self.fragments[storing].version + 1
+            merged, rejected = closing.contributions, self._rejected_with(storing, closing)
+        accounts = self.accounting.saved(self._serial, merged, rejected, version)
+        confirmed = {key_of(c) for c in (*merged, *(c for c, _ in rejected))}
+        sends_again = {key[:2] for key in self.accounting.open.keys() - confirmed}
         members = {
             member.learner: {
                 "step": member.step,
                 "tokens": member.tokens,
                 "overlap": member.overlap,
                 "step_s": member.step_s,
-                "finished": member.finished,
+                "finished": member.finished and (member.learner, member.incarnation) not in sends_again,
                 "rounds": self.rounds.saved_of(member.learner),
             }
             for member in self.members.values()
@@ -136,7 +143,11 @@ class SyncerCore:
 
         `ready`: rounds wait for it from the start (fixed membership), not only once it has trained. `overlap`: the
         learner's own τ; None: the method's.
+
+        Raises:
+            NoRoomError: the pool has no place for it now.
         """
+        self._require_place(learner)
         actions: list[Action] = []
         if learner in self.members:
             actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
@@ -298,8 +309,7 @@ class SyncerCore:
         return Standing(
             self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
             self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
-            self.rounds.calls(learner),
-            self.accounting.verdicts(learner),
+            self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self._drained(),
         )  # fmt: skip
 
     def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
@@ -320,6 +330,25 @@ class SyncerCore:
     def pending_tokens(self, learner: str, fragment: int) -> int:
         """Tokens of a learner whose work on a fragment is neither merged, discarded nor lost."""
         return self.accounting.accounts[learner].ledgers[fragment].pending
+
+    # --- the pool -----------------------------------------------------------------------------------------------------
+
+    def _require_place(self, learner: str) -> None:
+        others = [other for other in self._training if other != learner]
+        if self.pool is not None and len(others) >= (size := self.pool.size(self.step)):
+            raise NoRoomError(
+                f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, taken "
+                f"by {', '.join(others)}; {learner} gets one when the pool grows or one of them leaves."
+            )
+
+    def _drained(self) -> Sequence[str]:
+        """The newest members, as many as the pool has no place for."""
+        return () if self.pool is None else self._training[self.pool.size(self.step) :]
+
+    @property
+    def _training(self) -> list[str]:
+        """The members that have a place in the pool, or wait for one: all that have not finished."""
+        return [learner for learner, member in self.members.items() if not member.finished]
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 

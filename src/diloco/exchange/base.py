@@ -187,6 +187,11 @@ class Exchange(ABC):
         """Where learners push at a pace of their own: inner steps to this one's next push. None: the method's H."""
         return None
 
+    @property
+    def drained(self) -> bool:
+        """Whether the run's pool has no place for this learner any more, as last heard."""
+        return False
+
     def sum_tokens(self, tokens: int) -> int:
         """Tokens of one step over all ranks of this learner."""
         return tokens

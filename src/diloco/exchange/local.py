@@ -1,27 +1,40 @@
-"""Learners in one process: a syncer and M learners as threads that take turns in virtual time, reproducible to the bit."""
+"""Learners in one process: a syncer and M learners as threads that take turns in virtual time, reproducible bits."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.core.actions import Acknowledge
-from diloco.core.contribution import Contribution
-from diloco.core.fragments import Layout
-from diloco.core.ledger import Ledger
+from diloco.core.contribution import Contribution, Standing
+from diloco.core.held import HeldFragment
+from diloco.core.layout import Layout
 from diloco.core.method import Method
-from diloco.core.session.requests import Report
-from diloco.errors import ConfigError, LayoutError
-from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, required_method
-from diloco.exchange.delivery import Direction
-from diloco.exchange.virtual import Killed, StepSeconds, ThreadState
-from diloco.exchange.world import Run, World, model_bytes
+from diloco.core.session import SessionCore
+from diloco.core.session.requests import Fail, Identity, Report, TellArrival, TellCall, TellRejection, TellStart
+from diloco.errors import ConfigError, DilocoError
+from diloco.exchange.base import (
+    Arrived,
+    CallForWork,
+    Event,
+    Exchange,
+    Model,
+    Opened,
+    Rejected,
+    Rejoined,
+    required_method,
+)
+from diloco.exchange.virtual.client import News, SessionClient
+from diloco.exchange.virtual.delivery import Alarm
+from diloco.exchange.virtual.run import RUN, VirtualRun, World
+from diloco.exchange.virtual.turns import Killed, StepSeconds, ThreadState
+from diloco.run.ports import InitialModel
 
 T = TypeVar("T")
 
@@ -32,15 +45,17 @@ def run_local(
 ) -> list[T]:  # fmt: skip
     """Run `fn(index, exchange)` for each learner in this process and return the results in learner order.
 
-    Every learner has a thread of its own but only one runs at a time; what happens when follows from virtual time, in which inner
-    steps take the seconds given and everything else takes none. Each learner starts from the caller's random state (torch, `random`,
-    and numpy where it is imported), which is put back afterwards. The parameters of the learner that starts first initialise the run.
+    Every learner has a thread of its own but only one runs at a time; what happens when follows from virtual time, in
+    which inner steps take the seconds given and everything else takes none. Each learner starts from the caller's
+    random state (torch, `random`, and numpy where it is imported), which is put back afterwards. The parameters of the
+    learner that starts first initialise the run.
 
     Arguments:
-        fn: one learner's whole life: builds a model and an optimizer, attaches `diloco.Learner(…, exchange=exchange)`, trains.
+        fn: one learner's whole life: builds a model and an optimizer, attaches `diloco.Learner(…, exchange=exchange)`,
+            trains.
         learners: M ≥ 1.
-        step_s: seconds of virtual time that an inner step takes: one number, one for each learner, or a function of the learner's
-            index and its number of steps so far. `exchange.now_s` is the time.
+        step_s: seconds of virtual time that an inner step takes: one number, one for each learner, or a function of the
+            learner's index and its number of steps so far. `exchange.now_s` is the time.
         starts_s: when each learner starts; default: all at 0. One that starts later joins the run as it is then.
 
     Raises:
@@ -53,7 +68,7 @@ def run_local(
     if learners < 1:
         raise ConfigError(f"learners={learners}; a run needs at least one.")
     names = [f"learner-{index:03d}" for index in range(learners)]
-    ended = run_virtual(fn, Run(World(names, _step_seconds(step_s, learners), _starts(starts_s, learners))))
+    ended = run_virtual(fn, VirtualRun(World(names, _step_seconds(step_s, learners), _starts(starts_s, learners))))
     return [result for result in ended if not isinstance(result, Lost)]
 
 
@@ -61,7 +76,7 @@ class Lost:
     """Stands for the result of a learner that was killed and did not come back."""
 
 
-def run_virtual(fn: Callable[[int, Local], T], run: Run) -> list[T | Lost]:
+def run_virtual(fn: Callable[[int, Local], T], run: VirtualRun) -> list[T | Lost]:
     """`run_local` in a world with a network and faults. A learner that comes back calls `fn` again.
 
     Raises:
@@ -87,7 +102,7 @@ def run_virtual(fn: Callable[[int, Local], T], run: Run) -> list[T | Lost]:
     return [future.result() for future in futures]
 
 
-def _life(run: Run, index: int, fn: Callable[[int, Local], T]) -> T | Lost:
+def _life(run: VirtualRun, index: int, fn: Callable[[int, Local], T]) -> T | Lost:
     """Of one learner, from its start, and again whenever it is back."""
     try:
         run.time.begin(index)
@@ -103,7 +118,7 @@ def _life(run: Run, index: int, fn: Callable[[int, Local], T]) -> T | Lost:
     return Lost()
 
 
-def _attend(run: Run, index: int, fn: Callable[[int, Local], T]) -> T:
+def _attend(run: VirtualRun, index: int, fn: Callable[[int, Local], T]) -> T:
     exchange = Local(run, index)
     result = fn(index, exchange)
     exchange.close()
@@ -130,24 +145,22 @@ class Local(Exchange):
     """One learner's end of a run in one process; `run_local` makes them.
 
     Attributes:
-        incarnation: 0 before it has joined and after it has left.
-        initialises: whether its model may become the run's; one that may not waits until there is a run. To be set before it joins.
+        initialises: whether its model may become the run's; one that may not waits until there is a run. To be set
+            before it joins.
         initial_step, initial_tokens: what the learner that initialises the run has behind it; likewise.
-        awaits_run: it does wait.
-        has_model: the model that it has sent or fetched is there.
     """
 
-    def __init__(self, run: Run, index: int) -> None:
+    def __init__(self, run: VirtualRun, index: int) -> None:
         self._run, self._index, self._name = run, index, run.names[index]
-        self.incarnation = 0
         self.initial_step = self.initial_tokens = 0
         self.initialises = True
-        self.awaits_run = self.has_model = False
-        self._tokens = 0
-        self._num_bytes: Counter[str] = Counter()
-        self._is_again = run.ends[index] is not None or run.back_s[index] is not None
+        self._client: SessionClient | None = None
+        self._opened: Opened | None = None
+        self._inbox: deque[Event] = deque()
+        self._failure: DilocoError | None = None
+        self._incarnation = 0  # that the learner has started as
+        self._is_over = False
         run.ends[index] = self
-        run.dead.discard(index)
 
     @property
     def now_s(self) -> float:
@@ -156,12 +169,14 @@ class Local(Exchange):
 
     @property
     def run_exists(self) -> bool:
-        """Whether somebody has initialised the run."""
-        return self._run.core is not None
+        """Whether the run has a model."""
+        return self._run.has_model
 
     def rest(self, seconds: float) -> None:
         """Let virtual time pass, before joining."""
         self._run.time.rest(self._index, self.now_s + seconds)
+
+    # --- joining ------------------------------------------------------------------------------------------------------
 
     def method(self, given: Method | None) -> Method:
         return required_method(given)
@@ -170,99 +185,100 @@ class Local(Exchange):
         self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
     ) -> Opened:
         run, name = self._run, self._name
-        is_first = self._begin_run(layout, method, initial)
-        assert run.core is not None
-        if difference := run.method.difference(method):
-            raise ConfigError(f"{run.first} and {name} use different methods: {difference}.")
-        if difference := run.layout.first_difference(layout):
-            raise LayoutError(f"{run.first} and {name} do not hold the same model: {difference}.")
-        if not is_first:
-            self._move("down", run.num_model_bytes)
-        self.incarnation = run.join(self._index, again=self._is_again)
-        run.core.members[name].overlap = overlap
-        # Who was there when the run began begins with it, however long its model took to come: a scheduled round waits
-        # for it.
-        is_late = self._is_again or run.starts_s[self._index] > run.began_s or not run.method.wait
-        step = run.core.start_step(name) if is_late else run.initial_step
-        opened = Opened(
-            name, self.incarnation, step, run.newest, run.static, self.run_tokens or 0,
-            awaited=is_late and step < run.core.step,
+        syncer = run.serve(name, method, layout)
+        initialises = run.initialises(self._index, self)
+        core = SessionCore(
+            Identity(RUN, name, run.next_process()), len(layout.fragments), at_least=method.quorum.at_least,
+            reports_every_step=True, initialises=initialises, heartbeat_s=math.inf,
         )  # fmt: skip
-        run.mail[self._index].clear()  # it has the newest of everything
-        return opened
+        model = initial() if initialises else None  # in this learner's turn
 
-    def _begin_run(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> bool:
-        """Until there is a run. Returns whether it has begun with this learner's model."""
-        run = self._run
-        self.awaits_run = True
-        while run.core is None and not run.may_initialise(self):
+        def initial_model() -> InitialModel[HeldFragment]:
+            assert model is not None
+            static = save(dict(model.static)) if model.static else b""
+            return syncer.jobs.initial(
+                layout, model.fragments, static, learner=name, source="learner", step=self.initial_step,
+                tokens=self.initial_tokens,
+            )  # fmt: skip
+
+        def clock(ring: Callable[[], None]) -> Alarm:
+            return Alarm(run.delivery, ring, self._index)
+
+        self._client = SessionClient(
+            core, run.wire(self._index), clock, layout, run.replicas, initial=initial_model,
+            ready=run.is_founder(self._index), overlap=overlap, on_news=self._news,
+        )  # fmt: skip
+        self._client.begin()
+        while self._opened is None:
             run.time.wait(self._index)
-        self.awaits_run = False
-        if run.core is not None:
-            return False
-        run.initialiser = self._index
-        model = initial()
-        self._move("up", model_bytes(model.fragments, model.static))
-        run.start(self._name, layout, method, model, self.initial_step, self.initial_tokens)
-        return True
+            self._raise_failure()
+        self._incarnation = self._opened.incarnation
+        return self._opened
 
-    def _move(self, direction: Direction, num_bytes: int) -> None:
-        """Over the network: the whole global model, from the first learner to the syncer or to a joiner."""
-        self._num_bytes["joins"] += num_bytes
-        self._run.delivery.carry(self._index, direction, num_bytes, self._got_model)
-        while not self.has_model:
-            self._run.time.wait(self._index)
-            self._run.mail[self._index].clear()
-        self.has_model = False
+    def _news(self, news: News) -> None:
+        """What the state machine tells this learner."""
+        if self._is_over:
+            return
+        match news.told:
+            case TellStart() as start:
+                self._inbox.clear()
+                opened = self._opened_by(start)
+                if start.reason is None:
+                    self._opened = opened
+                else:
+                    self._inbox.append(Rejoined(opened, start.reason))
+            case TellArrival(merged=merged):
+                assert news.fetched is not None
+                assert news.advanced is not None
+                held, mean = news.advanced.held, news.advanced.mean
+                new = held if mean is None else held.bare
+                self._inbox.append(Arrived(news.fetched.update, new, merged, mean))
+            case TellCall(fragment=fragment, version=version):
+                self._inbox.append(CallForWork(fragment, version))
+            case TellRejection(verdict=verdict):
+                assert verdict.reason is not None
+                self._inbox.append(Rejected(verdict.fragment, verdict.number, verdict.reason))
+            case Fail(error=error):
+                self._failure = error
+        self._run.time.news.add(self._index)
 
-    def _got_model(self) -> None:
-        self.has_model = True
+    def _opened_by(self, start: TellStart) -> Opened:
+        client = self._joined
+        held = tuple(each for each in client.held if each is not None)
+        static = load(client.static) if client.static else {}
+        return Opened(self._name, start.who.incarnation, start.step, held, static, start.run_tokens, start.awaited)
 
-    def receive(self, arrived: Arrived, num_bytes: int) -> None:
-        """An update has come."""
-        self._num_bytes["updates"] += num_bytes
-        self._run.mail[self._index].append(arrived)
+    @property
+    def _joined(self) -> SessionClient:
+        assert self._client is not None, "the learner has not joined"
+        return self._client
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # --- training -----------------------------------------------------------------------------------------------------
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
-        run, encoded = self._run, payload()
-        self._num_bytes["contributions"] += encoded.numel()
-
-        def deliver() -> None:
-            assert run.core is not None
-            if run.core.accounting.accounts[contribution.learner].incarnation == contribution.incarnation:
-                run.payloads[contribution] = encoded
-                staleness = run.core.fragments[contribution.fragment].version - contribution.base
-                actions = run.core.contributed(run.time.now, contribution)
-                if isinstance(actions[0], Acknowledge):
-                    run.witness.contributed(contribution, encoded.numel(), staleness)
-                run.carry_out(actions)
-
-        run.delivery.carry(self._index, "up", encoded.numel(), deliver)
+        self._joined.offer(contribution, payload())
 
     def poll(self) -> Sequence[Event]:
-        mail = self._run.mail[self._index]
-        events = tuple(mail)
-        mail.clear()
+        self._raise_failure()
+        events = tuple(self._inbox)
+        self._inbox.clear()
+        self._run.time.news.discard(self._index)
+        for event in events:
+            if isinstance(event, Rejoined):
+                self._incarnation = event.opened.incarnation
         return events
 
     def wait(self) -> None:
-        self._run.time.wait(self._index)
+        if not self._inbox:
+            self._run.time.wait(self._index)
 
     def report(self, report: Report) -> None:
-        run = self._run
-        self._tokens = report.tokens
-        if run.core is not None and self.incarnation:
-            step_s, incarnation = run.time.last_step_s[self._index], self.incarnation
-
-            def deliver() -> None:
-                assert run.core is not None
-                if incarnation == self.incarnation:
-                    run.carry_out(
-                        run.core.heartbeat(run.time.now, self._name, incarnation, step=report.step, tokens=report.tokens,
-                                           step_s=step_s, waiting=report.waiting, finished=report.finished)
-                    )  # fmt: skip
-
-            run.delivery.tell(self._index, deliver)
+        step_s = self._run.time.last_step_s[self._index] or None
+        self._joined.report(self._incarnation, replace(report, step_s=step_s))
 
     def stepped(self) -> None:
         self._run.time.step(self._index)
@@ -272,66 +288,66 @@ class Local(Exchange):
         return self._run.time.linger(self._index)
 
     @property
+    def _standing(self) -> Standing | None:
+        return None if self._client is None else self._client.core.standing
+
+    @property
     def num_live(self) -> int:
-        return 1 if self._run.core is None else len(self._run.core.members)
+        return 1 if self._standing is None else self._standing.num_live
 
     @property
     def sync_every(self) -> int | None:
-        return None if self._run.core is None else self._run.core.rounds.sync_every(self._name)
+        return None if self._standing is None else self._standing.sync_every
 
     @property
     def run_tokens(self) -> int | None:
-        return None if self._run.core is None else self._run.initial_tokens + self._run.core.accounting.run_tokens
+        return None if self._standing is None else self._standing.run_tokens
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
-        return self._num_bytes
+        return {} if self._client is None else self._client.num_bytes
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The global model as it stands, and this learner's books. Where the schedule calls rounds, all that was sent is in it; where
-        not, what is on its way or in an open round is not, and its learner counts that work as pending again."""
-        run, name = self._run, self._name
-        assert run.core is not None
-        member = run.core.members[name]
+        """The global model as it stands, and what the syncer knows of this learner. Where the schedule calls rounds,
+        all that was sent is in it; where not, what is in flight or in an open round is not, and its learner counts that
+        work as pending again."""
+        driver, name = self._run.driver, self._name
+        assert driver is not None
+        core = driver.core
+        ledgers = core.accounting.accounts[name].ledgers
         fragments = {
             str(f): {
-                **held.state_dict(),
-                "ledger": asdict(run.core.accounting.accounts[name].ledgers[f]),
+                **driver.state.model.held(f).state_dict(),
+                "step": core.fragments[f].step,
+                "ledger": [ledger.trained, ledger.merged, ledger.lost, dict(ledger.discarded)],
             }
-            for f, held in enumerate(run.fragments)
+            for f, ledger in enumerate(ledgers)
         }
-        rounds = {"run": run.core.rounds.saved(), "learner": run.core.rounds.saved_of(name)}
-        return {"rounds": rounds, "step": member.step, "fragments": fragments}
+        rounds = {"run": core.rounds.saved(), "learner": core.rounds.saved_of(name)}
+        return {"rounds": rounds, "step": core.members[name].step, "fragments": fragments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Before any learner has trained, the run goes back to the state. Later its model and clock are the others' as well, and stay:
-        a learner that is new to the run brings its own books to it, if the run's model is the state's. One that comes back has its
-        books there already."""
+        """Before any learner has trained, the run goes back to the state. Later its model and clock are the others' as
+        well, and stay: a learner that is new to the run brings its own ledger to it, if the run's model is the state's.
+        One that comes back has its ledger there already."""
         run, name = self._run, self._name
-        assert run.core is not None
-        member, ledgers = run.core.members[name], run.core.accounting.accounts[name].ledgers
-        fragments = [state["fragments"][str(f)] for f in range(len(ledgers))]
-        comes_back = self.incarnation > 1 and ledgers[0].trained > 0
-        if comes_back or (run.has_trained and not run.stands_at(fragments)):
-            member.step = max(member.step, state["step"])  # steps taken before do not move the clock
+        assert run.driver is not None
+        account = run.driver.core.accounting.accounts[name]
+        comes_back = account.incarnation > 1 and account.ledgers[0].trained > 0
+        if comes_back or (run.has_trained and not run.stands_at(state)):
             return False
-        if not run.has_trained:
-            run.restore(state["rounds"]["run"], fragments)
-        member.step = state["step"]
-        for f, saved in enumerate(fragments):
-            ledgers[f] = Ledger(**saved["ledger"])
-        run.core.rounds.restore_of(name, state["rounds"]["learner"])
+        self._joined.restore(run.restore(name, state))
         return True
 
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
     def close(self) -> None:
-        run, incarnation = self._run, self.incarnation
-        if not incarnation:
-            return
+        if self._client is not None and not self._is_over:
+            self._is_over = True
+            self._client.leave()
 
-        def deliver() -> None:
-            assert run.core is not None
-            run.witness.left(self._name, incarnation, self._tokens)
-            run.carry_out(run.core.left(run.time.now, self._name, incarnation, tokens=self._tokens))
-
-        self.incarnation = 0
-        run.delivery.carry(self._index, "up", 0, deliver)  # after what it has sent
+    def killed(self) -> None:
+        """As `LearnerEnd`."""
+        self._is_over = True

@@ -59,6 +59,7 @@ class Ranks(Exchange):
         self._run_tokens: int | None = None
         self._num_live = 1
         self._sync_every: int | None = None
+        self._drained = False
         self._closed = False
 
     # --- joining ------------------------------------------------------------------------------------------------------
@@ -91,12 +92,14 @@ class Ranks(Exchange):
         run_tokens = self._exchange.run_tokens if self._first else None
         num_live = self._exchange.num_live if self._first else 0
         sync_every = (self._exchange.sync_every or 0) if self._first else 0
-        numbers = [tokens, len(self._message.raw), 0 if run_tokens is None else run_tokens + 1, num_live, sync_every]
-        total, self._announced, run_tokens_plus_1, self._num_live, sync_every = self._group.sum(
+        drained = self._first and self._exchange.drained
+        run_tokens_plus_1 = 0 if run_tokens is None else run_tokens + 1
+        numbers = [tokens, len(self._message.raw), run_tokens_plus_1, num_live, sync_every, int(drained)]
+        total, self._announced, run_tokens_plus_1, self._num_live, sync_every, num_drained = self._group.sum(
             numbers, "the tokens of a step"
         )
         self._run_tokens = run_tokens_plus_1 - 1 if run_tokens_plus_1 else None
-        self._sync_every = sync_every or None
+        self._sync_every, self._drained = sync_every or None, bool(num_drained)
         return total
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
@@ -134,6 +137,10 @@ class Ranks(Exchange):
     @property
     def sync_every(self) -> int | None:
         return self._sync_every
+
+    @property
+    def drained(self) -> bool:
+        return self._drained
 
     @property
     def run_tokens(self) -> int | None:

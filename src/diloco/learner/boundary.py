@@ -195,7 +195,7 @@ class Boundary:
 
     def _arrived(self, arrived: Arrived) -> None:
         update, fragment = arrived.update, arrived.update.fragment
-        self.received[fragment, update.version] = arrived
+        self.received.setdefault((fragment, update.version), arrived)  # what is heard twice is no news
         self.updates += update.version > self.core.versions[fragment]
         listed = self.core.received(fragment, update.version, arrived.merged)
         self.merges += bool(listed)

@@ -145,6 +145,15 @@ class Learner:
         known = self._exchange.run_tokens
         return self._core.tokens if known is None else known
 
+    @property
+    def drained(self) -> bool:
+        """Whether this learner should finish now: the run's pool (`core.pool`) has no place for it any more, and a
+        fragment has no work that was not sent.
+
+        The training loop ends on it. A fragment that is sent at other steps loses what was trained since its last send.
+        """
+        return self._exchange.drained and any(work.pending_steps == 0 for work in self._core.fragments)
+
     def global_state_dict(self) -> dict[str, Tensor]:
         """The global model at the versions that this learner holds: the model to evaluate and export.
 

@@ -81,6 +81,9 @@ class Station:
         blocked_at: since when it waits; None: it computes.
         held: the version of each fragment that it has adopted.
         got: the newest version that is here.
+        pushes: fragment and round of the contributions that are to be sent.
+        heard: the newest version of each fragment that it has heard of.
+        pulls: fragments of which it has heard of a newer version than it has, in that order.
     """
 
     index: int
@@ -88,10 +91,11 @@ class Station:
     latency_s: float
     held: list[int]
     got: list[int]
+    heard: list[int]
     step: int = 0
     blocked_at: float | None = None
     pushes: deque[tuple[int, int]] = field(default_factory=deque)
-    pulls: deque[tuple[int, int]] = field(default_factory=deque)
+    pulls: deque[int] = field(default_factory=deque)
 
 
 class Star:
@@ -110,12 +114,15 @@ class Star:
     ) -> None:
         num_fragments = len(exchange.up_bytes)
         self.stations = [
-            Station(i, seconds, network.latency_s(i), [0] * num_fragments, [0] * num_fragments)
+            Station(i, seconds, network.latency_s(i), [0] * num_fragments, [0] * num_fragments, [0] * num_fragments)
             for i, seconds in enumerate(step_s)
         ]
         self.now_s = 0.0
         self.trace: list[Activity] | None = [] if traced else None
         self.num_merges = [0] * num_fragments
+        self._published = [0] * num_fragments
+        self._num_kept = 1 + exchange.schedule.intervals_in_flight
+        """Updates of a fragment that the syncer keeps; a learner further behind gets the newest version whole."""
         self.num_contributions = 0
         self._network, self._merging, self._copies = network, exchange.merging, copies
         self._up_bytes, self._down_bytes = exchange.up_bytes, exchange.down_bytes
@@ -170,14 +177,18 @@ class Star:
 
     def _told(self, station: Station, fragment: int, version: int) -> None:
         """A learner hears of a publication."""
-        station.pulls.append((fragment, version))
-        if len(station.pulls) == 1:
-            self._ask_next(station)
+        station.heard[fragment] = version
+        if fragment not in station.pulls:
+            station.pulls.append(fragment)
+            if len(station.pulls) == 1:
+                self._ask_next(station)
 
     def _ask_next(self, station: Station) -> None:
-        fragment, version = station.pulls[0]
+        fragment = station.pulls[0]
 
         def answer() -> None:
+            next_, newest = station.got[fragment] + 1, self._published[fragment]
+            version = next_ if newest - next_ < self._num_kept else newest
             number = self._network.send(self.now_s, station.index, "down", self._down_bytes[fragment])
             self._carried[number] = (fragment, version)
 
@@ -191,10 +202,11 @@ class Star:
             self.at(self.now_s + station.latency_s, partial(self._acknowledged, station))
             self.contributed(station, fragment, number)
             return
-        station.pulls.popleft()
+        station.got[fragment] = max(station.got[fragment], number)
+        if station.got[fragment] >= station.heard[fragment]:
+            station.pulls.popleft()
         if station.pulls:
             self._ask_next(station)
-        station.got[fragment] = max(station.got[fragment], number)
         self.received(station, fragment)
 
     # --- the syncer ---------------------------------------------------------------------------------------------------
@@ -208,6 +220,7 @@ class Star:
         self.at(self._merger_free_s, partial(self._publish, fragment, version))
 
     def _publish(self, fragment: int, version: int) -> None:
+        self._published[fragment] = version
         for station in self.stations:
             self.at(self.now_s + station.latency_s, partial(self._told, station, fragment, version))
         self.published(fragment, version)

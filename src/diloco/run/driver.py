@@ -40,6 +40,7 @@ from diloco.core.actions import (
 )  # fmt: skip
 from diloco.core.contribution import NOT_FINITE, Contribution, Standing
 from diloco.core.members import Deadlines
+from diloco.core.pool import Pool
 from diloco.core.syncer import SyncerCore
 from diloco.errors import (
     DilocoError,
@@ -86,6 +87,7 @@ class Driver(Generic[H, S, P]):
         boot: names this driver among those that served the run before it, other than 0.
         deadlines: when a silent learner is evicted.
         saved: what is durable of the run; None: it has no model yet.
+        pool: how many learners may train; None: as many as join.
 
     Attributes:
         state: the run.
@@ -96,10 +98,10 @@ class Driver(Generic[H, S, P]):
 
     def __init__(
         self, run: str, method: RunMethod, ports: Ports[H, S, P], *, boot: int, deadlines: Deadlines | None = None,
-        saved: SavedRun[H] | None = None,
+        saved: SavedRun[H] | None = None, pool: Pool | None = None,
     ) -> None:  # fmt: skip
         self.boot = boot
-        self.state: RunState[H, P] = RunState(run, method, deadlines or Deadlines())
+        self.state: RunState[H, P] = RunState(run, method, deadlines or Deadlines(), pool)
         self._ports = ports
         self._clock, self._observer = ports.clock, only_watching(ports.observer)
         self._connections = Connections()
@@ -225,6 +227,7 @@ class Driver(Generic[H, S, P]):
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
             StaleIncarnationError: it joins again, but a newer process has its place.
             ConfigError: the run's method gives learners no overlap of their own, or not this one.
+            NoRoomError: the run's pool has no place for it now.
         """
         core = self.core
         sense.check_name(learner)
@@ -236,8 +239,8 @@ class Driver(Generic[H, S, P]):
             raise StaleIncarnationError(
                 f"another process has joined run {self.state.run!r} as {learner!r}; give every learner its own name."
             )
-        self._processes[learner] = process
         incarnation, actions = core.joined(self._clock.now_s(), learner, ready=ready, overlap=overlap)
+        self._processes[learner] = process
         self._observer.joined(learner, incarnation, core.step)
         self._writes.record(self._clock.now_s(), partial(done, incarnation))
         self._execute(actions)
@@ -290,12 +293,15 @@ class Driver(Generic[H, S, P]):
     def connected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
         """A learner has opened a connection. Its standing is sent at once, and whenever it changes.
 
+        Learners that wait for others before they start are sent theirs too.
+
         Raises:
             StaleIncarnationError: the incarnation is out.
         """
         self.core.check(learner, incarnation)
         self._connections.opened(learner, incarnation, connection)
         connection.standing(self.standing(learner))
+        self._tell([it.learner for it in self.core.members.values() if it.learner != learner and it.tokens == 0])
 
     def disconnected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
         """This connection broke."""

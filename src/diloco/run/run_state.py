@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Generic
 
 from diloco.core.members import Deadlines
+from diloco.core.pool import Pool
 from diloco.core.syncer import SyncerCore
 from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
 from diloco.run.global_model import GlobalModel
@@ -18,16 +19,17 @@ class RunState(Generic[H, P]):
         run: its id.
         method: its method.
         deadlines: when a silent learner is evicted.
+        pool: how many learners may train; None: as many as join.
 
     Attributes:
         initial_tokens: what the model was trained on before the run.
     """
 
-    def __init__(self, run: str, method: RunMethod, deadlines: Deadlines) -> None:
+    def __init__(self, run: str, method: RunMethod, deadlines: Deadlines, pool: Pool | None) -> None:
         self.run = run
         self.method = method
         self.initial_tokens = 0
-        self._deadlines = deadlines
+        self._deadlines, self._pool = deadlines, pool
         self._core: SyncerCore | None = None
         self._model: GlobalModel[H, P] | None = None
 
@@ -100,7 +102,7 @@ class RunState(Generic[H, P]):
             rules = self.method.rules(num_fragments)
         except ConfigError as error:
             raise LayoutError(f"the run's method cannot train this model: {error}") from error
-        return SyncerCore(rules, [0] * num_fragments, deadlines=self._deadlines, step=initial.step)
+        return SyncerCore(rules, [0] * num_fragments, deadlines=self._deadlines, step=initial.step, pool=self._pool)
 
     def already_initialised(self) -> AlreadyInitialisedError:
         """The error of a second beginning."""
@@ -122,7 +124,7 @@ class RunState(Generic[H, P]):
             )
         rules = self.method.rules(len(saved.fragments))
         versions = [fragment.version for fragment in saved.fragments]
-        core = SyncerCore(rules, versions, deadlines=self._deadlines, step=saved.step)
+        core = SyncerCore(rules, versions, deadlines=self._deadlines, step=saved.step, pool=self._pool)
         if saved.record is not None:
             core.restore(now_s, saved.record)
         self._core, self.initial_tokens = core, saved.tokens

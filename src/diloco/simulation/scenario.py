@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from diloco.config import RunConfig
-from diloco.exchange.delivery import Fault
+from diloco.exchange.virtual.delivery import Fault
 from diloco.planning.network import Network
 from diloco.planning.site import Site
 from diloco.planning.tape import Recorded

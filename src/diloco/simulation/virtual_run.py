@@ -24,7 +24,7 @@ from diloco.core.method import Method
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.local import Local, Lost, run_virtual
-from diloco.exchange.world import Run, World
+from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.learner import Learner
 from diloco.planning.pictures import Kind, Span
 from diloco.planning.tape import SIMULATED
@@ -163,7 +163,7 @@ class _Stage:
         path = self._directory / "syncer" / "events.jsonl"
         with events.EventLog(path, "syncer", clock=lambda: self._run.time.now) as log:
             journal = Journal(log, SyncerMetrics(run))
-            self._run = Run(
+            self._run = VirtualRun(
                 World(
                     self._names,
                     self._scenario.step_s,
@@ -190,7 +190,7 @@ class _Stage:
         try:
             return run_virtual(self._life, self._run)
         except ExchangeError as error:
-            if self._run.core is not None:
+            if self._run.has_model:
                 raise
             first = self._names[0]
             raise ConfigError(
@@ -260,8 +260,8 @@ class _Stage:
                 )
 
     def _log_end(self, log: events.EventLog, done: Simulated) -> None:
-        core = self._run.core
-        steps, tokens = (0, 0) if core is None else (core.step, done.tokens)
+        driver = self._run.driver
+        steps, tokens = (0, 0) if driver is None else (driver.state.step, done.tokens)
         log.append(events.Finished(steps=steps, tokens=tokens, seconds=done.duration_s, reason="stopped"))
 
     def _account(self, done: Simulated) -> None:

@@ -17,6 +17,7 @@ from diloco.core.actions import MergeRound
 from diloco.core.held import HeldFragment
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
+from diloco.core.pool import Pool
 from diloco.errors import PayloadError, StoreError, UnreachableError
 from diloco.run.driver import Driver
 from diloco.run.ports import Done, InitialModel, Json, MergedRound, Ports, RunMethod
@@ -159,7 +160,15 @@ class HostedDriver:
     """
 
     def __init__(
-        self, run: str, method: Method, store: Store, spool: Spool, *, deadlines: Deadlines, journal: Journal
+        self,
+        run: str,
+        method: Method,
+        store: Store,
+        spool: Spool,
+        *,
+        deadlines: Deadlines,
+        journal: Journal,
+        pool: Pool | None = None,
     ) -> None:
         self.method = method
         self._changed = threading.Condition(threading.RLock())
@@ -178,7 +187,7 @@ class HostedDriver:
         saved = store.load()
         with understood(store.path):
             self._driver = SyncerDriver(
-                run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines, saved=saved
+                run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines, saved=saved, pool=pool
             )
         journal.set_aside(store.tidy(saved))
         self._ticker.start()
@@ -239,7 +248,8 @@ class HostedDriver:
                 threads.is_stopping = True
             self._driver.end()
             for future in self._asking:
-                future.set_exception(_stopped())
+                if not future.done():  # its caller has not taken the answer yet
+                    future.set_exception(_stopped())
             self._asking.clear()
         for threads in self._threads:
             threads.stop()

@@ -24,7 +24,7 @@ def standing_message(standing: Standing) -> pb.Standing:
         step=standing.step, start_step=standing.start_step, run_tokens=standing.run_tokens, num_live=standing.num_live,
         sync_every=standing.sync_every or 0, versions=standing.versions,
         calls=[pb.Call(fragment=fragment, version=version) for fragment, version in standing.calls],
-        verdicts=[verdict_message(verdict) for verdict in standing.verdicts],
+        verdicts=[verdict_message(verdict) for verdict in standing.verdicts], drained=standing.drained,
     )  # fmt: skip
 
 

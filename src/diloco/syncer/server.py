@@ -15,6 +15,7 @@ import grpc
 from diloco import events
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
+from diloco.core.pool import Pool
 from diloco.core.session.heartbeat import HEARTBEAT_S
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import split_address
@@ -45,6 +46,7 @@ class Options:
         insecure: bind beyond loopback without both, on purpose.
         metrics_address: where Prometheus scrapes, loopback only; None: nowhere.
         spool_bytes: memory for contributions; beyond it they go to disk.
+        pool: how many learners may train; None: as many as join.
     """
 
     address: str
@@ -56,6 +58,7 @@ class Options:
     metrics_address: str | None = None
     spool_bytes: int = 1 << 30
     deadlines: Deadlines = field(default_factory=Deadlines)
+    pool: Pool | None = None
 
 
 class Syncer:
@@ -83,6 +86,8 @@ class Syncer:
                 f"lost_floor_s={options.deadlines.lost_floor_s:g} gives up learners between two heartbeats, which "
                 f"come every {HEARTBEAT_S:g} s; use at least {2 * HEARTBEAT_S:g}."
             )
+        if options.pool is not None:
+            options.pool.require(method.quorum.at_least)
         auth = None if options.tokens_file is None else Authenticator(options.tokens_file)
         credentials = _credentials(options)
         self.run = run
@@ -93,7 +98,7 @@ class Syncer:
             self._events = refused.enter_context(events.EventLog(options.state_dir / "events.jsonl", who="syncer"))
             self.driver = HostedDriver(
                 run, method, self._store, Spool(options.state_dir, options.spool_bytes), deadlines=options.deadlines,
-                journal=Journal(self._events, self._metrics),
+                journal=Journal(self._events, self._metrics), pool=options.pool,
             )  # fmt: skip
             refused.pop_all()
         self._server = grpc.server(

@@ -19,6 +19,7 @@ class AloneLearner:
 
     versions: tuple[int, ...] = ()
     layout: Layout | None = None
+    drained = False
 
     def __init__(self, model: nn.Module, tokens_per_step: int) -> None:
         self._model = model

@@ -107,7 +107,7 @@ class Trainer:
     # --- the life of a part
 
     def train(self) -> Summary:
-        """Train until the run's tokens or steps are spent (or `stop` is called), evaluate, and say goodbye."""
+        """Train until tokens or steps are spent, the pool has no place for it, or `stop` is called; evaluate; leave."""
         try:
             if self._job.first:
                 self._save_config()
@@ -134,6 +134,8 @@ class Trainer:
                 return "steps"
             if self._everyone.any(self._stopping):
                 return "stopped"
+            if self.learner.drained:
+                return "drained"
             if not self._joined and not self._warming_up:
                 self._join()
                 continue  # the run may be over already

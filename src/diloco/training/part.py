@@ -28,7 +28,7 @@ class Summary:
 
     name: str
     role: Role
-    reason: str  # "budget", "steps" or "stopped"
+    reason: str  # "budget", "steps", "drained" or "stopped"
     steps: int
     tokens: int  # trained by this learner
     run_tokens: int

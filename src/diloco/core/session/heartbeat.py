@@ -27,14 +27,15 @@ class Heartbeat:
 
     Arguments:
         reports_every_step: the syncer has to hear of every inner step at once.
+        every_s: between two heartbeats while nothing changes.
 
     Attributes:
         report: what the next one says.
     """
 
-    def __init__(self, *, reports_every_step: bool) -> None:
+    def __init__(self, *, reports_every_step: bool, every_s: float = HEARTBEAT_S) -> None:
         self.report = Report()
-        self._reports_every_step = reports_every_step
+        self._reports_every_step, self._every_s = reports_every_step, every_s
         self._answer_time = StallTimeout(ANSWER_FLOOR_S, ANSWER_CAP_S)
         self._began_at = -math.inf
         self._due_at = math.inf
@@ -42,7 +43,9 @@ class Heartbeat:
     def reported(self, report: Report) -> None:
         """The content of the next heartbeats."""
         is_first = self.report.tokens == 0 and report.tokens > 0
-        if is_first or report.finished or (self._reports_every_step and report.step > self.report.step):
+        is_blocked_or_free = report.waiting != self.report.waiting
+        has_stepped = self._reports_every_step and report.step > self.report.step
+        if is_first or is_blocked_or_free or has_stepped or report.finished:
             self.urge()
         self.report = report
 
@@ -56,7 +59,13 @@ class Heartbeat:
 
     def plan(self, now: float, *, starting: bool = False) -> None:
         """The next one is due after the usual time, if it is not before."""
-        self._due_at = min(self._due_at, now + (STARTING_HEARTBEAT_S if starting else HEARTBEAT_S))
+        is_sooner = starting and self._every_s < math.inf
+        self._due_at = min(self._due_at, now + (STARTING_HEARTBEAT_S if is_sooner else self._every_s))
+
+    def leave(self, now: float) -> None:
+        """The learner leaves: until it has, it hears every so often that the syncer is there."""
+        self._every_s = min(self._every_s, HEARTBEAT_S)
+        self.plan(now)
 
     @property
     def due_at(self) -> float:

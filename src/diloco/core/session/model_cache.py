@@ -64,6 +64,10 @@ class ModelCache:
             self.held[fetch.fragment] = version
             self._whole.discard(fetch.fragment)
 
+    def restored(self, versions: Sequence[int]) -> None:
+        """The learner holds these versions, from a checkpoint."""
+        self.held = list(versions)
+
     def distrust(self, fragment: int) -> None:
         """The update led to other bits than the published ones: fetch the fragment whole."""
         self._whole.add(fragment)

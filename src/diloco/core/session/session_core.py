@@ -20,7 +20,7 @@ simulated network.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -28,7 +28,7 @@ from diloco.core.contribution import Contribution, Standing, Verdict
 from diloco.core.session import requests
 from diloco.core.session.departure import GONE_TIMEOUT_S, Departure
 from diloco.core.session.entrance import Entrance
-from diloco.core.session.heartbeat import Heartbeat
+from diloco.core.session.heartbeat import HEARTBEAT_S, Heartbeat
 from diloco.core.session.lanes import Lane, Lanes
 from diloco.core.session.model_cache import NOTHING, ModelCache
 from diloco.core.session.outbox import Outbox
@@ -62,6 +62,7 @@ class SessionCore:
         num_fragments: of the model.
         at_least: learners that must be there before this one starts.
         reports_every_step: the syncer has to hear of every inner step at once.
+        heartbeat_s: between two heartbeats while nothing changes; infinite where no message is ever lost.
         initialises: this learner gives the run its model.
         join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
 
@@ -79,6 +80,7 @@ class SessionCore:
         *,
         at_least: int = 1,
         reports_every_step: bool = False,
+        heartbeat_s: float = HEARTBEAT_S,
         initialises: bool = False,
         join_timeout_s: float | None = None,
     ) -> None:
@@ -89,7 +91,7 @@ class SessionCore:
         self._num_fragments, self._at_least = num_fragments, at_least
         self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
         self._lanes, self._departure = Lanes(), Departure()
-        self._heartbeat = Heartbeat(reports_every_step=reports_every_step)
+        self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s)
         self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
         self._boot: int | None = None
         self._welcome: Standing | None = None  # of the stream of notices that is open
@@ -118,12 +120,17 @@ class SessionCore:
         self._heartbeat.reported(report)
         return self._go_on(now)
 
+    def restored(self, versions: Sequence[int]) -> None:
+        """The run was taken back to a checkpoint, from which the learner has these versions of the fragments."""
+        self._cache.restored(versions)
+
     def leave(self, now: float) -> Actions:
         """The learner takes no more steps and wants to leave; all ends with `Close`."""
         if not self._is_member:
             return self._over() if self.phase in ("entering", "joining") else []
         self.phase = "leaving"
         self._departure.begin(now)
+        self._heartbeat.leave(now)
         return self._go_on(now)
 
     def tick(self, now: float) -> Actions:
@@ -212,6 +219,8 @@ class SessionCore:
         self._lanes.send.ended()
         if self._is_current(push.who):
             self._outbox.acknowledged(push.contribution, push.boot)
+            if self._heartbeat.report.finished:
+                self._heartbeat.urge()
         return self._go_on(now)
 
     # --- what the syncer says -----------------------------------------------------------------------------------------
@@ -359,9 +368,15 @@ class SessionCore:
             return None
         self._heartbeat.began(now)
         versions, confirmed = tuple(self._cache.held), self._outbox.confirmed
-        return requests.Beat(
-            self.who, connection, self._heartbeat.timeout_s, self._heartbeat.report, versions, confirmed
-        )
+        return requests.Beat(self.who, connection, self._heartbeat.timeout_s, self._report, versions, confirmed)
+
+    @property
+    def _report(self) -> Report:
+        """The content of a heartbeat. A learner has finished once the syncer has all its contributions: a round would
+        be closed without one that is in flight."""
+        report = self._heartbeat.report
+        is_sending = self._boot is not None and self._outbox.next(self._boot) is not None
+        return replace(report, finished=report.finished and not is_sending)
 
     def _watch_request(self, now: float) -> requests.Request | None:
         """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""
@@ -386,10 +401,14 @@ class SessionCore:
         c = self._outbox.next(self._boot)
         return None if c is None else requests.Push(self.who, c, self._boot)
 
+    def _is_sending(self, now: float) -> bool:
+        """Whether a contribution is not acknowledged yet."""
+        send = self._lanes.send
+        return not send.is_stopped and (send.is_busy or self._send_request(now) is not None)
+
     def _part(self, now: float) -> Actions:
         """Leave once all is acknowledged, or there is no time left, or the syncer does not answer."""
-        send, departure = self._lanes.send, self._departure
-        is_sending = not send.is_stopped and (send.is_busy or self._send_request(now) is not None)
+        departure, is_sending = self._departure, self._is_sending(now)
         is_gone = departure.is_silent(now) or self._lanes.is_away
         if is_sending and not is_gone and not departure.is_late(now):
             return []

@@ -85,6 +85,7 @@ def standing_of(message: pb.Standing) -> Standing:
         tuple(message.versions),
         tuple((call.fragment, call.version) for call in message.calls),
         verdicts_of(message.verdicts),
+        message.drained,
     )
 
 

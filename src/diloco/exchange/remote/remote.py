@@ -162,6 +162,11 @@ class Remote(Exchange):
         return None if standing is None else standing.sync_every
 
     @property
+    def drained(self) -> bool:
+        standing = self._opened.core.standing
+        return standing is not None and standing.drained
+
+    @property
     def num_bytes(self) -> Mapping[str, int]:
         return self._opened.num_bytes
 

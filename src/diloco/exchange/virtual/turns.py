@@ -1,9 +1,10 @@
 """Threads that take turns in virtual time, so that a run of several learners in one process is reproducible to the bit.
 
-Only one thread runs at a time. Whose turn it is follows from virtual time alone: an inner step of a learner takes the seconds it was
-said to take, everything that a thread does takes none, and nothing depends on the operating system's scheduling. At one instant inner
-steps end first, in learner order, then whoever has news takes it in until all is quiet, then happens what is not a learner's doing: what
-is on its way arrives, learners are lost, alarms go off. Each learner's random state and thread count stay its own.
+Only one thread runs at a time. Whose turn it is follows from virtual time alone: an inner step of a learner takes the
+seconds it was said to take, everything that a thread does takes none, and nothing depends on the operating system's
+scheduling. At one instant inner steps end first, in learner order; then learners that have news take it in, until there
+is none; then the next thing happens that is not a learner's doing (something arrives, a learner is lost, an alarm goes
+off). Each learner's random state and thread count stay its own.
 """
 
 from __future__ import annotations
@@ -88,24 +89,27 @@ class VirtualTime:
     Arguments:
         starts_s: when each learner starts.
         step_s: how long inner steps take.
-        has_news: whether there is something for a learner to take in.
         sources: what else happens; of what happens at the same time, the first comes first.
         watch: is told of every step.
+
+    Attributes:
+        now: the time.
+        news: learners for which there is something to take in.
+        failed: the learner that raised first.
     """
 
     def __init__(
         self,
         starts_s: Sequence[float],
         step_s: StepSeconds,
-        has_news: Callable[[int], bool],
         sources: Sequence[Source],
         watch: Watch,
     ) -> None:
         self.now = min(starts_s)
         self.failed: int | None = None
-        """The learner that raised first."""
+        self.news: set[int] = set()
         self.last_step_s = [0.0] * len(starts_s)
-        self._step_s, self._has_news, self._sources, self._watch = step_s, has_news, sources, watch
+        self._step_s, self._sources, self._watch = step_s, sources, watch
         self._turns = [_Turn("time", at) for at in starts_s]
         self._num_steps = [0] * len(starts_s)
         self._killed: set[int] = set()
@@ -119,7 +123,8 @@ class VirtualTime:
         self._take(index)
 
     def step(self, index: int) -> None:
-        """Blocks until the learner's inner step has ended. The thread has computed it when it began; news wait for the boundary."""
+        """Blocks until the learner's inner step has ended. The thread has computed it when it began; news wait for the
+        boundary."""
         seconds = self._step_s(index, self._num_steps[index])
         if not 0 < seconds < math.inf:
             raise ExchangeError(f"step_s gave {seconds!r} s for learner {index}; a step takes more than 0.")
@@ -132,11 +137,12 @@ class VirtualTime:
     def linger(self, index: int) -> bool:
         """Blocks until there is news at this very instant (True), or the instant is over (False)."""
         self._block(index, _Turn("instant"))
-        return self._has_news(index)
+        return index in self.news
 
     def wait(self, index: int) -> None:
         """Blocks until there is news."""
         self._block(index, _Turn("news"))
+        self.news.discard(index)
 
     def rest(self, index: int, until_s: float) -> None:
         """Blocks until then, whatever news there is."""
@@ -150,7 +156,8 @@ class VirtualTime:
         self._open_gate(self._next())
 
     def kill(self, index: int) -> None:
-        """The learner's thread goes no further: `Killed` is raised where it blocks. Nothing happens to one that is done."""
+        """The learner's thread goes no further: `Killed` is raised where it blocks. Nothing happens to one that is
+        done."""
         if self._turns[index].kind != "gone":
             self._killed.add(index)
 
@@ -187,16 +194,15 @@ class VirtualTime:
         alive = [i for i, turn in enumerate(self._turns) if turn.kind != "gone"]
         if not alive or self.failed is not None or self._stuck is not None:
             return alive[0] if alive else None
+        step_s = min(self._turns[i].at for i in alive)
         while True:
             if self._killed:
                 return min(self._killed)
-            for i in alive:  # steps that end now
-                if self._turns[i].at <= self.now:
+            if step_s <= self.now:  # steps that end now
+                return next(i for i in alive if self._turns[i].at <= self.now)
+            for i in sorted(self.news):
+                if self._turns[i].kind in ("news", "instant"):
                     return i
-            for i in alive:
-                if self._turns[i].kind in ("news", "instant") and self._has_news(i):
-                    return i
-            at = min(self._turns[i].at for i in alive)
             source = min(self._sources, key=lambda each: each.next_s)
             if source.next_s <= self.now:
                 source.happen(self.now)
@@ -204,14 +210,14 @@ class VirtualTime:
             for i in alive:  # nothing more can happen now
                 if self._turns[i].kind == "instant":
                     return i
-            if source.next_s < at:
+            if source.next_s < step_s:
                 self.now = source.next_s
-                source.happen(self.now)
-            elif at < math.inf:
-                self.now = at
+            elif step_s < math.inf:
+                self.now = step_s
             else:
                 waiting = ", ".join(map(str, alive))
                 self._stuck = (
-                    f"learners {waiting} all wait and nobody can go on; do all of them take the same number of steps?"
+                    f"learners {waiting} all wait and none of them can go on; do all of them take the same "
+                    "number of steps?"
                 )
                 return alive[0]

@@ -1,0 +1,364 @@
+"""A learner's end of a syncer in virtual time: carries out what `SessionCore` decides, over any wire."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from diloco.core.contribution import Contribution, Standing
+from diloco.core.held import Advanced, HeldFragment
+from diloco.core.layout import Layout
+from diloco.core.session import SessionCore, requests
+from diloco.errors import DilocoError, UnreachableError
+from diloco.exchange.virtual.replicas import Replicas
+from diloco.run.driver import Driver, Upload
+from diloco.run.global_model import Fetched
+from diloco.run.ports import ClockPort, InitialModel
+from diloco.run.simulated import MemorySlot
+
+log = logging.getLogger("diloco")
+
+SimulatedDriver = Driver[HeldFragment, MemorySlot, Tensor]
+Reply = Callable[..., None]
+"""Called with the answer to a request, or with a DilocoError; then with the bytes of it, where those are not few."""
+
+
+class Wire(Protocol):
+    """The connections of one learner to its syncer. What belongs to one call is lost together."""
+
+    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SimulatedDriver], None]) -> None:
+        """Carry this many bytes to the syncer; `arrive` is called with its driver then."""
+
+    def down(self, call: requests.Request, num_bytes: int, arrive: Callable[[], None]) -> None:
+        """Carry this many bytes from the syncer."""
+
+    def on_break(self, call: requests.Request, broken: Callable[[], None]) -> None:
+        """Call `broken` when the syncer finds that the connection of the call is gone."""
+
+    def hang_up(self, connection: int) -> None:
+        """Close a control connection."""
+
+    def ended(self, call: requests.Request) -> None:
+        """The call is over at the learner."""
+
+
+@dataclass(frozen=True)
+class News:
+    """What a `SessionCore` tells its learner; with an arrival, what has arrived."""
+
+    told: requests.News
+    fetched: Fetched[HeldFragment, Tensor] | None = None
+    advanced: Advanced | None = None
+
+
+@dataclass(eq=False)
+class _Open:
+    """A call that is under way. `deadline_s`: when it fails without an answer."""
+
+    call: requests.Request
+    deadline_s: float
+
+
+class SessionClient:
+    """One process's end of a run.
+
+    Arguments:
+        core: its state machine.
+        wire, clock: its world; the clock is given what to call when it rings.
+        layout: of its model.
+        replicas: shared by the learners of a run.
+        initial: gives this learner's model for the run.
+        ready: whether rounds wait for its first incarnation from the start (`SyncerCore.joined`).
+        overlap: the learner's own τ; None: the method's.
+        on_news: is told what its learner has to know, in order.
+
+    Attributes:
+        held: the newest version of each fragment that is here.
+        static: the tensors that training leaves alone, as bytes.
+        num_bytes: payload bytes by kind.
+        is_closed: it has left.
+    """
+
+    def __init__(
+        self, core: SessionCore, wire: Wire, clock: Callable[[Callable[[], None]], ClockPort], layout: Layout,
+        replicas: Replicas,
+        *, initial: Callable[[], InitialModel[HeldFragment]], ready: bool, overlap: int | None,
+        on_news: Callable[[News], None],
+    ) -> None:  # fmt: skip
+        self.core = core
+        self.held: list[HeldFragment | None] = [None] * len(layout.fragments)
+        self.static = b""
+        self.num_bytes: Counter[str] = Counter()
+        self.is_closed = False
+        self._wire, self._layout, self._replicas = wire, layout, replicas
+        self._clock = clock(self._wake)
+        self._initial, self._ready, self._overlap, self._on_news = initial, ready, overlap, on_news
+        self._payloads: dict[tuple[int, int, int], Tensor] = {}  # by incarnation, fragment and number
+        self._open: list[_Open] = []
+        self._hung_up: list[_Open] = []
+        self._pushes: dict[_Open, tuple[SimulatedDriver, Upload[MemorySlot]]] = {}  # begun at the syncer
+        self._last: tuple[Fetched[HeldFragment, Tensor], Advanced] | None = None  # what was fetched last
+
+    # --- the learner, and time ----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Become part of the run."""
+        self._do(self.core.begin(self._now))
+
+    def offer(self, c: Contribution, payload: Tensor) -> None:
+        """Send a contribution."""
+        self._payloads[c.incarnation, c.fragment, c.number] = payload
+        self._do(self.core.offered(self._now, c))
+
+    def report(self, incarnation: int, report: requests.Report) -> None:
+        """What the learner says of itself from now on."""
+        self._do(self.core.report(self._now, incarnation, report))
+
+    def restore(self, fragments: Sequence[HeldFragment]) -> None:
+        """The learner has these fragments from a checkpoint to which the run was taken back."""
+        self.held = [self._replicas.as_learners_hold(each) for each in fragments]
+        self.core.restored([each.version for each in fragments])
+
+    def leave(self) -> None:
+        """Say goodbye once all is sent."""
+        self._do(self.core.leave(self._now))
+
+    def lost(self, call: requests.Request, error: UnreachableError) -> None:
+        """The connection of a call is gone."""
+        for each in [each for each in self._open if each.call is call]:
+            self._finish(each, error)
+
+    @property
+    def _now(self) -> float:
+        return self._clock.now_s()
+
+    def _wake(self) -> None:
+        for each in [each for each in self._open if each.deadline_s <= self._now]:
+            self._finish(each, UnreachableError("the syncer did not answer in time; is the link up?"))
+        self._do(self.core.tick(self._now))
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: Sequence[requests.SessionAction]) -> None:
+        for action in actions:
+            match action:
+                case requests.HangUp(connection=connection):
+                    self._wire.hang_up(connection)
+                    self._hung_up += [each for each in self._open if _connection_of(each.call) == connection]
+                case requests.Drop(contribution=c):
+                    self._payloads.pop((c.incarnation, c.fragment, c.number), None)
+                case requests.Warn(text=text):
+                    log.warning("%s", text)
+                case requests.Close():
+                    self.is_closed = True
+                case requests.TellArrival():
+                    assert self._last is not None
+                    self._on_news(News(action, *self._last))
+                case requests.TellStart() | requests.TellCall() | requests.TellRejection() | requests.Fail():
+                    self._on_news(News(action))
+                case _:
+                    self._call(action)
+        while self._hung_up:
+            self._finish(self._hung_up.pop(0), UnreachableError("the connection was closed."))
+        timeout_s = min((each.deadline_s for each in self._open), default=math.inf)
+        self._clock.wake_at(math.inf if self.is_closed else min(timeout_s, self.core.wake_at))
+
+    def _call(self, call: requests.Request) -> None:
+        timeout_s = call.timeout_s if isinstance(call, requests.Describe | requests.Beat | requests.Leave) else math.inf
+        open_ = _Open(call, self._now + timeout_s)
+        self._open.append(open_)
+        match call:
+            case requests.Push():
+                self._push(open_, call)
+            case requests.Initialise():
+                model = self._initial()
+                num_bytes = len(model.static) + sum(4 * each.theta.numel() for each in model.fragments)
+                self.num_bytes["joins"] += num_bytes
+                self._ask(open_, lambda driver, reply: driver.initialise(model, reply), num_bytes)
+            case _:
+                self._ask(open_, lambda driver, reply: self._request(driver, open_, call, reply))
+
+    def _ask(self, open_: _Open, request: Callable[[SimulatedDriver, Reply], None], num_bytes: int = 0) -> None:
+        """Carry a request to the syncer, and what it answers back."""
+
+        def reply(answer: object = None, num_bytes: int = 0) -> None:
+            self._wire.down(open_.call, num_bytes, lambda: self._finish(open_, answer))
+
+        def arrive(driver: SimulatedDriver) -> None:
+            try:
+                request(driver, reply)
+            except DilocoError as error:
+                reply(error)
+
+        self._wire.up(open_.call, num_bytes, arrive)
+
+    def _request(self, driver: SimulatedDriver, open_: _Open, call: requests.Request, reply: Reply) -> None:
+        """A request has arrived at the syncer."""
+        match call:
+            case requests.Describe():
+                reply(driver.state.is_initialised)
+            case requests.Join(who=who, again=again):
+                ready = self._ready and not again
+                driver.join(
+                    who.learner,
+                    self._layout,
+                    reply,
+                    process=who.process,
+                    again=again,
+                    ready=ready,
+                    overlap=self._overlap,
+                )
+            case requests.Fetch(who=who, fragment=None):
+                driver.check(who.learner, who.incarnation)
+                reply(driver.state.model.static, len(driver.state.model.static))
+            case requests.Fetch(who=who, fragment=int(fragment), base=base):
+                fetched = driver.fetch(fragment, base, who.learner, who.incarnation)
+                reply(fetched, self._replicas.num_bytes(fetched))
+            case requests.Watch(who=who):
+                stream = _Stream(self, self._wire, open_, driver.boot)
+                driver.connected(who.learner, who.incarnation, stream)
+                self._wire.on_break(call, lambda: driver.disconnected(who.learner, who.incarnation, stream))
+            case requests.Beat(who=who, report=report):
+                standing = driver.heartbeat(
+                    who.learner, who.incarnation, step=report.step, tokens=report.tokens, step_s=report.step_s,
+                    waiting=report.waiting, finished=report.finished, versions=call.versions, confirmed=call.confirmed,
+                )  # fmt: skip
+                reply((driver.boot, standing))
+            case requests.Leave(who=who, tokens=tokens):
+                driver.leave(who.learner, who.incarnation, reply, tokens=tokens)
+
+    def _push(self, open_: _Open, call: requests.Push) -> None:
+        """Its header goes before its payload; what is cut in between never becomes complete."""
+        c = call.contribution
+        payload = self._payloads[c.incarnation, c.fragment, c.number]
+        self.num_bytes["contributions"] += payload.numel()
+
+        def reply(error: DilocoError | None) -> None:
+            self._wire.down(call, 0, lambda: self._finish(open_, error))
+
+        def begin(driver: SimulatedDriver) -> None:
+            try:
+                self._pushes[open_] = driver, driver.begin_push(c, payload.numel(), boot=call.boot)
+            except DilocoError as error:
+                reply(error)
+            else:
+                self._wire.on_break(call, cut)
+
+        def cut() -> None:
+            if (begun := self._pushes.pop(open_, None)) is not None:
+                begun[0].cut_push(begun[1])
+
+        def complete(driver: SimulatedDriver) -> None:
+            begun = self._pushes.pop(open_, None)
+            if begun is None:
+                return
+            if begun[0] is not driver:
+                reply(UnreachableError("the syncer was started again."))
+                return
+            push = begun[1]
+            push.slot.payload = payload
+            driver.complete_push(push, reply)
+
+        self._wire.up(call, 0, begin)
+        self._wire.up(call, payload.numel(), complete)
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, open_: _Open, answer: Any) -> None:
+        """A call is answered, or has failed."""
+        if open_ not in self._open:
+            return
+        self._open.remove(open_)
+        self._wire.ended(open_.call)
+        failed = isinstance(answer, DilocoError)
+        self._do(self.core.failed(self._now, open_.call, answer) if failed else self._answered(open_.call, answer))
+
+    def _answered(self, call: requests.Request, answer: Any) -> Sequence[requests.SessionAction]:
+        match call:
+            case requests.Describe():
+                return self.core.described(self._now, call, initialised=answer)
+            case requests.Initialise():
+                return self.core.initialised(self._now)
+            case requests.Join():
+                return self.core.joined(self._now, answer)
+            case requests.Fetch():
+                return self._take(call, answer)
+            case requests.Beat():
+                return self.core.beaten(self._now, call, *answer)
+            case requests.Push():
+                return self.core.pushed(self._now, call)
+            case requests.Watch():
+                return self.core.ended(self._now, call)
+        return self.core.left(self._now)
+
+    def _take(self, call: requests.Fetch, answer: Any) -> Sequence[requests.SessionAction]:
+        kind = "joins" if call.joining else "updates"
+        if call.fragment is None:
+            self.static = answer
+            self.num_bytes[kind] += len(answer)
+            return self.core.fetched(self._now, call, 0)
+        fetched: Fetched[HeldFragment, Tensor] = answer
+        self.num_bytes[kind] += self._replicas.num_bytes(fetched)
+        try:
+            advanced = self._replicas.fetched(self.held[call.fragment], fetched)
+        except DilocoError as error:
+            return self.core.failed(self._now, call, error)
+        self.held[call.fragment] = advanced.held
+        self._last = fetched, advanced
+        return self.core.fetched(self._now, call, advanced.held.version, fetched.verdicts)
+
+    # --- notices ------------------------------------------------------------------------------------------------------
+
+    def noticed(self, open_: _Open, boot: int, standing: Standing, *, is_first: bool) -> None:
+        """A notice of what stands."""
+        if open_ in self._open and isinstance(open_.call, requests.Watch):
+            hear = self.core.welcomed if is_first else self.core.heard
+            self._do(hear(self._now, open_.call, boot, standing))
+
+    def evicted(self, open_: _Open, reason: str, *, replaced: bool) -> None:
+        """A notice that the incarnation is out."""
+        if open_ in self._open and isinstance(open_.call, requests.Watch):
+            self._do(self.core.evicted(self._now, open_.call, reason, replaced=replaced))
+
+    def stream_ended(self, open_: _Open) -> None:
+        """No notice follows."""
+        self._finish(open_, None)
+
+
+class _Stream:
+    """A stream of notices, at the syncer's end."""
+
+    def __init__(self, client: SessionClient, wire: Wire, open_: _Open, boot: int) -> None:
+        self._client, self._wire, self._open, self._boot = client, wire, open_, boot
+        self._has_begun = False
+
+    def standing(self, standing: Standing) -> None:
+        """As `ports.ConnectionPort`."""
+        is_first, self._has_begun = not self._has_begun, True
+        self._send(lambda: self._client.noticed(self._open, self._boot, standing, is_first=is_first))
+
+    def evicted(self, reason: str, *, replaced: bool) -> None:
+        """As `ports.ConnectionPort`."""
+        self._send(lambda: self._client.evicted(self._open, reason, replaced=replaced))
+
+    def end(self) -> None:
+        """As `ports.ConnectionPort`."""
+        self._send(lambda: self._client.stream_ended(self._open))
+
+    def _send(self, arrive: Callable[[], None]) -> None:
+        self._wire.down(self._open.call, 0, arrive)
+
+
+def _connection_of(call: requests.Request) -> int | None:
+    """The control connection of a call; None: it goes over another one."""
+    return (
+        call.connection
+        if isinstance(call, requests.Describe | requests.Watch | requests.Beat | requests.Leave)
+        else None
+    )

@@ -1,0 +1,191 @@
+"""What is on its way between learners and a syncer in virtual time, and what happens to them from outside."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from diloco.errors import ConfigError
+from diloco.exchange.virtual.turns import Watch
+
+Direction = Literal["up", "down"]
+Event = Callable[[], None]
+
+
+class Arrival(Protocol):
+    """A transfer that has arrived: its number as `send` gave it, and when it was on the links."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def learner(self) -> int: ...
+
+    @property
+    def direction(self) -> Direction: ...
+
+    @property
+    def began_s(self) -> float: ...
+
+    @property
+    def ended_s(self) -> float: ...
+
+
+class Links(Protocol):
+    """A network, as a run in virtual time sees it; `diloco.planning.network.Network` is one."""
+
+    def send(self, now_s: float, learner: int, direction: Direction, num_bytes: float) -> int:
+        """Put a transfer on its way; returns its number."""
+
+    def drop(self, now_s: float, learner: int) -> None:
+        """Forget all that is on its way from and to a learner."""
+
+    def latency_s(self, learner: int) -> float:
+        """Of something small, one way."""
+
+    @property
+    def next_s(self) -> float:
+        """When to look next."""
+
+    def arrived(self, now_s: float) -> Sequence[Arrival]:
+        """What has arrived by now and was not returned before."""
+
+
+class Delivery:
+    """Events at a time, and messages and transfers over a network. Without a network all arrives at once, in the order
+    sent.
+
+    Arguments:
+        now_s: tells the time.
+        watch: is told of every transfer.
+    """
+
+    def __init__(self, links: Links | None, now_s: Callable[[], float], watch: Watch) -> None:
+        self.now_s = now_s
+        self._links, self._watch = links, watch
+        self._transfers: dict[int, Event] = {}
+        self._events: list[tuple[float, int, int | None, Event]] = []
+        self._num_events = 0
+
+    def carry(self, learner: int, direction: Direction, num_bytes: int, arrive: Event) -> None:
+        """`arrive` is called when this many bytes have arrived; a few bytes wait for no transfer."""
+        if self._links is None:
+            self.at(self.now_s(), arrive, learner)
+        elif num_bytes:
+            self._transfers[self._links.send(self.now_s(), learner, direction, num_bytes)] = arrive
+        else:
+            self.at(self.now_s() + self._links.latency_s(learner), arrive, learner)
+
+    def at(self, at_s: float, event: Event, learner: int | None = None) -> None:
+        """`event` happens at this time, unless all that concerns the learner is forgotten before."""
+        heapq.heappush(self._events, (at_s, self._num_events, learner, event))
+        self._num_events += 1
+
+    def forget(self, learner: int) -> None:
+        """Nothing that is on its way from or to the learner arrives."""
+        self._events = [each for each in self._events if each[2] != learner]
+        heapq.heapify(self._events)
+        if self._links is not None:
+            self._links.drop(self.now_s(), learner)
+
+    @property
+    def next_s(self) -> float:
+        """When something happens next."""
+        event_s = self._events[0][0] if self._events else math.inf
+        return event_s if self._links is None else min(event_s, self._links.next_s)
+
+    def happen(self, now_s: float) -> None:
+        """The first event that is due; all transfers that arrive now, once none is. (What was sent before a transfer
+        arrives before it.)"""
+        if self._events and self._events[0][0] <= now_s:
+            heapq.heappop(self._events)[3]()
+            return
+        for each in () if self._links is None else self._links.arrived(now_s):
+            self._watch(each.direction, each.learner, each.began_s, each.ended_s)
+            self._transfers.pop(each.number)()
+
+
+class Alarm:
+    """The clock of a state machine (`run.ports.ClockPort`): calls `ring` at the time that was set last.
+
+    Arguments:
+        learner: whose it is; None: the syncer's.
+    """
+
+    def __init__(self, delivery: Delivery, ring: Event, learner: int | None = None) -> None:
+        self._delivery, self._ring, self._learner = delivery, ring, learner
+        self._wanted_s = self._planned_s = math.inf
+
+    def now_s(self) -> float:
+        """The virtual time."""
+        return self._delivery.now_s()
+
+    def wake_at(self, at_s: float) -> None:
+        """Ring at this time; an earlier `wake_at` is void."""
+        self._wanted_s = at_s
+        if at_s < self._planned_s:
+            self._plan(at_s)
+
+    def stop(self) -> None:
+        """Never ring again."""
+        self._ring = lambda: None
+
+    def _plan(self, at_s: float) -> None:
+        self._planned_s = at_s
+        self._delivery.at(at_s, lambda: self._happen(at_s), self._learner)
+
+    def _happen(self, at_s: float) -> None:
+        if at_s != self._planned_s:  # an earlier time was planned after this one
+            return
+        self._planned_s = math.inf
+        if self._wanted_s <= at_s:
+            self._wanted_s = math.inf
+            self._ring()
+        elif self._wanted_s < math.inf:
+            self._plan(self._wanted_s)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A learner is killed.
+
+    Attributes:
+        learner: its index.
+        at_s: when.
+        back_s: when it starts again; None: it does not.
+    """
+
+    learner: int
+    at_s: float
+    back_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if (
+            not 0 <= self.at_s < math.inf
+            or not self.at_s <= (self.at_s if self.back_s is None else self.back_s) < math.inf
+        ):
+            raise ConfigError(
+                f"learner {self.learner} is killed at {self.at_s!r} s and back at {self.back_s!r} s; it comes back "
+                "later, or never (None)."
+            )
+
+
+class Faults:
+    """When learners are killed, and what is done about it."""
+
+    def __init__(self, faults: Sequence[Fault], kill: Callable[[Fault], None]) -> None:
+        self._left = sorted(faults, key=lambda each: (each.at_s, each.learner))
+        self._kill = kill
+
+    @property
+    def next_s(self) -> float:
+        """When the next one is due."""
+        return self._left[0].at_s if self._left else math.inf
+
+    def happen(self, now_s: float) -> None:
+        """All that are due now."""
+        while self._left and self._left[0].at_s <= now_s:
+            self._kill(self._left.pop(0))

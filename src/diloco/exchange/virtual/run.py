@@ -1,0 +1,259 @@
+"""A run in one process and in virtual time, without its learners: what they live in, and their syncer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from diloco.core.held import HeldFragment
+from diloco.core.layout import Layout
+from diloco.core.members import Deadlines
+from diloco.core.method import Method
+from diloco.core.session import requests
+from diloco.errors import ConfigError, LayoutError
+from diloco.exchange.virtual.client import SimulatedDriver
+from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
+from diloco.exchange.virtual.replicas import Replicas
+from diloco.exchange.virtual.syncer import VirtualSyncer
+from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
+from diloco.run.ports import NullObserver, Observer, SavedRun
+
+RUN = "local"
+
+BROKEN_CONNECTIONS_ONLY = Deadlines(
+    lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf
+)
+"""A learner is given up some time after its connection has broken. Its silence means nothing: it says something when
+there is something to say, and nothing of that is lost."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What the learners of a run in virtual time live in.
+
+    Attributes:
+        names: of the learners; merges go in the order of names.
+        step_s: seconds that an inner step takes.
+        starts_s: when each learner starts. The first one's parameters initialise the run.
+        links: the network between learners and syncer; None: everything arrives at once.
+        faults: which learners are killed, and when; a syncer gives up those that do not come back
+            (`Deadlines.reconnect_steps`).
+        observer: is told what the syncer does.
+        watch: is told what takes time.
+    """
+
+    names: Sequence[str]
+    step_s: StepSeconds
+    starts_s: Sequence[float]
+    links: Links | None = None
+    faults: Sequence[Fault] = ()
+    observer: Observer = field(default_factory=NullObserver)
+    watch: Watch = lambda *_: None
+
+
+class LearnerEnd(Protocol):
+    """A learner's exchange, while the learner is alive."""
+
+    initialises: bool
+
+    def killed(self) -> None:
+        """Its process is gone."""
+
+
+class VirtualRun:
+    """A run's syncer and network, in the process of its learners. For one run.
+
+    Attributes:
+        time: which learner goes on when; `time.now` is the time.
+        delivery: the network.
+        back_s: of each learner that was killed, when it is back; None: never.
+        ends: each learner's exchange, while the learner is alive.
+        initialiser: the learner that is giving the run its model.
+        has_trained: whether any learner has taken a step in the run.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.names, self.starts_s = tuple(world.names), world.starts_s
+        self.back_s: list[float | None] = [None] * len(self.names)
+        self.ends: list[LearnerEnd | None] = [None] * len(self.names)
+        self.initialiser: int | None = None
+        self.has_trained = False
+        self.delivery = Delivery(world.links, lambda: self.time.now, world.watch)
+        sources = (self.delivery, Faults(world.faults, self._kill))
+        self.time = VirtualTime(world.starts_s, world.step_s, sources, world.watch)
+        self._observer = world.observer
+        self._wires = [Line(self, index) for index in range(len(self.names))]
+        self._awaiting: set[int] = set()  # learners that wait for the run to have a model
+        self._began_s = math.inf
+        self._num_processes = 0
+        self._syncer: VirtualSyncer | None = None
+        self._first = ""
+
+    # --- the syncer ---------------------------------------------------------------------------------------------------
+
+    def serve(self, learner: str, method: Method, layout: Layout) -> VirtualSyncer:
+        """The run's syncer, by the method of the learner that comes first.
+
+        Raises:
+            ConfigError: this learner has another method. LayoutError: it has another model.
+        """
+        if self._syncer is None:
+            self._first, self._layout, self.replicas = learner, layout, Replicas(method)
+            self._syncer = VirtualSyncer(
+                RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY
+            )
+        if difference := self._syncer.method.difference(method):
+            raise ConfigError(f"{self._first} and {learner} use different methods: {difference}.")
+        if difference := self._layout.first_difference(layout):
+            raise LayoutError(f"{self._first} and {learner} do not hold the same model: {difference}.")
+        return self._syncer
+
+    @property
+    def driver(self) -> SimulatedDriver | None:
+        """Serves the run, once a learner has come; may have no model yet."""
+        return None if self._syncer is None else self._syncer.driver
+
+    @property
+    def has_model(self) -> bool:
+        """Whether learners can join."""
+        return self.driver is not None and self.driver.state.is_initialised
+
+    def initialises(self, index: int, end: LearnerEnd) -> bool:
+        """Whether the run begins with this learner's model. Blocks until it does, or has begun."""
+        while not self.has_model:
+            if self.initialiser is None and end.initialises:
+                self.initialiser = index
+                return True
+            self._awaiting.add(index)
+            self.time.wait(index)
+        return False
+
+    def look_again(self) -> None:
+        """The run may have got its model, or have lost the learner that was giving it one."""
+        if self.has_model:
+            self._began_s = min(self._began_s, self.time.now)
+        self.time.news |= self._awaiting
+        self._awaiting.clear()
+
+    def is_founder(self, index: int) -> bool:
+        """Whether a learner was there when the run began: rounds wait for it from the start."""
+        return self.starts_s[index] <= self._began_s and self.back_s[index] is None
+
+    def next_process(self) -> int:
+        """Names a learner's process."""
+        self._num_processes += 1
+        return self._num_processes
+
+    def wire(self, index: int) -> Line:
+        """A learner's connections."""
+        return self._wires[index]
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def restore(self, name: str, state: Mapping[str, Any]) -> Sequence[HeldFragment]:
+        """Go on from here with what a learner's checkpoint says of it, and before any learner has trained with the
+        model and rounds that the checkpoint says (`Local.state_dict`). Returns the run's fragments."""
+        assert self._syncer is not None
+        driver = self._syncer.driver
+        values = dict(driver.core.saved().values)
+        fragments = [driver.state.model.held(f) for f in range(len(driver.state.versions))]
+        saved = [state["fragments"][str(f)] for f in range(len(fragments))]
+        if not self.has_trained:
+            fragments = [HeldFragment.from_state_dict(f, each) for f, each in enumerate(saved)]
+            values |= {
+                "step": state["step"], "rounds": state["rounds"]["run"],
+                "fragment_steps": [each["step"] for each in saved]
+            }  # fmt: skip
+        values["members"][name] |= {"step": state["step"], "rounds": state["rounds"]["learner"]}
+        values["accounts"][name]["ledgers"] = [each["ledger"] for each in saved]
+        model = driver.state.model
+        self._syncer.restart(
+            SavedRun(
+                self._syncer.run, self._syncer.method, model.layout, tuple(fragments), tuple(model.contributors),
+                model.static,
+                source="checkpoint", step=values["step"], tokens=driver.state.initial_tokens, record=values,
+            )
+        )  # fmt: skip
+        return fragments
+
+    def stands_at(self, state: Mapping[str, Any]) -> bool:
+        """Whether the run's model is a checkpoint's, in version and bits."""
+        assert self.driver is not None
+        held = [self.driver.state.model.held(f) for f in range(len(self.driver.state.versions))]
+        saved = [state["fragments"][str(f)] for f in range(len(held))]
+        return all(
+            each.version == at["version"] and torch.equal(each.theta, at["theta"])
+            for each, at in zip(held, saved, strict=True)
+        )
+
+    # --- faults, and the end ------------------------------------------------------------------------------------------
+
+    def _kill(self, fault: Fault) -> None:
+        """A learner is killed, which breaks its connections; the syncer gives it up after a while, unless it is back by
+        then."""
+        index, end = fault.learner, self.ends[fault.learner]
+        self.time.kill(index)
+        self.back_s[index] = fault.back_s
+        self.ends[index] = None
+        self._awaiting.discard(index)
+        self.delivery.forget(index)
+        if end is not None:
+            end.killed()
+        self._wires[index].broke()
+        if self.initialiser == index:
+            self.initialiser = None
+            self.look_again()
+
+    def finish(self) -> None:
+        """All learners are done: what they sent last still arrives."""
+        while self.delivery.next_s < math.inf:
+            self.time.now = max(self.time.now, self.delivery.next_s)
+            self.delivery.happen(self.time.now)
+
+
+class Line:
+    """One learner's connections, over the run's network (`client.Wire`)."""
+
+    def __init__(self, run: VirtualRun, index: int) -> None:
+        self._run, self._index = run, index
+        self._broken: dict[requests.Request, Callable[[], None]] = {}
+
+    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SimulatedDriver], None]) -> None:
+        """As `Wire`."""
+
+        def arrives() -> None:
+            assert self._run.driver is not None
+            arrive(self._run.driver)
+
+        self._run.delivery.carry(self._index, "up", num_bytes, arrives)
+
+    def down(self, call: requests.Request, num_bytes: int, arrive: Callable[[], None]) -> None:
+        """As `Wire`."""
+        self._run.delivery.carry(self._index, "down", num_bytes, arrive)
+
+    def on_break(self, call: requests.Request, broken: Callable[[], None]) -> None:
+        """As `Wire`."""
+        self._broken[call] = broken
+
+    def hang_up(self, connection: int) -> None:
+        """As `Wire`."""
+        for call in [
+            each for each in self._broken if isinstance(each, requests.Watch) and each.connection == connection
+        ]:
+            self._run.delivery.carry(self._index, "up", 0, self._broken.pop(call))
+
+    def ended(self, call: requests.Request) -> None:
+        """As `Wire`. Other learners hear that the run has begun when its initialiser does."""
+        self._broken.pop(call, None)
+        if isinstance(call, requests.Initialise):
+            self._run.look_again()
+
+    def broke(self) -> None:
+        """All connections are gone, and the syncer knows at once."""
+        broken, self._broken = list(self._broken.values()), {}
+        for each in broken:
+            each()
