@@ -12,9 +12,9 @@ caller must ensure that one event is over before the next begins. Events that wa
 leave) are answered by a call of `done`.
 
 The life of a contribution: a push is begun, which makes room for it, and completed, which has its content checked;
-`SyncerCore` acknowledges or rejects it; its round is closed (`WorkerPort.close`), made durable (`DiskPort.persist_version`),
-and only then visible. A refused write is tried again after `writes.RETRY_S`. Until it succeeds the version is not
-visible, and contributions wait in the spool.
+`SyncerCore` acknowledges or rejects it; its round is closed (`WorkerPort.close`), made durable
+(`DiskPort.persist_version`), and only then visible. A refused write is tried again after `writes.RETRY_S`. Until it
+succeeds the version is not visible, and contributions wait in the spool.
 """
 
 from __future__ import annotations
