@@ -149,8 +149,7 @@ class Accounting:
         return has_verdict or key_of(c) in self.open
 
     def check(self, c: Contribution) -> None:
-        """Check that a new contribution accounts only for tokens that its learner has trained and not accounted for
-        yet.
+        """Check that a new contribution accounts only for trained tokens that are not accounted for yet.
 
         Raises:
             PayloadError: it accounts for more.
@@ -186,8 +185,7 @@ class Accounting:
     # --- verdicts -----------------------------------------------------------------------------------------------------
 
     def confirm(self, learner: str, confirmed: Sequence[int]) -> None:
-        """The newest incarnation has received the verdicts of all its contributions up to these numbers, one per
-        fragment."""
+        """The newest incarnation knows the verdicts of its contributions up to these numbers, one per fragment."""
         account = self.accounts[learner]
         if list(confirmed) == account.confirmed:
             return

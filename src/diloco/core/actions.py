@@ -22,8 +22,7 @@ class Acknowledge:
 
 @dataclass(frozen=True)
 class Reject:
-    """Drop a contribution's payload: it will not be merged. Its learner gets the verdict with its standing, once that
-    is durable."""
+    """Drop a contribution's payload: it will not be merged. Its learner gets the verdict once that is durable."""
 
     contribution: Contribution
     reason: str
@@ -59,8 +58,7 @@ class PersistVersion:
 
 @dataclass(frozen=True)
 class PersistRecord:
-    """Make a record durable soon: take `saved()`, then call `recorded`. The record of a version stored first will do
-    too."""
+    """Make a record durable soon: take `saved()`, then call `recorded`. The record of a stored version serves too."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""A fragment at a version. `close` merges contributions into its next version; `advance` makes the same from the
-update.
+"""A fragment at a version. `close` merges contributions into the next one; `advance` makes it from the update.
 
     Δ̄ = scale · Merge({decode(payload_m)}, w)                 merge, in learner-id order, fp32
     Θ* = OuterOpt(Θ, Δ̄)                                        outer step

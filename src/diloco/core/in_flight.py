@@ -15,8 +15,7 @@ from diloco.core.ledger import Ledger
 
 @dataclass
 class InFlight:
-    """A contribution that was sent and is not complete: its version is not adopted yet, and no rejection has removed
-    it.
+    """A contribution that was sent and is not complete: its version is not adopted, and it is not removed as rejected.
 
     Attributes:
         number, round, base, tokens, steps: as in `Contribution`; number 0: of an earlier incarnation.

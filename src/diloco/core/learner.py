@@ -57,8 +57,7 @@ class LearnerCore:
 
     @property
     def newest(self) -> tuple[int, ...]:
-        """The version of each fragment that counts as the global model here: the adopted one, or a newer one that was
-        received."""
+        """The version of each fragment that counts as the global model here: the adopted one, or a newer received one."""
         return tuple(self._rounds.newest(fragment) for fragment in range(len(self.fragments)))
 
     # --- out ----------------------------------------------------------------------------------------------------------
@@ -151,8 +150,7 @@ class LearnerCore:
         return self._rounds.keeps_own(fragment, version)
 
     def adopted(self, fragment: int, version: int) -> tuple[InFlight, ...]:
-        """The learner has adopted `version`. Returns the contributions in flight that this completes (merged or
-        missed)."""
+        """The learner has adopted `version`. Returns the contributions that this completes (merged or missed)."""
         work = self.fragments[fragment]
         if version not in work.received:
             raise VersionError(f"fragment {fragment} cannot adopt version {version}: it was not received.")

@@ -100,8 +100,7 @@ class Deadlines:
         return min(self.lost_after_s(step_s), max(self.reconnect_floor_s, self.reconnect_steps * (step_s or 0.0)))
 
     def stalled_after_s(self, step_s: float | None) -> float:
-        """Seconds without a step after which a learner with this step time is stalled; the cap where it is not
-        measured."""
+        """Seconds without a step after which a learner with this step time is stalled; None gives the cap."""
         return (
             self.stalled_cap_s
             if step_s is None

@@ -221,8 +221,7 @@ class SyncerCore:
         return actions + self._look_again(now)
 
     def stood_still(self, seconds: float) -> None:
-        """The syncer process did not run for this long: move all deadlines, since what learners sent meanwhile is
-        unread."""
+        """The syncer process did not run for this long: move all deadlines, since messages of that time are unread."""
         for member in self.members.values():
             member.seen_at += seconds
             member.progressed_at += seconds
@@ -272,8 +271,7 @@ class SyncerCore:
         return [PersistVersion(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The closed round has no finite result: keep the version, and reject its contributions and those that depend
-        on it."""
+        """The closed round has no finite result: keep the version, reject its contributions and those based on it."""
         state = self.fragments[fragment]
         assert state.closing is not None
         closed, state.closing, state.phase = state.closing, None, "open"
@@ -318,8 +316,7 @@ class SyncerCore:
         return tuple(each for each in verdicts if each.fragment == fragment and each.version <= version)
 
     def start_step(self, learner: str) -> int:
-        """The inner step at which a learner starts that has not trained yet: the run's, or less where a round lacks
-        learners."""
+        """The inner step at which a new learner starts: the run's, or less where a round lacks learners."""
         start = self.rounds.start_step(learner) if self.members[learner].tokens == 0 else None
         return self.step if start is None else start
 

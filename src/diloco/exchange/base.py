@@ -105,8 +105,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Rejoined:
-    """This learner was evicted and has rejoined as a new incarnation. It starts from `opened`; what it had sent is
-    void."""
+    """This learner was evicted and has rejoined: it starts from `opened`, and what it had sent is void."""
 
     opened: Opened
     reason: str

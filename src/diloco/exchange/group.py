@@ -1,5 +1,4 @@
-"""Separate connections between the ranks of a process group, so that our traffic never mixes with the user's
-collectives.
+"""Separate connections between the ranks of a process group: our traffic never mixes with the user's collectives.
 
 They are gloo's, whatever backend the given group has: what is exchanged starts and ends on the host. The ranks find
 each other through the given group's store. `torch.distributed.new_group` cannot make them: it wants every rank of the
@@ -36,8 +35,7 @@ TEXT_CHARACTERS = 256
 
 
 class Group:
-    """Collective operations on host tensors between the ranks of `parent`. Every method is called by all ranks in the
-    same order.
+    """Collective operations on host tensors. All ranks of `parent` must call every method in the same order.
 
     Arguments:
         parent: the group whose ranks take part; None: all.
@@ -183,8 +181,7 @@ def error_of(name: str, text: str) -> DilocoError:
 
 
 def reason_of(error: Exception) -> str:
-    """The reason in an error text of torch, gloo or torchft, without gRPC's status fields and gloo's source file and
-    advice."""
+    """The reason in an error text of torch, gloo or torchft, without status fields, source file and advice."""
     text = str(error).strip() or type(error).__name__
     if quoted := re.search(r'message: "([^"]+)"', text):
         return quoted[1]

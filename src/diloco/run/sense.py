@@ -80,8 +80,7 @@ def check_contribution(c: Contribution, run_step: int) -> None:
 
 
 def check_size(c: Contribution, num_bytes: int, expected_bytes: int, num_tensors: int) -> None:
-    """Check that a contribution has exactly the size that its fragment and codec need, and names only its fragment's
-    tensors.
+    """Check that a contribution has the exact size of its fragment and codec, and names only its fragment's tensors.
 
     Raises:
         CorruptPayloadError: another size. LayoutError: there is no such tensor.

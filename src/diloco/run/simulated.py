@@ -1,5 +1,4 @@
-"""Worker, disk and spool of a driver in one process, without threads and files. What takes time there is given to
-`Later`."""
+"""Worker, disk and spool of a driver in one process, without threads and files. `Later` schedules their work."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ class Write(Generic[H, P]):
 
 
 class Writes(Generic[H, P]):
-    """The queue of writes. Versions come first, in the order in which they were merged: each brings the record with
-    it."""
+    """The queue of writes. Versions come first, in merge order; each brings the record with it."""
 
     def __init__(self) -> None:
         self._versions: list[Write[H, P]] = []

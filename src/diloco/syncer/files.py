@@ -1,5 +1,4 @@
-"""The tensors of a store: one safetensors file for each version of a fragment, and one for what training leaves
-alone."""
+"""The tensors of a store: a safetensors file for each version of a fragment, and one for the frozen state."""
 
 from __future__ import annotations
 

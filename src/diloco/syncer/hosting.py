@@ -237,8 +237,8 @@ class HostedDriver:
             self._changed.wait_for(lambda: self.failure is not None or not self._driver.is_busy)
 
     def stop(self) -> None:
-        """Finish what is being merged and stored, but do not wait for a disk that refuses; then end the connections and
-        the threads."""
+        """Finish merges and writes under way, but do not wait for a disk that refuses; then end connections and
+        threads."""
         self.ask(lambda driver: driver.stop())
         self.drain()
         self._ticker.stop()

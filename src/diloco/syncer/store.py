@@ -269,8 +269,7 @@ class Store:
 
 @contextlib.contextmanager
 def understood(path: Path) -> Iterator[None]:
-    """What is read from the database in this directory makes sense, or is a StoreError: SQLite only sees to it that
-    pages are whole."""
+    """Turn values of the database that make no sense into StoreError: SQLite only checks that pages are whole."""
     try:
         yield
     except DilocoError:

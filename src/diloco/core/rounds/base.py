@@ -237,8 +237,8 @@ class SyncerRounds(ABC):
         return ()
 
     def saved(self) -> dict[str, Any]:
-        """State as plain values (JSON), without members (`saved_of`) and without open rounds, whose contributions are
-        sent again."""
+        """State as plain values (JSON), without members (`saved_of`) and open rounds (their contributions are sent
+        again)."""
         return {}
 
     def restore(self, values: Mapping[str, Any]) -> None:  # noqa: B027
@@ -301,8 +301,7 @@ class LearnerRounds(ABC):
         return self.fragments[fragment].version
 
     def answer_to(self, flight: InFlight) -> int | None:
-        """The version that answers a contribution in flight; None: not known beforehand, so a resumed learner cannot
-        wait for it."""
+        """The version that answers a contribution in flight; None: it is not known beforehand."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

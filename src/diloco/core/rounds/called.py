@@ -65,8 +65,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Called(Quorum):
-    """The syncer calls for contributions to a fragment; it merges when K learners have answered and the grace window is
-    over.
+    """The syncer calls for contributions; it merges once K learners have answered and the grace window is over.
 
     Once K answers are there, the round stays open for
 
@@ -318,8 +317,7 @@ class CalledLearner(LearnerRounds):
         self._asked[fragment] = None
 
     def called(self, fragment: int, version: int) -> bool:
-        """A call may arrive before its version, or before the learner has work. Then the learner answers after a later
-        step."""
+        """A call may arrive before its version, or before the learner has work. Then it answers after a later step."""
         work = self.fragments[fragment]
         if work.pending_steps > 0 and self._can_answer(work, version):
             return True

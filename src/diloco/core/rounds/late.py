@@ -28,8 +28,7 @@ def check_late(kind: str, late: str) -> None:
 
 
 def needs_no_schedule(kind: str, answers: Answers) -> tuple[bool, str]:
-    """The contradiction with `outer_at="learners"`: learners without a common schedule cannot take the same outer
-    steps."""
+    """Learners without a common schedule cannot take the same outer steps: not with `outer_at="learners"`."""
     return (
         answers.outer_at == "learners",
         f"outer_at='learners' needs a schedule that all learners follow, not {kind}; use AllLive.",

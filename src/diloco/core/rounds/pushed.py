@@ -32,8 +32,7 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True)
 class Pushed(Quorum):
-    """Learners push after H of their own steps; a round merges as soon as K learners have pushed, without calls or
-    grace.
+    """Learners push after H of their own steps; a round merges as soon as K have pushed, without grace.
 
     Asynchronous local SGD, arXiv 2401.09135, is K = 1.
 
@@ -116,8 +115,7 @@ class PushedSyncer(SyncerRounds):
         return self._rounds[fragment].pop(number).closed(number, late.ready(self._run), now)
 
     def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
-        """An absent learner is weighted by the pending work of its last heartbeat, or by the work of its last push if
-        that is more."""
+        """An absent learner is weighted by its pending work at the last heartbeat, or by its last push if that is more."""
         members = late.absent(self._run, closed)
         work = {member.learner: self._work(member, fragment) for member in members}
         return late.scale(self._run, closed, weights, work)
@@ -215,8 +213,7 @@ class PushedLearner(LearnerRounds):
         return False
 
     def adopted(self, fragment: int, step: int, *, overwritten: bool) -> None:
-        """Restart the push interval where adoption discards the work; otherwise the next push would contain almost
-        none."""
+        """Restart the push interval where adoption discards the work; else the next push would contain little."""
         self._answered[fragment] = False
         if overwritten:
             self._push_at[fragment] = step + self._push_every[fragment]

@@ -185,8 +185,7 @@ class ScheduledSyncer(SyncerRounds):
         return None
 
     def _intervals_in_flight(self, learner: str) -> int:
-        """How many answers may be outstanding when the learner sends; learners may differ in τ (Streaming DiLoCo, arXiv
-        2501.18512)."""
+        """How many answers may be outstanding when the learner sends, by its own τ if it has one (arXiv 2501.18512)."""
         schedule, overlap = self._run.rules.schedule, self._run.members[learner].overlap
         return schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
 
@@ -370,8 +369,8 @@ class ScheduledLearner(LearnerRounds):
         return flight.round < version
 
     def rejected(self, fragment: int, flight: InFlight, reason: str) -> bool:
-        """Where the round goes on without the contribution, the learner still waits for its version: if it ran ahead,
-        it would be late again."""
+        """Where the round goes on without the contribution, the learner waits for its version: running ahead, it would
+        be late again."""
         if reason not in (DROPPED, MISSED, TWICE, OUTLIER):
             return False
         flight.tokens, flight.kept = 0, reason == DROPPED

@@ -67,8 +67,7 @@ class Initialise:
 
 @dataclass(frozen=True)
 class Join:
-    """Ask for a new incarnation; then call `joined`. `again`: it follows an eviction and must not replace another
-    process."""
+    """Ask for a new incarnation; then call `joined`. `again`: after an eviction; it must not replace another process."""
 
     who: Identity
     again: bool

@@ -106,8 +106,7 @@ class TorchFT(Exchange):
         return {"run": to_tensor(self._copy.as_bytes()), "step": self._copy.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from `state_dict`. A member that resumes from an older state, or from none, is healed in the next
-        round.
+        """Continue from `state_dict`. A member with an older state, or none, is healed in the next round.
 
         Raises:
             CheckpointError: it was written over another kind of exchange.

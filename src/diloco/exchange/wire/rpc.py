@@ -43,8 +43,7 @@ def abort(context: grpc.ServicerContext, error: DilocoError) -> None:
 
 
 def from_rpc_error(error: grpc.RpcError, address: str) -> DilocoError:
-    """The error of this package that a failed call stands for; anything the other side did not raise itself is an
-    ExchangeError."""
+    """The error of this package that a failed call stands for; ExchangeError if the other side did not raise it."""
     call: Any = error
     trailing = dict(call.trailing_metadata() or ())
     kind = getattr(errors, str(trailing.get(ERROR_KEY, "")), None)
