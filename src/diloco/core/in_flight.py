@@ -15,7 +15,7 @@ from diloco.core.ledger import Ledger
 
 @dataclass
 class InFlight:
-    """A contribution that was sent and is not complete: its version is not adopted, and it is not removed as rejected.
+    """A contribution that was sent and is not complete: its version is not adopted, nor was it removed as rejected.
 
     Attributes:
         number, round, base, tokens, steps: as in `Contribution`; number 0: of an earlier incarnation.

@@ -57,7 +57,7 @@ class LearnerCore:
 
     @property
     def newest(self) -> tuple[int, ...]:
-        """The version of each fragment that counts as the global model here: the adopted one, or a newer received one."""
+        """By fragment, the version that counts as the global model here: the adopted one, or a newer received one."""
         return tuple(self._rounds.newest(fragment) for fragment in range(len(self.fragments)))
 
     # --- out ----------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class PushedSyncer(SyncerRounds):
         return self._rounds[fragment].pop(number).closed(number, late.ready(self._run), now)
 
     def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
-        """An absent learner is weighted by its pending work at the last heartbeat, or by its last push if that is more."""
+        """An absent learner is weighted by its pending work at the last heartbeat, or its last push if that is more."""
         members = late.absent(self._run, closed)
         work = {member.learner: self._work(member, fragment) for member in members}
         return late.scale(self._run, closed, weights, work)

@@ -67,7 +67,7 @@ class Initialise:
 
 @dataclass(frozen=True)
 class Join:
-    """Ask for a new incarnation; then call `joined`. `again`: after an eviction; it must not replace another process."""
+    """Ask for a new incarnation; then call `joined`. `again`: after an eviction; must not replace another process."""
 
     who: Identity
     again: bool
