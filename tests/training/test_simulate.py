@@ -1,6 +1,7 @@
 """Whole runs in virtual time: the trainer's bits, where the time goes, faults, recorded runs, and the command."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 import diloco
 from diloco.cli import main
 from diloco.config import RunConfig, dump_config
+from diloco.core.pool import Pool
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
 from diloco.events import (
@@ -18,6 +20,7 @@ from diloco.events import (
     Finished,
     Initialised,
     Joined,
+    Left,
     Merged,
     Published,
     RunStarted,
@@ -281,3 +284,37 @@ def test_the_command(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert call("simulate", str(run), "--site", str(site), "--replace") == 2
     assert "there are 4 learners to simulate" in capfd.readouterr().err
     assert (directory / "simulation.json").exists()  # what is refused removes nothing
+
+
+# --- pools
+
+
+def num_live(directory: Path, at_s: float) -> int:
+    """Learners that take part at this time."""
+    said = [e for e in read_events(directory / "syncer" / "events.jsonl") if e.t <= at_s]
+    return sum(isinstance(e, Joined) - isinstance(e, Left) for e in said)
+
+
+@pytest.mark.parametrize("schedule", ["ramp up", "ramp down", "doubling", "halving"])
+def test_learners_come_and_go_by_the_schedule_of_the_pool(schedule: str, tiny: Tiny, tmp_path: Path) -> None:
+    steps = ("run.steps=48", "run.tokens=1_000_000", "schedule.steps=48")
+    config = tiny(DILOCO, "run.learners=4", *steps, f"pool.schedule='{schedule}'")
+    done = play(tmp_path / "played", Scenario(), *[config] * 4)
+    pool = Pool.of(config.pool_values)
+    assert pool is not None
+    between_rounds = range(3, 48, 6)  # one that waits has asked again by then
+    live = [num_live(tmp_path / "played", at_s) for at_s in between_rounds]
+    assert live == [pool.size(step) for step in between_rounds]
+    reasons = Counter(each.reason for each in done.summaries.values() if each is not None)
+    num_drained = 4 - pool.size(48)
+    assert reasons == Counter({"steps": 4 - num_drained, "drained": num_drained})
+    ledgers = [each.metrics["ledger"][0] for each in done.summaries.values() if each is not None]
+    assert all(each["merged"] == each["trained"] for each in ledgers)
+
+
+def test_a_pool_that_is_too_small_for_a_round_is_not_simulated(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(
+        "method={preset='DiLoCo', sync_every=6, quorum={type='AllLive', at_least=2}}", "pool.schedule='ramp up'"
+    )
+    with pytest.raises(ConfigError, match="1 of 2 learners at times, and a round needs 2"):
+        play(tmp_path / "played", Scenario(), config, config)

@@ -28,8 +28,8 @@ class Pool:
     Attributes:
         schedule: see above.
         learners: M, the most that it has.
-        end_step, begin_step: the schedule begins after this inner step of the run, and ends after that one. Before it
-            and after it the pool has the size of its beginning and of its end.
+        end_step, begin_step: the inner steps of the run after which the schedule ends and begins. Before it begins the
+            pool has its first size, and after it has ended its last.
     """
 
     schedule: PoolSchedule
@@ -62,13 +62,13 @@ class Pool:
 
     @property
     def smallest(self) -> int:
-        """The fewest learners that it has at any time."""
+        """The fewest learners at any time: every schedule only grows or only shrinks."""
         return min(self.size(self.begin_step), self.size(self.end_step))
 
     def size(self, step: int) -> int:
         """The most learners that train after this inner step of the run."""
         at = min(max(step - self.begin_step, 0), self.num_steps - 1)
-        if self.schedule in ("halving", "ramp down"):  # another one in mirror writing, with the same compute
+        if self.schedule in ("halving", "ramp down"):  # mirrors doubling or ramp up in time: the same compute
             at = self.num_steps - 1 - at
         match self.schedule:
             case "constant":

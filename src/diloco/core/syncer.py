@@ -339,12 +339,12 @@ class SyncerCore:
             )
 
     def _drained(self) -> Sequence[str]:
-        """The newest members, as many as the pool has no place for."""
+        """The newest members, which the pool has no place for."""
         return () if self.pool is None else self._training[self.pool.size(self.step) :]
 
     @property
     def _training(self) -> list[str]:
-        """The members that have a place in the pool, or wait for one: all that have not finished."""
+        """Members that have not finished, oldest first: the pool's places are theirs in this order."""
         return [learner for learner, member in self.members.items() if not member.finished]
 
     # --- helpers ------------------------------------------------------------------------------------------------------

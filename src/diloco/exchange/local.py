@@ -300,6 +300,10 @@ class Local(Exchange):
         return None if self._standing is None else self._standing.sync_every
 
     @property
+    def drained(self) -> bool:
+        return self._standing is not None and self._standing.drained
+
+    @property
     def run_tokens(self) -> int | None:
         return None if self._standing is None else self._standing.run_tokens
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from diloco import events
 from diloco.config import RunConfig
 from diloco.core.method import Method
+from diloco.core.pool import Pool
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.local import Local, Lost, run_virtual
@@ -137,6 +138,8 @@ def method_to_simulate(configs: Mapping[str, RunConfig]) -> Method:
         raise ConfigError(
             f"run.learners = {first.run.learners} and there are {len(configs)} learners to simulate; make them equal."
         )
+    if (pool := Pool.of(first.pool_values)) is not None:
+        pool.require(method.quorum.at_least)
     return method
 
 
@@ -172,6 +175,7 @@ class _Stage:
                     self._scenario.faults,
                     journal,
                     self._watch,
+                    Pool.of(self._configs[0].pool_values),
                 )
             )
             log.append(events.SyncerStarted(run=run, address=SIMULATED, method=self._method.to_dict()))

@@ -204,7 +204,7 @@ class SessionClient:
             case requests.Describe():
                 reply(driver.state.is_initialised)
             case requests.Join(who=who, again=again):
-                ready = self._ready and not again
+                ready, self._ready = self._ready and not again, False  # one that has to ask again comes late
                 driver.join(
                     who.learner,
                     self._layout,

@@ -13,6 +13,7 @@ from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
+from diloco.core.pool import Pool
 from diloco.core.session import requests
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.virtual.client import SimulatedDriver
@@ -44,6 +45,7 @@ class World:
             (`Deadlines.reconnect_steps`).
         observer: is told what the syncer does.
         watch: is told what takes time.
+        pool: how many learners may train; None: as many as start.
     """
 
     names: Sequence[str]
@@ -53,6 +55,7 @@ class World:
     faults: Sequence[Fault] = ()
     observer: Observer = field(default_factory=NullObserver)
     watch: Watch = lambda *_: None
+    pool: Pool | None = None
 
 
 class LearnerEnd(Protocol):
@@ -85,7 +88,7 @@ class VirtualRun:
         self.delivery = Delivery(world.links, lambda: self.time.now, world.watch)
         sources = (self.delivery, Faults(world.faults, self._kill))
         self.time = VirtualTime(world.starts_s, world.step_s, sources, world.watch)
-        self._observer = world.observer
+        self._observer, self._pool = world.observer, world.pool
         self._wires = [Line(self, index) for index in range(len(self.names))]
         self._awaiting: set[int] = set()  # learners that wait for the run to have a model
         self._began_s = math.inf
@@ -104,7 +107,7 @@ class VirtualRun:
         if self._syncer is None:
             self._first, self._layout, self.replicas = learner, layout, Replicas(method)
             self._syncer = VirtualSyncer(
-                RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY
+                RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY, pool=self._pool
             )
         if difference := self._syncer.method.difference(method):
             raise ConfigError(f"{self._first} and {learner} use different methods: {difference}.")

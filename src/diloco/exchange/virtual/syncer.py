@@ -9,6 +9,7 @@ from torch import Tensor
 from diloco.core.held import HeldFragment
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
+from diloco.core.pool import Pool
 from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.delivery import Alarm, Delivery
 from diloco.run.driver import Driver
@@ -45,11 +46,13 @@ class VirtualSyncer:
     """
 
     def __init__(
-        self, run: str, method: Method, delivery: Delivery, *, observer: Observer, deadlines: Deadlines
-    ) -> None:
+        self, run: str, method: Method, delivery: Delivery, *, observer: Observer, deadlines: Deadlines,
+        pool: Pool | None = None,
+    ) -> None:  # fmt: skip
         self.run, self.method = run, method
         self.jobs = TensorJobs(method, seconds=None)
         self._delivery, self._observer, self._deadlines = delivery, observer, deadlines
+        self._pool = pool
         self._boot = 0
         self._alarm = Alarm(delivery, lambda: None)
         self.driver = self._start(None)
@@ -71,4 +74,4 @@ class VirtualSyncer:
         self._alarm = Alarm(self._delivery, lambda: self.driver.tick())  # noqa: PLW0108 - of the driver as it is then
         worker = SimulatedWorker[HeldFragment, MemorySlot, Tensor](self.jobs, later)
         ports = Ports(self._alarm, MemorySpool(), worker, VolatileDisk(later), self._observer)
-        return Driver(self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=saved)
+        return Driver(self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=saved, pool=self._pool)
