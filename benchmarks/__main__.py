@@ -1,6 +1,6 @@
-"""What exchanging costs: codecs, merges and the work on a fragment against a memory copy, a syncer's peak memory in models,
-transfers against a socket, a training step against the bare step, a round over torchft against one over a fixed process
-group, virtual time against bare steps, the planner's answers against its imports.
+"""What exchanging costs: codecs, merges and the work on a fragment against a memory copy, a syncer's peak memory in
+models, transfers against a socket, a training step against the bare step, a round over torchft against one over a fixed
+process group, virtual time against bare steps, the planner's answers against its imports.
 
     python -m benchmarks [--quick] [--only GROUP] [--json]      (`make bench`)
 
@@ -27,7 +27,8 @@ from rich.table import Table
 GROUPS = {
     "codecs": "Codecs, fp32 bytes a second; ratio: memory copy ÷ own time (higher is better)",
     "fragments": "A fragment, processor time; ratio: own time ÷ memory copy (lower is better)",
-    "merges": "Eight learners' outer gradients into one, processor time; ratio: own time ÷ memory copy (lower is better)",
+    "merges": "Eight learners' outer gradients into one, processor time; ratio: own time ÷ memory copy (lower is "
+    "better)",
     "memory": "A syncer's peak in models (fp32), the spool apart (lower is better)",
     "transfer": "A real syncer; ratio: socket's time ÷ own time (higher is better)",
     "step": "A training step; ratio: with a Learner ÷ without (lower is better)",

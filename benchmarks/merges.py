@@ -2,8 +2,8 @@
 
     python -m benchmarks.merges [--quick]
 
-Eight learners send 10 million elements in int4; the fragment has tensors of a transformer's sizes. A copy of it in fp32 is measured beside
-every merge, in turns, on one thread. All times are processor time.
+Eight learners send 10 million elements in int4; the fragment has tensors of a transformer's sizes. A copy of it in fp32
+is measured beside every merge, in turns, on one thread. All times are processor time.
 """
 
 import argparse
@@ -27,7 +27,8 @@ RADIAL_TARGET = 80.0
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    """One row per merge: name, value (processor seconds per GB of fp32), ratio to a copy's time (median, in turns), target, met."""
+    """One row per merge: name, value (processor seconds per GB of fp32), ratio to a copy's time (median, in turns),
+    target, met."""
     repeats = 3 if quick else 5
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

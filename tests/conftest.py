@@ -25,7 +25,8 @@ def _seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests may take longest come first, so that of two processes neither is left with one of them in the end."""
+    """Files whose tests may take longest come first, so that of two processes neither is left with one of them in the
+    end."""
     longest_s: defaultdict[Path, float] = defaultdict(float)
     for item in items:
         if (marker := item.get_closest_marker("timeout")) is not None:

@@ -1,7 +1,9 @@
-"""Real processes for tests, forked from one that has imported torch: an import costs seconds of processor time in every process.
+"""Real processes for tests, forked from one that has imported torch: an import costs seconds of processor time in every
+process.
 
-The server is a fresh interpreter of the standard library's that imports and does nothing else, so that what it forks has no threads,
-sockets or random state of the tests. What a test starts with `python -m diloco` it starts as users do, and not through here.
+The server is a fresh interpreter of the standard library's that imports and does nothing else, so that what it forks
+has no threads, sockets or random state of the tests. What a test starts with `python -m diloco` it starts as users do,
+and not through here.
 """
 
 from __future__ import annotations
@@ -21,16 +23,19 @@ ROOT = Path(__file__).parents[1]
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload([
-    "torch", "torch._dynamo", "safetensors.torch", "diloco.learner", "diloco.exchange.collective", "diloco.exchange.remote",
+    "torch", "torch._dynamo", "safetensors.torch", "diloco.learner", "diloco.exchange.collective",
+    "diloco.exchange.remote",
     "diloco.exchange.torchft",
 ])  # fmt: skip
-"""What is absent is left out. The first optimizer of a process imports `torch._dynamo`, which takes as long as torch itself."""
+"""What is absent is left out. The first optimizer of a process imports `torch._dynamo`, which takes as long as torch
+itself."""
 
 
 def start_module(
     module: str, *arguments: str, stdin: int | None = None, out: int = 1, err: int = 2
 ) -> ForkServerProcess:
-    """A process that does what `python -W error -m module ARGUMENTS` does, with these descriptors; without `stdin` it reads nothing."""
+    """A process that does what `python -W error -m module ARGUMENTS` does, with these descriptors; without `stdin` it
+    reads nothing."""
     streams = {number: _Descriptor(given) for number, given in enumerate((stdin, out, err)) if given is not None}
     process = _SERVER.Process(target=_run, args=(module, arguments, streams), daemon=True)
     process.start()

@@ -1,5 +1,5 @@
-"""Where two methods are the same by their mathematics, they are the same here: whole runs in one process against each other,
-against references written out, and against published numbers."""
+"""Where two methods are the same by their mathematics, they are the same here: whole runs in one process against each
+other, against references written out, and against published numbers."""
 
 from __future__ import annotations
 
@@ -158,7 +158,8 @@ def test_data_parallel_on_gradients_holds_for_an_optimizer_with_state() -> None:
             parameter.grad /= LEARNERS
         inner.step()
         inner.zero_grad()
-        # AdamW divides by √v, which may be small: a relative rounding of the gradient moves a step of 0.01 by 1e-5 at most.
+        # AdamW divides by √v, which may be small: a relative rounding of the gradient moves a step of 0.01 by 1e-5 at
+        # most.
         torch.testing.assert_close(ours[step - 1], vector(model.state_dict()), rtol=0, atol=1e-5)
 
 
@@ -203,7 +204,8 @@ def test_mixing_with_alpha_1_never_communicates_to_the_learner() -> None:
 
 
 def test_one_learner_is_lookahead_with_nesterov() -> None:
-    """Lookahead (arXiv 1907.08610): fast weights take H steps, slow weights move towards them; here with Nesterov momentum.
+    """Lookahead (arXiv 1907.08610): fast weights take H steps, slow weights move towards them; here with Nesterov
+    momentum.
 
     Bit for bit: one contributor's displacement is merged as it is, and every product and sum is rounded once.
     """
@@ -249,10 +251,11 @@ def test_the_outer_step_is_torchs_nesterov_on_the_mean(lr: float, momentum: floa
         torch.testing.assert_close(ours[step - 1], theta.detach(), rtol=0, atol=1e-6)
 
 
-# --- torchft's published trajectory ---------------------------------------------------------------------------------------
+# --- torchft's published trajectory -----------------------------------------------------------------------------------
 
-# Weights start at 1; gradient 2, inner lr 1, outer lr 2, H = 6, P = 2, two learners that do the same. Layer 0 is synchronised after
-# inner steps 3, 9, 15, layer 1 three steps later, each sent τ steps earlier; between two synchronisations a layer falls by 2 a step.
+# Weights start at 1; gradient 2, inner lr 1, outer lr 2, H = 6, P = 2, two learners that do the same. Layer 0 is
+# synchronised after inner steps 3, 9, 15, layer 1 three steps later, each sent τ steps earlier; between two
+# synchronisations a layer falls by 2 a step.
 GOLDEN_LAYER_0 = {
     0: [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59],
     1: [1, -1, -3, -7, -9, -11, -13, -15, -17, -27, -29, -31, -33, -35, -37, -47],

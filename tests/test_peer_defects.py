@@ -25,28 +25,45 @@ ROOT = Path(__file__).parent
 SOURCE = ROOT.parent / "src" / "diloco"
 
 ELSEWHERE = {
-    "with more than one bucket tensors are never averaged, and learners diverge": "exchange/test_contract.py::test_same_bits_on_every_exchange",
-    "with a large overlap a commit succeeds though the exchange failed": "exchange/test_torchft.py::test_one_is_killed_and_the_other_goes_on",
-    "two runs on one coordinator merge into one broken quorum": "syncer/test_service.py::test_bad_input_is_refused_and_changes_nothing",
-    "a fresh learner that is alone at start-up becomes the quorum and wipes the model": "syncer/test_store.py::test_a_run_is_initialised_once",
-    "after a restart the first to come back merges alone": "core/test_syncer_core.py::test_after_a_restart_the_first_to_come_back_does_not_merge_alone",
-    "with a minimum of one the cluster silently becomes solo runs": "core/test_syncer_core.py::test_at_least_keeps_a_survivor_from_becoming_a_solo_run",
+    "with more than one bucket tensors are never averaged, and learners diverge":
+        "exchange/test_contract.py::test_same_bits_on_every_exchange",
+    "with a large overlap a commit succeeds though the exchange failed":
+        "exchange/test_torchft.py::test_one_is_killed_and_the_other_goes_on",
+    "two runs on one coordinator merge into one broken quorum":
+        "syncer/test_service.py::test_bad_input_is_refused_and_changes_nothing",
+    "a fresh learner that is alone at start-up becomes the quorum and wipes the model":
+        "syncer/test_store.py::test_a_run_is_initialised_once",
+    "after a restart the first to come back merges alone":
+        "core/test_syncer_core.py::test_after_a_restart_the_first_to_come_back_does_not_merge_alone",
+    "with a minimum of one the cluster silently becomes solo runs":
+        "core/test_syncer_core.py::test_at_least_keeps_a_survivor_from_becoming_a_solo_run",
     "liveness is reported where participation was meant": "syncer/test_metrics.py::test_a_merge_shows_who_took_part",
     "bulk transfers starve the heartbeats": "syncer/test_hosting.py::test_a_slow_disk_holds_up_no_sign_of_life",
-    "fixed time-outs kill the faster learner": "core/test_syncer_core.py::test_deadlines_are_measured_in_steps_within_a_floor_and_a_cap",
+    "fixed time-outs kill the faster learner":
+        "core/test_syncer_core.py::test_deadlines_are_measured_in_steps_within_a_floor_and_a_cap",
     "learners block after an upload": "learner/test_learner_events.py::test_it_waits_only_for_what_is_due_and_says_so",
-    "a joiner sends zeros that count in the divisor": "exchange/test_torchft.py::test_a_joiner_is_healed_and_takes_part",
-    "a joiner delays everybody": "core/test_syncer_core.py::test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time",
-    "after failed exchanges each applies its own gradient": "exchange/test_collective.py::test_a_killed_learner_is_an_error_for_the_others",
-    "a retry after a reconnect submits a zero gradient": "core/test_syncer_core.py::test_a_contribution_sent_again_after_a_reconnect_counts_once",
-    "Delayed Nesterov applies buffered gradients twice": "core/test_outer.py::test_buffered_outer_gradients_are_applied_once",
+    "a joiner sends zeros that count in the divisor":
+        "exchange/test_torchft.py::test_a_joiner_is_healed_and_takes_part",
+    "a joiner delays all others":
+        "core/test_syncer_core.py::test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time",
+    "after failed exchanges each applies its own gradient":
+        "exchange/test_collective.py::test_a_killed_learner_is_an_error_for_the_others",
+    "a retry after a reconnect submits a zero gradient":
+        "core/test_syncer_core.py::test_a_contribution_sent_again_after_a_reconnect_counts_once",
+    "Delayed Nesterov applies buffered gradients twice":
+        "core/test_outer.py::test_buffered_outer_gradients_are_applied_once",
     "the first synchronisation comes one step late": "test_torchft.py::test_golden_trajectory",
-    "checkpoints drop the outer state": "exchange/test_contract.py::test_same_bits_on_every_exchange",  # its "resumed" scenarios
-    "restored runs have a stale learning rate or a data loader one step ahead": "training/test_loop.py::test_stopped_and_resumed_alone_is_the_same_to_the_bit",
+    "checkpoints drop the outer state":
+        "exchange/test_contract.py::test_same_bits_on_every_exchange",  # its "resumed" scenarios
+    "restored runs have a stale learning rate or a data loader one step ahead":
+        "training/test_loop.py::test_stopped_and_resumed_alone_is_the_same_to_the_bit",
     "peers with different bits train on": "exchange/test_collective.py::test_different_bits_are_an_error_on_every_rank",
-    "a lone contribution gets a full outer step": "core/rounds/test_called.py::test_a_merge_of_part_of_the_live_weight_is_scaled_to_that_part",
-    "a fast network turns the interval into two steps": "core/rounds/test_called.py::test_a_fast_network_does_not_shorten_the_interval",
-    "stale work is dropped": "core/rounds/test_called.py::test_late_work_goes_into_the_next_merge_and_adds_up_with_fresh",
+    "a lone contribution gets a full outer step":
+        "core/rounds/test_called.py::test_a_merge_of_part_of_the_live_weight_is_scaled_to_that_part",
+    "a fast network turns the interval into two steps":
+        "core/rounds/test_called.py::test_a_fast_network_does_not_shorten_the_interval",
+    "stale work is dropped":
+        "core/rounds/test_called.py::test_late_work_goes_into_the_next_merge_and_adds_up_with_fresh",
 }  # fmt: skip
 
 

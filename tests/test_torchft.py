@@ -1,4 +1,4 @@
-"""Side by side with torchft 0.2: the same model, data and optimizers give the same parameters after every inner step."""
+"""Side by side with torchft 0.2: the same model, data and optimizers give the same parameters at every step."""
 
 import importlib.util
 import json
@@ -37,8 +37,8 @@ CASES = [
     for mix, inner in ((0.0, "adamw"), (0.25, "sgd"), (0.5, "adamw"))
 ]
 
-# Both sides do the same fp32 operations, but torchft steps with fused multiply-adds and mixes with `lerp`; a difference of a rounding
-# of numbers around 1 grows a little over 24 steps.
+# Both sides do the same fp32 operations, but torchft steps with fused multiply-adds and mixes with `lerp`; a difference
+# of a rounding of numbers around 1 grows a little over 24 steps.
 TOLERANCE = 1e-6
 
 
@@ -154,7 +154,8 @@ GOLDEN = {
 
 @pytest.mark.parametrize("overlap", GOLDEN)
 def test_golden_trajectory(overlap: int) -> None:
-    """torchft's regression test: inner SGD lr 1, a constant gradient of 2, outer SGD lr 2, weights from 1, H = 6, P = 2."""
+    """torchft's regression test: inner SGD lr 1, a constant gradient of 2, outer SGD lr 2, weights from 1, H = 6, P =
+    2."""
     method = diloco.StreamingDiLoCo(
         sync_every=6, overlap=overlap, offsets=offsets_of(2, overlap, 6), mix=0.0, codec="fp32",
         fragments=diloco.Named([["0.*"], ["1.*"]]), outer=diloco.SGD(lr=2.0),

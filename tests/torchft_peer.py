@@ -1,10 +1,12 @@
 """The torchft processes of `test_torchft.py`, and what both implementations train: model, data, inner optimizer.
 
-    python torchft_peer.py lighthouses 3       prints the addresses of three lighthouses and serves until its input is closed
-    python torchft_peer.py learner '{"replica": 0, "lighthouses": [...], "cases": [[2, 1, 0.5, "adamw"], ...], "out": "..."}'
+    python torchft_peer.py lighthouses 3
+        prints the addresses of three lighthouses and serves until its input is closed
+    python torchft_peer.py learner '{"replica": 0, "lighthouses": [...], "cases": [[2, 1, 0.5, "adamw"], ...], ...}'
+        trains one replica; "out" names the file for its parameters
 
-A learner runs torchft's DiLoCo on every case in turn, under a lighthouse and a manager of its own, and writes every parameter after
-every step.
+A learner runs torchft's DiLoCo on every case in turn, under a lighthouse and a manager of its own, and writes every
+parameter after every step.
 """
 
 import json

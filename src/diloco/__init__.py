@@ -1,6 +1,7 @@
 """Train one PyTorch model across islands of compute joined by ordinary internet links.
 
-The public names. Each is imported from its module when it is first used, so `import diloco` costs nothing and leaves torch alone.
+The public names. Each is imported from its module when it is first used, so `import diloco` costs nothing and leaves
+torch alone.
 """
 
 from typing import TYPE_CHECKING
@@ -50,13 +51,15 @@ __all__ = [
     # what a training script holds
     "Learner", "run_local", "Collective", "connect",
     # methods
-    "Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "MuLoCo", "SparseLoCo", "DelayedDiLoCo", "EagerDiLoCo",
+    "Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "MuLoCo", "SparseLoCo", "DelayedDiLoCo",
+    "EagerDiLoCo",
     "DecoupledDiLoCo", "AsyncDiLoCo",
     # the answers a method is made of: fragments, who calls a merge, outer optimizers, merges, adoption, codecs
     "Whole", "ByLayer", "Balanced", "Named",
     "AllLive", "Called", "Pushed",
     "SGD", "Nesterov", "DelayedNesterov", "Adam",
-    "Mean", "SenderMean", "RadialDirectional", "HeLoCo", "CoordinateMedian", "TrimmedMean", "GeometricMedian", "MultiKrum",
+    "Mean", "SenderMean", "RadialDirectional", "HeLoCo", "CoordinateMedian", "TrimmedMean", "GeometricMedian",
+    "MultiKrum",
     "MedianNormClip", "NormOutliers", "NormZScore",
     "Replace", "Mix", "KeepDisplacement", "Eager",
     "FP32", "BF16", "FP16", "Int8", "Int4", "E3M0", "TwoBit", "TopK", "SignPruned",

@@ -1,4 +1,5 @@
-"""What a driver does with a SyncerCore, at once and without a disk: write a record, store a version, start again from what was written."""
+"""What a driver does with a SyncerCore, at once and without a disk: write a record, store a version, start again from
+what was written."""
 
 from __future__ import annotations
 

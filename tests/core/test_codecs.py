@@ -1,4 +1,4 @@
-"""Wire codecs: one contract for all of them, a readable reference for the block formats, golden bytes, error feedback."""
+"""Wire codecs: one contract for all of them, a reference for the block formats, golden bytes, error feedback."""
 
 import math
 import re
@@ -69,7 +69,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def absmax_of_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
-    """For each element, the largest magnitude of its block (blocks start anew at each segment; block sizes divide it)."""
+    """For each element, the largest magnitude of its block (block sizes divide a segment)."""
     padded = torch.nn.functional.pad(x.abs(), (0, -len(x) % block))
     return padded.view(-1, block).amax(1).repeat_interleave(block)[: len(x)]
 
@@ -96,7 +96,8 @@ def error_bound(codec: Codec, x: torch.Tensor) -> torch.Tensor:
             return torch.where(step < 2**-119, step * codec.levels, step / 2 * (1 + 2**-22))
         case E3M0():
             scale = absmax_of_blocks(x, codec.block) * (1 + 2**-8)
-            # Half the gap from 0 to the smallest code, or a third of the value: 1.5 · 2^k is as far from 2^k as from 2^(k + 1).
+            # Half the gap from 0 to the smallest code, or a third of the value: 1.5 · 2^k is as far from 2^k as from
+            # 2^(k + 1).
             return torch.where(scale < 2**-119, scale, torch.maximum(scale * 2**-7, x.abs() / 3) * (1 + 2**-22))
         case TwoBit():
             whole = len(x) // codec.block * codec.block
@@ -108,7 +109,8 @@ def error_bound(codec: Codec, x: torch.Tensor) -> torch.Tensor:
 
 
 def bin_bound(x: torch.Tensor, range_sigmas: float) -> torch.Tensor:
-    """For rows of blocks: no further from its bin's mean than the bin is wide; a mean rounds by 2^-8, below 2^-126 to 0."""
+    """For rows of blocks: no further from its bin's mean than the bin is wide; a mean rounds by 2^-8, below 2^-126 to
+    0."""
     edge, largest = x.square().mean(1, keepdim=True).sqrt() * range_sigmas / 4, x.abs().amax(1, keepdim=True)
     width = torch.maximum(edge.minimum(largest), largest - edge)
     return (width * (1 + 2**-20) + largest * 2**-8 + 2.0**-126).expand_as(x).flatten()
@@ -130,7 +132,7 @@ def sparse_bound(codec: TopK | SignPruned, x: torch.Tensor) -> torch.Tensor:
 
 
 def is_projection(codec: Codec) -> bool:
-    """Whether what was decoded encodes to the same bytes; means of bins lie in other bins once the spread has shrunk."""
+    """Whether decoded values encode to the same bytes; means of bins lie in other bins once the spread has shrunk."""
     if isinstance(codec, TopK | SignPruned):
         return codec.values != "2bit"
     return isinstance(codec, FP32 | BF16 | FP16 | Int8 | Int4 | E3M0)
@@ -278,7 +280,8 @@ DAMAGE = {
 
 
 def damages(codec: Codec, num_elements: int) -> list[tuple[int, bytes]]:
-    """(offset in the segment, bytes): of sparse formats the positions of the first chunk, all or none of them set, and its values.
+    """(offset in the segment, bytes): of sparse formats the positions of the first chunk, all or none of them set, and
+    its values.
 
     All bits set are NaN in every kind of float, so every format refuses them where it has a scale, a mean or a value.
     """
@@ -343,7 +346,8 @@ def test_any_values_round_trip_within_the_bound(codec: Codec, values: list[float
 
 @st.composite
 def awkward_vectors(draw: st.DrawFn) -> torch.Tensor:
-    """Ties, runs, sparse and lopsided vectors, of lengths about chunks and segments; magnitudes that every format can hold."""
+    """Ties, runs, sparse and lopsided vectors, of lengths about chunks and segments; magnitudes that every format can
+    hold."""
     num_elements = draw(st.sampled_from([1, 7, 65, 4095, 4096, 4097, 12289, 32768, 32769, 65537]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(num_elements, generator=generator)
@@ -481,7 +485,7 @@ def test_what_is_no_text_names_no_codec() -> None:
 
 
 def fp32(value: float) -> float:
-    """Round a double to fp32. Sums, products and quotients of fp32 values computed in double round to what fp32 gives."""
+    """Round a double to fp32: sums, products and quotients computed in double then are what fp32 gives."""
     return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 

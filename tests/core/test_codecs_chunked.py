@@ -25,8 +25,8 @@ def random(num_elements: int, seed: int = 0) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------- reference
-# Element by element, as docs/wire-formats.md says it. Sums, products, quotients and square roots of fp32 values computed in
-# double and rounded once are what fp32 gives.
+# Element by element, as docs/wire-formats.md says it. Sums, products, quotients and square roots of fp32 values
+# computed in double and rounded once are what fp32 gives.
 
 
 def fp32(value: float) -> float:
@@ -192,7 +192,8 @@ def test_formats_agree_with_the_reference_bit_for_bit(codec: Codec) -> None:
 
 
 def test_two_bits_keep_the_mean_and_most_of_the_energy() -> None:
-    """Bin means keep sums, so a block's mean is off by no more than what rounding the means to bf16 costs: 2^-8 of each."""
+    """Bin means keep sums, so a block's mean is off by no more than what rounding the means to bf16 costs: 2^-8 of
+    each."""
     x = random(1 << 18) + 0.1
     decoded = TwoBit().decode(TwoBit().encode(x), len(x))
     assert bool(((x - decoded).view(-1, 4096).mean(1).abs() <= 2**-8 * x.abs().view(-1, 4096).mean(1)).all())

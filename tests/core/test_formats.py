@@ -38,7 +38,10 @@ def test_sizes_of_tails() -> None:
 
 
 def test_torch_is_not_needed() -> None:
-    code = "import sys; from diloco.core.codecs.formats import wire_format; wire_format('topk-64-2bit'); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from diloco.core.codecs.formats import wire_format; wire_format('topk-64-2bit'); "
+        "sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

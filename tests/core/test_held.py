@@ -77,7 +77,8 @@ def test_every_holder_of_a_version_has_the_same_bits(up: str, down: str) -> None
 @pytest.mark.parametrize("outer", OUTERS, ids=lambda outer: type(outer).__name__)
 @pytest.mark.parametrize(("up", "down"), [("fp32", "fp32"), ("int4", "fp32"), ("e3m0", "e3m0"), ("int8", "bf16")])
 def test_shards_give_the_bits_of_the_whole(up: str, down: str, outer: Outer) -> None:
-    """Every rank of a process group closes the round of its own run of segments; joined, they are the round of the whole."""
+    """Every rank of a process group closes the round of its own run of segments; joined, they are the round of the
+    whole."""
     how = method(up, down, outer)
     theta, contributions = torch.randn(N), payloads(how.up, N)
     held = HeldFragment.first(how, 0, theta)
@@ -129,7 +130,8 @@ def test_denormals_become_plus_zero() -> None:
 
 @pytest.mark.parametrize("num_elements", [0, 1, 65_535, 65_536, 65_537, 150_001])
 def test_only_denormals_and_minus_zero_are_flushed_whatever_the_length(num_elements: int) -> None:
-    """Values of every exponent and sign, with zeros, infinities and NaN; by their bits, since a NaN is not equal to itself."""
+    """Values of every exponent and sign, with zeros, infinities and NaN; by their bits, since a NaN is not equal to
+    itself."""
     bits = torch.randint(-(2**31), 2**31, (num_elements,), dtype=torch.int64).to(torch.int32)
     magnitudes = [0, 1, 0x7FFFFF, 0x800000, 0x800001, 0x7F800000, 0x7FC00001, 0x3F800000]
     edges = torch.tensor([sign + edge for edge in magnitudes for sign in (0, -(2**31))], dtype=torch.int32)
@@ -306,7 +308,7 @@ def test_an_update_survives_as_plain_values_and_as_json() -> None:
     assert Update.from_dict(json.loads(json.dumps(update.as_dict()))) == update
 
 
-# --- screens ------------------------------------------------------------------------------------------------------------------
+# --- screens ----------------------------------------------------------------------------------------------------------
 
 
 def screened(contributions: list[Encoded], num_elements: int = 40) -> Closed:
@@ -344,7 +346,7 @@ def test_who_is_refused_does_not_contribute_to_the_scale(partial: Partial, scale
 
 
 def test_who_brings_nothing_is_no_yardstick() -> None:
-    """Most of the learners have no tokens, or train nothing of this fragment: the one that does is no outlier for that."""
+    """Most learners have no tokens, or train nothing of this fragment: the one that does is no outlier."""
     zeros, work = FP32().encode(torch.zeros(40)), FP32().encode(torch.randn(40))
     for idle in ({"weight": 0.0}, {"tensors": frozenset()}):
         contributions = brought([zeros, zeros, work, zeros])

@@ -1,4 +1,5 @@
-"""LearnerCore by scripted events, in scheduled rounds: what is sent, waited for and adopted, and where every token goes."""
+"""LearnerCore by scripted events, in scheduled rounds: what is sent, waited for and adopted, and where every token
+goes."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def accounts_balance(learner: LearnerCore) -> bool:
 
 
 SCHEDULES = [
-    Schedule(3, 1), Schedule(1, 1), Schedule(1, 1, 1), Schedule(6, 2, 1), Schedule(6, 3, 5), Schedule(6, 3, 6), Schedule(4, 1, 4),
+    Schedule(3, 1), Schedule(1, 1), Schedule(1, 1, 1), Schedule(6, 2, 1), Schedule(6, 3, 5), Schedule(6, 3, 6),
+    Schedule(4, 1, 4),
     Schedule(6, 2, 1, (2, 5)), Schedule(5, 3, 2), Schedule(6, 2, 0, (6, 6)),
 ]  # fmt: skip
 
@@ -65,13 +67,12 @@ def test_sends_and_adoptions_follow_the_schedule(schedule: Schedule, keeps_pendi
     rounds = [0] * schedule.num_fragments
     for step in range(1, 4 * schedule.sync_every + 1):
         sends = learner.stepped(10)
-        due = schedule.due(step)
-        assert tuple(send.fragment for send in sends) == due.send
+        assert tuple(send.fragment for send in sends) == schedule.sends(step)
         for send in sends:
             assert send.round == rounds[send.fragment]
             assert send.base == max(0, send.round - (1 if schedule.overlap == schedule.sync_every else 0))
             rounds[send.fragment] += 1
-        applied = tuple(f for f in due.apply if step > schedule.overlap)
+        applied = schedule.sends(step - schedule.overlap)
         assert tuple(f for f, _ in learner.waiting()) == applied
         before = learner.versions
         answer(learner)
@@ -181,7 +182,8 @@ def test_a_contribution_that_is_refused_for_good_is_not_waited_for(reason: str) 
 
 
 def test_after_a_refusal_for_good_nothing_is_sent_on_top_of_it() -> None:
-    """τ = H: a contribution that follows a refused one counts on a version that may never come; the next one waits for clarity."""
+    """τ = H: a contribution that follows a refused one counts on a version that may never come; the next one waits for
+    clarity."""
     learner = core(Schedule(2, 1, 2))
     for _ in range(4):
         sends = learner.stepped(10)
@@ -358,7 +360,7 @@ def test_a_state_of_another_cut_is_refused() -> None:
         core(Schedule(4, 1)).load_state_dict(core(Schedule(4, 2)).state_dict())
 
 
-# --- what is heard again, or late, or never ---------------------------------------------------------------------------------
+# --- what is heard again, or late, or never ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reason", [OUT_OF_STEP, DROPPED])
@@ -427,7 +429,7 @@ def test_a_resumed_learners_contributions_of_the_earlier_incarnation_are_not_tak
     assert accounts_balance(copy)
 
 
-# --- called rounds ------------------------------------------------------------------------------------------------------------
+# --- called rounds ----------------------------------------------------------------------------------------------------
 
 
 def test_a_call_that_is_quicker_than_its_version_is_answered_after_it() -> None:

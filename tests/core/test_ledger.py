@@ -1,4 +1,5 @@
-"""No token vanishes: whatever happens, pending + merged + discarded + lost is what was trained, and no work counts twice."""
+"""No token vanishes: whatever happens, pending + merged + discarded + lost is what was trained, and no work counts
+twice."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from tests.core.driving import restarted
 
-from diloco.core.actions import Accept, Action, Evict, MergeRound, Record, Reject
+from diloco.core.actions import Acknowledge, Action, Evict, MergeRound, Record, Reject
 from diloco.core.contribution import KEPT, OUTLIER, Contribution, Verdict
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
@@ -47,13 +48,14 @@ def test_a_contribution_accounts_for_what_it_holds_and_what_was_given_up(discard
     assert c.accounted == 80 + discarded
 
 
-# --- runs in which everything happens in any order ------------------------------------------------------------------------
+# --- runs in which everything happens in any order --------------------------------------------------------------------
 
 NAMES = ("a", "b", "c")
 FRAGMENTS = 2
 H = 4
 EVENTS = {  # and how often
-    "step": 40, "beat": 10, "hear": 10, "fetch": 25, "send_again": 6, "join": 1, "leave": 0.3, "disconnect": 1, "time_passes": 2,
+    "step": 40, "beat": 10, "hear": 10, "fetch": 25, "send_again": 6, "join": 1, "leave": 0.3, "disconnect": 1,
+    "time_passes": 2,
     "merge": 12, "abandon": 0.5, "begin_write": 15, "end_write": 15, "crash": 1,
 }  # fmt: skip
 Key = tuple[str, int, int, int]
@@ -65,8 +67,8 @@ def key_of(c: Contribution) -> Key:
 
 @dataclass
 class Learner:
-    """One incarnation. `unsettled`: contributions of which it knows no verdict; after a restart of the syncer it sends them again.
-    `acknowledged`: those of which the syncer has said that they are there."""
+    """One incarnation. `unsettled`: contributions of which it knows no verdict; after a restart of the syncer it sends
+    them again. `acknowledged`: those of which the syncer has said that they are there."""
 
     incarnation: int
     core: LearnerCore
@@ -75,7 +77,7 @@ class Learner:
     heard: dict[tuple[int, int], Verdict] = field(default_factory=dict)
 
     @property
-    def settled(self) -> tuple[int, ...]:
+    def confirmed(self) -> tuple[int, ...]:
         """Per fragment, the number up to which it knows all verdicts."""
         return tuple(
             next(number for number in range(1, len(self.heard) + 2) if (f, number) not in self.heard) - 1
@@ -98,7 +100,8 @@ class Truth:
 
 
 class Life:
-    """Learners, a syncer and its disk; messages are lost, repeated and heard in any order, and what is known is kept by hand."""
+    """Learners, a syncer and its disk; messages are lost, repeated and heard in any order, and what is known is kept by
+    hand."""
 
     def __init__(self, rules: Rules, seed: int) -> None:
         self.random = random.Random(seed)
@@ -231,7 +234,7 @@ class Life:
     # --- learners ---
 
     def join(self, name: str) -> None:
-        """For the first time, after it is gone, or in place of itself; it is answered when its incarnation is durable."""
+        """Join: new, again, or in place of itself; the answer comes when the incarnation is durable."""
         self.end_write()
         incarnation, actions = self.core.joined(self.now, name)
         self.act(actions)
@@ -275,11 +278,11 @@ class Life:
         is_known = key in self.open or key in self.truth.settled
         answer, *actions = self.core.contributed(self.now, c)
         if is_known:
-            assert answer == Accept(c, duplicate=True)
+            assert answer == Acknowledge(c, duplicate=True)
             assert [each.merged for each in ledgers[c.learner]] == [each.merged for each in self.ledgers()[c.learner]]
             self.counts["known"] += 1
             self.counts["known, settled"] += key in self.truth.settled
-        elif isinstance(answer, Accept):
+        elif isinstance(answer, Acknowledge):
             assert not answer.duplicate
             self.open[key] = c
         self.act([answer, *actions])
@@ -297,7 +300,7 @@ class Life:
             self.act(
                 self.core.heartbeat(
                     self.now, name, learner.incarnation, step=learner.core.step, tokens=learner.core.tokens, step_s=0.1,
-                    waiting=bool(learner.core.waiting()), settled=learner.settled,
+                    waiting=bool(learner.core.waiting()), confirmed=learner.confirmed,
                 )
             )  # fmt: skip
 
@@ -322,7 +325,7 @@ class Life:
             for verdict in self.core.verdicts(name, fragment, version):
                 self.judge(name, verdict)
             merged = max(
-                (n for n in range(1, learner.settled[fragment] + 1) if self.is_in(learner, fragment, n, version)),
+                (n for n in range(1, learner.confirmed[fragment] + 1) if self.is_in(learner, fragment, n, version)),
                 default=0,
             )
             for flight in learner.core.received(fragment, version, merged):
@@ -430,7 +433,7 @@ def test_the_accounts_balance_whatever_happens(name: str) -> None:
 
 
 def test_a_circle_with_a_round_that_lacks_learners_is_let_go() -> None:
-    """Learners a whole interval apart: one waits in a round to which no other comes, the others for it in a later one."""
+    """Learners are an interval apart: one waits in a round that no other joins, the others in a later one."""
     [name] = [name for name, rules in RULES.items() if name.startswith("AllLive") and rules(True).quorum.at_least == 2]
     life = Life(RULES[name](True), 19)
     life.live(400)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.core.driving import kinds, ledger, publish, restarted, verdicts
 
-from diloco.core.actions import Accept, MergeRound, PersistVersion, Publish, Reject
+from diloco.core.actions import Acknowledge, MergeRound, PersistVersion, Publish, Reject
 from diloco.core.contribution import DROPPED, OUTLIER, Contribution, Verdict
 from diloco.core.method import Method
 from diloco.core.presets import DecoupledDiLoCo, DiLoCo
@@ -24,7 +24,7 @@ def contribution(learner: str, round_: int, *, base: int | None = None, step: in
     )
 
 
-# --- dropped ----------------------------------------------------------------------------------------------------------------
+# --- dropped ----------------------------------------------------------------------------------------------------------
 
 
 def dropping(*learners: str, at_least: int = 1) -> SyncerCore:
@@ -39,9 +39,9 @@ def dropping(*learners: str, at_least: int = 1) -> SyncerCore:
 def test_dropped_contributions_are_left_out_when_their_round_closes() -> None:
     core = dropping("a", "b", "c")
     for learner in "ab":
-        assert isinstance(core.contributed(0.0, contribution(learner, 0))[0], Accept)
+        assert isinstance(core.contributed(0.0, contribution(learner, 0))[0], Acknowledge)
     accept, merge, _ = core.contributed(0.0, contribution("c", 0))
-    assert isinstance(accept, Accept)
+    assert isinstance(accept, Acknowledge)
     assert isinstance(merge, MergeRound)
     assert merge.contributions == (contribution("c", 0),)
     assert core.merged(0.0, 0) == [PersistVersion(0, 1)]
@@ -77,9 +77,9 @@ def test_after_a_crash_before_its_version_is_stored_a_dropped_contribution_is_se
     again = restarted(core, written, 1.0)
     actions = [again.contributed(1.0, contribution(learner, 0)) for learner in "abc"]
     assert [kinds(each)[:2] for each in actions] == [
-        ["Accept", "WakeAt"],
-        ["Accept", "WakeAt"],
-        ["Accept", "MergeRound"],
+        ["Acknowledge", "WakeAt"],
+        ["Acknowledge", "WakeAt"],
+        ["Acknowledge", "MergeRound"],
     ]
 
 
@@ -108,11 +108,11 @@ def test_a_dropped_contribution_that_is_sent_again_is_not_taken_into_the_next_ro
     for learner in "ab":
         core.contributed(0.0, contribution(learner, 0))
     for _ in range(2):
-        assert core.contributed(0.0, contribution("a", 0))[0] == Accept(contribution("a", 0), duplicate=True)
+        assert core.contributed(0.0, contribution("a", 0))[0] == Acknowledge(contribution("a", 0), duplicate=True)
     assert ledger(core, "a").as_dict() == {"trained": 40, "pending": 40, "merged": 0, "lost": 0, "discarded": {}}
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------------
+# --- refused ----------------------------------------------------------------------------------------------------------
 
 CALLED = DecoupledDiLoCo(sync_every=4, quorum=Called(at_least=2, grace=0.0))
 
@@ -152,6 +152,6 @@ def test_what_was_refused_is_not_taken_for_late_work_when_it_is_sent_again(metho
     """Its learner has not heard that it is refused."""
     core = refusing(method)
     core.stored(1.0, 0, core.saved(storing=0).serial)
-    assert core.contributed(2.0, contribution("b", 0))[0] == Accept(contribution("b", 0), duplicate=True)
-    assert core.rounds.round_of(0) == ((), ())
+    assert core.contributed(2.0, contribution("b", 0))[0] == Acknowledge(contribution("b", 0), duplicate=True)
+    assert core.rounds.roster(0) == ((), ())
     assert ledger(core, "b").discarded == {OUTLIER: 40}

@@ -1,4 +1,4 @@
-"""The weighted mean against a double-precision reference, its exact cases, and that shards get the bits of the whole."""
+"""The weighted mean against a double-precision reference and in exact cases; shards get the bits of the whole."""
 
 import json
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def mean(codec: Codec, payloads: list[Tensor], weights: list[float], num_element
 
 
 def exact_mean(codec: Codec, payloads: list[Tensor], weights: list[float], num_elements: int) -> tuple[Tensor, Tensor]:
-    """In fp64: the weighted mean of the decoded outer gradients, and that of their magnitudes (which bounds rounding)."""
+    """In fp64: the weighted mean of the decoded outer gradients, and of their magnitudes (it bounds rounding)."""
     decoded = torch.stack([codec.decode(payload, num_elements).double() for payload in payloads])
     shares = torch.tensor(weights, dtype=torch.float64)[:, None] / sum(weights)
     return (shares * decoded).sum(0), (shares * decoded.abs()).sum(0)
@@ -57,7 +57,8 @@ def test_the_mean_in_double_precision_up_to_rounding(codec: Codec, num_elements:
     assert merged.shape == (num_elements,)
     assert merged.dtype == torch.float32
     exact, magnitude = exact_mean(codec, payloads, weights, num_elements)
-    # A relative 2⁻²⁴ for each rounding that a term goes through: its weight, its product, three sums, the divisor, the division.
+    # A relative 2⁻²⁴ for each rounding that a term goes through: its weight, its product, three sums, the divisor, the
+    # division.
     assert torch.all((merged.double() - exact).abs() <= 7.01 * 2**-24 * magnitude)
 
 
@@ -177,7 +178,7 @@ def test_unusable_weights_are_refused(num_payloads: int, weights: list[float], m
         mean(FP32(), encoded(FP32(), num_payloads, 10), weights, 10)
 
 
-# --- partial learners, several payloads ----------------------------------------------------------------------------------
+# --- partial learners, several payloads -------------------------------------------------------------------------------
 
 
 @EVERY_CODEC
@@ -292,7 +293,7 @@ def test_a_learner_without_a_payload_is_refused() -> None:
         merged_vector(Mean(), FP32(), [Encoded("a", (), 1.0)], whole(10), 10)
 
 
-# --- who brings what, and how much it counts ----------------------------------------------------------------------------
+# --- who brings what, and how much it counts --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

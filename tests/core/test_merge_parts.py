@@ -1,4 +1,5 @@
-"""What merges are built from: sorting vectors, sums that every device takes in one order, and memory that learners do not add to."""
+"""What merges are built from: sorting vectors, sums that every device takes in one order, and memory that learners do
+not add to."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_memory_is_a_few_fragments_and_a_run_of_every_learner_at_most(how: Merge
     assert many - few <= 6 * 4 * RUN_ELEMENTS + 2**17  # a run of each, where values are compared, and small change
 
 
-# --- run by run ---------------------------------------------------------------------------------------------------------
+# --- run by run -------------------------------------------------------------------------------------------------------
 
 
 SIZES = (RUN_ELEMENTS - 5, 77, 2 * RUN_ELEMENTS + 4099, 3)

@@ -65,8 +65,9 @@ def vectors(num: int, seed: int = 0, size: int = NUM) -> list[Tensor]:
 
 
 def encoded(values: Sequence[Tensor], weights: Sequence[float] | None = None, **more: object) -> list[Encoded]:
+    weights = [1.0] * len(values) if weights is None else weights
     return [
-        Encoded(f"learner-{i}", (FP32().encode(value),), 1.0 if weights is None else weights[i], **more)  # type: ignore[arg-type]
+        Encoded(f"learner-{i}", (FP32().encode(value),), weights[i], **more)  # type: ignore[arg-type]
         for i, value in enumerate(values)
     ]
 
@@ -75,14 +76,14 @@ def merge(how: Merge, values: Sequence[Tensor], weights: Sequence[float] | None 
     return merged_vector(how, FP32(), encoded(values, weights, **more), PLACES, NUM)
 
 
-# --- what holds for all -------------------------------------------------------------------------------------------------
+# --- what holds for all -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ALL, ids=str)
 def test_one_learner_gets_its_own_back_to_the_bit(how: Merge) -> None:
     [value] = vectors(1)
     assert torch.equal(merge(how, [value]), value)
-    assert torch.equal(merge(how, [value, torch.randn(NUM)], [3.0, 0.0]), value)  # weight 0 is nobody
+    assert torch.equal(merge(how, [value, torch.randn(NUM)], [3.0, 0.0]), value)  # weight 0 does not count
 
 
 @pytest.mark.parametrize("how", ALL, ids=str)
@@ -119,9 +120,9 @@ def test_a_tensor_counts_those_who_train_it(how: Merge) -> None:
         how, SenderMean | GeometricMedian | MultiKrum | MedianNormClip
     ):  # (those look at whole fragments)
         assert torch.equal(merged[5000:35000], values[0][5000:35000])
-    nobody = [Encoded(each.learner, each.payloads, 1.0, tensors=frozenset({0, 1, 2})) for each in contributions]
+    without = [Encoded(each.learner, each.payloads, 1.0, tensors=frozenset({0, 1, 2})) for each in contributions]
     if not isinstance(how, SenderMean):  # it goes by what is not zero
-        assert not merged_vector(how, FP32(), nobody, PLACES, NUM)[-7:].any()
+        assert not merged_vector(how, FP32(), without, PLACES, NUM)[-7:].any()
 
 
 @pytest.mark.parametrize("how", ALL, ids=str)
@@ -144,7 +145,7 @@ def test_what_a_payload_says_of_tensors_that_its_learner_does_not_train_counts_f
 def test_weights_are_ratios(how: Merge) -> None:
     values = vectors(4)
     values[0], heavy = values[1], merge(how, values[1:], [2.0, 1.0, 1.0])
-    # one learner twice is one of twice the weight, if it is longer than nobody's median or the median is its own
+    # one learner twice is one of twice the weight, if it is not longer than the median or the median is its own
     if not isinstance(how, MedianNormClip):
         torch.testing.assert_close(merge(how, values), heavy, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(merge(how, values[1:], [6.0, 3.0, 3.0]), heavy, rtol=1e-5, atol=1e-5)
@@ -206,7 +207,7 @@ def test_a_damaged_contribution_is_refused_with_its_learner_named(how: Merge) ->
         merged_vector(how, FP32(), contributions, PLACES, NUM)
 
 
-# --- against references ------------------------------------------------------------------------------------------------------
+# --- against references -----------------------------------------------------------------------------------------------
 
 
 def rda(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -263,7 +264,7 @@ def test_sender_mean_divides_by_those_who_sent() -> None:
     stack = torch.stack(values)
     expected = (stack * scaled).sum(0) / ((stack != 0) * scaled).sum(0).clamp(min=1e-9)
     torch.testing.assert_close(merge(SenderMean(), values, weights), expected, rtol=1e-5, atol=1e-6)
-    assert not merge(SenderMean(), values)[0].any()  # nobody sent it
+    assert not merge(SenderMean(), values)[0].any()  # no learner sent it
 
 
 def test_sender_mean_of_dense_contributions_is_the_mean() -> None:
@@ -347,7 +348,7 @@ def test_norm_clipping_is_the_mean_of_the_clipped() -> None:
     torch.testing.assert_close(merge(MedianNormClip(), values), clipped, rtol=1e-5, atol=1e-6)
 
 
-# --- HeLoCo --------------------------------------------------------------------------------------------------------------------
+# --- HeLoCo -----------------------------------------------------------------------------------------------------------
 
 
 def corrected(v: Tensor, m: Tensor, threshold: float) -> Tensor:
@@ -385,7 +386,7 @@ def test_heloco_without_momentum_is_the_damped_mean() -> None:
         torch.testing.assert_close(merged, (values[0] / 2 + values[1]) / 2, rtol=1e-6, atol=1e-6)
 
 
-# --- learners that lie --------------------------------------------------------------------------------------------------------
+# --- learners that lie ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attack", ["noise", "flipped", "scaled"])
@@ -406,7 +407,7 @@ def test_one_of_eight_that_lies_does_not_move_a_robust_merge_far(how: Merge, att
         assert error(merge(Mean(), lied)) > 1.5
 
 
-# --- screens ----------------------------------------------------------------------------------------------------------------
+# --- screens ----------------------------------------------------------------------------------------------------------
 
 
 def test_outliers_are_refused_by_their_norm() -> None:

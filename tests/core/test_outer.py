@@ -46,9 +46,9 @@ def test_torch_optim_takes_the_same_steps(outer: Outer) -> None:
         before = params
         params, state = outer.step(state, params, delta)
         travelled += (params - before).abs() + params.abs()
-    # torch may fuse multiply and add or order them otherwise, where we round each by itself: a few roundings (of 2⁻²⁴, half a
-    # unit in the last place) a step in the update and one in the sum. The updates' own errors decay with momentum, a factor
-    # 1 / (1 − 0.9) at most.
+    # torch may fuse multiply and add or order them otherwise, where we round each by itself: a few roundings (of 2⁻²⁴,
+    # half a unit in the last place) a step in the update and one in the sum. The updates' own errors decay with
+    # momentum, a factor 1 / (1 − 0.9) at most.
     assert torch.all((params - reference.detach()).abs() <= 40 * 2**-24 * travelled)
 
 
@@ -230,7 +230,7 @@ def test_a_step_refuses_what_does_not_fit(state: State, params: Tensor, delta: T
         Nesterov().step(state, params, delta)
 
 
-# --- Delayed Nesterov -----------------------------------------------------------------------------------------------------------
+# --- Delayed Nesterov -------------------------------------------------------------------------------------------------
 
 
 def test_delayed_nesterov_of_one_without_spreading_is_nesterov() -> None:
@@ -279,7 +279,8 @@ def test_delayed_nesterovs_c_is_bounded_by_its_buffer() -> None:
 
 
 def test_delayed_nesterov_golden_trajectory() -> None:
-    """Δ = 1, N = 2, c = 1/4, lr 1, μ 1/2, exact in binary. m is 0, 1, 1, 3/2; each step takes Δ/2 + share·m/2, share 1/4 or 3/4."""
+    """Δ = 1, N = 2, c = 1/4, lr 1, μ 1/2, exact in binary. m is 0, 1, 1, 3/2; each step takes Δ/2 + share·m/2, share
+    1/4 or 3/4."""
     outer = DelayedNesterov(lr=1.0, momentum=0.5, buffer=2, c=0.25)
     params, state = torch.tensor([4.0]), outer.init(1)
     seen, momenta, gathered = [], [], []

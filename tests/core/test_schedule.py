@@ -4,18 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core.schedule import Due, Schedule
+from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
+
+
+def applied(schedule: Schedule, step: int) -> tuple[int, ...]:
+    """The fragments whose answers are due after inner step `step`: those sent τ steps earlier."""
+    return schedule.sends(step - schedule.overlap)
 
 
 def table(schedule: Schedule, last_step: int) -> str:
     """One line per inner step in which something is due: `4: send 1, apply 0`."""
     lines = []
     for step in range(1, last_step + 1):
-        due = schedule.due(step)
-        words = [
-            f"{verb} {' '.join(map(str, which))}" for verb, which in [("send", due.send), ("apply", due.apply)] if which
-        ]
+        due = [("send", schedule.sends(step)), ("apply", applied(schedule, step))]
+        words = [f"{verb} {' '.join(map(str, which))}" for verb, which in due if which]
         if words:
             lines.append(f"{step}: {', '.join(words)}")
     return "\n".join(lines)
@@ -153,15 +156,10 @@ def test_offsets_are_resolved() -> None:
     assert hash(Schedule(6, 2)) == hash(Schedule(6, 2, offsets=[3, 6]))
 
 
-def test_due_reads_like_a_pair() -> None:
-    send, apply = Schedule(1, 1).due(1)
-    assert (send, apply) == ((0,), (0,)) == Due(send=(0,), apply=(0,))
-
-
 def test_nothing_is_due_before_the_first_step() -> None:
     schedule = Schedule(sync_every=1, num_fragments=1, overlap=1)
-    assert schedule.due(0) == Due((), ())
-    assert schedule.applies(1) == ()
+    assert schedule.sends(0) == schedule.sends(-1) == ()
+    assert applied(schedule, 1) == ()
 
 
 # torchft's fixture: fragment 0 in fp numbers, see the docstring of test_torchft_trajectory
@@ -183,10 +181,9 @@ def test_torchft_trajectory(overlap: int) -> None:
     seen: list[list[float]] = [[1.0], [1.0]]
     for step in range(1, 19):
         local = [value - 2.0 for value in local]
-        due = schedule.due(step)
-        for p in due.send:
+        for p in schedule.sends(step):
             in_flight[p] = anchor[p] - local[p]
-        for p in due.apply:
+        for p in applied(schedule, step):
             anchor[p] -= 2.0 * in_flight[p]
             local[p] = anchor[p]
         for p in (0, 1):
@@ -219,7 +216,7 @@ def test_impossible_numbers_are_refused(arguments: tuple[int, ...], message: str
 
 
 def test_more_fragments_than_steps_send_several_after_one_step() -> None:
-    assert Schedule(1, 3).due(5) == Schedule(1, 3, offsets=(0, 0, 0)).due(5) == Due((0, 1, 2), (0, 1, 2))
+    assert Schedule(1, 3).sends(5) == Schedule(1, 3, offsets=(0, 0, 0)).sends(5) == (0, 1, 2)
     assert Schedule(30, 36).offsets == tuple((p + 1) * 30 // 36 or 30 for p in range(36))
     assert max(len(Schedule(30, 36).sends(step)) for step in range(1, 31)) == 2
 
@@ -238,7 +235,6 @@ def test_every_fragment_once_per_period_and_applied_exactly_tau_later(schedule: 
     sent = [p for step in period for p in schedule.sends(step)]
     assert sorted(sent) == list(range(schedule.num_fragments))
     for step in period:
-        assert schedule.applies(step + schedule.overlap) == schedule.sends(step)
         assert list(schedule.sends(step)) == sorted(schedule.sends(step))
 
 
@@ -247,8 +243,7 @@ def test_peak_number_in_flight(schedule: Schedule) -> None:
     """Evenly spread, at most ⌈τ·P/H⌉ fragments travel at once: H/P steps lie between two sends, each travels τ."""
     in_flight, peak = 0, 0
     for step in range(1, 4 * schedule.sync_every + 1):
-        due = schedule.due(step)
-        in_flight += len(due.send) - len(due.apply)
+        in_flight += len(schedule.sends(step)) - len(applied(schedule, step))
         assert 0 <= in_flight <= schedule.num_fragments
         peak = max(peak, in_flight)
     even = Schedule(schedule.sync_every, schedule.num_fragments, schedule.overlap) == schedule

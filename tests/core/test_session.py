@@ -12,11 +12,11 @@ import pytest
 from diloco import errors
 from diloco.core.contribution import DROPPED, OUTLIER, Contribution, Standing, Verdict
 from diloco.core.members import Deadlines
-from diloco.core.session import SessionCore, calls
-from diloco.core.session.calls import Identity, Report
+from diloco.core.session import SessionCore, requests
 from diloco.core.session.departure import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.core.session.heartbeat import ANSWER_FLOOR_S, HEARTBEAT_S, SHORTEST_S
 from diloco.core.session.lanes import FIRST_RETRY_S
+from diloco.core.session.requests import Identity, Report
 
 WHO = Identity("run", "a", process=7)
 STANDING = Standing(step=0, start_step=0, run_tokens=0, num_live=1, sync_every=None, versions=(0, 0))
@@ -87,35 +87,35 @@ class Script:
     # --- whole passages -----------------------------------------------------------------------------------------------
 
     def join(self, incarnation: int = 1) -> None:
-        self.open.pop(calls.Join)
+        self.open.pop(requests.Join)
         self.do(self.core.joined, incarnation)
 
     def fetch(self, *versions: int) -> None:
         """As a joiner: both fragments and the static tensors."""
         for fragment, version in enumerate(versions):
-            fetch = self.answer(calls.Fetch, self.core.fetched, version)
+            fetch = self.answer(requests.Fetch, self.core.fetched, version)
             assert (fetch.fragment, fetch.base, fetch.joining) == (fragment, -1, True)
-        assert self.answer(calls.Fetch, self.core.fetched, 0).fragment is None
+        assert self.answer(requests.Fetch, self.core.fetched, 0).fragment is None
 
-    def beat(self) -> calls.Beat:
-        return self.answer(calls.Beat, self.core.beaten, self.boot, self.standing)  # type: ignore[no-any-return]
+    def beat(self) -> requests.Beat:
+        return self.answer(requests.Beat, self.core.beaten, self.boot, self.standing)  # type: ignore[no-any-return]
 
     def welcome(self) -> None:
-        self.do(self.core.welcomed, self.open[calls.Watch], self.boot, self.standing)
+        self.do(self.core.welcomed, self.open[requests.Watch], self.boot, self.standing)
 
     def notice(self, **changes: Any) -> None:
         self.standing = replace(self.standing, **changes)
-        self.do(self.core.heard, self.open[calls.Watch], self.boot, self.standing)
+        self.do(self.core.heard, self.open[requests.Watch], self.boot, self.standing)
 
     def start(self, versions: tuple[int, ...] = (0, 0)) -> Script:
         self.standing = replace(self.standing, versions=versions)
         self.do(self.core.begin)
-        self.answer(calls.Describe, self.core.described, initialised=True)
+        self.answer(requests.Describe, self.core.described, initialised=True)
         self.join()
         self.fetch(*versions)
         self.beat()
         self.welcome()
-        assert isinstance(self.told[-1], calls.TellStart)
+        assert isinstance(self.told[-1], requests.TellStart)
         self.told.clear()
         return self
 
@@ -126,12 +126,15 @@ class Script:
 
     def push(self) -> Contribution:
         """The push under way is acknowledged."""
-        call = self.answer(calls.Push, self.core.pushed)
+        call = self.answer(requests.Push, self.core.pushed)
         assert call.boot == self.boot, "it was meant for another process"
         return call.contribution  # type: ignore[no-any-return]
 
 
-CALLS = (calls.Describe, calls.Initialise, calls.Join, calls.Fetch, calls.Watch, calls.Beat, calls.Push, calls.Leave)
+CALLS = (
+    requests.Describe, requests.Initialise, requests.Join, requests.Fetch, requests.Watch, requests.Beat, requests.Push,
+    requests.Leave,
+)  # fmt: skip
 
 
 def contribution(number: int, fragment: int = 0, incarnation: int = 1) -> Contribution:
@@ -145,58 +148,58 @@ def test_a_learner_joins_fetches_listens_and_starts_from_where_it_was_welcome() 
     it = Script(at_least=2)
     it.standing = replace(STANDING, step=12, start_step=8, run_tokens=70, versions=(3, 4))
     it.do(it.core.begin)
-    it.answer(calls.Describe, it.core.described, initialised=True)
-    assert it.open[calls.Join] == calls.Join(WHO, again=False)
+    it.answer(requests.Describe, it.core.described, initialised=True)
+    assert it.open[requests.Join] == requests.Join(WHO, again=False)
     it.join()
-    assert calls.Watch not in it.open, "it counts as live before it has the model"
+    assert requests.Watch not in it.open, "it counts as live before it has the model"
     it.fetch(3, 4)
     it.beat()
-    assert it.take(calls.Warn) == [], "said before it was welcome"
+    assert it.take(requests.Warn) == [], "said before it was welcome"
     it.welcome()
-    assert "1 of at least 2 learners" in it.take(calls.Warn)[0].text
+    assert "1 of at least 2 learners" in it.take(requests.Warn)[0].text
     it.standing = replace(it.standing, step=13, start_step=13, num_live=2)
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     it.beat()
     who = replace(WHO, incarnation=1)
-    assert it.told == [calls.TellStart(who, 8, True, (3, 4), 70, None)]
+    assert it.told == [requests.TellStart(who, 8, True, (3, 4), 70, None)]
 
 
 def test_a_learner_waits_for_the_runs_model_as_long_as_it_may() -> None:
     it = Script(join_timeout_s=1.0)
     it.do(it.core.begin)
     for _ in range(4):
-        it.answer(calls.Describe, it.core.described, initialised=False)
-        it.until(calls.Describe)
-    assert [type(each) for each in it.told] == [calls.Warn]
-    it.answer(calls.Describe, it.core.described, initialised=False)
-    assert isinstance(it.take(calls.Fail)[0].error, errors.NotInitialisedError)
+        it.answer(requests.Describe, it.core.described, initialised=False)
+        it.until(requests.Describe)
+    assert [type(each) for each in it.told] == [requests.Warn]
+    it.answer(requests.Describe, it.core.described, initialised=False)
+    assert isinstance(it.take(requests.Fail)[0].error, errors.NotInitialisedError)
     assert it.core.wake_at == math.inf
 
 
 def test_a_syncer_that_never_answers_is_given_up_in_time() -> None:
     it = Script(join_timeout_s=1.0)
     it.do(it.core.begin)
-    while not any(isinstance(each, calls.Fail) for each in it.told):
-        it.until(calls.Describe)
-        it.fail(calls.Describe)
+    while not any(isinstance(each, requests.Fail) for each in it.told):
+        it.until(requests.Describe)
+        it.fail(requests.Describe)
     assert it.now - 100.0 < 3.0
-    assert it.take(calls.Fail) == [calls.Fail(GONE)]
+    assert it.take(requests.Fail) == [requests.Fail(GONE)]
 
 
 def test_the_first_learner_gives_the_run_its_model() -> None:
     it = Script(initialises=True)
     it.do(it.core.begin)
-    it.answer(calls.Describe, it.core.described, initialised=False)
-    it.open.pop(calls.Initialise)
+    it.answer(requests.Describe, it.core.described, initialised=False)
+    it.open.pop(requests.Initialise)
     it.do(it.core.initialised)
-    assert calls.Join in it.open
+    assert requests.Join in it.open
 
 
 def test_a_run_that_has_a_model_is_not_initialised_again() -> None:
     it = Script(initialises=True)
     it.do(it.core.begin)
-    it.answer(calls.Describe, it.core.described, initialised=True)
-    assert isinstance(it.take(calls.Fail)[0].error, errors.AlreadyInitialisedError)
+    it.answer(requests.Describe, it.core.described, initialised=True)
+    assert isinstance(it.take(requests.Fail)[0].error, errors.AlreadyInitialisedError)
     assert not it.open
 
 
@@ -205,54 +208,54 @@ def test_an_initialisation_whose_answer_was_lost_is_found_to_be_there(found: str
     """It may be found when the learner asks, or arrive so late that the next upload is refused."""
     it = Script(initialises=True)
     it.do(it.core.begin)
-    it.answer(calls.Describe, it.core.described, initialised=False)
-    it.fail(calls.Initialise)
-    it.until(calls.Describe)
-    it.answer(calls.Describe, it.core.described, initialised=found == "described")
+    it.answer(requests.Describe, it.core.described, initialised=False)
+    it.fail(requests.Initialise)
+    it.until(requests.Describe)
+    it.answer(requests.Describe, it.core.described, initialised=found == "described")
     if found == "refused":
-        it.until(calls.Initialise)
-        it.fail(calls.Initialise, errors.AlreadyInitialisedError("it has one."))
-    it.until(calls.Join)
-    assert it.take(calls.Fail) == []
+        it.until(requests.Initialise)
+        it.fail(requests.Initialise, errors.AlreadyInitialisedError("it has one."))
+    it.until(requests.Join)
+    assert it.take(requests.Fail) == []
 
 
 def test_another_initialiser_fails() -> None:
     it = Script(initialises=True)
     it.do(it.core.begin)
-    it.answer(calls.Describe, it.core.described, initialised=False)
+    it.answer(requests.Describe, it.core.described, initialised=False)
     error = errors.AlreadyInitialisedError("another learner was quicker.")
-    it.fail(calls.Initialise, error)
-    assert it.take(calls.Fail) == [calls.Fail(error)]
+    it.fail(requests.Initialise, error)
+    assert it.take(requests.Fail) == [requests.Fail(error)]
 
 
 def test_a_joiner_gives_signs_of_life_while_it_fetches_a_large_model() -> None:
     it = Script()
     it.do(it.core.begin)
-    it.answer(calls.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, initialised=True)
     it.join()
     for _ in range(5):
-        it.until(calls.Beat)
+        it.until(requests.Beat)
         it.beat()
     assert it.now - 100.0 == pytest.approx(5 * HEARTBEAT_S)
-    assert it.open[calls.Fetch].fragment == 0
+    assert it.open[requests.Fetch].fragment == 0
 
 
 def test_a_stream_lost_before_the_start_must_be_welcome_again() -> None:
     it = Script(at_least=2)
     it.do(it.core.begin)
-    it.answer(calls.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, initialised=True)
     it.join()
     it.fetch(0, 0)
     it.beat()
     it.welcome()
-    it.fail(calls.Watch)
+    it.fail(requests.Watch)
     it.standing = replace(it.standing, num_live=2, step=4, start_step=4)
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     it.beat()
-    assert it.take(calls.TellStart) == []
-    it.until(calls.Watch)
+    assert it.take(requests.TellStart) == []
+    it.until(requests.Watch)
     it.welcome()
-    assert [start.step for start in it.take(calls.TellStart)] == [4]
+    assert [start.step for start in it.take(requests.TellStart)] == [4]
 
 
 # --- retransmission ---------------------------------------------------------------------------------------------------
@@ -264,10 +267,10 @@ def test_one_process_of_the_syncer_is_sent_a_contribution_once() -> None:
     assert it.push() == first
     assert it.push() == second
     for _ in range(3):
-        it.until(calls.Beat)
+        it.until(requests.Beat)
         it.beat()
         it.notice()
-    assert calls.Push not in it.open
+    assert requests.Push not in it.open
 
 
 def test_a_new_process_is_sent_all_without_a_verdict_in_ascending_order() -> None:
@@ -276,21 +279,21 @@ def test_a_new_process_is_sent_all_without_a_verdict_in_ascending_order() -> Non
     assert [it.push() for _ in offers] == offers
     it.notice(verdicts=(Verdict(1, 1, None, 1),))
     fresh = it.offer(2, 1)
-    it.fail(calls.Push)  # the syncer was killed
-    it.fail(calls.Watch)
+    it.fail(requests.Push)  # the syncer was killed
+    it.fail(requests.Watch)
     it.boot = 2
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     it.beat()
-    assert it.fail(calls.Push, errors.RestartedError("this is another process.")).contribution == fresh
+    assert it.fail(requests.Push, errors.RestartedError("this is another process.")).contribution == fresh
     assert [it.push() for _ in range(3)] == [offers[0], offers[2], fresh]
-    assert calls.Push not in it.open
+    assert requests.Push not in it.open
 
 
 def test_an_acknowledgement_that_comes_after_a_new_process_is_the_old_ones() -> None:
     """The bytes that the process before had acknowledged went with it."""
     it = Script().start()
     c = it.offer(1)
-    push = it.open.pop(calls.Push)
+    push = it.open.pop(requests.Push)
     it.boot = 2
     it.notice()  # a new process is there
     it.do(it.core.pushed, push)
@@ -303,11 +306,11 @@ def test_a_process_that_is_not_the_one_meant_gets_older_contributions_first() ->
     first = it.offer(1)
     assert it.push() == first
     second = it.offer(2)
-    it.fail(calls.Push, errors.RestartedError("this is another process."))
+    it.fail(requests.Push, errors.RestartedError("this is another process."))
     assert it.told == [], "a restart is no failure"
     it.boot = 2
-    it.until(calls.Beat)
-    assert calls.Push not in it.open
+    it.until(requests.Beat)
+    assert requests.Push not in it.open
     it.beat()
     assert [it.push(), it.push()] == [first, second]
 
@@ -316,22 +319,22 @@ def test_what_has_a_verdict_is_not_sent_again() -> None:
     """Its acknowledgement was lost, the verdict was heard: nothing of it goes out once more, to no process."""
     it = Script().start()
     c = it.offer(1)
-    it.fail(calls.Push)
+    it.fail(requests.Push)
     it.notice(verdicts=(Verdict(0, 1, None, 1),))
-    assert it.take(calls.Drop) == [calls.Drop(c)]
+    assert it.take(requests.Drop) == [requests.Drop(c)]
     it.boot = 2
     it.sleep(0.9)
-    assert calls.Push not in it.open
+    assert requests.Push not in it.open
 
 
 def test_a_syncer_without_room_is_asked_again_and_said_once() -> None:
     it = Script().start()
     c = it.offer(1)
     for _ in range(4):
-        it.until(calls.Push)
-        it.fail(calls.Push, errors.NoRoomError("the disk is full."))
-    assert ["has no room" in warn.text for warn in it.take(calls.Warn)] == [True]
-    it.until(calls.Push)
+        it.until(requests.Push)
+        it.fail(requests.Push, errors.NoRoomError("the disk is full."))
+    assert ["has no room" in warn.text for warn in it.take(requests.Warn)] == [True]
+    it.until(requests.Push)
     assert it.push() == c
 
 
@@ -343,12 +346,12 @@ def test_a_rejection_that_a_broken_stream_swallowed_is_heard_with_the_next_heart
     it.offer(1)
     it.push()
     it.standing = replace(it.standing, verdicts=(Verdict(0, 1, OUTLIER, 0),))  # said, and lost with the connection
-    it.fail(calls.Watch)
-    it.until(calls.Beat)
-    assert it.beat().settled == (0, 0)
-    assert it.take(calls.TellRejection) == [calls.TellRejection(Verdict(0, 1, OUTLIER, 0))]
-    it.until(calls.Beat)
-    assert it.beat().settled == (1, 0)
+    it.fail(requests.Watch)
+    it.until(requests.Beat)
+    assert it.beat().confirmed == (0, 0)
+    assert it.take(requests.TellRejection) == [requests.TellRejection(Verdict(0, 1, OUTLIER, 0))]
+    it.until(requests.Beat)
+    assert it.beat().confirmed == (1, 0)
 
 
 def test_a_rejection_that_is_heard_again_and_again_is_told_once() -> None:
@@ -358,12 +361,12 @@ def test_a_rejection_that_is_heard_again_and_again_is_told_once() -> None:
     rejected = Verdict(0, 1, DROPPED, 0)
     for _ in range(3):
         it.notice(verdicts=(rejected,))
-        it.until(calls.Beat)
+        it.until(requests.Beat)
         it.beat()
     it.notice(versions=(1, 0))
-    it.answer(calls.Fetch, it.core.fetched, 1, (rejected,))
-    news = it.take(calls.TellRejection | calls.TellArrival)  # type: ignore[arg-type]
-    assert news == [calls.TellRejection(rejected), calls.TellArrival(0, 1, merged=0)]
+    it.answer(requests.Fetch, it.core.fetched, 1, (rejected,))
+    news = it.take(requests.TellRejection | requests.TellArrival)  # type: ignore[arg-type]
+    assert news == [requests.TellRejection(rejected), requests.TellArrival(0, 1, merged=0)]
 
 
 def test_an_unheard_rejection_comes_with_the_version_and_before_it() -> None:
@@ -375,9 +378,9 @@ def test_an_unheard_rejection_comes_with_the_version_and_before_it() -> None:
     it.push()
     it.notice(versions=(1, 0))
     fetched = (Verdict(0, 1, OUTLIER, 0), Verdict(0, 2, None, 1))
-    it.answer(calls.Fetch, it.core.fetched, 1, fetched)
-    news = it.take(calls.TellRejection | calls.TellArrival)  # type: ignore[arg-type]
-    assert news == [calls.TellRejection(fetched[0]), calls.TellArrival(0, 1, merged=2)]
+    it.answer(requests.Fetch, it.core.fetched, 1, fetched)
+    news = it.take(requests.TellRejection | requests.TellArrival)  # type: ignore[arg-type]
+    assert news == [requests.TellRejection(fetched[0]), requests.TellArrival(0, 1, merged=2)]
 
 
 def test_a_verdict_heard_before_its_version_counts_when_that_arrives() -> None:
@@ -386,34 +389,34 @@ def test_a_verdict_heard_before_its_version_counts_when_that_arrives() -> None:
         it.offer(number)
         it.push()
     it.notice(versions=(2, 0), verdicts=(Verdict(0, 1, None, 1), Verdict(0, 2, None, 2)))
-    it.answer(calls.Fetch, it.core.fetched, 1)  # confirmed since: the syncer says them no more
-    it.answer(calls.Fetch, it.core.fetched, 2)
-    assert [arrival.merged for arrival in it.take(calls.TellArrival)] == [1, 2]
+    it.answer(requests.Fetch, it.core.fetched, 1)  # confirmed since: the syncer says them no more
+    it.answer(requests.Fetch, it.core.fetched, 2)
+    assert [arrival.merged for arrival in it.take(requests.TellArrival)] == [1, 2]
 
 
-def test_settled_stops_at_the_first_contribution_without_a_verdict() -> None:
+def test_confirmed_stops_at_the_first_contribution_without_a_verdict() -> None:
     it = Script().start()
     for number in (1, 2, 3):
         it.offer(number)
         it.push()
     it.notice(verdicts=(Verdict(0, 1, None, 1), Verdict(0, 3, OUTLIER, 1)))
-    it.until(calls.Beat)
-    assert it.beat().settled == (1, 0)
+    it.until(requests.Beat)
+    assert it.beat().confirmed == (1, 0)
     it.notice(verdicts=(Verdict(0, 2, None, 2), Verdict(0, 3, OUTLIER, 1)))
-    it.until(calls.Beat)
-    assert it.beat().settled == (3, 0)
+    it.until(requests.Beat)
+    assert it.beat().confirmed == (3, 0)
 
 
 def test_versions_are_fetched_until_the_newest_is_here() -> None:
     it = Script().start()
     it.notice(versions=(2, 1))
     for fragment, base, version in [(0, 0, 1), (0, 1, 2), (1, 0, 1)]:
-        fetch = it.answer(calls.Fetch, it.core.fetched, version)
+        fetch = it.answer(requests.Fetch, it.core.fetched, version)
         assert (fetch.fragment, fetch.base, fetch.joining) == (fragment, base, False)
-    assert calls.Fetch not in it.open
+    assert requests.Fetch not in it.open
     it.notice(versions=(1, 1))  # delayed
-    assert calls.Fetch not in it.open
-    it.until(calls.Beat)
+    assert requests.Fetch not in it.open
+    it.until(requests.Beat)
     assert it.beat().versions == (2, 1)
 
 
@@ -422,27 +425,27 @@ def test_an_update_that_leads_elsewhere_is_fetched_whole_and_fails_if_that_does_
     it = Script().start()
     it.notice(versions=(1, 0))
     error = kind("version 1 of fragment 0 is not what was published")
-    it.fail(calls.Fetch, error)
-    assert "fetching it whole" in it.take(calls.Warn)[0].text
-    assert (it.open[calls.Fetch].base, it.open[calls.Fetch].joining) == (-1, False)
-    it.fail(calls.Fetch, error)
-    assert it.take(calls.Fail) == [calls.Fail(error)]
+    it.fail(requests.Fetch, error)
+    assert "fetching it whole" in it.take(requests.Warn)[0].text
+    assert (it.open[requests.Fetch].base, it.open[requests.Fetch].joining) == (-1, False)
+    it.fail(requests.Fetch, error)
+    assert it.take(requests.Fail) == [requests.Fail(error)]
 
 
 def test_a_whole_fragment_serves_only_the_version_that_needed_it() -> None:
     it = Script().start()
     it.notice(versions=(2, 0))
-    it.fail(calls.Fetch, errors.DigestError("damaged"))
-    it.answer(calls.Fetch, it.core.fetched, 2)
+    it.fail(requests.Fetch, errors.DigestError("damaged"))
+    it.answer(requests.Fetch, it.core.fetched, 2)
     it.notice(versions=(3, 0))
-    assert it.open[calls.Fetch].base == 2
+    assert it.open[requests.Fetch].base == 2
 
 
 def test_a_fetch_that_fails_on_the_way_is_repeated() -> None:
     it = Script().start()
     it.notice(versions=(1, 0))
-    fetch = it.fail(calls.Fetch)
-    assert it.until(calls.Fetch) == fetch
+    fetch = it.fail(requests.Fetch)
+    assert it.until(requests.Fetch) == fetch
 
 
 def test_a_call_is_told_once_and_again_when_it_is_made_again() -> None:
@@ -450,24 +453,24 @@ def test_a_call_is_told_once_and_again_when_it_is_made_again() -> None:
     it.notice(calls=((0, 0),))
     it.notice(calls=((0, 0),))
     it.notice(calls=())
-    assert it.take(calls.TellCall) == [calls.TellCall(0, 0)]
+    assert it.take(requests.TellCall) == [requests.TellCall(0, 0)]
     it.notice(calls=((0, 0),))  # its round could not be merged
-    assert it.take(calls.TellCall) == [calls.TellCall(0, 0)]
+    assert it.take(requests.TellCall) == [requests.TellCall(0, 0)]
     it.notice(calls=(), versions=(1, 0))
     it.notice(calls=((0, 0),))  # delayed
-    assert it.take(calls.TellCall) == []
+    assert it.take(requests.TellCall) == []
 
 
 def test_a_call_that_stands_before_the_start_is_told_after_it() -> None:
     it = Script()
     it.standing = replace(it.standing, calls=((1, 0),))
     it.do(it.core.begin)
-    it.answer(calls.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, initialised=True)
     it.join()
     it.fetch(0, 0)
     it.beat()
     it.welcome()
-    assert [type(each) for each in it.told] == [calls.TellStart, calls.TellCall]
+    assert [type(each) for each in it.told] == [requests.TellStart, requests.TellCall]
 
 
 # --- heartbeats -------------------------------------------------------------------------------------------------------
@@ -475,14 +478,14 @@ def test_a_call_that_stands_before_the_start_is_told_after_it() -> None:
 
 def test_first_steps_are_reported_at_once_and_later_ones_in_time() -> None:
     it = Script().start()
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     it.beat()
     it.sleep(0.1)
     it.do(it.core.report, 1, Report(step=1, tokens=5))
     assert it.beat().report.tokens == 5
     began = it.now
     it.do(it.core.report, 1, Report(step=2, tokens=10))
-    assert it.until(calls.Beat).report.step == 2
+    assert it.until(requests.Beat).report.step == 2
     assert it.now - began == pytest.approx(HEARTBEAT_S)
 
 
@@ -492,11 +495,11 @@ def test_every_step_is_reported_where_steps_pace_the_rounds_but_not_in_a_flood()
     num_beats, began = 0, it.now
     for step in range(1, 101):
         it.do(it.core.report, 1, Report(step=step, tokens=step))
-        if calls.Beat in it.open:
+        if requests.Beat in it.open:
             it.beat()
             num_beats += 1
         it.sleep(0.01)
-        if calls.Beat in it.open:
+        if requests.Beat in it.open:
             it.beat()
             num_beats += 1
     assert num_beats == pytest.approx((it.now - began) / SHORTEST_S, abs=2)
@@ -504,41 +507,41 @@ def test_every_step_is_reported_where_steps_pace_the_rounds_but_not_in_a_flood()
 
 def test_a_connection_without_an_answer_is_dialled_anew_and_kept_until_there_is_one() -> None:
     it = Script().start()
-    before = it.until(calls.Beat).connection
-    it.fail(calls.Beat)
-    assert it.take(calls.HangUp) == [], "a slow syncer would take it for death"
-    second = it.until(calls.Beat)
+    before = it.until(requests.Beat).connection
+    it.fail(requests.Beat)
+    assert it.take(requests.HangUp) == [], "a slow syncer would take it for death"
+    second = it.until(requests.Beat)
     assert second.connection == before + 1
-    it.fail(calls.Beat)
-    assert it.take(calls.HangUp) == [calls.HangUp(before + 1)], "it never carried an answer"
-    it.until(calls.Beat)
+    it.fail(requests.Beat)
+    assert it.take(requests.HangUp) == [requests.HangUp(before + 1)], "it never carried an answer"
+    it.until(requests.Beat)
     it.beat()
-    assert it.take(calls.HangUp) == [calls.HangUp(before)]
-    it.fail(calls.Watch)  # it was on the old one
-    assert it.until(calls.Watch).connection == before + 2
+    assert it.take(requests.HangUp) == [requests.HangUp(before)]
+    it.fail(requests.Watch)  # it was on the old one
+    assert it.until(requests.Watch).connection == before + 2
 
 
 def test_a_learner_notices_a_dead_connection_well_before_the_syncer_gives_it_up() -> None:
     it = Script().start()
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     it.beat()
-    died_at, call = it.now, it.until(calls.Beat)
+    died_at, call = it.now, it.until(requests.Beat)
     it.sleep(call.timeout_s)
-    it.fail(calls.Beat)
-    it.until(calls.Beat)
+    it.fail(requests.Beat)
+    it.until(requests.Beat)
     assert it.now - died_at == pytest.approx(HEARTBEAT_S + ANSWER_FLOOR_S + FIRST_RETRY_S)
     assert it.now - died_at + 0.5 < Deadlines().reconnect_floor_s
 
 
 def test_slow_answers_get_more_time_and_one_dead_connection_does_not_make_a_link_slow() -> None:
     it = Script().start()
-    call = it.until(calls.Beat)
+    call = it.until(requests.Beat)
     it.sleep(call.timeout_s)
-    it.fail(calls.Beat)
-    call = it.until(calls.Beat)
+    it.fail(requests.Beat)
+    call = it.until(requests.Beat)
     assert call.timeout_s <= 2 * ANSWER_FLOOR_S
     for _ in range(20):
-        it.until(calls.Beat)
+        it.until(requests.Beat)
         it.sleep(0.5)
         call = it.beat()
     assert call.timeout_s == pytest.approx(8 * 0.5)
@@ -555,32 +558,32 @@ def test_an_evicted_learner_joins_again_and_what_it_said_is_void(told_by: str) -
     it.notice(versions=(1, 0))
     match told_by:
         case "notice":
-            it.do(it.core.evicted, it.open[calls.Watch], "nothing heard for 6.0 s", replaced=False)
+            it.do(it.core.evicted, it.open[requests.Watch], "nothing heard for 6.0 s", replaced=False)
         case "heartbeat":
-            it.until(calls.Beat)
-            it.fail(calls.Beat, STALE)
+            it.until(requests.Beat)
+            it.fail(requests.Beat, STALE)
         case "push":
-            it.fail(calls.Push, STALE)
+            it.fail(requests.Push, STALE)
         case "fetch":
-            it.fail(calls.Fetch, STALE)
-    assert it.take(calls.Drop) == [calls.Drop(c)]
-    for kind in (calls.Watch, calls.Beat, calls.Push, calls.Fetch):  # all that was under way fails too
+            it.fail(requests.Fetch, STALE)
+    assert it.take(requests.Drop) == [requests.Drop(c)]
+    for kind in (requests.Watch, requests.Beat, requests.Push, requests.Fetch):  # all that was under way fails too
         if kind in it.open:
             it.fail(kind, STALE)
-    assert it.until(calls.Join).again
+    assert it.until(requests.Join).again
     it.join(2)
     it.do(it.core.report, 1, Report(step=10, tokens=50))
     it.offer(2, incarnation=1)
     it.standing = replace(it.standing, step=10, start_step=10, num_live=0)
     it.fetch(1, 0)
-    assert it.until(calls.Beat).report == Report(step=9), "the tokens of the old incarnation"
+    assert it.until(requests.Beat).report == Report(step=9), "the tokens of the old incarnation"
     it.beat()
-    it.until(calls.Watch)
+    it.until(requests.Watch)
     it.welcome()
-    [start] = [each for each in it.told if isinstance(each, calls.TellStart)]
+    [start] = [each for each in it.told if isinstance(each, requests.TellStart)]
     assert (start.who.incarnation, start.step, start.versions) == (2, 10, (1, 0))
     assert start.reason is not None
-    assert calls.Push not in it.open
+    assert requests.Push not in it.open
     mine = it.offer(1, incarnation=2)
     assert it.push() == mine
 
@@ -588,77 +591,77 @@ def test_an_evicted_learner_joins_again_and_what_it_said_is_void(told_by: str) -
 def test_news_of_an_old_incarnation_is_no_news() -> None:
     it = Script().start()
     it.notice(versions=(1, 0))
-    fetch, watch = it.open.pop(calls.Fetch), it.open[calls.Watch]
+    fetch, watch = it.open.pop(requests.Fetch), it.open[requests.Watch]
     it.do(it.core.evicted, watch, "gone", replaced=False)
-    it.take(calls.Warn)
+    it.take(requests.Warn)
     it.do(it.core.fetched, fetch, 1)
     it.do(it.core.heard, watch, 1, replace(it.standing, versions=(9, 9)))
     it.do(it.core.evicted, watch, "gone", replaced=False)
     assert it.told == []
-    assert calls.Join in it.open
+    assert requests.Join in it.open
 
 
 def test_a_joiner_evicted_while_it_fetches_joins_again() -> None:
     it = Script()
     it.do(it.core.begin)
-    it.answer(calls.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, initialised=True)
     it.join()
-    it.answer(calls.Fetch, it.core.fetched, 3)
-    it.fail(calls.Fetch, STALE)
-    assert it.open[calls.Join].again
+    it.answer(requests.Fetch, it.core.fetched, 3)
+    it.fail(requests.Fetch, STALE)
+    assert it.open[requests.Join].again
     it.join(2)
     it.fetch(4, 4)
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     it.beat()
     it.welcome()
-    [start] = it.take(calls.TellStart)
+    [start] = it.take(requests.TellStart)
     assert (start.who.incarnation, start.versions, start.reason) == (2, (4, 4), None)
 
 
 def test_a_replaced_learner_fails_and_stays_away() -> None:
     it = Script().start()
-    it.do(it.core.evicted, it.open[calls.Watch], "replaced", replaced=True)
-    assert isinstance(it.take(calls.Fail)[0].error, errors.StaleIncarnationError)
-    it.do(it.core.ended, it.open.pop(calls.Watch))
+    it.do(it.core.evicted, it.open[requests.Watch], "replaced", replaced=True)
+    assert isinstance(it.take(requests.Fail)[0].error, errors.StaleIncarnationError)
+    it.do(it.core.ended, it.open.pop(requests.Watch))
     it.sleep(60.0)
-    assert calls.Join not in it.open
-    assert calls.Watch not in it.open
+    assert requests.Join not in it.open
+    assert requests.Watch not in it.open
 
 
 def test_a_call_to_join_that_arrives_late_is_no_other_process() -> None:
     """It failed on the way, was made again, and replaces the incarnation of the second one."""
     it = Script()
     it.do(it.core.begin)
-    it.answer(calls.Describe, it.core.described, initialised=True)
-    it.fail(calls.Join)
-    it.until(calls.Join)
+    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.fail(requests.Join)
+    it.until(requests.Join)
     it.join(1)
     it.fetch(0, 0)
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     it.beat()
     it.welcome()
-    it.do(it.core.evicted, it.open[calls.Watch], "replaced", replaced=True)
-    assert it.open[calls.Join].again
-    assert it.take(calls.Fail) == []
+    it.do(it.core.evicted, it.open[requests.Watch], "replaced", replaced=True)
+    assert it.open[requests.Join].again
+    assert it.take(requests.Fail) == []
 
 
 def test_a_learner_that_may_not_join_again_fails() -> None:
     it = Script().start()
-    it.do(it.core.evicted, it.open[calls.Watch], "gone", replaced=False)
+    it.do(it.core.evicted, it.open[requests.Watch], "gone", replaced=False)
     error = errors.StaleIncarnationError("another process has joined run 'run' as 'a'.")
-    it.fail(calls.Join, error)
-    assert it.take(calls.Fail) == [calls.Fail(error)]
+    it.fail(requests.Join, error)
+    assert it.take(requests.Fail) == [requests.Fail(error)]
 
 
 def test_a_finished_learner_comes_back_as_finished() -> None:
     it = Script().start()
     it.do(it.core.report, 1, Report(step=9, tokens=45, finished=True))
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     it.beat()
-    it.do(it.core.evicted, it.open.pop(calls.Watch), "gone", replaced=False)
+    it.do(it.core.evicted, it.open.pop(requests.Watch), "gone", replaced=False)
     it.join(2)
     it.fetch(0, 0)
-    assert it.until(calls.Beat).report == Report(step=9, finished=True)
+    assert it.until(requests.Beat).report == Report(step=9, finished=True)
 
 
 def test_a_learner_has_finished_once_its_last_contribution_is_acknowledged() -> None:
@@ -667,14 +670,14 @@ def test_a_learner_has_finished_once_its_last_contribution_is_acknowledged() -> 
     it.offer(1)
     it.offer(2)
     it.do(it.core.report, 1, Report(step=9, tokens=45, finished=True))
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     assert it.beat().report == Report(step=9, tokens=45)
     it.push()
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     assert not it.beat().report.finished
     it.push()
     began = it.now
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     assert it.beat().report.finished
     assert it.now - began <= SHORTEST_S
 
@@ -684,28 +687,28 @@ def test_a_finished_learner_tells_a_new_process_so_once_that_has_its_contributio
     it.offer(1)
     it.push()
     it.do(it.core.report, 1, Report(step=9, tokens=45, finished=True))
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     assert it.beat().report.finished
     it.boot = 2
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     it.beat()
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     assert not it.beat().report.finished
     it.push()
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     assert it.beat().report.finished
 
 
 def test_a_learner_without_a_place_in_the_pool_asks_again_and_says_so_once() -> None:
     it = Script()
     it.do(it.core.begin)
-    it.answer(calls.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, initialised=True)
     full = errors.NoRoomError("the run's pool has places for 1 of 2 learners at step 0, and b have them.")
     for _ in range(3):
-        it.until(calls.Join)
-        it.fail(calls.Join, full)
-    assert it.take(calls.Warn) == [calls.Warn(f"the syncer has no room yet, trying again: {full}")]
-    it.until(calls.Join)
+        it.until(requests.Join)
+        it.fail(requests.Join, full)
+    assert it.take(requests.Warn) == [requests.Warn(f"the syncer has no room yet, trying again: {full}")]
+    it.until(requests.Join)
     it.join()
     it.fetch(0, 0)
 
@@ -716,20 +719,20 @@ def test_a_learner_without_a_place_in_the_pool_asks_again_and_says_so_once() -> 
 def test_a_learner_leaves_when_all_is_acknowledged() -> None:
     it = Script().start()
     it.do(it.core.report, 1, Report(step=9, tokens=45))
-    it.until(calls.Beat)
+    it.until(requests.Beat)
     it.beat()
     it.offer(1)
     it.offer(2)
     it.do(it.core.leave)
-    assert calls.Leave not in it.open
+    assert requests.Leave not in it.open
     it.push()
     it.push()
-    assert it.open[calls.Leave].tokens == 45
-    assert it.open[calls.Leave].timeout_s == LEAVE_TIMEOUT_S
+    assert it.open[requests.Leave].tokens == 45
+    assert it.open[requests.Leave].timeout_s == LEAVE_TIMEOUT_S
     assert it.core.wake_at == math.inf
-    it.open.pop(calls.Leave)
+    it.open.pop(requests.Leave)
     it.do(it.core.left)
-    assert it.told == [calls.Close()]
+    assert it.told == [requests.Close()]
 
 
 def test_a_learner_that_leaves_still_gives_signs_of_life() -> None:
@@ -737,21 +740,21 @@ def test_a_learner_that_leaves_still_gives_signs_of_life() -> None:
     it.offer(1)
     it.do(it.core.leave)
     for _ in range(3):
-        it.until(calls.Beat)
+        it.until(requests.Beat)
         it.beat()
-    assert calls.Leave not in it.open
+    assert requests.Leave not in it.open
 
 
 def test_a_learner_does_not_wait_for_a_syncer_that_is_away() -> None:
     it = Script().start()
     it.offer(1)
-    it.fail(calls.Push)
-    it.take(calls.Warn)
+    it.fail(requests.Push)
+    it.take(requests.Warn)
     it.do(it.core.leave)
-    assert it.open[calls.Leave].timeout_s == GONE_TIMEOUT_S
-    assert "still in flight" in it.take(calls.Warn)[0].text
-    it.fail(calls.Leave)
-    assert it.take(calls.Close) == [calls.Close()]
+    assert it.open[requests.Leave].timeout_s == GONE_TIMEOUT_S
+    assert "still in flight" in it.take(requests.Warn)[0].text
+    it.fail(requests.Leave)
+    assert it.take(requests.Close) == [requests.Close()]
     assert it.core.phase == "over"
 
 
@@ -760,7 +763,7 @@ def test_a_learner_waits_no_longer_than_a_silent_syncer_may_be_silent() -> None:
     it.offer(1)
     began = it.now
     it.do(it.core.leave)
-    it.until(calls.Leave)
+    it.until(requests.Leave)
     assert it.now - began <= AWAY_AFTER_S
 
 
@@ -768,15 +771,15 @@ def test_a_learner_that_is_evicted_while_it_leaves_is_gone() -> None:
     it = Script().start()
     it.offer(1)
     it.do(it.core.leave)
-    it.fail(calls.Push, STALE)
-    assert it.told == [calls.Close()]
-    assert calls.Join not in it.open
+    it.fail(requests.Push, STALE)
+    assert it.told == [requests.Close()]
+    assert requests.Join not in it.open
 
 
 def test_a_learner_that_never_joined_leaves_without_a_word() -> None:
     it = Script()
     it.do(it.core.begin)
     it.do(it.core.leave)
-    assert it.told == [calls.Close()]
-    it.answer(calls.Describe, it.core.described, initialised=True)
+    assert it.told == [requests.Close()]
+    it.answer(requests.Describe, it.core.described, initialised=True)
     assert not it.open

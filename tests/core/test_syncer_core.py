@@ -1,4 +1,5 @@
-"""SyncerCore by scripted events in virtual time: rounds, members, deadlines, incarnations, restarts, and the accounting."""
+"""SyncerCore by scripted events in virtual time: rounds, members, deadlines, incarnations, restarts, and the
+accounting."""
 
 from __future__ import annotations
 
@@ -8,7 +9,18 @@ from dataclasses import replace
 import pytest
 from tests.core.driving import kinds, ledger, only, publish, record, restarted, verdicts
 
-from diloco.core.actions import Accept, Action, Evict, MergeRound, PersistVersion, Publish, Record, Reject, Tell, WakeAt
+from diloco.core.actions import (
+    Acknowledge,
+    Action,
+    Evict,
+    MergeRound,
+    PersistVersion,
+    Publish,
+    Record,
+    Reject,
+    Tell,
+    WakeAt,
+)
 from diloco.core.contribution import Contribution, Standing, Verdict
 from diloco.core.members import Deadlines
 from diloco.core.presets import DiLoCo, StreamingDiLoCo
@@ -27,7 +39,8 @@ class Run:
     """A SyncerCore, and learners that take tokens=10 a step; who takes part is recorded."""
 
     def __init__(
-        self, *learners: str, fragments: int = 1, overlap: int = 0, at_least: int = 1, ready: bool = True, weight: str = "uniform",
+        self, *learners: str, fragments: int = 1, overlap: int = 0, at_least: int = 1, ready: bool = True,
+        weight: str = "uniform",
     ) -> None:  # fmt: skip
         method = DiLoCo(sync_every=H, overlap=overlap, quorum=AllLive(at_least=at_least), weight=weight)
         self.core = SyncerCore(method.rules(fragments), [0] * fragments, deadlines=DEADLINES)
@@ -49,14 +62,18 @@ class Run:
         tokens: int = 1,
         step_s: float | None = None,
         waiting: bool = False,
-        settled: tuple[int, ...] = (),
+        confirmed: tuple[int, ...] = (),
     ) -> list[Action]:
         return self.core.heartbeat(
-            now, learner, self.incarnation(learner), step=step, tokens=tokens, step_s=step_s, waiting=waiting, settled=settled
+            now, learner, self.incarnation(learner), step=step, tokens=tokens, step_s=step_s, waiting=waiting,
+            confirmed=confirmed
         )  # fmt: skip
 
-    def c(self, learner: str, round_: int, *, number: int | None = None, step: int = 0, fragment: int = 0, base: int | None = None,
-          tokens: int = 100, trained: int | None = None, discarded: int = 0, incarnation: int | None = None) -> Contribution:  # fmt: skip
+    def c(
+        self, learner: str, round_: int, *, number: int | None = None, step: int = 0, fragment: int = 0,
+        base: int | None = None, tokens: int = 100, trained: int | None = None, discarded: int = 0,
+        incarnation: int | None = None,
+    ) -> Contribution:  # fmt: skip
         step = step or (round_ + 1) * H
         return Contribution(
             learner, incarnation or self.incarnation(learner), fragment, number or round_ + 1, round_,
@@ -90,7 +107,7 @@ class Run:
 
     def members(self, fragment: int = 0) -> set[str]:
         """Of the open round."""
-        return set(self.core.rounds.round_of(fragment)[1])
+        return set(self.core.rounds.roster(fragment)[1])
 
     def steps(self) -> list[int]:
         """Of the rounds that the versions came from."""
@@ -103,13 +120,13 @@ class Run:
         return self.core.fragments[fragment].phase
 
 
-# --- the life of a round --------------------------------------------------------------------------------------------------
+# --- the life of a round ----------------------------------------------------------------------------------------------
 
 
 def test_a_round_is_merged_stored_and_only_then_published() -> None:
     run = Run("a", "b")
     assert run.reason(0.0) == "no contribution yet"
-    assert run.send(1.0, "b", 0)[0] == Accept(run.c("b", 0), duplicate=False)
+    assert run.send(1.0, "b", 0)[0] == Acknowledge(run.c("b", 0), duplicate=False)
     assert run.reason(1.0) == "waiting for a; a is given up in 5.0 s"
     merge = only(MergeRound, run.send(2.0, "a", 0))
     assert merge == MergeRound(0, 0, (run.c("a", 0), run.c("b", 0)), (1.0, 1.0), 1.0, frozenset("ab"))
@@ -141,7 +158,7 @@ def test_fragments_have_rounds_of_their_own() -> None:
     assert run.steps() == [5, 0]
 
 
-# --- who is in a round ----------------------------------------------------------------------------------------------------
+# --- who is in a round ------------------------------------------------------------------------------------------------
 
 
 def test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time() -> None:
@@ -152,7 +169,7 @@ def test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time() -> N
     assert run.members() == {"a", "b"}
     assert only(MergeRound, run.send(2.0, "b", 0)).contributions == (run.c("a", 0), run.c("b", 0))
     late = run.c("c", 0, tokens=70, trained=80)
-    assert run.core.contributed(2.1, late)[0] == Accept(late, duplicate=False)
+    assert run.core.contributed(2.1, late)[0] == Acknowledge(late, duplicate=False)
     assert run.publish(3.0)[:2] == [Reject(late, "missed"), Publish(0, 1, ("a", "b"))]
     run.send(4.0, "a", 1)  # the next round waits for it
     assert run.members() == {"a", "b", "c"}
@@ -160,7 +177,7 @@ def test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time() -> N
     run = Run("a", "b")
     run.send(1.0, "a", 0)
     run.core.joined(1.5, "c")
-    assert isinstance(run.send(1.9, "c", 0)[0], Accept)
+    assert isinstance(run.send(1.9, "c", 0)[0], Acknowledge)
     assert [c.learner for c in only(MergeRound, run.send(2.0, "b", 0)).contributions] == ["a", "b", "c"]
 
 
@@ -168,7 +185,7 @@ def test_a_learner_that_never_stepped_delays_nobody() -> None:
     run = Run("a")
     run.core.joined(0.5, "b")
     run.core.heartbeat(0.9, "b", 1, step=0, tokens=0, step_s=None, waiting=False)
-    assert kinds(run.send(1.0, "a", 0))[:2] == ["Accept", "MergeRound"]
+    assert kinds(run.send(1.0, "a", 0))[:2] == ["Acknowledge", "MergeRound"]
 
 
 def test_fixed_membership_waits_for_everybody_from_the_start() -> None:
@@ -223,7 +240,7 @@ def test_a_joiner_starts_before_the_round_that_lacks_learners() -> None:
 
 
 def test_the_first_steps_of_a_joiner_are_progress_wherever_the_run_is() -> None:
-    """It started at the run's step and took long to compile; meanwhile the run went on, and its connection was renewed."""
+    """It started at the run's step and took long to compile. Meanwhile the run went on, and it connected anew."""
     run = Run("a")
     run.beat(0.0, "a", step=100)
     assert starts_at(run, "b") == 100
@@ -285,7 +302,7 @@ def test_one_that_had_passed_the_step_before_it_was_ready_is_not_waited_for() ->
 
 
 def test_one_that_is_a_send_behind_is_sent_back_with_its_work() -> None:
-    """Others contributed after step 10 to round 0. A joiner at step 8 holds version 1 and reaches step 10 after them."""
+    """Others contributed to round 0 after step 10. A joiner at step 8 holds version 1 and reaches step 10 later."""
     run = Run("a", fragments=2)
     run.send(1.0, "a", 0, fragment=1, step=10)
     run.publish(1.0, 1)
@@ -313,7 +330,8 @@ def test_rounds_that_wait_for_each_other_in_a_circle_let_go() -> None:
 
 
 def test_a_circle_with_a_learner_that_is_a_whole_interval_ahead_lets_go_too() -> None:
-    """c waits for a, which has passed the step of that round and is blocked after a later one: nothing of it is on its way."""
+    """c waits for a, which has passed the step of that round and is blocked after a later one: nothing of it is on its
+    way."""
     run = Run("a", "b", "c", fragments=2)
     run.send(1.0, "c", 0, fragment=1, step=20)
     run.send(1.0, "b", 0, fragment=0, step=15)
@@ -364,7 +382,7 @@ def test_a_round_counts_as_of_its_earliest_step() -> None:
         assert run.steps() == [10 + H * round_]
 
 
-# --- who is given up ------------------------------------------------------------------------------------------------------
+# --- who is given up --------------------------------------------------------------------------------------------------
 
 
 def test_a_silent_learner_is_waited_for_until_its_deadline() -> None:
@@ -411,7 +429,8 @@ def test_the_time_to_reconnect_follows_a_learners_own_pace() -> None:
 
 
 def test_a_finished_learner_is_neither_waited_for_nor_stalled() -> None:
-    """Its training is over and it evaluates: it says so, and the others go on without it; a stalled one they would wait for."""
+    """Its training is over and it evaluates: it says so, and the others go on without it; a stalled one they would wait
+    for."""
     run = Run("a", "b")
     run.send(1.0, "a", 0)
     run.send(1.0, "b", 0)
@@ -492,8 +511,10 @@ def test_every_event_that_leaves_somebody_here_says_when_to_wake() -> None:
     run = Run("a", "b")
     incarnation, joined = run.core.joined(1.0, "c")
     steps = [
-        joined, run.beat(1.0, "a", step=1), run.send(2.0, "a", 0), run.core.disconnected(2.0, "b", 1), run.core.tick(2.5),
-        run.core.left(3.0, "c", incarnation, tokens=0), run.publish(4.0) if run.phase() == "merging" else run.core.tick(4.0),
+        joined, run.beat(1.0, "a", step=1), run.send(2.0, "a", 0), run.core.disconnected(2.0, "b", 1),
+        run.core.tick(2.5),
+        run.core.left(3.0, "c", incarnation, tokens=0),
+        run.publish(4.0) if run.phase() == "merging" else run.core.tick(4.0),
     ]  # fmt: skip
     for actions in steps:
         assert only(WakeAt, actions).at <= 8.0
@@ -501,7 +522,7 @@ def test_every_event_that_leaves_somebody_here_says_when_to_wake() -> None:
     assert "WakeAt" not in kinds(run.core.left(5.0, "b", 1, tokens=1))
 
 
-# --- incarnations ---------------------------------------------------------------------------------------------------------
+# --- incarnations -----------------------------------------------------------------------------------------------------
 
 
 def test_an_evicted_learner_is_refused_and_nothing_changes() -> None:
@@ -511,7 +532,8 @@ def test_an_evicted_learner_is_refused_and_nothing_changes() -> None:
     run.core.tick(6.0)
     before = deepcopy((run.core.saved().values, run.core.members, run.core.fragments, status_of(run.core, 7.0)))
     stale = [
-        lambda: run.send(7.0, "b", 0), lambda: run.beat(7.0, "b", step=5), lambda: run.core.left(7.0, "b", 1, tokens=500),
+        lambda: run.send(7.0, "b", 0), lambda: run.beat(7.0, "b", step=5),
+        lambda: run.core.left(7.0, "b", 1, tokens=500),
         lambda: run.core.check("b", 1),
     ]  # fmt: skip
     for event in stale:
@@ -588,8 +610,8 @@ def test_two_incarnations_contribute_once_to_a_round() -> None:
     run.send(1.0, "b", 0)
     run.core.joined(2.0, "b")
     second = run.c("b", 0, tokens=50, trained=60)
-    assert run.core.contributed(3.0, second)[0] == Accept(second, duplicate=False)
-    assert run.core.contributed(3.5, second)[0] == Accept(second, duplicate=True)  # sent again
+    assert run.core.contributed(3.0, second)[0] == Acknowledge(second, duplicate=False)
+    assert run.core.contributed(3.5, second)[0] == Acknowledge(second, duplicate=True)  # sent again
     written = run.record(3.5)
     merge = only(MergeRound, run.send(4.0, "a", 0))
     assert [c.incarnation for c in merge.contributions] == [1, 1]
@@ -617,7 +639,7 @@ def test_a_goodbye_leaves_acknowledged_work_behind() -> None:
         run.core.left(4.0, "b", 1, tokens=120)
 
 
-# --- contributions that do not fit ----------------------------------------------------------------------------------------
+# --- contributions that do not fit ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -637,14 +659,14 @@ def test_a_contribution_sent_again_after_a_reconnect_counts_once(phase: str) -> 
             run.send(2.0, learner, 1, trained=300)
         run.publish(2.0)
     if phase.startswith("confirmed"):
-        run.beat(2.0, "a", step=10, tokens=107, settled=(1,))
+        run.beat(2.0, "a", step=10, tokens=107, confirmed=(1,))
         assert verdicts(run.core, "a") == ()
     if phase.endswith("restarted"):
         run.restart(2.0, run.record(2.0))
     before = run.ledgers()
     again = run.c("a", 0, discarded=7, trained=107)
     for _ in range(2):
-        assert run.core.contributed(3.0, again)[0] == Accept(again, duplicate=True)
+        assert run.core.contributed(3.0, again)[0] == Acknowledge(again, duplicate=True)
     assert run.ledgers() == before
 
 
@@ -655,16 +677,17 @@ def test_a_rejected_contribution_sent_again_is_discarded_once() -> None:
     run.send(1.5, "b", 0)
     late = run.c("c", 0, tokens=60, discarded=5, trained=65)
     for duplicate in (False, True):
-        assert run.core.contributed(2.0, late)[0] == Accept(late, duplicate=duplicate)
+        assert run.core.contributed(2.0, late)[0] == Acknowledge(late, duplicate=duplicate)
     assert only(Reject, run.publish(3.0)) == Reject(late, "missed")
     counted = {"trained": 65, "pending": 0, "merged": 0, "lost": 0, "discarded": {"overlap": 5, "missed": 60}}
     assert run.ledger("c") == counted
-    assert run.core.contributed(4.0, late)[0] == Accept(late, duplicate=True)
+    assert run.core.contributed(4.0, late)[0] == Acknowledge(late, duplicate=True)
     assert run.ledger("c") == counted
 
 
 def test_a_contribution_that_came_too_late_is_judged_when_the_version_is_durable() -> None:
-    """Were its learner told at once, it would not send it again, and after a crash the round would wait for it until its deadline."""
+    """Were its learner told at once, it would not send it again, and after a crash the round would wait for it until
+    its deadline."""
     run = Run("a", "b", "c")
     for learner in "ab":
         run.send(1.0, learner, 0)
@@ -673,7 +696,7 @@ def test_a_contribution_that_came_too_late_is_judged_when_the_version_is_durable
     written = run.record(1.0)
     late = run.c("c", 0)
     assert run.phase() == "merging"
-    assert kinds(run.core.contributed(2.0, late)) == ["Accept", "WakeAt"]
+    assert kinds(run.core.contributed(2.0, late)) == ["Acknowledge", "WakeAt"]
     run.record(2.5)
     assert verdicts(run.core, "c") == ()
     run.restart(3.0, written)
@@ -690,7 +713,7 @@ def test_version_nonsense_is_rejected(overlap: int, round_: int, base: int) -> N
     run = Run("a", "b", overlap=overlap)
     c = run.c("a", round_, number=1, base=base, step=30, trained=100)
     assert run.core.contributed(1.0, c)[0] == Reject(c, "version")
-    assert run.core.rounds.round_of(0) == ((), ())
+    assert run.core.rounds.roster(0) == ((), ())
     assert run.ledger("a")["discarded"] == {"version": 100}
 
 
@@ -705,21 +728,21 @@ def test_other_content_for_the_same_round_is_rejected() -> None:
     run = Run("a", "b")
     run.send(1.0, "a", 0)
     other = run.c("a", 0, number=2, tokens=120, trained=220)
-    assert run.core.contributed(2.0, other)[0] == Accept(other, duplicate=False)
+    assert run.core.contributed(2.0, other)[0] == Acknowledge(other, duplicate=False)
     assert only(MergeRound, run.send(3.0, "b", 0)).contributions == (run.c("a", 0), run.c("b", 0))
     assert only(Reject, run.publish(4.0)) == Reject(other, "twice in one round")
 
 
-# --- overlap of a whole interval ------------------------------------------------------------------------------------------
+# --- overlap of a whole interval --------------------------------------------------------------------------------------
 
 
 def test_contributions_to_the_next_round_are_kept_while_one_is_merged_and_stored() -> None:
     run = Run("a", "b", overlap=H)
     for learner in "ab":
         run.send(1.0, learner, 0, step=10)
-    assert kinds(run.send(2.0, "a", 1, base=0, step=20)) == ["Accept", "WakeAt"]
+    assert kinds(run.send(2.0, "a", 1, base=0, step=20)) == ["Acknowledge", "WakeAt"]
     run.merged()
-    assert kinds(run.send(3.0, "b", 1, base=0, step=20)) == ["Accept", "WakeAt"]
+    assert kinds(run.send(3.0, "b", 1, base=0, step=20)) == ["Acknowledge", "WakeAt"]
     actions = run.stored(4.0)
     assert kinds(actions) == ["Publish", "MergeRound", "WakeAt"]
     assert only(MergeRound, actions).round == 1
@@ -744,13 +767,13 @@ def test_an_abandoned_round_takes_what_counts_on_it_along() -> None:
     assert kinds(actions) == ["Reject", "Reject", "Reject", "PersistRecord", "WakeAt"]
     assert run.phase() == "open"
     assert run.core.fragments[0].version == 0
-    assert run.core.rounds.round_of(0) == ((), ())
+    assert run.core.rounds.roster(0) == ((), ())
     assert run.ledger("a") == {"trained": 200, "pending": 0, "merged": 0, "lost": 0, "discarded": {"not finite": 200}}
     again = run.c("b", 0, number=2, step=20, trained=200)
-    assert run.core.contributed(4.0, again)[0] == Accept(again, duplicate=False)
+    assert run.core.contributed(4.0, again)[0] == Acknowledge(again, duplicate=False)
 
 
-# --- restarts -------------------------------------------------------------------------------------------------------------
+# --- restarts ---------------------------------------------------------------------------------------------------------
 
 
 def test_after_a_restart_the_first_to_come_back_does_not_merge_alone() -> None:
@@ -782,7 +805,7 @@ def test_after_a_restart_a_merged_contribution_sent_again_is_known() -> None:
         run.send(1.0, learner, 0)
     run.publish(2.0)
     run.restart(100.0, run.record(99.0))
-    assert run.send(101.0, "a", 0)[0] == Accept(run.c("a", 0), duplicate=True)
+    assert run.send(101.0, "a", 0)[0] == Acknowledge(run.c("a", 0), duplicate=True)
     assert run.ledger("a")["pending"] == 0
 
 
@@ -804,7 +827,7 @@ def test_what_is_being_stored_does_not_count_as_merged_on_disk() -> None:
     assert verdicts(run.core, "a") == ()
     for learner in "ab":
         actions = run.send(101.0, learner, 0, discarded=9, trained=109)
-        assert actions[0] == Accept(run.c(learner, 0, discarded=9, trained=109), duplicate=False)
+        assert actions[0] == Acknowledge(run.c(learner, 0, discarded=9, trained=109), duplicate=False)
     assert "MergeRound" in kinds(actions)
     run.publish(102.0)
     assert run.ledger("a") == merged
@@ -891,7 +914,7 @@ def test_more_tokens_than_can_be_counted_are_refused_and_change_nothing() -> Non
     assert run.core.step == 1
 
 
-# --- verdicts -------------------------------------------------------------------------------------------------------------
+# --- verdicts ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_rejection_is_told_when_a_record_with_it_is_durable() -> None:
@@ -954,16 +977,16 @@ def test_verdicts_that_a_learner_has_confirmed_are_forgotten() -> None:
         for learner in "ab":
             run.send(1.0, learner, round_)
         run.publish(2.0)
-    run.beat(3.0, "a", step=30, settled=(2,))
+    run.beat(3.0, "a", step=30, confirmed=(2,))
     assert [verdict.number for verdict in verdicts(run.core, "a")] == [3]
-    run.beat(3.5, "a", step=30, settled=(1,))  # overtaken on the way
+    run.beat(3.5, "a", step=30, confirmed=(1,))  # overtaken on the way
     run.beat(3.5, "a", step=30)
     assert [verdict.number for verdict in verdicts(run.core, "a")] == [3]
     run.restart(4.0, run.record(4.0))
     assert [verdict.number for verdict in verdicts(run.core, "a")] == [3]
     assert [verdict.number for verdict in verdicts(run.core, "b")] == [1, 2, 3]
     for round_ in range(3):
-        assert run.send(5.0, "a", round_)[0] == Accept(run.c("a", round_), duplicate=True)
+        assert run.send(5.0, "a", round_)[0] == Acknowledge(run.c("a", round_), duplicate=True)
 
 
 def test_a_new_incarnation_hears_nothing_of_the_one_before() -> None:
@@ -978,7 +1001,9 @@ def test_a_new_incarnation_hears_nothing_of_the_one_before() -> None:
     assert verdicts(run.core, "b") == ()
     first = run.c("b", 1)
     assert first.number == 2
-    assert run.core.contributed(4.0, replace(first, number=1))[0] == Accept(replace(first, number=1), duplicate=False)
+    assert run.core.contributed(4.0, replace(first, number=1))[0] == Acknowledge(
+        replace(first, number=1), duplicate=False
+    )
 
 
 def test_what_stands_is_the_whole_truth_for_one_learner() -> None:

@@ -18,7 +18,7 @@ from diloco.core.learner import LearnerCore, mode_of
 from diloco.core.ledger import Ledger
 from diloco.core.members import Deadlines, Member
 from diloco.core.method import Method
-from diloco.core.rounds import Accept, Action, Call, Evict, Merge, Publish, Reject, Store, WakeAt
+from diloco.core.rounds import Acknowledge, Action, Call, Evict, Merge, Publish, Reject, Store, WakeAt
 from diloco.core.status import status_of
 from diloco.core.syncer import SyncerCore
 from diloco.errors import StaleIncarnationError
@@ -294,7 +294,7 @@ class World:
             if isinstance(answer, Reject):
                 self._rejected(answer)
             else:
-                assert isinstance(answer, Accept)
+                assert isinstance(answer, Acknowledge)
         else:
             self._blip(node)
         self._carry_out(actions)
@@ -459,7 +459,7 @@ class World:
                     if not self.now < self.tick_at <= at:
                         self.tick_at = at
                         later(max(0.0, at - self.now), self._tick)
-                case Accept():
+                case Acknowledge():
                     raise AssertionError("an acknowledgement is the first answer to a contribution and nothing else")
 
     def _tick(self) -> None:

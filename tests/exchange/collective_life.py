@@ -190,9 +190,12 @@ def notices_a_killed_learner(rank: int) -> dict[str, Any]:
 
 
 LIVES = [
-    counts_the_same_run_tokens_at_every_step, counts_bytes, refuses_methods_that_need_a_syncer, refuses_to_be_used_twice,
-    refuses_checkpoints_that_do_not_fit, trains_parts_of_many_tensors, notices_different_bits, notices_learners_out_of_step,
-    notices_a_learner_that_stops_early, notices_a_silent_learner, finishes_what_others_wait_for, notices_a_killed_learner,
+    counts_the_same_run_tokens_at_every_step, counts_bytes, refuses_methods_that_need_a_syncer,
+    refuses_to_be_used_twice,
+    refuses_checkpoints_that_do_not_fit, trains_parts_of_many_tensors, notices_different_bits,
+    notices_learners_out_of_step,
+    notices_a_learner_that_stops_early, notices_a_silent_learner, finishes_what_others_wait_for,
+    notices_a_killed_learner,
 ]  # fmt: skip
 
 

@@ -57,7 +57,8 @@ def exchanges_unequal_and_empty_parts(rank: int, directory: Path) -> dict[str, A
 
 
 def loses_a_rank_in_a_bulk_exchange(rank: int, directory: Path) -> dict[str, Any]:
-    """The last one. Rank 2 takes what rank 0 brings and dies before it gives its own; rank 1 comes to the exchange after that."""
+    """The last one. Rank 2 takes what rank 0 brings and dies before it gives its own; rank 1 comes to the exchange
+    after that."""
     group = Group(None, timeout_s=FOR_EVER_S)
     store = dist.distributed_c10d._get_default_store()
     sizes = [BULK_BYTES] * group.size

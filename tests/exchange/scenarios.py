@@ -1,4 +1,5 @@
-"""What learners live through in the contract tests, the same on every exchange. Importable by processes that pytest does not run."""
+"""What learners live through in the contract tests, the same on every exchange. Importable by processes that pytest
+does not run."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ LEARNERS = 3
 
 @dataclass(frozen=True)
 class Scenario:
-    """One run. `fault` happens to learner 1: another "layout", another "method", a "nan" gradient, or an "error" in its own code.
+    """One run. `fault` happens to learner 1: another "layout", another "method", a "nan" gradient, or an "error" in its
+    own code.
 
-    `resume_at`: the run is saved after this step and goes on over new exchanges. `trains`: learners that train part of the model.
+    `resume_at`: the run is saved after this step and goes on over new exchanges. `trains`: learners that train part of
+        the model.
     `overlaps`: learners with an overlap of their own. `tokens`: in a step of learner 0; each next one has 7 more, where
     there are any.
     """
@@ -172,7 +175,9 @@ def _scenarios() -> list[Scenario]:
         "diloco, tokens and feedback": diloco.DiLoCo(sync_every=4, weight="tokens", codec="e3m0", error_feedback=True),
         "streaming, overlap 0": diloco.StreamingDiLoCo(sync_every=6, overlap=0, fragments=by_layer),
         "streaming, overlap 1": diloco.StreamingDiLoCo(sync_every=6, overlap=1, fragments=by_layer, mix=0.0),
-        "streaming, overlap 4": diloco.StreamingDiLoCo(sync_every=6, overlap=4, fragments=by_layer, error_feedback=True),
+        "streaming, overlap 4": diloco.StreamingDiLoCo(
+            sync_every=6, overlap=4, fragments=by_layer, error_feedback=True
+        ),
         "streaming, overlap H": diloco.StreamingDiLoCo(sync_every=6, overlap=6, fragments=by_layer),
         "streaming, more fragments than steps": diloco.StreamingDiLoCo(
             sync_every=2, overlap=1, fragments=diloco.Balanced(5), codec="int8"
@@ -197,7 +202,9 @@ def _scenarios() -> list[Scenario]:
             screen=diloco.NormOutliers(1.01),
         ),
         "changing intervals": diloco.DiLoCo(sync_every=((0, 2), (6, 4)), fragments=diloco.Balanced(2)),
-        "streaming, balanced": diloco.StreamingDiLoCo(sync_every=6, overlap=2, fragments=diloco.Balanced(6), codec="int4"),
+        "streaming, balanced": diloco.StreamingDiLoCo(
+            sync_every=6, overlap=2, fragments=diloco.Balanced(6), codec="int4"
+        ),
     }  # fmt: skip
     methods |= {
         f"diloco, {codec}": diloco.DiLoCo(sync_every=5, codec=codec)

@@ -1,4 +1,5 @@
-"""Delayed Nesterov takes outer gradients one at a time: each push is an arrival of its own, however quickly it follows the one before."""
+"""Delayed Nesterov takes outer gradients one at a time: each push is an arrival of its own, however quickly it follows
+the one before."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def in_one_process() -> Tensor:
 
 
 def over_grpc(directory: Path) -> Tensor:
-    """The same pushes, each as soon as the one before is acknowledged: the versions before it are still merged and stored."""
+    """The same pushes, each as soon as the one before is acknowledged: the versions before it are still merged and
+    stored."""
     layout = make_layout(model(), METHOD.fragments)
     with Syncer(RUN, METHOD, Options("127.0.0.1:0", directory)) as syncer:
         raws = [Raw(syncer.address, f"learner-{index:03d}", held=layout) for index in range(LEARNERS)]

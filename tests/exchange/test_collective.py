@@ -77,7 +77,8 @@ def test_bytes_are_counted_by_kind(world: dict[str, Facts]) -> None:
     num_parameters = facts[0]["num_parameters"]
     rounds = 2
     for kind, codec in (("contributions", CODECS["int8"]), ("updates", CODECS["bf16"])):
-        # Every byte of a payload goes to the M − 1 other learners in all, and is counted where it leaves and where it arrives.
+        # Every byte of a payload goes to the M − 1 other learners in all, and is counted where it leaves and where it
+        # arrives.
         expected = 2 * (WORLD_SIZE - 1) * rounds * codec.encoded_bytes(num_parameters)
         assert sum(each["num_bytes"][kind] for each in facts) == expected
     joins = [each["num_bytes"]["joins"] for each in facts]
@@ -157,8 +158,10 @@ def test_a_killed_learner_is_an_error_for_the_others(world: dict[str, Facts]) ->
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ('status: Unavailable, message: "tcp connect error", details: [], metadata: MetadataMap { headers: {} }', "tcp connect error"),
-        ("[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:14511: Connection reset by peer. This is typically caused by …",
+        ('status: Unavailable, message: "tcp connect error", details: [], metadata: MetadataMap { headers: {} }',
+         "tcp connect error"),
+        (("[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:14511: Connection reset by peer. "
+         "This is typically caused by …"),
          "Read error [127.0.0.1]:14511: Connection reset by peer"),
         ("deadline has elapsed", "deadline has elapsed"),
         ("", "RuntimeError"),

@@ -1,4 +1,5 @@
-"""The contract of an exchange: the same method and data give the same bits, and nobody is left hanging. A new one is a line in WORLDS."""
+"""The contract of an exchange: the same method and data give the same bits, and no learner is left hanging. A new one
+is a line in WORLDS."""
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ def reference() -> Results:
 
 @pytest.fixture(scope="module", params=["local", *WORLDS])
 def results(request: pytest.FixtureRequest, reference: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Every scenario over one exchange. "local" is the reference itself: it must end without errors and with balanced books."""
+    """Every scenario over one exchange. "local" is the reference itself: it must end without errors and with balanced
+    books."""
     if request.param == "local":
         return Able(reference)
     results = Able(WORLDS[request.param](list(SCENARIOS.values()), tmp_path_factory.mktemp(request.param)))
@@ -31,7 +33,8 @@ def results(request: pytest.FixtureRequest, reference: Results, tmp_path_factory
 class Able(Results):
     """What an exchange ran; asking for what it refuses by design skips the test.
 
-    `books_survive`: a resumed learner goes on with its books. A syncer closes them when a learner leaves and opens new ones.
+    `books_survive`: a resumed learner goes on with its books. A syncer closes them when a learner leaves and opens new
+        ones.
     """
 
     books_survive = True

@@ -1,4 +1,5 @@
-"""A scheduled round that needs two learners has lost one: the learner that joins later makes it whole, and both reach the end."""
+"""A scheduled round that needs two learners has lost one: the learner that joins later makes it whole, and both reach
+the end."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_over_a_syncer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_joiner_is_a_joiner_after_the_syncer_was_started_again(tmp_path: Path) -> None:
-    """It has joined, and the syncer is started again before its first step, while the survivor waits after step 6 for a second learner."""
+    """It has joined, and the syncer is started again before its first step, while the survivor waits after step 6 for a
+    second learner."""
     numels = [fragment.numel for fragment in layout().fragments]
 
     def push(raw: Raw, fragment: int, version: int, step: int, tokens: int) -> None:
@@ -126,7 +128,8 @@ def test_a_joiner_is_a_joiner_after_the_syncer_was_started_again(tmp_path: Path)
 
 
 def test_one_that_hears_late_of_the_quorum_begins_with_the_others(tmp_path: Path) -> None:
-    """The other learner has trained by the time that this one hears that both are there: it does not skip the steps in between."""
+    """The other learner has trained by the time that this one hears that both are there: it does not skip the steps in
+    between."""
     begun = threading.Event()
 
     def hold_up(_: Link) -> None:

@@ -1,4 +1,5 @@
-"""The link probe: what is timed, how sizes grow, and a real syncer that answers one at a time, within bounds, to those who may."""
+"""The link probe: what is timed, how sizes grow, and a real syncer that answers one at a time, within bounds, to those
+who may."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def test_what_is_refused(kind: str, connection: Connection) -> None:
 def test_one_at_a_time_and_one_that_breaks_off_makes_room(connection: Connection, syncer: Syncer) -> None:
     stub: Any = connection._channel(CHANNEL).stream_stream("/diloco.v1.Syncer/Probe", None, None)
     call = stub(iter([header(0, MAX_PROBE_BYTES).SerializeToString()]))
-    next(call)  # it has begun, and cannot end: nobody takes the rest
+    next(call)  # it has begun, and cannot end: its rest is not read
     second = Connection(syncer.address, token=None, ca=None, insecure=False)
     with pytest.raises(RunError, match="another learner's link"):
         second.probe(CHANNEL, header())

@@ -1,4 +1,4 @@
-"""A learner whose link or syncer misbehaves: nothing hangs, nothing is sent in vain, nobody is forgotten."""
+"""A learner whose link or syncer misbehaves: nothing hangs, nothing is sent in vain, no learner is forgotten."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ class StallOnce:
 
 
 def test_an_upload_that_stands_still_is_sent_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is told: neither end sees an error. The connection with the contributions is the first to carry this much."""
+    """Nothing is told: neither end sees an error. The connection with the contributions is the first to carry this
+    much."""
     stall = StallOnce(5_000)
     with start(tmp_path, method()) as syncer, Relay(syncer.port, stall) as relay:
         life = Life(impatient(relay.address), steps=60)
@@ -179,7 +180,7 @@ def test_a_broken_link_costs_no_contribution_twice(tmp_path: Path) -> None:
 
 
 def test_half_open_connections_are_dialled_anew_in_time(tmp_path: Path) -> None:
-    """With the default deadlines: nobody is given up because its connections have died without a word."""
+    """With the default deadlines: no learner is evicted because its connections have died silently."""
     with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
         with living(impatient(relay.address)) as life:
             until(lambda: life.step > 5, "it does not train")
@@ -207,7 +208,8 @@ def test_connections_that_broke_at_the_syncers_end_are_dialled_anew(tmp_path: Pa
 
 
 def test_a_syncer_that_is_slow_to_answer_does_not_see_its_learner_hang_up(tmp_path: Path) -> None:
-    """The learner dials anew; until that is answered its old connection stays, and the syncer has no reason to think it dead."""
+    """The learner dials anew; until that is answered its old connection stays, and the syncer has no reason to think it
+    dead."""
     with start(tmp_path, method(), deadlines=Deadlines(lost_floor_s=60.0)) as syncer, Relay(syncer.port) as relay:
         with living(impatient(relay.address)) as life:
             until(lambda: life.step > 5, "it does not train")
@@ -298,7 +300,8 @@ def test_tokens_of_an_old_incarnation_are_not_counted_for_the_new_one(tmp_path: 
 
 
 def test_a_process_whose_name_another_one_took_does_not_come_back(tmp_path: Path) -> None:
-    """It does not even hear that it was replaced: it is refused when it wants to join again, and the newer one trains on."""
+    """It does not even hear that it was replaced: it is refused when it wants to join again, and the newer one trains
+    on."""
     with start(tmp_path, method(), deadlines=QUICK) as syncer, Relay(syncer.port) as relay:
         with living(diloco.connect(relay.address, run=RUN, learner="a", initialise=True)) as older:
             until(lambda: older.step > 5, "the older one does not train")
@@ -338,7 +341,7 @@ def test_a_whole_fragment_for_one_that_is_in_the_run_is_an_update(kind: str, tmp
 
 
 def test_a_viewer_and_a_stranger_cannot_hang_a_learner(tmp_path: Path) -> None:
-    """A connection that says nothing, and one that stops in the middle of a push, hold up nobody else."""
+    """A connection that says nothing, and one that stops in the middle of a push, hold up no other learner."""
     with start(tmp_path, method()) as syncer:
         first = Raw(syncer.address)
         first.initialise()

@@ -1,4 +1,5 @@
-"""The exchange over torchft's process group: the bits of the others, and runs that lose and regain members. Real processes."""
+"""The exchange over torchft's process group: the bits of the others, and runs that lose and regain members. Real
+processes."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class Life:
 
 @pytest.fixture
 def lighthouse() -> Iterator[Any]:
-    """Makes lighthouses that start a run with so many learners; only where one is killed do they give up a silent one soon."""
+    """Makes lighthouses that start a run with so many learners; only where one is killed do they give up a silent one
+    soon."""
     processes = []
 
     def make(min_replicas: int, silence_ms: int = 60_000) -> str:
@@ -119,7 +121,7 @@ def test_one_is_killed_and_the_other_goes_on(lighthouse: Any) -> None:
     assert contributors[-1] == ["a"]
     assert sorted(map(len, contributors), reverse=True) == list(
         map(len, contributors)
-    )  # both, then one: nobody comes back
+    )  # both, then one: no learner comes back
     first_version = end["versions"][0] - len(contributors)
     assert first_version > 0  # it joined a run that had a model, and has every version since
     for ledger in end["ledger"]:

@@ -1,4 +1,5 @@
-"""Runs in virtual time with a network and with faults: what happens when, and that a synchronous run's bits do not depend on it."""
+"""Runs in virtual time with a network and with faults: what happens when, and that a synchronous run's bits do not
+depend on it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -53,7 +54,8 @@ def life(method: Method, steps: int) -> Callable[[int, Local], Seen]:
 
 
 def world(
-    learners: int = 2, *, step_s: float = 1.0, bit_per_s: float = math.inf, latency_s: float = 0.0, faults: Sequence[Fault] = ()
+    learners: int = 2, *, step_s: float = 1.0, bit_per_s: float = math.inf, latency_s: float = 0.0,
+    faults: Sequence[Fault] = ()
 ) -> VirtualRun:  # fmt: skip
     """Learners with links of their own."""
     links = {f"{way}-{i}": bit_per_s for i in range(learners) for way in ("up", "down")}
@@ -68,10 +70,10 @@ FP32 = {"codec": "fp32", "outer": diloco.SGD(lr=1.0)}
 
 
 def test_a_round_takes_what_its_transfers_take() -> None:
-    # A call takes two latencies, and 0.5 s more where a model goes with it. The first learner asks, uploads its model, joins, fetches the
-    # model and the frozen tensors, and listens: 2.5 s. The other begins once the run has its model, after 1 s, and uploads none.
-    # Every second step is followed by 0.5 s up, a notice, a request and 0.5 s down: four latencies. In the first round the one that began
-    # waits for the one that joined.
+    # A call takes two latencies, and 0.5 s more where a model goes with it. The first learner asks, uploads its model,
+    # joins, fetches the model and the frozen tensors, and listens: 2.5 s. The other begins once the run has its model,
+    # after 1 s, and uploads none. Every second step is followed by 0.5 s up, a notice, a request and 0.5 s down: four
+    # latencies. In the first round the one that began waits for the one that joined.
     method = diloco.DiLoCo(sync_every=2, **FP32)
     expected = [([3.5, 6.25, 7.25, 9.75], 0.25, 8000), ([3.75, 6.25, 7.25, 9.75], 0.0, 4000)]
     for seen, (times_s, longer_s, join_bytes) in zip(
@@ -130,8 +132,8 @@ def test_learners_of_called_rounds_are_never_blocked_however_slow_the_network() 
 
 
 def test_a_killed_learner_is_waited_for_until_its_deadline_and_comes_back_to_the_run() -> None:
-    # It is killed in its fourth step, and its connection breaks. The other waits after its own fourth, until 5 steps have passed; back, it
-    # joins at the run's step.
+    # It is killed in its fourth step, and its connection breaks. The other waits after its own fourth, until 5 steps
+    # have passed; back, it joins at the run's step.
     method = diloco.DiLoCo(sync_every=4, **FP32)
     first, second = run_virtual(life(method, 60), world(faults=[Fault(1, 3.5, 30.25)]))
     assert isinstance(first, Seen)
@@ -192,7 +194,8 @@ def resuming(method: Method, steps: int, taken: Taken, saved: dict[int, Any]) ->
 
 @pytest.mark.parametrize("name", LIVE)
 def test_a_state_loaded_into_a_run_that_went_on_counts_no_token_twice_and_moves_nothing(name: str) -> None:
-    """Killed between two rounds, a learner comes back before the next: the run holds the versions of its checkpoint, and is further."""
+    """Killed between two rounds, a learner comes back before the next: the run holds the versions of its checkpoint,
+    and is further."""
     taken = Taken()
     lives = run_virtual(resuming(LIVE[name], 35, taken, {}), world(faults=[Fault(1, 13.5, 15.25)]))
     assert max(seen["run_tokens"] for seen in lives if not isinstance(seen, Lost)) == 10 * taken.steps

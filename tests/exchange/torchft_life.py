@@ -75,8 +75,8 @@ def train(replica: str, steps: str, address: str, gate: str = "") -> None:
                 sys.stdin.readline()
         state = torch.cat([value.flatten() for value in learner.global_state_dict().values()])
         metrics = learner.metrics()
-        end = {"first_step": first_step, "versions": metrics["versions"], "ledger": metrics["ledger"], "contributors": contributors,
-               "digest": digest(state)}  # fmt: skip
+        kept = {"versions": metrics["versions"], "ledger": metrics["ledger"]}
+        end = {"first_step": first_step, **kept, "contributors": contributors, "digest": digest(state)}
         print(json.dumps(end), flush=True)
 
 

@@ -2,8 +2,8 @@
 
 python -m tests.exchange.worlds DIRECTORY RANK WORLD_SIZE      one of those processes: runs every scenario in DIRECTORY
 
-Over a syncer the same processes dial a `Syncer` per scenario. It runs what exchanges outer gradients; what happens to learners that
-fail is its own business (they are given up, the others go on) and is tested elsewhere.
+Over a syncer the same processes dial a `Syncer` per scenario. It runs what exchanges outer gradients; what happens to
+learners that fail is its own business (they are given up, the others go on) and is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ def in_process(scenarios: Sequence[Scenario], _: Path) -> dict[str, list[Result]
 
 
 def in_virtual_time(scenarios: Sequence[Scenario], _: Path) -> dict[str, list[Result]]:
-    """Over modelled links, by learners of unequal speed: what arrives when is another matter than in any other world. As over a syncer, all
-    are there before the first step.
+    """Over modelled links, by learners of unequal speed: what arrives when is another matter than in any other world.
+    As over a syncer, all are there before the first step.
 
-    Eager learners have equal links and speeds: a part of theirs is that of those who are live, and who is quicker leaves earlier.
+    Eager learners have equal links and speeds: a part of theirs is that of those who are live, and who is quicker
+        leaves earlier.
     """
     return {
         scenario.name: _local(_all_present(scenario), _over_links(alike="Eager" in str(scenario.method)))
@@ -140,7 +141,7 @@ WORLDS: dict[str, World] = {
 }
 
 
-# --- processes ------------------------------------------------------------------------------------------------------------
+# --- processes --------------------------------------------------------------------------------------------------------
 
 
 def start_processes(module: str, directory: Path, world_size: int, expect: Sequence[int] = ()) -> None:
@@ -174,7 +175,8 @@ def join_world(directory: Path, rank: int, world_size: int) -> None:
     """The default process group, found through a file."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
+        "gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT_S)
     )  # fmt: skip
 
 

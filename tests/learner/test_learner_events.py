@@ -72,7 +72,7 @@ class Script(Exchange):
         return events
 
     def wait(self) -> None:
-        assert self.on_wait is not None, "the learner would block for ever"
+        assert self.on_wait is not None, "the learner would block forever"
         self.on_wait()
 
     def report(self, report: Report) -> None:

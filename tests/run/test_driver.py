@@ -106,7 +106,7 @@ def test_what_a_broken_connection_loses_is_said_on_the_next_one() -> None:
     scene.driver.disconnected("a", 1, broken)
     line = scene.listen("a")
     assert (line.heard[0].versions, [it.number for it in line.heard[0].verdicts]) == ((1, 0), [1])
-    standing = scene.beat("a", 4, settled=(1, 0))
+    standing = scene.beat("a", 4, confirmed=(1, 0))
     assert (standing.versions, standing.verdicts) == ((1, 0), ())
 
 

@@ -13,7 +13,7 @@ from diloco.core.held import HeldFragment, close
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
 from diloco.errors import LayoutError
-from diloco.run.model import GlobalModel
+from diloco.run.global_model import GlobalModel
 from diloco.run.ports import MergedRound
 
 VERSIONS = 5

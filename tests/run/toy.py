@@ -17,7 +17,7 @@ from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.update import Update
 from diloco.errors import DilocoError, NonFiniteError, PayloadError
-from diloco.run.driver import Driver, Push
+from diloco.run.driver import Driver, Upload
 from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports
 from diloco.run.simulated import MemorySlot, MemorySpool, MemoryStore, SimulatedDisk, SimulatedWorker
 
@@ -206,7 +206,7 @@ class Scene:
         values = {"step": step, "tokens": 10 * step, "step_s": 1.0, "waiting": False, **fields}
         return self.driver.heartbeat(learner, incarnation, **values)
 
-    def begin(self, c: Contribution, payload: int = 1) -> Push[MemorySlot]:
+    def begin(self, c: Contribution, payload: int = 1) -> Upload[MemorySlot]:
         """A push that has come up whole."""
         push = self.driver.begin_push(c, NUM_BYTES, boot=self.boot)
         push.slot.payload = payload

@@ -10,7 +10,8 @@ from typing import Self
 
 
 class Link:
-    """One relayed connection. `up_bytes`: forwarded towards the syncer so far. `is_half_open`: the learner's end hears of nothing."""
+    """One relayed connection. `up_bytes`: forwarded towards the syncer so far. `is_half_open`: the learner's end hears
+    of nothing."""
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.ends = (client, server)
@@ -20,7 +21,7 @@ class Link:
         self.may_flow.set()
 
     def hang_up(self) -> None:
-        """Both ends read the end of the stream, and whoever waits here goes on."""
+        """Both ends read the end of the stream, and blocked threads here go on."""
         for end in self.ends:
             with suppress(OSError):  # the other side was quicker
                 end.shutdown(socket.SHUT_RDWR)
@@ -47,7 +48,7 @@ class Relay:
         self._run(self._accept)
 
     def stall(self) -> None:
-        """From now on nothing arrives over the connections there are, and nobody is told. New ones are as usual."""
+        """From now on nothing arrives over the open connections, and neither end is told. New ones work."""
         for link in self.links:
             link.may_flow.clear()
 

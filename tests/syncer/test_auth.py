@@ -250,7 +250,8 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("localhost", True), ("LOCALHOST", True), ("::ffff:127.0.0.1", True),
+    [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("localhost", True), ("LOCALHOST", True),
+     ("::ffff:127.0.0.1", True),
      ("0.0.0.0", False), ("::", False), ("", False), ("10.0.0.1", False), ("localhost.example.org", False),
      ("127.0.0.1.example.org", False)],
 )  # fmt: skip

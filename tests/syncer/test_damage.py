@@ -1,4 +1,5 @@
-"""A syncer starts on a damaged state directory: whatever it answers, no byte of a model is gone, and what is wrong is named."""
+"""A syncer starts on a damaged state directory: whatever it answers, no byte of a model is gone, and what is wrong is
+named."""
 
 from __future__ import annotations
 
@@ -84,14 +85,20 @@ def change(statement: str) -> Callable[[Path], object]:
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "database deleted": (lambda root: (root / "state" / "store.sqlite").unlink(), "store.sqlite is missing or empty"),
-    "database of no bytes": (lambda root: truncate(root / "state" / "store.sqlite", 0), "store.sqlite is missing or empty"),
-    "database cut in half": (lambda root: truncate(root / "state" / "store.sqlite", 0.5), "store.sqlite could not be opened"),
+    "database of no bytes": (lambda root: truncate(root / "state" / "store.sqlite", 0),
+        "store.sqlite is missing or empty"),
+    "database cut in half": (lambda root: truncate(root / "state" / "store.sqlite", 0.5),
+        "store.sqlite could not be opened"),
     "database without tables": (no_tables, "store.sqlite is missing or empty"),
     "database without a run": (empty_run, "store.sqlite holds no run"),
-    "no version of a fragment": (change("DELETE FROM versions WHERE fragment = 1"), r"store.sqlite is damaged: .*KeyError\(1\)"),
-    "record that is no JSON": (change("UPDATE run SET record = substr(record, 9)"), "store.sqlite is damaged: .*JSONDecodeError"),
-    "record of something else": (change("UPDATE run SET record = '{}'"), r"store.sqlite is damaged: .*KeyError\('step'\)"),
-    "method that is none": (change("UPDATE run SET method = '[]'"), "store.sqlite is damaged: the run in it cannot be read"),
+    "no version of a fragment": (change("DELETE FROM versions WHERE fragment = 1"),
+        r"store.sqlite is damaged: .*KeyError\(1\)"),
+    "record that is no JSON": (change("UPDATE run SET record = substr(record, 9)"),
+        "store.sqlite is damaged: .*JSONDecodeError"),
+    "record of something else": (change("UPDATE run SET record = '{}'"),
+        r"store.sqlite is damaged: .*KeyError\('step'\)"),
+    "method that is none": (change("UPDATE run SET method = '[]'"),
+        "store.sqlite is damaged: the run in it cannot be read"),
     "tensors damaged": (lambda root: flip(newest(root)), r"f00000-v000000003-\w+.safetensors .* is damaged"),
     "tensors missing": (lambda root: newest(root).unlink(), r"f00000-v000000003-\w+.safetensors .* is missing"),
     "database of two versions ago": (restored(1), r"f00000-v000000001-\w+.safetensors .* is missing"),

@@ -1,6 +1,7 @@
-"""Decoupled DiLoCo over a real syncer: four processes of unequal speed, one killed, one joining late, the syncer killed too.
+"""Decoupled DiLoCo over a real syncer: four processes of unequal speed, one killed, one joining late, the syncer killed
+too.
 
-Nobody ever blocks in `learner.step()`, every token is accounted for, and the status says who takes part. `python -m
+No learner ever blocks in `learner.step()`, every token is accounted for, and the status says who takes part. `python -m
 benchmarks.decoupled` shows the same run.
 """
 
@@ -48,7 +49,8 @@ def test_a_decoupled_run_never_blocks_and_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("restored", ["before it is attached", "after it is attached", "never"])
 def test_a_resumed_learner_has_the_work_that_it_had_not_sent(restored: str, tmp_path: Path) -> None:
-    """The syncer has called nobody, so the run is where it was, and what the learner has trained is in its own parameters alone."""
+    """The syncer has called no learner, so the run is where it was, and what the learner has trained is in its own
+    parameters alone."""
     method = diloco.DecoupledDiLoCo(sync_every=1000, fragments=diloco.Whole())
     with start(tmp_path, method) as syncer, Life(syncer) as whole:
         whole.train(7)

@@ -55,7 +55,7 @@ def syncer_process(
 
 
 def test_a_killed_syncer_comes_back_and_the_run_has_the_same_bits(tmp_path: Path) -> None:
-    """Killed three times at whatever moment it is; compared with a run in one process that nobody disturbed."""
+    """Killed three times at whatever moment it is; compared with a run in one process without faults."""
     steps, kill_at = 40, (5, 18, 30)
     given = diloco.Method.from_dict(method(at_least=2, codec="e3m0").to_dict())
     undisturbed = diloco.run_local(lambda index, exchange: train(index, exchange, given, steps), learners=2)
@@ -77,7 +77,10 @@ def test_a_killed_syncer_comes_back_and_the_run_has_the_same_bits(tmp_path: Path
             for index in range(2)
         ]  # fmt: skip
         for event, go in zip(reached, again, strict=True):
-            until(lambda event=event: event.is_set() or any(life.done() for life in lives), "no learner gets there")  # type: ignore[misc]
+            until(
+                lambda event=event: event.is_set() or any(life.done() for life in lives),  # type: ignore[misc]
+                "no learner gets there",
+            )
             go.set()
             before = published(tmp_path)
             syncer.kill()

@@ -261,7 +261,7 @@ def test_a_defect_in_what_watches_stops_no_decision(tmp_path: Path, caplog: pyte
 
 
 def test_measured_step_times_survive_a_restart(tmp_path: Path) -> None:
-    """Deadlines are multiples of step times; after a restart they are known at once, before anybody is heard."""
+    """Deadlines are multiples of step times; after a restart they are known at once, before any heartbeat."""
     deadlines = Deadlines(lost_steps=20, lost_floor_s=2.0, lost_cap_s=500.0)
     with start(tmp_path, method(), deadlines=deadlines) as syncer:
         raw = Raw(syncer.address)

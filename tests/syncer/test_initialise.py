@@ -97,7 +97,7 @@ class CutOnce:
 
 
 def _hang_up(end: socket.socket) -> None:
-    """Wakes whoever reads it, too."""
+    """Wakes a blocked reader, too."""
     with suppress(OSError):  # the other side was quicker
         end.shutdown(socket.SHUT_RDWR)
 

@@ -137,7 +137,7 @@ def test_no_command_prints_a_secret(keys: Path) -> None:
         (("add", "site-a", "--role", "viewer"), "has a token"),
         (("add", "x", "--role", "boss"), "role 'boss'"),
         (("add", "x", "--role", "learner", "--any-learner", "--speaks-for", "y"), "contradict"),
-        (("revoke", "nobody"), "has no token"),
+        (("revoke", "site-z"), "has no token"),
     ],
 )
 def test_wrong_use_changes_nothing(keys: Path, arguments: tuple[str, ...], reason: str) -> None:
@@ -153,5 +153,8 @@ def test_a_directory_without_keys_is_an_error(tmp_path: Path) -> None:
 
 
 def test_importing_the_command_is_light() -> None:
-    script = "import sys, diloco.cli.keys; print([m for m in ('torch', 'cryptography', 'grpc', 'rich.table') if m in sys.modules])"
+    script = (
+        "import sys, diloco.cli.keys; print([m for m in ('torch', 'cryptography', 'grpc', 'rich.table') if m in "
+        "sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,4 +1,5 @@
-"""Whatever numbers a learner sends, it is answered with a sentence, and the run goes on: rounds, status, and from disk again."""
+"""Whatever numbers a learner sends, it is answered with a sentence, and the run goes on: rounds, status, and from disk
+again."""
 
 from __future__ import annotations
 
@@ -30,14 +31,15 @@ HEARTBEAT = st.fixed_dictionaries(
         "step_s": st.floats(),
         "waiting": st.booleans(),
         "versions": st.lists(NUMBER, max_size=3),
-        "settled": st.lists(NUMBER, max_size=3),
+        "confirmed": st.lists(NUMBER, max_size=3),
     }
 )
 PUSH = st.fixed_dictionaries(
     {"step": NUMBER, "tokens": NUMBER, "steps": NUMBER, "trained": NUMBER, "round": NUMBER, "base": NUMBER},
     optional={
         "fragment": st.integers(0, 3), "discarded": st.lists(DISCARD, max_size=2), "part": st.just(value=True),
-        "tensors": st.lists(st.integers(0, 3) | st.just(2**32 - 1), max_size=3), "incarnation": NUMBER, "number": NUMBER,
+        "tensors": st.lists(st.integers(0, 3) | st.just(2**32 - 1), max_size=3), "incarnation": NUMBER,
+        "number": NUMBER,
     },
 )  # fmt: skip
 MESSAGE = st.one_of(

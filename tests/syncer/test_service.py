@@ -116,9 +116,13 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
     "no name": (lambda raw: nameless(raw, ""), errors.PayloadError, "cannot be called ''"),
     "long name": (lambda raw: nameless(raw, "x" * 100_000), errors.PayloadError, "1 to 200 printable"),
     "layout of nothing": (lambda raw: raw.join(text="[1]"), errors.LayoutError, "JSON of a list"),
-    "heartbeat at step 2^63": (lambda raw: raw.beat(step=2**63), errors.PayloadError, "9223372036854775808 inner steps"),
+    "heartbeat at step 2^63": (
+        lambda raw: raw.beat(step=2**63), errors.PayloadError, "9223372036854775808 inner steps",
+    ),
     "heartbeat at step 1e12": (lambda raw: raw.beat(step=10**12), errors.PayloadError, "at most"),
-    "heartbeat of 2^63 tokens": (lambda raw: raw.beat(tokens=2**63), errors.PayloadError, "9223372036854775808 trained"),
+    "heartbeat of 2^63 tokens": (
+        lambda raw: raw.beat(tokens=2**63), errors.PayloadError, "9223372036854775808 trained",
+    ),
     "heartbeat of 1e17 tokens": (lambda raw: raw.beat(tokens=10**17), errors.PayloadError, "at most"),
     "heartbeat of NaN seconds": (lambda raw: raw.beat(step_s=math.nan), errors.PayloadError, "nan s"),
     "heartbeat of -1 seconds": (lambda raw: raw.beat(step_s=-1.0), errors.PayloadError, "-1.0 s"),
@@ -134,10 +138,12 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
     ),
     "push of more tokens than trained": (lambda raw: raw.push(good(), tokens=6), errors.PayloadError, "says 6 tokens"),
     "push that discards more than trained": (
-        lambda raw: raw.push(good(), discarded=[pb.Discard(reason="overlap", tokens=1)]), errors.PayloadError, "says 6 tok",
+        lambda raw: raw.push(good(), discarded=[pb.Discard(reason="overlap", tokens=1)]), errors.PayloadError,
+        "says 6 tok",
     ),
     "unknown reason to discard": (
-        lambda raw: raw.push(good(), tokens=4, discarded=[pb.Discard(reason="bored", tokens=1)]), errors.PayloadError, "bored",
+        lambda raw: raw.push(good(), tokens=4, discarded=[pb.Discard(reason="bored", tokens=1)]), errors.PayloadError,
+        "bored",
     ),
     "tensors twice": (lambda raw: raw.push(good(), part=True, tensors=[0, 0]), errors.PayloadError, "each once"),
     "goodbye with 2^63 tokens": (lambda raw: raw.leave(tokens=2**63), errors.PayloadError, "trained tokens"),

@@ -189,7 +189,8 @@ def test_strangers_are_counted_apart() -> None:
 
 @contextmanager
 def bare_connections() -> Iterator[tuple[SocketLedger, Callable[..., tuple[socket.socket, socket.socket, str]]]]:
-    """A listening socket without gRPC; each call connects to it and gives the client's end, the server's end and the peer's name."""
+    """A listening socket without gRPC; each call connects to it and gives the client's end, the server's end and the
+    peer's name."""
     opened: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, SocketLedger(listener.getsockname()[1]) as ledger:
 
@@ -245,7 +246,10 @@ import os, sys, grpc
 options = [("grpc.use_local_subchannel_pool", 1)]
 ca = sys.stdin.buffer.read()
 address = sys.argv[1]
-channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(ca), options) if ca else grpc.insecure_channel(address, options)
+if ca:
+    channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(ca), options)
+else:
+    channel = grpc.insecure_channel(address, options)
 def chunks():
     while True:
         yield bytes(1 << 18)

@@ -1,4 +1,4 @@
-"""What `diloco status` says of everybody: who is there, who takes part, and how far behind."""
+"""What `diloco status` says of every learner: whether it is live, takes part, and how far it is behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def joined(syncer: Syncer, name: str) -> Raw:
 
 def beat(raw: Raw, step: int, versions: tuple[int, ...] = (0, 0)) -> None:
     request = pb.HeartbeatRequest(
-        run=RUN, learner=raw.name, incarnation=raw.incarnation, step=step, tokens=5 * step, step_s=0.1, versions=versions
+        run=RUN, learner=raw.name, incarnation=raw.incarnation, step=step, tokens=5 * step, step_s=0.1,
+        versions=versions
     )  # fmt: skip
     raw.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
 
@@ -61,7 +62,7 @@ def test_before_there_is_a_model(syncer: Syncer) -> None:
 def test_who_takes_part_and_who_is_behind(syncer: Syncer) -> None:
     first, second = joined(syncer, "first"), joined(syncer, "second")
     beat(first, 1)
-    assert first.push(ONES)  # second has not trained yet, so nobody waits for it
+    assert first.push(ONES)  # second has not trained yet, so no round waits for it
     syncer.driver.drain()
     beat(first, 2, versions=(1, 0))
     beat(second, 2, versions=(0, 0))

@@ -252,9 +252,7 @@ def test_a_damaged_version_is_named_and_nothing_older_takes_its_place(store: Sto
     with Store(store.path) as again:
         with pytest.raises(StoreError, match=rf"{path.name} \(fragment 1, version 1\) is (damaged|missing)"):
             again.load()
-        assert (
-            len(list((store.path / "tensors").glob("f00001-v000000000-*"))) == 1
-        )  # still there for whoever repairs it
+        assert len(list((store.path / "tensors").glob("f00001-v000000000-*"))) == 1  # still there to be repaired
 
 
 @pytest.mark.parametrize("place", ["length", "header", "outer.steps", "outer.momentum", "residual", "theta"])

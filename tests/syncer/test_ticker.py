@@ -66,7 +66,10 @@ def test_what_is_overdue_does_not_make_it_spin(ticks: Ticks) -> None:
 
 def test_it_knows_that_the_process_stood_still() -> None:
     """Suspended between two ticks, as a machine that is paused."""
-    script = "import time; from diloco.syncer.ticker import Ticker; Ticker(lambda late: print(late, flush=True)).start(); time.sleep(60)"
+    script = (
+        "import time; from diloco.syncer.ticker import Ticker; Ticker(lambda late: print(late, "
+        "flush=True)).start(); time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None

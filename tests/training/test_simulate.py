@@ -97,8 +97,8 @@ def test_time_goes_into_steps_and_waiting(tiny: Tiny, tmp_path: Path) -> None:
     [given] = [e for e in read_events(tmp_path / "run" / "syncer" / "events.jsonl") if isinstance(e, Initialised)]
     num_bytes = 4 * given.num_parameters
     transfer_s = 8 * num_bytes / LINK_BIT_PER_S + 0.05
-    # Three rounds: up, a notice, a request, and down. At the start the slow one, which is the first, asks, uploads its model, joins,
-    # fetches the model and the frozen tensors, and listens: ten latencies and two transfers.
+    # Three rounds: up, a notice, a request, and down. At the start the slow one, which is the first, asks, uploads its
+    # model, joins, fetches the model and the frozen tensors, and listens: ten latencies and two transfers.
     round_s, begin_s = 2 * transfer_s + 2 * 0.05, 2 * transfer_s + 10 * 0.05
     assert slow.waiting_s == pytest.approx(3 * round_s, rel=1e-9)
     assert done.duration_s == pytest.approx(10 + 3 * round_s + begin_s, rel=1e-9)

@@ -1,12 +1,13 @@
-"""A syncer's accounting: where each learner's tokens are, and what became of each contribution.
+"""The syncer's accounting: where each learner's tokens are, and the verdict on each contribution.
 
-Per learner and fragment, trained = pending + merged + discarded + lost (`core.ledger`). What the syncer has
-acknowledged is its own until it is merged or rejected, whatever becomes of the learner; all else is the learner's, and
-lost with it. Should the syncer end first, what a learner that is gone had sent is lost too: it is not sent again.
+Per learner and fragment, trained = pending + merged + discarded + lost (`core.ledger`). The syncer is responsible for
+an acknowledged contribution until it is merged or rejected, even if the learner is gone. All other pending tokens are
+lost with their learner. If the syncer restarts, open contributions of learners that are gone are lost too: they are not
+sent again.
 
-A contribution is known by its number. It is open from its acknowledgement to its verdict, which is counted once and
-kept until the learner has confirmed it; what is sent again is open, or has a verdict, or is confirmed. A verdict is
-told once it is durable. Open contributions are not saved: their learners send them again.
+A contribution is known by its number, so a retransmission is recognised. It is open from its acknowledgement to its
+verdict. The verdict is counted once, sent once it is durable, and kept until the learner has confirmed it. Open
+contributions are not saved: their learners send them again.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ Key = tuple[str, int, int, int]
 
 
 def key_of(c: Contribution) -> Key:
-    """What a contribution is known by."""
+    """The identity of a contribution."""
     return c.learner, c.incarnation, c.fragment, c.number
 
 
 @dataclass
 class Account:
-    """One learner's, over all its incarnations.
+    """One learner's account, over all its incarnations.
 
     Attributes:
         incarnation: the newest.
@@ -50,7 +51,7 @@ class Account:
     confirmed: list[int] = field(default_factory=list)
     verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
 
-    def settle(self, c: Contribution, reason: str | None, version: int) -> None:
+    def count(self, c: Contribution, reason: str | None, version: int) -> None:
         """Count a contribution's tokens, once, and keep the verdict for its learner."""
         ledger = self.ledgers[c.fragment]
         for given_up, tokens in c.discarded:
@@ -96,13 +97,14 @@ class Accounting:
         self.accounts: dict[str, Account] = {}
         self.open: dict[Key, Contribution] = {}
         self._untold: dict[Key, int | None] = {}
-        """Rejections that are not durable, with the serial number of the record that has them; None: none has."""
+        """Rejections that are not durable, with the serial number of the record that contains them; None: no record
+        yet."""
 
-    # --- learners ---------------------------------------------------------------------------------------------------------
+    # --- learners -----------------------------------------------------------------------------------------------------
 
     @property
     def run_tokens(self) -> int:
-        """Tokens trained by all learners, living and gone."""
+        """Tokens trained by all learners, present and past."""
         return sum(account.ledgers[0].trained for account in self.accounts.values())
 
     def begin(self, learner: str) -> int:
@@ -129,7 +131,7 @@ class Accounting:
             ledger.trained = max(ledger.trained, total)
 
     def end(self, learner: str) -> None:
-        """The learner is gone: its acknowledged contributions stay, the rest of its pending tokens is lost."""
+        """The learner is gone: its acknowledged contributions stay, and its other pending tokens are lost."""
         ledgers = self.accounts[learner].ledgers
         acknowledged = [0] * self._num_fragments
         for c in self.open.values():
@@ -138,19 +140,19 @@ class Accounting:
         for ledger, tokens in zip(ledgers, acknowledged, strict=True):
             ledger.lost += ledger.pending - tokens
 
-    # --- contributions ----------------------------------------------------------------------------------------------------
+    # --- contributions ------------------------------------------------------------------------------------------------
 
     def is_known(self, c: Contribution) -> bool:
-        """Whether a contribution of the newest incarnation is open or settled already."""
+        """Whether a contribution of the newest incarnation is open, or has a verdict."""
         account = self.accounts[c.learner]
-        is_settled = c.number <= account.confirmed[c.fragment] or (c.fragment, c.number) in account.verdicts
-        return is_settled or key_of(c) in self.open
+        has_verdict = c.number <= account.confirmed[c.fragment] or (c.fragment, c.number) in account.verdicts
+        return has_verdict or key_of(c) in self.open
 
     def check(self, c: Contribution) -> None:
-        """Whether the tokens of a contribution that is not known are its learner's to bring.
+        """Check that a new contribution accounts only for trained tokens that are not accounted for yet.
 
         Raises:
-            PayloadError: they are accounted for already, or were never trained.
+            PayloadError: it accounts for more.
         """
         ledger = self.accounts[c.learner].ledgers[c.fragment]
         acknowledged = sum(
@@ -159,35 +161,35 @@ class Accounting:
         left = ledger.pending - acknowledged
         if c.accounted > left:
             raise PayloadError(
-                f"{c.learner!r} says {c.accounted} tokens of fragment {c.fragment}, and {left} of those that it has trained are not "
-                "accounted for; nothing of it was counted."
+                f"{c.learner!r} says {c.accounted} tokens of fragment {c.fragment}, and {left} of those that it has "
+                "trained are not accounted for; nothing of it was counted."
             )
 
     def acknowledge(self, c: Contribution) -> None:
-        """It belongs to the syncer from here on."""
+        """The syncer is responsible for the contribution from now on."""
         self.open[key_of(c)] = c
 
-    def merge(self, c: Contribution, version: int) -> None:
+    def count_merged(self, c: Contribution, version: int) -> None:
         """The version that it is merged in is durable."""
         del self.open[key_of(c)]
-        self.accounts[c.learner].settle(c, None, version)
+        self.accounts[c.learner].count(c, None, version)
 
-    def reject(self, c: Contribution, reason: str, version: int) -> None:
+    def count_rejected(self, c: Contribution, reason: str, version: int) -> None:
         """It will not be merged; the fragment is at `version`."""
         self.open.pop(key_of(c), None)
         account = self.accounts[c.learner]
-        account.settle(c, reason, version)
+        account.count(c, reason, version)
         if c.incarnation == account.incarnation:
             self._untold.setdefault(key_of(c), None)
 
-    # --- verdicts ---------------------------------------------------------------------------------------------------------
+    # --- verdicts -----------------------------------------------------------------------------------------------------
 
-    def confirm(self, learner: str, settled: Sequence[int]) -> None:
-        """The newest incarnation knows the verdicts of all its contributions up to these numbers, one per fragment."""
+    def confirm(self, learner: str, confirmed: Sequence[int]) -> None:
+        """The newest incarnation knows the verdicts of its contributions up to these numbers, one per fragment."""
         account = self.accounts[learner]
-        if list(settled) == account.confirmed:
+        if list(confirmed) == account.confirmed:
             return
-        account.confirmed = [max(each) for each in zip(account.confirmed, settled, strict=True)]
+        account.confirmed = [max(each) for each in zip(account.confirmed, confirmed, strict=True)]
         account.verdicts = {
             (fragment, number): verdict
             for (fragment, number), verdict in account.verdicts.items()
@@ -215,32 +217,33 @@ class Accounting:
             del self._untold[key]
         return {learner for learner, *_ in told}
 
-    # --- saving -----------------------------------------------------------------------------------------------------------
+    # --- saving -------------------------------------------------------------------------------------------------------
 
     def saved(
-        self, serial: int, merged: Sequence[Contribution] = (), rejected: Sequence[tuple[Contribution, str]] = (), version: int = 0
+        self, serial: int, merged: Sequence[Contribution] = (), rejected: Sequence[tuple[Contribution, str]] = (),
+        version: int = 0
     ) -> dict[str, Any]:  # fmt: skip
         """Plain values (JSON) of the record with this serial number, as they are once these contributions have their
         verdicts."""
         self._untold = {key: serial if since is None else since for key, since in self._untold.items()}
         accounts = deepcopy(self.accounts)
         for c in merged:
-            accounts[c.learner].settle(c, None, version)
+            accounts[c.learner].count(c, None, version)
         for c, reason in rejected:
-            accounts[c.learner].settle(c, reason, version)
+            accounts[c.learner].count(c, reason, version)
             if c.incarnation == accounts[c.learner].incarnation:
                 self._untold[key_of(c)] = serial
-        settled = {key_of(c) for c in merged} | {key_of(c) for c, _ in rejected}
+        decided = {key_of(c) for c in merged} | {key_of(c) for c, _ in rejected}
         void = {learner: [0] * self._num_fragments for learner in accounts}
         for key, c in self.open.items():
-            if c.incarnation < accounts[c.learner].incarnation and key not in settled:
+            if c.incarnation < accounts[c.learner].incarnation and key not in decided:
                 void[c.learner][c.fragment] += c.accounted
         return {
             learner: {**account.as_dict(), "void_on_restart": void[learner]} for learner, account in accounts.items()
         }
 
     def restore(self, values: Mapping[str, Any], alive: Iterable[str]) -> None:
-        """Continue from `saved`. Open contributions of incarnations that are gone are lost: no learner sends them again."""
+        """Continue from `saved`. Open contributions of incarnations that are gone are lost."""
         self.accounts = {learner: Account.from_dict(each) for learner, each in values.items()}
         living = set(alive)
         for learner, account in self.accounts.items():

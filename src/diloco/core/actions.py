@@ -1,4 +1,4 @@
-"""What a syncer's state machine answers an event with: values, carried out by the driver."""
+"""The actions of `SyncerCore`: values that the driver executes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from diloco.core.contribution import Contribution
 
 
 @dataclass(frozen=True)
-class Accept:
-    """Keep the contribution's bytes: they belong to the syncer now. `duplicate`: they are here already, or were
-    settled; drop these."""
+class Acknowledge:
+    """Acknowledge a contribution and keep its payload: the syncer is responsible for it now.
+
+    `duplicate`: it is open already, or has a verdict; drop this copy.
+    """
 
     contribution: Contribution
     duplicate: bool
@@ -20,8 +22,7 @@ class Accept:
 
 @dataclass(frozen=True)
 class Reject:
-    """Drop the contribution's bytes: it will not be merged. Its learner hears why from its standing, once that is
-    durable."""
+    """Drop a contribution's payload: it will not be merged. Its learner gets the verdict once that is durable."""
 
     contribution: Contribution
     reason: str
@@ -57,7 +58,7 @@ class PersistVersion:
 
 @dataclass(frozen=True)
 class PersistRecord:
-    """Make a record durable, soon: `saved()`, then call `recorded`. A version that is stored first serves as well."""
+    """Make a record durable soon: take `saved()`, then call `recorded`. The record of a stored version serves too."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,14 @@ class Publish:
 
 @dataclass(frozen=True)
 class Tell:
-    """Send these learners their standing: it has changed."""
+    """Send these learners their standing, which has changed."""
 
     learners: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Evict:
-    """Tell this incarnation that it is out. `replaced`: a newer one has its place, so it must not come back."""
+    """Tell this incarnation that it is evicted. `replaced`: a newer one took its place, so it must not rejoin."""
 
     learner: str
     incarnation: int
@@ -93,12 +94,12 @@ class WakeAt:
     at: float
 
 
-Action = Accept | Reject | MergeRound | PersistVersion | PersistRecord | Publish | Tell | Evict | WakeAt
+Action = Acknowledge | Reject | MergeRound | PersistVersion | PersistRecord | Publish | Tell | Evict | WakeAt
 
 
 @dataclass(frozen=True)
 class Record:
-    """What of a run must survive besides its tensors.
+    """The durable state of a run besides its tensors.
 
     Attributes:
         serial: ascending. What a record holds is durable once it, or a later one, is stored.

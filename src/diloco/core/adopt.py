@@ -6,7 +6,7 @@ does not have. The anchor becomes Θ whatever is adopted: the next outer gradien
     Replace            θ ← Θ                             what was trained after the send is discarded
     Mix                θ ← α·θ + (1 − α)·Θ
     KeepDisplacement   θ ← Θ + (θ − θ_sent)              what was trained after the send is kept
-    Eager              θ ← OuterOpt(anchor_m, Δ̃_m)      the learner takes the outer step itself, with its own newest work in it
+    Eager              θ ← OuterOpt(anchor_m, Δ̃_m)      the learner takes the outer step, its newest work included
 """
 
 from abc import abstractmethod
@@ -39,8 +39,8 @@ class Adopt(Choice):
     def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
         """The learner's new parameters, fp32 of the arguments' shape (any, the same for all, all fp32).
 
-        `origin`: the parameters when they were last sent; where nothing was sent since the last adoption, what was adopted.
-        Neither argument is written to, and the result may be one of them: copy it before changing it. Raises
+        `origin`: the parameters when they were last sent; where nothing was sent since the last adoption, what was
+        adopted. Neither argument is written to, and the result may be one of them: copy it before changing it. Raises
         LayoutError when the arguments do not fit each other.
         """
 
@@ -110,10 +110,10 @@ class KeepDisplacement(Adopt):
 
 @dataclass(frozen=True)
 class Eager(Adopt):
-    """θ ← OuterOpt(anchor_m, Δ̃_m): an outer step at every send, with the learner's own newest work in it (arXiv 2502.12996).
+    """θ ← OuterOpt(anchor_m, Δ̃_m): outer steps that include the learner's own newest work (arXiv 2502.12996).
 
-    Each learner has an anchor and an outer state of its own, and measures from that anchor. `eager_gradient` is its Δ̃_m; what the
-    step gives is adopted as it is.
+    Each learner has an anchor and an outer state of its own, and measures from that anchor. `eager_gradient` is its
+    Δ̃_m; what the step gives is adopted as it is.
     """
 
     @property
@@ -128,13 +128,14 @@ class Eager(Adopt):
 def eager_gradient(own: Tensor | None, mean: Tensor | None, added: Tensor | None) -> Tensor | None:
     """Δ̃_m = Δ̄ + s'·Δ_m^(t) − s·Δ_m^(t−H), fp32 flat [n]; arXiv 2502.12996, algorithm 3.
 
-    A share is the learner's own choice when it adds a term (1 / live learners): the same term is taken away, whatever weight the mean
-    gives to it and even if the mean does not list it. So the terms cancel over the rounds, ΣΔ̃_m = ΣΔ̄ + s'·Δ_m^(t), and learners do
-    not part. Before the first mean has arrived Δ̃_m is s'·Δ_m^(t). Subtracted first, so that a lone learner's older work cancels to
-    the bit.
+    A share is the learner's own choice when it adds a term (1 / live learners): the same term is taken away, whatever
+    weight the mean gives to it and even if the mean does not list it. So the terms cancel over the rounds, ΣΔ̃_m = ΣΔ̄
+    + s'·Δ_m^(t), and learners do not part. Before the first mean has arrived Δ̃_m is s'·Δ_m^(t). Subtracted first, so
+    that a lone learner's older work cancels to the bit.
 
     Arguments:
-        own: s'·Δ_m^(t), this learner's newest outer gradient, as decoded from what goes on the wire, times its share; None: none is sent.
+        own: s'·Δ_m^(t), this learner's newest outer gradient, as decoded from what goes on the wire, times its share;
+            None: none is sent.
         mean: Δ̄, the merged outer gradient that is due; None: none is.
         added: s·Δ_m^(t−H), what the learner added for the round of that mean; None: nothing.
     """

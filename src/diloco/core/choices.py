@@ -20,7 +20,7 @@ class Choice(ABC):  # noqa: B024 - each question's own base class declares the a
 
     def to_dict(self) -> dict[str, object]:
         """The type's name and every field, in plain JSON types (tuples become lists)."""
-        fields = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        fields = {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {"type": type(self).__name__, **fields}
 
 
@@ -101,5 +101,8 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _plain(value: object) -> object:
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+def plain(value: object) -> object:
+    """A value in plain JSON types: choices become tables, tuples become lists."""
+    if isinstance(value, Choice):
+        return value.to_dict()
+    return [plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,9 +1,8 @@
-"""What a learner says with an outer gradient, and what its syncer says of it. Plain values: the tensors travel beside
-them.
+"""Contributions and verdicts, as the state machines see them: plain values, without the tensors.
 
-Each contribution has a number, ascending per incarnation and fragment. Verdicts name it, and a retransmission is known
-by it. A syncer says what stands (`Standing`), whole, on every connection and in every heartbeat: what is lost on the
-way is repaired by the next message, and what is heard twice is no news.
+Each contribution has a number, ascending per incarnation and fragment. Verdicts name it, and a retransmission is
+recognised by it. A syncer sends a learner's whole `Standing` on every connection and with every heartbeat. So the next
+message repairs a lost one, and a message that arrives twice changes nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from dataclasses import dataclass, field
 
 # Why a contribution is sent back: the work stays with the learner, pending, and goes with its next contribution.
 OUT_OF_STEP = "out of step"
-"""Its learner is a round behind: it was sent at or before the step after which the round before was sent."""
+"""Its learner is a round behind: it was sent no later than the contributions to the round before."""
 DROPPED = "dropped"
-"""It is one of those that `AllLive(drop=…)` leaves out."""
+"""`AllLive(drop=…)` leaves it out."""
 
 KEPT = (OUT_OF_STEP, DROPPED)
 
@@ -24,22 +23,22 @@ OVERLAP = "overlap"
 
 # Why a contribution is discarded.
 MISSED = "missed"
-"""Its round is closed. The round's answer comes all the same."""
+"""Its round is closed. The learner still gets the round's version."""
 TWICE = "twice in one round"
-"""The round has one of an earlier incarnation. The round's answer comes all the same."""
+"""The round has a contribution of an earlier incarnation. The learner still gets the round's version."""
 LATE = "late"
 """It was measured from an older version than the one it would be merged into, and the quorum's `late` is "drop"."""
 VERSION = "version"
-"""No learner that follows the protocol could send it."""
+"""Its round or base is not one that a learner can have."""
 OUTLIER = "outlier"
 """The method's screen refused its norm."""
 NOT_FINITE = "not finite"
-"""The merge that it was in has no finite result."""
+"""Its round's merge has no finite result."""
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a learner says with an outer gradient.
+    """The description of an outer gradient that a learner sends.
 
     Attributes:
         learner, incarnation: the learner that measured it.
@@ -51,8 +50,8 @@ class Contribution:
         tokens, steps: work in it, since the learner's previous contribution of this fragment.
         trained: tokens this incarnation has trained in all, when it was sent.
         discarded: tokens of this fragment that adoption has overwritten since the previous contribution, by reason.
-        step: the inner step after which it was sent. A round does not wait for a learner that has passed its step
-            without it.
+        step: the inner step after which it was sent. A round does not wait for a learner that passed the round's step
+            without contributing.
         tensors: indices, in the fragment, of the tensors that this learner trains; None: all of them.
     """
 
@@ -71,16 +70,16 @@ class Contribution:
 
     @property
     def accounted(self) -> int:
-        """Tokens that it accounts for: those whose work is in it, and those given up since the one before."""
+        """Tokens that it accounts for: those of its work, and those discarded since the previous contribution."""
         return self.tokens + sum(tokens for _, tokens in self.discarded)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a contribution.
+    """Whether a contribution was merged or rejected.
 
     Attributes:
-        fragment, number: which one, of an incarnation that is known from where this is said.
+        fragment, number: of the contribution; the incarnation is that of the receiver.
         reason: why it was rejected; None: it is merged.
         version: the version that it is merged in, or that the fragment had when it was rejected.
     """
@@ -93,7 +92,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Standing:
-    """What stands for one learner. Saying it again changes nothing.
+    """All that one learner must know of the run. Receiving it again changes nothing.
 
     Attributes:
         step: the highest inner step known of any learner.
@@ -104,7 +103,7 @@ class Standing:
         sync_every: inner steps between two pushes of this learner; None: the method's H.
         versions: of each fragment, published.
         calls: (fragment, version) of the calls for work that it has not answered.
-        verdicts: of its incarnation, those that it has not confirmed, by fragment and number.
+        verdicts: those of its incarnation that it has not confirmed, by fragment and number.
         drained: the run's pool has no place for it any more (`core.pool`): it sends its last work, and leaves.
     """
 

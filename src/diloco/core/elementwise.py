@@ -1,7 +1,8 @@
 """Elementwise work on long tensors, block by block.
 
-A temporary of a block stays in the processor's cache, and its memory serves the next block. A temporary as long as a fragment goes to
-memory and back, and the system hands out its pages one by one, which costs several times the arithmetic.
+A temporary of a block stays in the processor's cache, and its memory serves the next block. A temporary as long as a
+fragment goes to memory and back, and the system hands out its pages one by one, which costs several times the
+arithmetic.
 """
 
 from collections.abc import Iterator
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 16
-"""Enough to spread the cost of a call. With blocks four times as long the C library can give a temporary's pages back each time."""
+"""Enough to spread the cost of a call. With blocks four times as long the C library may free a temporary's pages."""
 
 _EXPONENT = 0x7F800000
 """The bits of an fp32 number that are 0 in zeros and denormals only. Devices disagree on denormals."""
 
 
 def blocks(x: Tensor) -> Iterator[slice]:
-    """Slices of the first dimension that cover x, each of about BLOCK_ELEMENTS elements; one at least, also of an empty x.
+    """Slices of the first dimension that cover x, each of about BLOCK_ELEMENTS elements; an empty x has one.
 
     On another device than a processor: all of x, since calls cost more there than temporaries do.
     """

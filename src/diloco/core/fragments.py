@@ -22,7 +22,8 @@ from diloco.core.layout import Fragment, Layout, Placement, TensorSpec, digest, 
 from diloco.errors import ConfigError
 
 __all__ = [
-    "Balanced", "ByLayer", "Fragment", "Fragmentation", "Layout", "Named", "Placement", "TensorSpec", "Whole", "describe",
+    "Balanced", "ByLayer", "Fragment", "Fragmentation", "Layout", "Named", "Placement", "TensorSpec", "Whole",
+    "describe",
     "digest", "gather", "layout_of", "make_layout", "scatter",
 ]  # fmt: skip
 
@@ -165,7 +166,8 @@ class Balanced(Fragmentation):
     def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
         if self.num_fragments > len(specs):
             raise ConfigError(
-                f"Balanced({self.num_fragments}) is more fragments than the {len(specs)} trainable tensors of the model."
+                f"Balanced({self.num_fragments}) is more fragments than the {len(specs)} trainable tensors of the "
+                "model."
             )
         groups: list[list[str]] = [[] for _ in range(self.num_fragments)]
         sizes = [0] * self.num_fragments

@@ -1,19 +1,19 @@
-"""A fragment at a version, and its next version: `close` makes it from contributions, `advance` from what `close` published.
+"""A fragment at a version. `close` merges contributions into the next one; `advance` makes it from the update.
 
     Δ̄ = scale · Merge({decode(payload_m)}, w)                 merge, in learner-id order, fp32
     Θ* = OuterOpt(Θ, Δ̄)                                        outer step
     lossless `down`:  Θ' = Θ*, the payload is Θ' itself
     lossy `down`:     payload = encode(Θ* − Θ + e);  Θ' = Θ + decode(payload);  e' = (Θ* − Θ + e) − decode(payload)
 
-Where the outer optimizer is on the learners (`outer_at="learners"`: delayed and eager updates) the merged outer gradient
-itself is published, and every holder of the fragment takes the same outer step:
+Where the outer optimizer is on the learners (`outer_at="learners"`: delayed and eager updates) the merged outer
+gradient itself is published, and every holder of the fragment takes the same outer step:
 
     payload = encode(Δ̄ + e);  Δ̄' = decode(payload);  Θ' = OuterOpt(Θ, Δ̄');  e' = Δ̄ + e − Δ̄'
 
 Both compute Θ' from the payload, so all holders of a version hold the same bits. Both go run by run of whole segments
-(`codecs.SEGMENT_ELEMENTS`): besides the old and the new version they need memory for a run. All tensors are flat fp32 on
-the host: a whole fragment, or a shard of it that starts at a segment boundary. Every operation is elementwise or within a
-segment, so shards give the bits of the whole.
+(`codecs.SEGMENT_ELEMENTS`): besides the old and the new version they need memory for a run. All tensors are flat fp32
+on the host: a whole fragment, or a shard of it that starts at a segment boundary. Every operation is elementwise or
+within a segment, so shards give the bits of the whole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class HeldFragment:
         fragment: index of the fragment.
         version: 0 is the initial model; −1 stands for none.
         theta: fp32 [n].
-        outer_state: of `method.outer`, flat fp32 [n] each and 0-dimensional counters; empty where no outer step is taken.
+        outer_state: of `method.outer`, flat fp32 [n] each and 0-dimensional counters; empty where no outer step is
+            taken.
         residual: fp32 [n], what lossy updates have left out so far; None stands for zeros.
         digest: of `theta` (`layout.Digest`).
     """
@@ -77,7 +78,7 @@ class HeldFragment:
         """The version of a lossless update, which needs no earlier one; `theta` is the payload's memory.
 
         Arguments:
-            verify: as of `advance`.
+            verify: as in `advance`.
 
         Raises:
             CorruptPayloadError: not the bytes of `num_elements` fp32 numbers.
@@ -92,7 +93,7 @@ class HeldFragment:
 
     @property
     def bare(self) -> Self:
-        """Θ and its version: what a learner needs that takes no outer steps itself."""
+        """Θ and its version only, for a learner that takes no outer steps itself."""
         return replace(self, outer_state={}, residual=None)
 
     def part(self, elements: slice) -> Self:
@@ -115,11 +116,11 @@ class HeldFragment:
 
 @dataclass(frozen=True, eq=False)
 class Closed:
-    """A merged round: the next version, and what is published of it.
+    """A merged round: the next version, and the update that is published.
 
     Attributes:
         held: the next version.
-        update: what is said of it; learners whose contributions were refused are not in it.
+        update: its description, without the learners whose contributions were refused.
         payload: uint8, as it goes over the wire; the memory of `held.theta` where the update is lossless.
         refused: learners whose contributions the method's screen has left out.
     """
@@ -175,7 +176,7 @@ def _sends_theta(method: Method) -> bool:
 
 
 def _scale_without(method: Method, contributions: Sequence[Encoded], kept: Sequence[Encoded], scale: float) -> float:
-    """Refused contributions are of learners that live and do not contribute."""
+    """The scale without the refused contributions: their learners count as live and not contributing."""
     if method.partial == "full" or len(kept) == len(contributions):
         return scale
     return scale * (math.fsum(each.weight for each in kept) / math.fsum(each.weight for each in contributions))

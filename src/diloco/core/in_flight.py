@@ -1,6 +1,6 @@
 """One fragment as one learner sees it: work that is pending, contributions in flight, and where its tokens went.
 
-`core.learner` decides what happens to it when.
+`core.learner` decides when each of these methods is called.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from diloco.core.ledger import Ledger
 
 @dataclass
 class InFlight:
-    """A contribution that was sent and is not settled: neither adopted with a version that lists it, nor removed by a
-    rejection.
+    """A contribution that was sent and is not complete: its version is not adopted, nor was it removed as rejected.
 
     Attributes:
         number, round, base, tokens, steps: as in `Contribution`; number 0: of an earlier incarnation.
         apply_at: the inner step after which its answer is due.
-        listed: a version that is here has it.
-        is_rejected: it was rejected, and the answer to its round is waited for all the same.
-        kept: it was dropped, and its work stays in the learner's parameters.
+        listed: a received version contains it.
+        is_rejected: it was rejected, and the learner still waits for its round's version.
+        kept: it was rejected as dropped, and its work stays in the learner's parameters.
     """
 
     number: int
@@ -55,14 +54,14 @@ class Send:
 
 @dataclass
 class FragmentWork:
-    """What a learner has done on a fragment, and what became of it.
+    """One learner's work on a fragment.
 
     Attributes:
         version: the one adopted.
         number: of the newest contribution; 0: none was sent.
         received: versions that are here and not adopted.
         in_flight: contributions, oldest first.
-        pending_tokens, pending_steps: work that no contribution has.
+        pending_tokens, pending_steps: work that was not sent.
         overwritten_tokens: discarded by adoption and not yet reported.
         ledger: where the tokens of this incarnation went.
     """
@@ -83,7 +82,7 @@ class FragmentWork:
         self.ledger.trained += tokens
 
     def offer(self, fragment: int, round_: int, *, apply_at: int) -> Send:
-        """All pending work goes out."""
+        """Send all pending work as a new contribution."""
         self.number += 1
         flight = InFlight(self.number, round_, self.version, self.pending_tokens, self.pending_steps, apply_at)
         self.in_flight.append(flight)
@@ -97,8 +96,8 @@ class FragmentWork:
         self.pending_steps += flight.steps
 
     def arrived(self, version: int, merged: int) -> tuple[InFlight, ...]:
-        """A version is here, and contributions up to number `merged` are in it or an earlier one, unless they were
-        rejected; returns those of which that is news."""
+        """A version has arrived; contributions up to number `merged` are in it or an earlier one, unless they were
+        rejected. Returns the contributions in flight that are newly known to be merged."""
         if version <= self.version:
             return ()
         self.received.add(version)
@@ -113,15 +112,15 @@ class FragmentWork:
         return listed
 
     def overwrite(self) -> None:
-        """A version replaces the parameters, and with them what was pending."""
+        """A version replaces the parameters: the pending work is discarded."""
         self.ledger.discard(self.pending_tokens, OVERLAP)
         self.overwritten_tokens += self.pending_tokens
         self.pending_tokens = self.pending_steps = 0
 
     def forget(self, *, keep_work: bool) -> bool:
-        """Contributions that are not listed are void; whether there was any.
+        """Drop the contributions in flight that are not listed. Returns whether there was any.
 
-        `keep_work`: theirs is pending again; otherwise the learner's work begins here.
+        `keep_work`: their work is pending again. Otherwise all work so far is lost.
         """
         void = [flight for flight in self.in_flight if not flight.listed]
         self.in_flight = [flight for flight in self.in_flight if flight.listed]
@@ -133,8 +132,7 @@ class FragmentWork:
         return bool(void)
 
     def forget_tokens(self) -> None:
-        """Under a new incarnation: the work goes on, its numbers begin anew, and its tokens so far are counted
-        elsewhere."""
+        """Start a new incarnation that keeps the work: numbers begin anew, and tokens so far are forgotten."""
         self.number = 0
         self.pending_tokens = self.overwritten_tokens = 0
         self.ledger = Ledger()

@@ -211,7 +211,8 @@ class Digest:
         """Take up the next elements. Raises LayoutError for anything else than contiguous fp32 on the CPU."""
         if part.dtype != torch.float32 or part.device.type != "cpu" or not part.is_contiguous():
             raise LayoutError(
-                f"a digest is taken of a contiguous float32 vector on the CPU, not {_dtype_name(part)} on {part.device}."
+                f"a digest is taken of a contiguous float32 vector on the CPU, not {_dtype_name(part)} on "
+                f"{part.device}."
             )
         if num_bytes := part.numel() * part.element_size():
             self._hasher.update((ctypes.c_char * num_bytes).from_address(part.data_ptr()))

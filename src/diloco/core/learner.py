@@ -1,17 +1,17 @@
 """What a learner does when: sans-I/O bookkeeping of one learner's fragments, versions and tokens.
 
-    events:   stepped(tokens) · called(fragment) · received(fragment, version, …) · rejected(fragment, number, …) · rejoined(versions, step)
+    events:   stepped · called · received · rejected · adopted · rejoined
     answers:  which fragments to send · which answers to wait for · which versions to adopt
 
 One boundary after every inner step:
 
     sends = core.stepped(tokens)          measure and offer these displacements; sends come before applications
     send = core.called(f, v)              the same for a fragment that the syncer calls
-    while core.waiting(): …               feed `received` and `rejected` until nothing due is missing (only where the method waits)
-    for f, v in core.adoptions(): …       the global fragment f becomes version v on this learner; core.adopted(f, v)
+    while core.waiting(): …               feed `received` and `rejected` until no due answer is missing
+    for f, v in core.adoptions(): …       load version v of fragment f, then core.adopted(f, v)
 
-How rounds are called is the method's (`core.rounds`): its half at the learner says when a fragment is sent, and which
-version is adopted when.
+The method says how rounds are called (`core.rounds`). The learner's half of that decides when a fragment is sent and
+which version is adopted when.
 
 No tensor, clock, socket or thread is in here; `diloco.Learner` drives it.
 """
@@ -37,7 +37,7 @@ class LearnerCore:
 
     Attributes:
         tokens: trained by this incarnation.
-        fragments: what was done on each fragment, and what became of it.
+        fragments: per fragment, pending work, contributions in flight and where the tokens went.
     """
 
     def __init__(self, rules: Rules, versions: Sequence[int], *, step: int = 0) -> None:
@@ -57,11 +57,10 @@ class LearnerCore:
 
     @property
     def newest(self) -> tuple[int, ...]:
-        """The version of each fragment that stands for the global model here: the one held, or a newer one that was
-        received."""
+        """By fragment, the version that counts as the global model here: the adopted one, or a newer received one."""
         return tuple(self._rounds.newest(fragment) for fragment in range(len(self.fragments)))
 
-    # --- out --------------------------------------------------------------------------------------------------------------
+    # --- out ----------------------------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, *, sync_every: int | None = None) -> tuple[Send, ...]:
         """One more inner step on `tokens` tokens; returns the fragments to send after it.
@@ -77,14 +76,14 @@ class LearnerCore:
         return tuple(send for send in sends if send is not None)
 
     def called(self, fragment: int, version: int) -> Send | None:
-        """The syncer calls for all work on a fragment, which is at this version, since the last send or adoption.
+        """The syncer calls for a contribution to a fragment, which is at this version.
 
-        None if it cannot be sent now: what was trained since stays pending.
+        Returns None if none can be sent now: the work stays pending.
         """
         return self._send(fragment, None) if self._rounds.called(fragment, version) else None
 
     def _send(self, fragment: int, sync_every: int | None) -> Send | None:
-        round_ = self._rounds.round_of(fragment)
+        round_ = self._rounds.next_round(fragment)
         if round_ is None:
             return None
         self._rounds.sent(fragment, self.step, sync_every)
@@ -97,13 +96,13 @@ class LearnerCore:
             work.ledger.trained += tokens
             work.ledger.merged += tokens
 
-    # --- in ---------------------------------------------------------------------------------------------------------------
+    # --- in -----------------------------------------------------------------------------------------------------------
 
     def received(self, fragment: int, version: int, merged: int) -> tuple[InFlight, ...]:
-        """A published version is here, decoded.
+        """A published version has arrived and is decoded.
 
-        `merged`: all contributions of this learner's up to this number, except those rejected, are in it or an earlier
-        version; 0: none is. Returns the contributions in flight of which that is news.
+        `merged`: this learner's contributions up to this number are in this version or an earlier one, unless they were
+        rejected; 0: none is. Returns the contributions in flight that are newly known to be merged.
         """
         listed = self.fragments[fragment].arrived(version, merged)
         if listed:
@@ -113,7 +112,7 @@ class LearnerCore:
     def rejected(self, fragment: int, number: int, reason: str) -> InFlight | None:
         """A contribution was rejected: its tokens are discarded, or pending again where the reason is one of `KEPT`.
 
-        Returns it if it was still in flight; hearing of it again is no news.
+        Returns the contribution, or None if it was not in flight any more.
         """
         work = self.fragments[fragment]
         flight = next((each for each in work.in_flight if each.number == number and not each.listed), None)
@@ -129,11 +128,11 @@ class LearnerCore:
         return flight
 
     def waiting(self) -> tuple[tuple[int, int], ...]:
-        """(fragment, version) of every answer that is due now, not here, and waited for."""
+        """(fragment, version) of every answer that is due, has not arrived and blocks the learner."""
         return self._rounds.waiting(self.step)
 
     def answers_on_their_way(self) -> tuple[tuple[int, int], ...]:
-        """(fragment, version) of the answers that will come for the contributions in flight, where it is known when."""
+        """(fragment, version) of the answers to contributions in flight, where the version is known beforehand."""
         return tuple(
             (fragment, version)
             for fragment, work in enumerate(self.fragments)
@@ -147,18 +146,18 @@ class LearnerCore:
         return tuple((fragment, version) for fragment, version in versions if version is not None)
 
     def keeps_own(self, fragment: int, version: int) -> bool:
-        """Whether the learner goes on from its own parameters when it adopts this version, and only measures from it."""
+        """Whether adopting this version leaves the learner's parameters alone and only moves its anchor."""
         return self._rounds.keeps_own(fragment, version)
 
     def adopted(self, fragment: int, version: int) -> tuple[InFlight, ...]:
-        """The learner now holds `version`; returns the contributions that this settles (listed, or missed for good)."""
+        """The learner has adopted `version`. Returns the contributions that this completes (merged or missed)."""
         work = self.fragments[fragment]
         if version not in work.received:
             raise VersionError(f"fragment {fragment} cannot adopt version {version}: it was not received.")
         keeps_pending = self.rules.keeps_pending or self.keeps_own(fragment, version)
-        settled = tuple(flight for flight in work.in_flight if self._rounds.settles(flight, version))
-        work.in_flight = [flight for flight in work.in_flight if flight not in settled]
-        for flight in settled:
+        completed = tuple(flight for flight in work.in_flight if self._rounds.completes(flight, version))
+        work.in_flight = [flight for flight in work.in_flight if flight not in completed]
+        for flight in completed:
             if not flight.listed and not flight.is_rejected:
                 work.ledger.discard(flight.tokens, MISSED)
         if not keeps_pending:
@@ -166,15 +165,15 @@ class LearnerCore:
         self._rounds.adopted(fragment, self.step, overwritten=not keeps_pending)
         work.version = version
         work.received = {v for v in work.received if v > version}
-        return settled
+        return completed
 
-    # --- a new incarnation, and checkpoints -------------------------------------------------------------------------------
+    # --- a new incarnation, and checkpoints ---------------------------------------------------------------------------
 
     def rejoined(self, versions: Sequence[int], step: int, *, awaited: bool = False) -> None:
-        """A new incarnation: newest versions, a fresh ledger, and the run's step or its own, whichever is later. What
-        was on its way went with the old one.
+        """Start as a new incarnation: newest versions, a fresh ledger, and the run's step or its own, whichever is
+        later. Contributions in flight are void.
 
-        `awaited`: a round waits for the send that follows `step`, so that the learner takes the steps after it again.
+        `awaited`: a round waits for the send that follows `step`, so the learner goes back to `step`.
         """
         self._begin(versions, step if awaited else max(step, self.step))
 
@@ -199,11 +198,11 @@ class LearnerCore:
         self._rounds.load_state_dict(state["rounds"])
 
     def forget_in_flight(self, *, keep_work: bool) -> tuple[int, ...]:
-        """After `load_state_dict`: contributions are void that no version here lists, unless their answers are in the
-        checkpoint.
+        """After `load_state_dict`: drop the contributions in flight that no received version lists, unless their
+        answers are in the checkpoint.
 
-        `keep_work`: no syncer has them, so their work is pending again. Otherwise all went with the old incarnation,
-        and work begins here. Returns the fragments that this is about.
+        `keep_work`: no syncer has them, so their work is pending again. Otherwise it is lost with the old incarnation.
+        Returns the fragments that had any.
         """
         return tuple(
             fragment
@@ -213,10 +212,10 @@ class LearnerCore:
         )
 
     def reincarnated(self) -> None:
-        """After `load_state_dict`, under a new incarnation: the work goes on, but its tokens count no more.
+        """After `load_state_dict`, under a new incarnation: keep the work, and forget its tokens.
 
-        A syncer counted what the old incarnation had pending as lost with it, and counts an incarnation's tokens from
-        0.
+        The syncer has counted the pending tokens of the old incarnation as lost, and counts an incarnation's tokens
+        from 0.
         """
         self.tokens = 0
         for work in self.fragments:

@@ -1,5 +1,4 @@
-"""Where every trained token went. Per fragment, a token is pending, merged, discarded (with a reason) or lost with its
-learner."""
+"""Where every trained token went: per fragment, it is pending, merged, discarded (with a reason) or lost."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ class Ledger:
 
     @property
     def pending(self) -> int:
-        """Tokens whose work is still on its way into the global model."""
+        """Tokens whose work is not merged, discarded or lost yet."""
         return self.trained - self.merged - self.lost - sum(self.discarded.values())
 
     def discard(self, tokens: int, reason: str) -> None:
@@ -32,7 +31,7 @@ class Ledger:
             self.discarded[reason] = total
 
     def lose(self) -> None:
-        """Everything still pending went with the learner."""
+        """Count all pending tokens as lost with the learner."""
         self.lost += self.pending
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:

@@ -14,10 +14,10 @@ class Member:
 
     Attributes:
         overlap: τ, inner steps between its sends and applications; None: the method's.
-        broken_at: when its connection broke; None: it was heard since.
-        ready: it has trained since it joined, and will go on; one that is still starting up delays no round.
-        finished: it has said that its training is over. It is never ready again, and never stalled.
-        presumed: since a restart of the syncer it counts as ready, and the first that is heard of it will tell.
+        broken_at: when its connection broke; None: it is connected, or was heard since.
+        ready: it has trained since it joined, and has not finished. A member that is not ready delays no round.
+        finished: it takes no more steps. It is never ready again, and never stalled.
+        presumed: the syncer was started again, so the member counts as ready until its first message tells.
         ready_step: the inner step known when it became ready; rounds sent at or before it do not wait for it.
         tokens: trained by this incarnation.
     """
@@ -44,8 +44,8 @@ class Member:
         return self.connected and self.ready
 
     def heard(self, now: float, step: int, tokens: int) -> int:
-        """It lives, at this step; returns how many steps that is further. Tokens are reported per incarnation and only
-        ever grow."""
+        """A message from the member, which is at this step. Returns the number of new steps. `tokens`: trained by this
+        incarnation."""
         self.seen_at, self.connected, self.broken_at = now, True, None
         if self.presumed:
             self.presumed, self.ready = False, max(tokens, self.tokens) > 0
@@ -58,7 +58,7 @@ class Member:
         return steps
 
     def trains(self, step: int) -> None:
-        """There is work of it, begun after this step: rounds count on it from here on, unless it has finished."""
+        """The member has work that began after this step: rounds wait for it from now on, unless it has finished."""
         if not self.ready and not self.finished:
             self.ready, self.ready_step = True, step
 
@@ -104,7 +104,7 @@ class Deadlines:
         return min(self.lost_after_s(step_s), max(self.reconnect_floor_s, self.reconnect_steps * (step_s or 0.0)))
 
     def stalled_after_s(self, step_s: float | None) -> float:
-        """Seconds without a step after which it is stalled; the cap before there is a measured step time."""
+        """Seconds without a step after which a learner with this step time is stalled; None gives the cap."""
         return (
             self.stalled_cap_s
             if step_s is None
@@ -112,7 +112,7 @@ class Deadlines:
         )
 
     def ends_at(self, member: Member) -> float:
-        """When a member is given up if nothing more is heard of it."""
+        """When a member is evicted if no message of it arrives before."""
         ends = [member.seen_at + self.lost_after_s(member.step_s)]
         if member.broken_at is not None:
             ends.append(member.broken_at + self.reconnect_after_s(member.step_s))
@@ -121,7 +121,7 @@ class Deadlines:
         return min(ends)
 
     def passed(self, now: float, member: Member) -> str | None:
-        """Why a member is given up now; None: it is not."""
+        """Why a member is to be evicted now; None: it is not."""
         if now < self.ends_at(member):
             return None
         if member.broken_at is not None and now - member.broken_at >= self.reconnect_after_s(member.step_s):

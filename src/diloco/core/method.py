@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from diloco.core.adopt import ADOPTIONS, Adopt, Eager, Replace
-from diloco.core.choices import Choice, Registry, fraction, nearest
+from diloco.core.choices import Choice, Registry, fraction, nearest, plain
 from diloco.core.codecs import FP32, Codec, codec_from_name
 from diloco.core.fragments import FRAGMENTATIONS, Fragmentation, Whole
 from diloco.core.merges import MERGES, SCREENS, HeLoCo, Mean, Merge, Screen
@@ -43,7 +43,8 @@ Partial = Literal["full", "scale"]
 PARTIAL: tuple[Partial, ...] = get_args(Partial)
 
 _KINDS: dict[str, type] = {
-    "fragments": Fragmentation, "up": Codec, "down": Codec, "quorum": Quorum, "merge": Merge, "outer": Outer, "adopt": Adopt,
+    "fragments": Fragmentation, "up": Codec, "down": Codec, "quorum": Quorum, "merge": Merge, "outer": Outer,
+    "adopt": Adopt,
 }  # fmt: skip
 
 _REGISTRIES: Mapping[str, Registry[Choice]] = {
@@ -57,8 +58,8 @@ class Method:
     """The answers that make one training method.
 
     Attributes:
-        name: what people call it.
-        paper: where it comes from.
+        name: of the preset, or of your own.
+        paper: the reference.
         exchanged: what learners send. `"outer gradients"`: the displacement Δ = anchor − θ, answered by an outer step.
             `"gradients"`: the gradient itself before every inner step, answered by its mean (data parallel).
             `"parameters"`: as outer gradients, for a method that stands for plain parameter averaging at every step
@@ -83,7 +84,7 @@ class Method:
             the learners moves the model by their part.
         outer: what the global model does with it.
         outer_at: "syncer": once, and the new global fragment is published. "learners": the merged outer gradient is
-            published, and everybody takes the outer step.
+            published, and every learner takes the outer step.
         adopt: what a learner does with a new global fragment.
     """
 
@@ -127,7 +128,8 @@ class Method:
         object.__setattr__(self, "error_feedback", _feedback(self.error_feedback))
         if self.error_feedback and self.up.lossless:
             raise ConfigError(
-                f"error_feedback has nothing to feed back with the lossless codec {self.up.name!r}; drop it or choose a lossy one."
+                f"error_feedback has nothing to feed back with the lossless codec {self.up.name!r}; drop it or choose "
+                "a lossy one."
             )
         num_offsets = 1 if self.offsets is None else len(self.offsets)
         Schedule(self.sync_every, num_offsets, self.overlap, self.offsets)  # refuses impossible numbers
@@ -143,7 +145,8 @@ class Method:
         return (
             *self.quorum.contradictions(self),
             (self.overlap > min(periods) and self.outer_at == "syncer",
-             f"overlap={self.overlap} exceeds sync_every={min(periods)}; an overlap is at most one period unless outer_at='learners'."),
+             (f"overlap={self.overlap} exceeds sync_every={min(periods)}; an overlap is at most one period unless "
+             "outer_at='learners'.")),
             (self.outer_at == "learners" and not isinstance(self.adopt, Replace | Eager),
              f"outer_at='learners' needs adopt=Replace() or Eager(), not {self.adopt}."),
             (isinstance(self.adopt, Eager) and self.outer_at == "syncer",
@@ -155,11 +158,13 @@ class Method:
             (isinstance(self.adopt, Eager) and not self.wait,
              "Eager() steps with the answer that is due; use wait=True."),
             (self.partial == "scale" and isinstance(self.outer, DelayedNesterov),
-             "DelayedNesterov divides by its buffer, and partial='scale' divides once more; use partial='full' with it."),
+             "DelayedNesterov divides by its buffer, and partial='scale' divides once more; use partial='full'."),
             (self.outer.one_at_a_time and self.quorum.at_least > 1,
-             f"{type(self.outer).__name__}() takes outer gradients one at a time, and {self.quorum} waits for several; use at_least=1."),
+             (f"{type(self.outer).__name__}() takes outer gradients one at a time, and {self.quorum} waits for "
+             "several; use at_least=1.")),
             (self.weight != "uniform" and not self.merge.weighted,
-             f"{type(self.merge).__name__}() counts every learner the same; use weight='uniform' with it, not {self.weight!r}."),
+             (f"{type(self.merge).__name__}() counts every learner the same; use weight='uniform' with it, not "
+             f"{self.weight!r}.")),
             (isinstance(self.merge, HeLoCo) and self.outer.momentum_of(self.outer.init(0)) is None,
              f"HeLoCo() corrects towards the outer momentum, and {self.outer} has none."),
         )  # fmt: skip
@@ -203,7 +208,8 @@ class Method:
         """
         if not self.quorum.has_own_overlaps or self.outer_at == "learners" or self.exchanged != "outer gradients":
             raise ConfigError(
-                f"overlap={overlap} of one learner's own has no meaning with {self.name}; drop it, or use a method whose "
+                f"overlap={overlap} of one learner's own has no meaning with {self.name}; drop it, or use a method "
+                "whose "
                 "rounds are scheduled and whose outer step is on the syncer."
             )
         return replace(self, overlap=overlap)
@@ -231,7 +237,8 @@ class Method:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only (JSON, TOML); `Method.from_dict` gives the same method back."""
-        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        values = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+        return {**values, "up": self.up.name, "down": self.down.name}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Method:
@@ -266,14 +273,6 @@ def _feedback(value: object) -> float:
     if isinstance(value, bool):
         return float(value)
     return fraction("error_feedback", value, below_one=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Codec):
-        return value.name
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def parse_answer(key: str, value: Any) -> Any:

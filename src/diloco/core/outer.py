@@ -68,7 +68,8 @@ class Outer(Choice):
         return new, new_state
 
     def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
-        """The decaying sum or mean of outer gradients in a state, fp32 [num_elements]; None if this optimizer keeps none."""
+        """The decaying sum or mean of outer gradients in a state, fp32 [num_elements]; None if this optimizer keeps
+        none."""
         return None
 
 
@@ -136,8 +137,8 @@ class DelayedNesterov(Outer):
         s mod N = 0:   m ← μ·m + buf/N;  Θ ← Θ − lr·((1 − cN + c)·μ·m + Δ/N);  buf ← 0
         otherwise:     Θ ← Θ − lr·(c·μ·m + Δ/N)
 
-    so that N outer gradients move the model as far as one synchronous outer step does, and momentum is not taken N times.
-    c in [0, 1/N] spreads the momentum over the steps. With N = 1 and c = 0 it is `Nesterov`.
+    so that N outer gradients move the model as far as one synchronous outer step does, and momentum is not taken N
+    times. c in [0, 1/N] spreads the momentum over the steps. With N = 1 and c = 0 it is `Nesterov`.
 
     State: "momentum" and "buffer", fp32 of the parameters' shape, and "step", a 0-dimensional int64.
     """

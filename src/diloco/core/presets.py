@@ -1,6 +1,7 @@
 """The methods of the family: functions that return a `Method` with the defaults of the paper that each is named after.
 
-Every preset takes what its paper varies. For anything else: `dataclasses.replace(preset(…), field=…)`, or `Method(…)` itself.
+Every preset takes what its paper varies. For anything else: `dataclasses.replace(preset(…), field=…)`, or `Method(…)`
+itself.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def StreamingDiLoCo(
     Reference: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, arXiv 2501.18512, algorithm 2.
     """
     return _method(
-        "StreamingDiLoCo", "arXiv 2501.18512", codec, fragments=_or(fragments, ByLayer(layers=3, pattern="strided")), sync_every=sync_every,
+        "StreamingDiLoCo", "arXiv 2501.18512", codec, fragments=_or(fragments, ByLayer(layers=3, pattern="strided")),
+        sync_every=sync_every,
         overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, AllLive()),
         outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), adopt=_mixing(mix),
     )  # fmt: skip
@@ -106,8 +108,8 @@ def MuLoCo(
 ) -> Method:  # fmt: skip
     """DiLoCo with Muon as the inner optimizer: its outer gradients take a smaller momentum and survive fewer bits.
 
-    The inner optimizer is the learner's own: `torch.optim.Muon` for 2-D weights, AdamW for embeddings, head and 1-D parameters.
-    `diloco train` chooses it for a run with this preset.
+    The inner optimizer is the learner's own: `torch.optim.Muon` for 2-D weights, AdamW for embeddings, head and 1-D
+    parameters. `diloco train` chooses it for a run with this preset.
 
     Defaults: H = 30, outer Nesterov lr 0.8, momentum 0.7, the middle of the paper's ranges.
 
@@ -121,7 +123,8 @@ def MuLoCo(
 
 
 def SparseLoCo(
-    *, sync_every: SyncEvery = 15, codec: Any = ("topk-128-2bit", "fp32"), error_feedback: float | None = None, outer: Any = None,
+    *, sync_every: SyncEvery = 15, codec: Any = ("topk-128-2bit", "fp32"), error_feedback: float | None = None,
+    outer: Any = None,
     average: Literal["senders", "learners"] = "senders", fragments: Any = None, weight: str = "uniform",
     quorum: Quorum | None = None,
 ) -> Method:  # fmt: skip
@@ -129,7 +132,7 @@ def SparseLoCo(
 
         e ← β·e + Δ;  send Q(TopK(e));  e ← e − sent;  Θ ← Θ − mean of what was sent
 
-    `average`: a coordinate's mean over those who sent it (the reference implementation), or over all learners.
+    `average`: a coordinate's mean over the learners that sent it (the reference implementation), or over all learners.
 
     Defaults: H = 15, k = 128 of each 4096, four bins, β = 0.95 (where the codec is lossy), outer SGD lr 1.
 
@@ -164,7 +167,8 @@ def DelayedDiLoCo(
     return _method(
         "DelayedDiLoCo", "arXiv 2502.12996", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
         overlap=_whole_intervals(intervals) * sync_every, error_feedback=error_feedback, weight=weight,
-        quorum=_or(quorum, AllLive()), outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), outer_at="learners", adopt=Replace(),
+        quorum=_or(quorum, AllLive()), outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), outer_at="learners",
+        adopt=Replace(),
     )  # fmt: skip
 
 
@@ -176,8 +180,8 @@ def EagerDiLoCo(
 
         Δ̃_m = Δ̄^(t−H) + 1/M·(Δ_m^(t) − Δ_m^(t−H));  θ_m ← anchor_m ← OuterOpt(anchor_m, Δ̃_m)
 
-    The outer optimizer is on each learner, with an anchor and a state of its own. The global model is the outer step over the
-    published means. With one learner it is DiLoCo without any delay.
+    The outer optimizer is on each learner, with an anchor and a state of its own. The global model is the outer step
+    over the published means. With one learner it is DiLoCo without any delay.
 
     Defaults: H = 30, τ = `intervals`·H, outer Nesterov lr 0.4, momentum 0.9.
 
@@ -186,39 +190,44 @@ def EagerDiLoCo(
     return _method(
         "EagerDiLoCo", "arXiv 2502.12996", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
         overlap=_whole_intervals(intervals) * sync_every, error_feedback=error_feedback, weight=weight,
-        quorum=_or(quorum, AllLive()), outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), outer_at="learners", adopt=Eager(),
+        quorum=_or(quorum, AllLive()), outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), outer_at="learners",
+        adopt=Eager(),
     )  # fmt: skip
 
 
 def DecoupledDiLoCo(
     *, sync_every: SyncEvery = 24, overlap: int = 2, offsets: Sequence[int] | None = None, fragments: Any = None,
-    codec: Any = "bf16", outer: Any = None, error_feedback: float = False, weight: str = "tokens^2/steps", quorum: Any = None,
+    codec: Any = "bf16", outer: Any = None, error_feedback: float = False, weight: str = "tokens^2/steps",
+    quorum: Any = None,
     merge: Any = None, partial: Partial = "scale", adopt: Any = None,
 ) -> Method:  # fmt: skip
-    """Learners that never wait: the syncer calls each fragment's turn and merges whoever answers in time.
+    """Learners that never wait: the syncer calls each fragment's turn and merges the answers that come in time.
 
-        syncer, when a run clock of mean inner steps reaches the fragment's turn: call; wait for K answers, then for the grace window;
-            Δ_p = RDA({anchor_m − θ_m}, w_m = tokens·(tokens/steps));  Θ_p ← OuterOpt(Θ_p, scale·Δ_p);  publish
+        syncer, when a run clock of mean inner steps reaches the fragment's turn: call; wait for K answers, then for the
+            grace window; Δ_p = RDA({anchor_m − θ_m}, w_m = tokens·(tokens/steps));  Θ_p ← OuterOpt(Θ_p, scale·Δ_p);
+            publish
         learner, at a step boundary: answer calls;  take every Θ_p that has arrived: θ_p ← Θ_p
 
     An answer that comes late goes into the next merge. A merge of part of the live weight moves the model by that part
     (`partial="scale"`). The overlap τ only sizes the grace window.
 
-    Defaults: 24 balanced fragments, H = 24, τ = 2, K = 1 with grace 0.8, radial-directional merge with embeddings averaged, bf16
-    both ways, outer Nesterov lr 0.7, momentum 0.9 (the lineage's; the paper names none).
+    Defaults: 24 balanced fragments, H = 24, τ = 2, K = 1 with grace 0.8, radial-directional merge with embeddings
+    averaged, bf16 both ways, outer Nesterov lr 0.7, momentum 0.9 (the lineage's; the paper names none).
 
     Reference: Decoupled DiLoCo, arXiv 2604.21428.
     """
     return _method(
         "DecoupledDiLoCo", "arXiv 2604.21428", codec, fragments=_or(fragments, Balanced(24)), sync_every=sync_every,
-        overlap=overlap, offsets=offsets, wait=False, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, Called()),
+        overlap=overlap, offsets=offsets, wait=False, error_feedback=error_feedback, weight=weight,
+        quorum=_or(quorum, Called()),
         merge=_or(merge, RadialDirectional()), partial=partial, outer=_or(outer, Nesterov(lr=0.7, momentum=0.9)),
         adopt=_or(adopt, Replace()),
     )  # fmt: skip
 
 
 def AsyncDiLoCo(
-    *, learners: int = 4, sync_every: int = 50, dynamic_steps: bool | None = None, fragments: Any = None, codec: Any = "fp32",
+    *, learners: int = 4, sync_every: int = 50, dynamic_steps: bool | None = None, fragments: Any = None,
+    codec: Any = "fp32",
     outer: Any = None, error_feedback: float = False, weight: str = "tokens", quorum: Any = None, merge: Any = None,
     partial: Partial = "full", adopt: Any = None, wait: bool = False,
 ) -> Method:  # fmt: skip
@@ -247,7 +256,8 @@ def AsyncDiLoCo(
     return _method(
         "AsyncDiLoCo", "arXiv 2401.09135", codec, fragments=_or(fragments, Whole()), sync_every=sync_every, wait=wait,
         error_feedback=error_feedback, weight=weight, quorum=quorum,
-        merge=_or(merge, Mean()), partial=partial, outer=_or(outer, DelayedNesterov(lr=0.7, momentum=0.9, buffer=learners)),
+        merge=_or(merge, Mean()), partial=partial,
+        outer=_or(outer, DelayedNesterov(lr=0.7, momentum=0.9, buffer=learners)),
         adopt=_or(adopt, Replace()),
     )  # fmt: skip
 
@@ -255,19 +265,21 @@ def AsyncDiLoCo(
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset
     for preset in (
-        DataParallel, LocalSGD, DiLoCo, StreamingDiLoCo, MuLoCo, SparseLoCo, DelayedDiLoCo, EagerDiLoCo, DecoupledDiLoCo, AsyncDiLoCo,
+        DataParallel, LocalSGD, DiLoCo, StreamingDiLoCo, MuLoCo, SparseLoCo, DelayedDiLoCo, EagerDiLoCo,
+        DecoupledDiLoCo, AsyncDiLoCo,
     )
 }  # fmt: skip
 
 
 def method_from_table(table: Mapping[str, Any]) -> Method:
-    """A method from a run file's `[method]` table: `preset = "DiLoCo"`, the preset's keywords, and `REPLACEABLE` fields.
+    """A method from a run file's `[method]` table: `preset = "DiLoCo"`, the preset's keywords, and `REPLACEABLE`
+    fields.
 
     `merge`, `screen`, `partial` and `adopt` replace the preset's answer where it has no such keyword.
 
     Raises:
-        ConfigError: no or an unknown preset, a keyword that the preset does not take (names the nearest), or answers that
-            do not go together.
+        ConfigError: no or an unknown preset, a keyword that the preset does not take (names the nearest), or answers
+            that do not go together.
     """
     keywords = dict(table)
     name = keywords.pop("preset", None)

@@ -25,7 +25,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, cast
 
 from diloco.core.choices import whole_number
 from diloco.errors import ConfigError
@@ -63,29 +63,26 @@ def sync_every_of(value: object) -> SyncEvery:
     return pieces[0][1] if len(pieces) == 1 else tuple(pieces)
 
 
-class Due(NamedTuple):
-    """What is due at the boundary after one inner step: fragments to send, then to apply, in ascending order."""
-
-    send: tuple[int, ...]
-    apply: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class Schedule:
     """The communication pattern of one learner.
 
-    sync_every: H ≥ 1, inner steps between two synchronisations of one fragment, or pieces of it (see above).
+    Attributes:
+        sync_every: H ≥ 1, inner steps between two synchronisations of one fragment, or pieces of it (see above).
         num_fragments: P ≥ 1.
-    overlap: τ, 0 ≤ τ ≤ 2H, inner steps between sending and applying. offsets: one integer in 0..H per fragment (0 means
-    H); afterwards `offsets` holds the resolved ones of the first piece, in 1..H: the first inner step after which each
-    fragment is sent. When τ > H / P several fragments are in flight at once. Raises ConfigError when the numbers cannot
-    work.
+        overlap: τ, 0 ≤ τ ≤ 2H, inner steps between sending and applying. When τ > H / P several fragments are in flight
+            at once.
+        offsets: one integer in 0..H per fragment (0 means H). Afterwards it holds the resolved offsets of the first
+            piece, in 1..H: the first inner step after which each fragment is sent.
+
+    Raises:
+        ConfigError: the numbers do not fit each other.
 
     >>> schedule = Schedule(sync_every=6, num_fragments=2, overlap=1)
     >>> schedule.offsets
     (3, 6)
-    >>> schedule.due(3), schedule.due(4)
-    (Due(send=(0,), apply=()), Due(send=(), apply=(0,)))
+    >>> schedule.sends(3), schedule.sends(4), schedule.sends(6)
+    ((0,), (), (1,))
     """
 
     sync_every: SyncEvery
@@ -130,14 +127,6 @@ class Schedule:
         piece = self._piece(step)
         start, every = self._pieces[piece]
         return tuple(p for p, offset in enumerate(self._resolved[piece]) if (step - start - offset) % every == 0)
-
-    def applies(self, step: int) -> tuple[int, ...]:
-        """The fragments applied after inner step `step`: those sent τ steps earlier."""
-        return self.sends(step - self.overlap)
-
-    def due(self, step: int) -> Due:
-        """What is due after inner step `step`; the sends come first."""
-        return Due(self.sends(step), self.applies(step))
 
     def next_send(self, fragment: int, after: float) -> int:
         """The first inner step later than `after` after which the fragment is sent."""

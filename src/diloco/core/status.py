@@ -1,4 +1,4 @@
-"""What a syncer's state machine says of itself."""
+"""The state of `SyncerCore` as plain values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diloco.core.syncer import SyncerCore
 
 
 def status_of(core: SyncerCore, now: float) -> dict[str, Any]:
-    """Plain values for people and programs: learners, rounds with the reason each waits, the ledger."""
+    """Learners, rounds with the reason why each waits, and ledgers, as plain values."""
     learners = {
         m.learner: {
             "incarnation": m.incarnation,
@@ -27,7 +27,7 @@ def status_of(core: SyncerCore, now: float) -> dict[str, Any]:
     for index, state in enumerate(core.fragments):
         decision = core.decision(now, index)
         if state.closing is None:
-            contributed, members = core.rounds.round_of(index)
+            contributed, members = core.rounds.roster(index)
         else:
             contributed = list(dict.fromkeys(c.learner for c in state.closing.contributions))
             members = sorted(state.closing.members)

@@ -1,14 +1,16 @@
-"""What a syncer does when: sans-I/O bookkeeping of members, versions and contributions.
+"""`SyncerCore`: sans-I/O bookkeeping of a run's members, versions and contributions.
 
-    events:   joined · left · heartbeat · disconnected · contributed · merged · abandoned · stored · recorded · tick     (with the time)
-    actions:  Accept · Reject · MergeRound · PersistVersion · PersistRecord · Publish · Tell · Evict · WakeAt            (`core.actions`)
+    events    of learners: joined · heartbeat · contributed · disconnected · left
+              of the driver: merged · abandoned · stored · recorded · tick
+    actions   Acknowledge · Reject · MergeRound · PersistVersion · PersistRecord · Publish · Tell · Evict · WakeAt
 
-How rounds are called is the method's (`core.rounds`): its half at the syncer says which round a contribution goes into,
-and when a round is closed. What all ways have in common is here. A closed round is merged; the result is stored; only
-then is it published. A contribution is open until it has a verdict, and a verdict is told once it is durable
+Every event comes with the time, and returns actions (`core.actions`) for the driver to execute. The method says how
+rounds are called (`core.rounds`): the syncer's half of that decides which round a contribution goes into, and when a
+round is closed. The rest is the same for all methods and is here. A closed round is merged, its result is stored, and
+only then it is published. A contribution is open until it has a verdict, and a verdict is sent once it is durable
 (`core.accounting`).
 
-No tensor, clock, socket or thread is in here; a driver carries the actions out.
+No tensor, clock, socket or thread is in here.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 from diloco.core.accounting import Accounting, key_of
 from diloco.core.actions import (
-    Accept,
+    Acknowledge,
     Action,
     Evict,
     MergeRound,
@@ -52,7 +54,7 @@ class SyncerCore:
     Attributes:
         members: learners that take part, by id, in the order in which they joined.
         fragments: the rounds' phases, by fragment.
-        accounting: tokens and verdicts of all learners ever.
+        accounting: tokens and verdicts of all learners, present and past.
         rounds: the syncer's half of the method's way of calling rounds.
         step: the highest inner step known.
     """
@@ -72,14 +74,16 @@ class SyncerCore:
         self._serial = 0
         self._wants_record = False
 
-    # --- saving -----------------------------------------------------------------------------------------------------------
+    # --- saving -------------------------------------------------------------------------------------------------------
 
     def saved(self, storing: int | None = None) -> Record:
-        """All that must survive besides the tensors, as it is once the version of the fragment `storing` is published.
+        """The record that must be durable besides the tensors.
+
+        `storing`: the fragment whose new version is stored with it; the record is as of that version's publication.
 
         Open rounds are not in it: their contributions are sent again, and rounds wait for those of learners that have
-        finished. Records are stored in their order, and one is taken
-        only when the one before is durable, or was refused by the disk.
+        finished. Take a record only when the one before is durable, or was refused by the disk: records are stored in
+        order.
         """
         self._serial += 1
         self._wants_record = False
@@ -92,8 +96,8 @@ class SyncerCore:
             steps[storing], version = closing.step, self.fragments[storing].version + 1
             merged, rejected = closing.contributions, self._rejected_with(storing, closing)
         accounts = self.accounting.saved(self._serial, merged, rejected, version)
-        settled = {key_of(c) for c in (*merged, *(c for c, _ in rejected))}
-        sends_again = {key[:2] for key in self.accounting.open.keys() - settled}
+        confirmed = {key_of(c) for c in (*merged, *(c for c, _ in rejected))}
+        sends_again = {key[:2] for key in self.accounting.open.keys() - confirmed}
         members = {
             member.learner: {
                 "step": member.step,
@@ -132,15 +136,15 @@ class SyncerCore:
             self.rounds.restore_of(learner, saved["rounds"])
         self.rounds.restore(values["rounds"])
 
-    # --- membership -------------------------------------------------------------------------------------------------------
+    # --- membership ---------------------------------------------------------------------------------------------------
 
     def joined(
         self, now: float, learner: str, *, ready: bool = False, overlap: int | None = None
     ) -> tuple[int, list[Action]]:
-        """A new incarnation of a learner; returns its number. A live older incarnation is replaced.
+        """A learner joins as a new incarnation; returns its number. An older live incarnation is replaced.
 
-        `ready`: rounds wait for it from the start (membership is fixed), not only once it has trained. `overlap`: its
-        own τ, where that is not the method's.
+        `ready`: rounds wait for it from the start (fixed membership), not only once it has trained. `overlap`: the
+        learner's own τ; None: the method's.
 
         Raises:
             NoRoomError: the pool has no place for it now.
@@ -156,7 +160,7 @@ class SyncerCore:
         return incarnation, actions + self._look_again(now)
 
     def check(self, learner: str, incarnation: int) -> None:
-        """Whether this incarnation may speak.
+        """Check that this incarnation is a member.
 
         Raises:
             StaleIncarnationError: it was evicted or replaced.
@@ -164,21 +168,23 @@ class SyncerCore:
         member = self.members.get(learner)
         if member is None or member.incarnation != incarnation:
             raise StaleIncarnationError(
-                f"incarnation {incarnation} of learner {learner!r} is not part of the run any more; join again for a new one."
+                f"incarnation {incarnation} of learner {learner!r} is not part of the run any more; join again for a "
+                "new one."
             )
 
     def heartbeat(
-        self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool,
-        finished: bool = False, settled: Sequence[int] = (),
+        self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None,
+        waiting: bool,
+        finished: bool = False, confirmed: Sequence[int] = (),
     ) -> list[Action]:  # fmt: skip
-        """A sign of life.
+        """A heartbeat.
 
         Arguments:
             tokens: trained by this incarnation in all.
             step_s: seconds that an inner step takes; None: not measured.
             waiting: the learner is blocked on an answer.
-            finished: it takes no more steps.
-            settled: per fragment, it knows the verdicts of all its contributions up to this number.
+            finished: the learner takes no more steps.
+            confirmed: per fragment, it knows the verdicts of all its contributions up to this number.
         """
         self.check(learner, incarnation)
         member = self.members[learner]
@@ -188,12 +194,12 @@ class SyncerCore:
             member.finished, member.ready = True, False
         if tokens > 0:
             member.trains(member.step)
-        if settled:
-            self.accounting.confirm(learner, settled)
+        if confirmed:
+            self.accounting.confirm(learner, confirmed)
         return self._look_again(now) if look or (was_ready and not member.ready) else self._wake(now)
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:
-        """Its connection broke; it has until its reconnect deadline to come back."""
+        """A learner's connection broke; the learner has until its reconnect deadline to come back."""
         member = self.members.get(learner)
         if member is None or member.incarnation != incarnation:
             return []
@@ -201,7 +207,7 @@ class SyncerCore:
         return self._wake(now)
 
     def left(self, now: float, learner: str, incarnation: int, *, tokens: int) -> list[Action]:
-        """It says goodbye. What it was acknowledged for stays; what it had pending is lost with it."""
+        """A learner leaves. Its acknowledged contributions stay; its pending tokens are lost."""
         self.check(learner, incarnation)
         member = self.members[learner]
         self._alive(now, member, member.step, tokens)
@@ -209,7 +215,7 @@ class SyncerCore:
         return self._look_again(now)
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed: evict learners whose deadline is over, and look at every open round again."""
+        """Evict learners whose deadline has passed, and decide every open round again."""
         actions: list[Action] = []
         for member in list(self.members.values()):
             if (reason := self.deadlines.passed(now, member)) is not None:
@@ -217,23 +223,22 @@ class SyncerCore:
         return actions + self._look_again(now)
 
     def stood_still(self, seconds: float) -> None:
-        """The syncer did not run for this long: what learners said meanwhile is yet to be heard, so their deadlines
-        move."""
+        """The syncer process did not run for this long: move all deadlines, since messages of that time are unread."""
         for member in self.members.values():
             member.seen_at += seconds
             member.progressed_at += seconds
             if member.broken_at is not None:
                 member.broken_at += seconds
 
-    # --- contributions ----------------------------------------------------------------------------------------------------
+    # --- contributions ------------------------------------------------------------------------------------------------
 
     def contributed(self, now: float, c: Contribution) -> list[Action]:
-        """A complete, valid contribution is here; the first action answers it.
+        """A complete, valid contribution has arrived; the first action answers it.
 
         Raises:
             StaleIncarnationError: from an incarnation that was evicted or replaced.
             VersionError: there is no such fragment.
-            ConfigError: it has no weight, so that no round could be closed with it.
+            ConfigError: its weight cannot be computed (tokens without steps).
             PayloadError: its tokens are accounted for already.
         """
         self.check(c.learner, c.incarnation)
@@ -246,17 +251,17 @@ class SyncerCore:
         self._alive(now, member, c.step, c.trained)
         member.trains(c.step - 1)
         if self.accounting.is_known(c):
-            return [Accept(c, duplicate=True), *self._look_again(now)]
+            return [Acknowledge(c, duplicate=True), *self._look_again(now)]
         member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
         self.accounting.check(c)
-        reason = self.rounds.answer(now, c)
+        reason = self.rounds.admit(now, c)
         if reason is not None:
             return [self._reject(c, reason), *self._look_again(now)]
         self.accounting.acknowledge(c)
-        return [Accept(c, duplicate=False), *self._look_again(now)]
+        return [Acknowledge(c, duplicate=False), *self._look_again(now)]
 
     def merged(self, now: float, fragment: int, refused: Sequence[str] = ()) -> list[Action]:
-        """The tensor work of the fragment's round is done.
+        """The driver has merged the fragment's closed round.
 
         `refused`: learners whose contributions the method's screen left out.
         """
@@ -268,8 +273,7 @@ class SyncerCore:
         return [PersistVersion(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The round cannot be merged (its result is not finite): stay at the version, and reject what is in it or
-        counts on it."""
+        """The closed round has no finite result: keep the version, reject its contributions and those based on it."""
         state = self.fragments[fragment]
         assert state.closing is not None
         closed, state.closing, state.phase = state.closing, None, "open"
@@ -277,7 +281,7 @@ class SyncerCore:
         return [*(self._reject(c, reason) for c in failed), *self._look_again(now)]
 
     def stored(self, now: float, fragment: int, serial: int) -> list[Action]:
-        """The new version and its record are durable: publish it, and go on with the next round."""
+        """The new version and its record are durable: publish it, and open the next round."""
         state = self.fragments[fragment]
         assert state.closing is not None
         rejected = self._rejected_with(fragment, state.closing)
@@ -285,46 +289,45 @@ class SyncerCore:
         self.rounds.stored(now, fragment, closed)
         state.version, state.step, state.phase = state.version + 1, closed.step, "open"
         for c in closed.contributions:
-            self.accounting.merge(c, state.version)
+            self.accounting.count_merged(c, state.version)
         rejects = [self._reject(c, reason) for c, reason in rejected]
         contributors = tuple(dict.fromkeys(c.learner for c in closed.contributions))
         for member in self.members.values():
             member.waiting = member.waiting and member.learner not in contributors
-        self.accounting.recorded(serial)  # all learners are sent their standing anyway
+        self.accounting.recorded(serial)  # `Publish` sends every learner its standing
         return [*rejects, Publish(fragment, state.version, contributors), *self._look_again(now)]
 
     def recorded(self, now: float, serial: int) -> list[Action]:
-        """The record with this serial number is durable: tell the learners that have verdicts in it."""
+        """The record with this serial number is durable: send its verdicts to their learners."""
         learners = sorted(self.accounting.recorded(serial) & self.members.keys())
         return [Tell(tuple(learners))] if learners else []
 
-    # --- what stands ------------------------------------------------------------------------------------------------------
+    # --- what stands --------------------------------------------------------------------------------------------------
 
     def standing(self, learner: str) -> Standing:
-        """What stands for one of the members."""
+        """The standing of a member."""
         return Standing(
             self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
-            self.rounds.sync_every(learner), tuple(state.version for state in self.fragments), self.rounds.calls(learner),
-            self.accounting.verdicts(learner), learner in self._drained(),
+            self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
+            self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self._drained(),
         )  # fmt: skip
 
     def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
-        """What a learner has to know of its contributions to a fragment when it takes in a version of it."""
+        """The verdicts that a learner needs before it adopts this version of the fragment."""
         verdicts = self.accounting.verdicts(learner)
         return tuple(each for each in verdicts if each.fragment == fragment and each.version <= version)
 
     def start_step(self, learner: str) -> int:
-        """The inner step that a learner starts from which has not trained yet: the run's, or less where a round lacks
-        learners."""
+        """The inner step at which a new learner starts: the run's, or less where a round lacks learners."""
         start = self.rounds.start_step(learner) if self.members[learner].tokens == 0 else None
         return self.step if start is None else start
 
     def decision(self, now: float, fragment: int) -> Decision | None:
-        """Whether the fragment's open round is merged, and if not, why; None if none is open."""
+        """Whether the fragment's open round is to be merged, and if not, why; None: no round is open."""
         return self.rounds.decision(now, fragment) if self.fragments[fragment].phase == "open" else None
 
     def pending_tokens(self, learner: str, fragment: int) -> int:
-        """Tokens whose work on a fragment is on its way into the global model."""
+        """Tokens of a learner whose work on a fragment is neither merged, discarded nor lost."""
         return self.accounting.accounts[learner].ledgers[fragment].pending
 
     # --- the pool -----------------------------------------------------------------------------------------------------
@@ -346,7 +349,7 @@ class SyncerCore:
         """Members that have not finished, oldest first: the pool's places are theirs in this order."""
         return [learner for learner, member in self.members.items() if not member.finished]
 
-    # --- helpers ----------------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _look_again(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -366,7 +369,7 @@ class SyncerCore:
         return MergeRound(fragment, closed.number, closed.contributions, tuple(weights), scale, closed.members)
 
     def _weights(self, closed: ClosedRound) -> list[float]:
-        """One per learner, in merge order: all that it has in the round counts together."""
+        """One weight per learner, in merge order, from the sum of its contributions to the round."""
         by_learner: dict[str, list[Contribution]] = {}
         for c in closed.contributions:
             by_learner.setdefault(c.learner, []).append(c)
@@ -379,19 +382,18 @@ class SyncerCore:
         )
 
     def _wake(self, now: float) -> list[Action]:
-        """Have a record stored that is needed, and wake at the next deadline of any member and at the end of the next
-        grace window."""
+        """Ask for a record if one is needed, and for a wake-up at the next deadline or end of a grace window."""
         times = [self.deadlines.ends_at(member) for member in self.members.values()]
         times += self.rounds.ends(now)
         record: list[Action] = [PersistRecord()] if self._wants_record or self.accounting.needs_record else []
         return [*record, *([WakeAt(min(times))] if times else [])]
 
     def _rejected_with(self, fragment: int, closed: ClosedRound) -> list[tuple[Contribution, str]]:
-        """What is rejected when a closed round's version is stored."""
+        """The contributions that are rejected once a closed round's version is stored, with the reasons."""
         return [*((c, OUTLIER) for c in closed.refused), *self.rounds.left_out(fragment)]
 
     def _reject(self, c: Contribution, reason: str) -> Reject:
-        self.accounting.reject(c, reason, self.fragments[c.fragment].version)
+        self.accounting.count_rejected(c, reason, self.fragments[c.fragment].version)
         return Reject(c, reason)
 
     def _evict(self, learner: str, reason: str, *, replaced: bool) -> list[Action]:
@@ -400,14 +402,14 @@ class SyncerCore:
         return [Evict(learner, member.incarnation, reason, replaced)]
 
     def _remove(self, learner: str) -> None:
-        """Rounds do not wait for it any more."""
+        """Remove a member; rounds wait for it no longer."""
         del self.members[learner]
         self.accounting.end(learner)
         self.rounds.removed(learner)
         self._wants_record = True
 
     def _alive(self, now: float, member: Member, step: int, tokens: int) -> bool:
-        """Returns whether that may change a round."""
+        """Take in a member's progress; returns whether it may change a round."""
         self.accounting.trained(member.learner, tokens)  # may refuse, before a number is counted
         steps = member.heard(now, step, tokens)
         self.step = max(self.step, member.step)

@@ -1,4 +1,4 @@
-"""What is said of a contribution and of a published version. Plain values: tensors travel beside them."""
+"""The description of a published version: plain values, without the tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Update:
         contributors, weights: whose work is in it, in merge order.
         scale: what the merged outer gradient was multiplied by.
         digest: of the new global fragment, fp32.
-        lossless: True: the payload is the new fragment in fp32 and needs no base. False: it is the encoded change from `base`, or
-            the encoded outer gradient that takes `base` to `version`.
+        lossless: True: the payload is the new fragment in fp32 and needs no base. False: it is the encoded change from
+            `base`, or the encoded outer gradient that takes `base` to `version`.
     """
 
     fragment: int

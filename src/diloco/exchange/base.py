@@ -1,5 +1,4 @@
-"""How contributions reach the others: one small protocol, implemented in one process, over a process group and over the
-internet.
+"""How contributions reach the other learners: one protocol, in one process, over a process group or over the internet.
 
     method(given)            the run's method
     open(layout, …)          join the run with this model; what all learners start from
@@ -9,9 +8,9 @@ internet.
     boundary()               this boundary's work is done; whether there may be more of it at this very moment
     close()
 
-An exchange owns its threads and its copy of the newest global fragments. It encodes, sends, receives and decodes where
-it likes: `offer` takes the payload as a function that it calls when it needs the bytes, and `Arrived` carries the
-decoded fragment.
+An exchange owns its threads and its copy of the newest global fragments. It encodes, sends, receives and decodes on its
+own threads: `offer` takes the payload as a function, which the exchange calls when it needs the bytes, and `Arrived`
+carries the decoded fragment.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.held import HeldFragment
 from diloco.core.method import Method
-from diloco.core.session.calls import Report
+from diloco.core.session.requests import Report
 from diloco.core.update import Update
 from diloco.errors import ConfigError
 
@@ -106,7 +105,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Rejoined:
-    """This learner was evicted and is back as a new incarnation. It starts again from here; what it had sent is void."""
+    """This learner was evicted and has rejoined: it starts from `opened`, and what it had sent is void."""
 
     opened: Opened
     reason: str
@@ -169,8 +168,7 @@ class Exchange(ABC):
         ended."""
 
     def boundary(self) -> bool:
-        """The learner has done what there was to do at this boundary. True: there is more at this very moment, poll
-        again."""
+        """The learner has handled its events. Returns whether there are more at this same boundary: then poll again."""
         return False
 
     @property

@@ -1,11 +1,12 @@
-"""Connections of this library's own between the ranks of a process group, so that its traffic never mixes with the user's collectives.
+"""Separate connections between the ranks of a process group: our traffic never mixes with the user's collectives.
 
-They are gloo's, whatever backend the given group has: what is exchanged starts and ends on the host. The ranks find each other
-through the given group's store. `torch.distributed.new_group` cannot make them: it wants every rank of the world, or else names a
-group after the number of groups its process is in, which need not be the same for two ranks.
+They are gloo's, whatever backend the given group has: what is exchanged starts and ends on the host. The ranks find
+each other through the given group's store. `torch.distributed.new_group` cannot make them: it wants every rank of the
+world, or else names a group after the number of groups its process is in, which need not be the same for two ranks.
 
-Everything crosses as bytes, mostly by one primitive: an all-to-all with a size for every pair. It is made of gloo's sends and receives.
-gloo's own all-to-all posts a send before the receive from the same peer, and then the two directions of a link often take turns.
+Everything crosses as bytes, mostly by one primitive: an all-to-all with a size for every pair. It is made of gloo's
+sends and receives. gloo's own all-to-all posts a send before the receive from the same peer, and then the two
+directions of a link often take turns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TEXT_CHARACTERS = 256
 
 
 class Group:
-    """Collective operations on host tensors between the ranks of `parent`. Every method is called by all ranks in the same order.
+    """Collective operations on host tensors. All ranks of `parent` must call every method in the same order.
 
     Arguments:
         parent: the group whose ranks take part; None: all.
@@ -42,8 +43,8 @@ class Group:
 
     Raises:
         ConfigError: there is no process group, or this process is not in it.
-        ExchangeError: (every method) another rank is gone or did not answer in time; names it where it is known, and what did not get
-            through.
+        ExchangeError: (every method) another rank is gone or did not answer in time; names it where it is known, and
+            what did not get through.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None, *, timeout_s: float) -> None:
@@ -55,7 +56,8 @@ class Group:
         self.size: int = dist.get_world_size(parent)
         self._timeout_s = timeout_s
         with self._named("connecting the ranks"):
-            # Ranks make their groups one after the other, so the first `size` arrivals belong to the first group, and so on.
+            # Ranks make their groups one after the other, so the first `size` arrivals belong to the first group, and
+            # so on.
             store = parent.get_group_store()
             number = (store.add("diloco/arrivals", 1) - 1) // self.size
             store = PrefixStore(f"diloco/{number}", store)
@@ -115,9 +117,10 @@ class Group:
     def _cross(self, parts: Sequence[Tensor], places: Sequence[Tensor]) -> dict[int, RuntimeError]:
         """Send parts, receive into places; returns the ranks that are lost, the first one first, and why.
 
-        Receives are posted first: a receive asks the peer for its part over the connection that carries the part for the peer, so
-        behind that part the question would wait until all of it is sent. What the other ranks bring and get is finished even if one
-        rank is lost, so that they lose no other than that one. The errors hold no frame: its works would keep the connections open.
+        Receives are posted first: a receive asks the peer for its part over the connection that carries the part for
+        the peer, so behind that part the question would wait until all of it is sent. What the other ranks bring and
+        get is finished even if one rank is lost, so that they lose no other than that one. The errors hold no frame:
+        its works would keep the connections open.
         """
         self._exchanges += 1
         later = [(self.rank + distance) % self.size for distance in range(1, self.size)]
@@ -149,8 +152,8 @@ class Group:
         """What to say of peers that are gone; `ranks`: which, where that is known."""
         who = gone([f"rank {rank}" for rank in ranks], "another rank", self._timeout_s)
         return (
-            f"{what} did not get through, because {who}; a process group has fixed membership, so start all ranks again from a "
-            f"checkpoint ({reason})."
+            f"{what} did not get through, because {who}; a process group has fixed membership, so start all ranks "
+            f"again from a checkpoint ({reason})."
         )
 
 
@@ -158,12 +161,13 @@ def require_process_group() -> None:
     """Raise ConfigError unless torch.distributed is initialised."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            "there is no process group; call torch.distributed.init_process_group first, in processes started by torchrun."
+            "there is no process group; call torch.distributed.init_process_group first, in processes started by "
+            "torchrun."
         )
 
 
 def gone(names: Sequence[str], other: str, timeout_s: float) -> str:
-    """Who did not answer, as the beginning of a sentence; `other` where no name is known."""
+    """The beginning of a sentence about the learners that did not answer; `other` where no name is known."""
     verb = "are" if len(names) > 1 else "is"
     return f"{' and '.join(names) or other} {verb} gone or silent for more than {timeout_s:g} s"
 
@@ -177,7 +181,7 @@ def error_of(name: str, text: str) -> DilocoError:
 
 
 def reason_of(error: Exception) -> str:
-    """The words for people in what torch, gloo or torchft says: a gRPC status has them in quotes, gloo between a source file and advice."""
+    """The reason in an error text of torch, gloo or torchft, without status fields, source file and advice."""
     text = str(error).strip() or type(error).__name__
     if quoted := re.search(r'message: "([^"]+)"', text):
         return quoted[1]

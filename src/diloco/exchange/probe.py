@@ -1,4 +1,4 @@
-"""How fast the way between here and a running syncer is: rate up, rate down, latency, over the connection that an exchange would use."""
+"""Measure the link to a running syncer: rate up, rate down and latency, over the connection that an exchange uses."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class LinkSpeed:
     """What was measured.
 
     Attributes:
-        up_bit_per_s, down_bit_per_s: of payload, as contributions and updates get it; headers of TCP, IP and below not counted.
+        up_bit_per_s, down_bit_per_s: of payload, as contributions and updates get it; headers of TCP, IP and below not
+            counted.
         latency_s: half of the shortest time that an empty call took there and back.
-        num_bytes: what measuring it took, both ways together.
+        num_bytes: bytes that the measurement sent and received.
     """
 
     up_bit_per_s: float
@@ -38,16 +39,18 @@ class LinkSpeed:
 
 
 def measure_link(
-    address: str, *, run: str, learner: str, token: str | None = None, ca: str | Path | None = None, insecure: bool = False,
+    address: str, *, run: str, learner: str, token: str | None = None, ca: str | Path | None = None,
+    insecure: bool = False,
     seconds: float = 1.0, repeats: int = 3,
 ) -> LinkSpeed:  # fmt: skip
     """Measure the link to the syncer of a run, which needs no model yet; one direction after the other.
 
-    Probes grow until one takes `seconds`; the rate is the median of `repeats` probes of that size. Whoever else uses the link meanwhile
-    has the rest of it.
+    Probes grow until one takes `seconds`; the rate is the median of `repeats` probes of that size. Other traffic on the
+    link lowers the result.
 
     Raises:
-        ExchangeError: no syncer answers. AuthError: the token may not train as `learner`. RunError: another link is being measured.
+        ExchangeError: no syncer answers. AuthError: the token may not train as `learner`. RunError: another link is
+            being measured.
     """
     connection = Connection(address, token=token, ca=ca, insecure=insecure)
     num_bytes = 0
@@ -86,8 +89,8 @@ def _ping_s(connection: Connection, run: str, learner: str) -> float:
 def rate_bit_per_s(probe: Callable[[int], tuple[int, float]], seconds: float, repeats: int) -> float:
     """The median rate of `repeats` probes of a size that takes at least `seconds`.
 
-    `probe` takes a size in bytes and gives bytes and the seconds that they took. The size grows by what the last one lets expect.
-    Raises RunError where even the largest takes no time.
+    `probe` takes a size in bytes and gives bytes and the seconds that they took. The size grows by what the last one
+    lets expect. Raises RunError where even the largest takes no time.
     """
     size = FIRST_BYTES
     while True:

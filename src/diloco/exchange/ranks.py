@@ -1,8 +1,9 @@
-"""A job of several ranks (DDP) as one learner: rank 0 speaks with the others, and all ranks do the same at the same boundary.
+"""A job of several ranks (DDP) as one learner: rank 0 exchanges, and all ranks do the same at the same boundary.
 
-Every rank runs the same `Learner` on the same `LearnerCore`. Only rank 0 touches the wrapped exchange; what it answers, events and
-errors alike, is broadcast as JSON and tensors over connections of its own. A step without news costs one all-reduce of five numbers:
-the step's tokens, the size of the news, the tokens of the whole run, the number of live learners and this one's pace.
+Every rank runs the same `Learner` on the same `LearnerCore`. Only rank 0 touches the wrapped exchange; what it answers,
+events and errors alike, is broadcast as JSON and tensors over connections of its own. A step without news costs one
+all-reduce of five numbers: the step's tokens, the size of the news, the tokens of the whole run, the number of live
+learners and this one's pace.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.held import HeldFragment
 from diloco.core.method import Method
-from diloco.core.session.calls import Report
+from diloco.core.session.requests import Report
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Arrived, CallForWork, Event, Exchange, Model, Opened, Rejected, Rejoined
 from diloco.exchange.group import Group, error_of, to_bytes, to_tensor
 
 TIMEOUT_S = 24 * 3600.0
-"""How long ranks wait for rank 0, which may itself wait for the slowest learner. A rank that dies is noticed at once."""
+"""How long ranks wait for rank 0, which may itself wait for the slowest learner. A dead rank is noticed at once.
+"""
 
 Said = tuple[dict[str, Any], list[Tensor]]
 
 
 class Ranks(Exchange):
-    """Makes the ranks of a process group one learner of `exchange`, which only rank 0 uses. `Learner` adds it for a DDP model.
+    """Makes the ranks of a process group one learner of `exchange`, which only rank 0 uses. `Learner` adds it for DDP.
 
     Arguments:
         exchange: on every rank one that was made in the same way; those of other ranks than 0 are never opened.
@@ -60,7 +62,7 @@ class Ranks(Exchange):
         self._drained = False
         self._closed = False
 
-    # --- joining ----------------------------------------------------------------------------------------------------------
+    # --- joining ------------------------------------------------------------------------------------------------------
 
     def method(self, given: Method | None) -> Method:
         theirs = self._group.gather_values(None if given is None else given.to_dict(), "the method given to each rank")
@@ -83,7 +85,7 @@ class Ranks(Exchange):
         self._run_tokens = opened.run_tokens
         return opened
 
-    # --- one boundary -----------------------------------------------------------------------------------------------------
+    # --- one boundary -------------------------------------------------------------------------------------------------
 
     def sum_tokens(self, tokens: int) -> int:
         self._collect_news()
@@ -148,7 +150,7 @@ class Ranks(Exchange):
     def num_bytes(self) -> Mapping[str, int]:
         return self._exchange.num_bytes if self._first else {}
 
-    # --- state ------------------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped exchange's, on rank 0; every rank calls it. A checkpoint of rank 0 serves all ranks."""
@@ -168,7 +170,7 @@ class Ranks(Exchange):
         return bool(said["loaded"])
 
     def close(self) -> None:
-        """Rank 0 takes leave of the others; the ranks part."""
+        """Rank 0 leaves the run; all ranks disconnect from each other."""
         if self._closed:
             return
         self._closed = True
@@ -178,7 +180,7 @@ class Ranks(Exchange):
         finally:
             self._group.disconnect()
 
-    # --- rank 0 and the others --------------------------------------------------------------------------------------------
+    # --- rank 0 and the others ----------------------------------------------------------------------------------------
 
     def _on_first(self, call: Callable[[], object]) -> None:
         """Rank 0 alone makes the call; an error is raised by the next poll, on every rank."""
@@ -221,7 +223,7 @@ class Ranks(Exchange):
         return values["said"], tensors
 
 
-# --- messages -------------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from diloco.core.fragments import Layout
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
-from diloco.core.session.calls import Report
+from diloco.core.session.requests import Report
 from diloco.exchange.base import Arrived, CallForWork, Exchange, Opened, Rejected, Rejoined
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback

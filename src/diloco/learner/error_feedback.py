@@ -44,7 +44,7 @@ class ErrorFeedback:
         self._decay = float(method.error_feedback)
         self._keep = self._decay > 0
         self._residuals: list[Tensor | None] = [None] * num_fragments
-        # By fragment, in the order of `offered`. A merged one stays until all before it are settled.
+        # By fragment, in the order of `offered`. A merged one stays until all before it are merged or rejected.
         self._open: list[list[TentativeResidual]] = [[] for _ in range(num_fragments)]
         self._lock = threading.Lock()
 
@@ -137,7 +137,7 @@ class ErrorFeedback:
         return after if other_start is None else after.add(other_start.mul(self._decay))
 
     def state_dict(self) -> dict[str, Any]:
-        """The committed residuals, by fragment: a contribution that is not settled counts as not merged.
+        """The committed residuals, by fragment: a contribution in flight counts as not merged.
 
         A resumed learner never receives that contribution's result. Over a syncer, the contribution belongs to an
         earlier incarnation. Over other exchanges its work is pending again, and is encoded again from the residual

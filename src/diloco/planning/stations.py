@@ -122,7 +122,7 @@ class Star:
         self.num_merges = [0] * num_fragments
         self._published = [0] * num_fragments
         self._num_kept = 1 + exchange.schedule.intervals_in_flight
-        """Updates of a fragment that the syncer keeps; a learner that is further behind gets the newest version whole."""
+        """Updates of a fragment that the syncer keeps; a learner further behind gets the newest version whole."""
         self.num_contributions = 0
         self._network, self._merging, self._copies = network, exchange.merging, copies
         self._up_bytes, self._down_bytes = exchange.up_bytes, exchange.down_bytes

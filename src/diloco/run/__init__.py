@@ -3,11 +3,11 @@
     driver.py        Driver: every call is an event; carries out the actions of `SyncerCore`
     ports.py         what differs between the settings: clock, connections to learners, spool, worker, disk, observer
     writes.py        what is to be made durable, one write at a time, and again where a disk refuses
-    model.py         the newest version of each fragment and the updates that led to it
+    global_model.py  the newest version of each fragment and the updates that led to it
     sense.py         checks of what a learner says, before a number of it is counted
     status.py        what `diloco status` shows
-    tensors.py       the tensor jobs behind every worker: check a payload, close a round
+    tensor_jobs.py   the tensor jobs behind every worker: check a payload, close a round
     simulated.py     worker, disk and spool without threads and files
 
-No module but tensors.py imports tensor code.
+No module but tensor_jobs.py imports tensor code.
 """

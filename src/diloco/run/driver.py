@@ -1,4 +1,4 @@
-"""The driver of `SyncerCore`: carries out what it decides, for one run.
+"""`Driver`: executes the actions of `SyncerCore`, for one run.
 
     from learners        initialise · join · heartbeat · leave · connected, disconnected · fetch
                          begin_push, then complete_push or cut_push
@@ -7,14 +7,14 @@
     from the disk        a write is durable, or refused
 
 Each call is an event, and none blocks: tensor and disk work goes to a port, whose answer is an event of its own. So a
-driver can be stopped between any two effects, and another one, made from what is durable then (`saved`), goes on. Its
-owner sees to it that one event is over before the next begins. What waits for the disk (a run's beginning, a join, a
-goodbye) is answered by a call of `done`.
+driver can be stopped between any two effects, and another driver, made from the durable state (`saved`), continues. The
+caller must ensure that one event is over before the next begins. Events that wait for the disk (initialisation, join,
+leave) are answered by a call of `done`.
 
 The life of a contribution: a push is begun, which makes room for it, and completed, which has its content checked;
-`SyncerCore` accepts or rejects it; its round is closed (`WorkerPort.close`), made durable (`DiskPort.persist_version`),
-and only then visible. A disk that refuses is tried again (`writes.RETRY_S`); meanwhile the version is merged and not
-visible, and contributions wait in the spool.
+`SyncerCore` acknowledges or rejects it; its round is closed (`WorkerPort.close`), made durable
+(`DiskPort.persist_version`), and only then visible. A refused write is tried again after `writes.RETRY_S`. Until it
+succeeds the version is not visible, and contributions wait in the spool.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Generic
 
 from diloco.core.actions import (
-    Accept,
+    Acknowledge,
     Action,
     Evict,
     MergeRound,
@@ -53,24 +53,24 @@ from diloco.errors import (
 )
 from diloco.run import sense
 from diloco.run.connections import Connections
-from diloco.run.model import Fetched
+from diloco.run.global_model import Fetched
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
-from diloco.run.state import RunState
+from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
 from diloco.run.writes import Write, Writes
 from diloco.watching import only_watching
 
 STOOD_STILL_S = 1.0
-"""A tick that comes later than this says that the whole process stood still."""
+"""A tick that is later than this means that the whole process was suspended."""
 
 COMES_AGAIN_S = 5.0
-"""A contribution that was sent back comes again at least once a second; one that has not for this long waits no
-more."""
+"""A learner repeats a push without room at least once a second. After this long without a repetition, none is waiting.
+"""
 
 
 @dataclass(eq=False)
-class Push(Generic[S]):
-    """A contribution that is coming up. `slot`: the room for its payload."""
+class Upload(Generic[S]):
+    """A contribution whose payload is being uploaded. `slot`: the room for it."""
 
     contribution: Contribution
     num_bytes: int
@@ -138,7 +138,7 @@ class Driver(Generic[H, S, P]):
         return self._num_closing > 0 or self._writes.are_moving or bool(self._beginnings)
 
     def standing(self, learner: str) -> Standing:
-        """What stands for a learner that is part of the run."""
+        """The standing of a member."""
         return self._standing(learner, self.num_live)
 
     def _standing(self, learner: str, num_live: int) -> Standing:
@@ -182,14 +182,13 @@ class Driver(Generic[H, S, P]):
     # --- a run's beginning --------------------------------------------------------------------------------------------
 
     def initialise(self, model: InitialModel[H], done: Callable[[DilocoError | None], None]) -> None:
-        """Give the run its model, once. `done`: None once that is durable; AlreadyInitialisedError: it has one, which
-        stays as it is;
-        StoreError: the disk refused, and the run stays without a model.
+        """Give the run its model, once. `done` is called with None once that is durable; with AlreadyInitialisedError
+        if the run has a model, which stays; with StoreError if the disk refused, and the run stays without a model.
 
         Raises:
             AlreadyInitialisedError: it has a model already.
             LayoutError: the method cannot train it; nothing is written.
-            PayloadError: what is said of it makes no sense.
+            PayloadError: its description is out of bounds.
         """
         sense.check_initial(model)
         self.state.first_core(model)
@@ -218,7 +217,7 @@ class Driver(Generic[H, S, P]):
         self, learner: str, layout: ModelLayout, done: Callable[[int], None], *, process: int = 0, again: bool = False,
         ready: bool = False, overlap: int | None = None,
     ) -> None:  # fmt: skip
-        """A new incarnation of a learner. `done`: its number, once that would survive a crash.
+        """A learner joins as a new incarnation. `done`: called with its number once that is durable.
 
         Arguments:
             process: whose it is. again: after an incarnation of the same process was evicted.
@@ -252,9 +251,9 @@ class Driver(Generic[H, S, P]):
 
     def heartbeat(
         self, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool,
-        finished: bool = False, versions: Sequence[int] = (), settled: Sequence[int] = (),
+        finished: bool = False, versions: Sequence[int] = (), confirmed: Sequence[int] = (),
     ) -> Standing:  # fmt: skip
-        """A sign of life; returns what stands.
+        """A heartbeat; returns the learner's standing.
 
         Arguments:
             versions: the newest that the learner has, by fragment.
@@ -266,19 +265,19 @@ class Driver(Generic[H, S, P]):
         core = self.core
         core.check(learner, incarnation)
         sense.check_heartbeat(
-            learner, step=step, tokens=tokens, step_s=step_s, num_versions=len(versions), num_settled=len(settled),
+            learner, step=step, tokens=tokens, step_s=step_s, num_versions=len(versions), num_confirmed=len(confirmed),
             num_fragments=len(self.state.versions), run_step=core.step,
         )  # fmt: skip
         actions = core.heartbeat(
             self._clock.now_s(), learner, incarnation, step=step, tokens=tokens, step_s=step_s, waiting=waiting,
-            finished=finished, settled=tuple(settled),
+            finished=finished, confirmed=tuple(confirmed),
         )  # fmt: skip
         self._status.heard(learner, incarnation, versions)
         self._execute(actions)
         return self.standing(learner)
 
     def leave(self, learner: str, incarnation: int, done: Callable[[], None], *, tokens: int) -> None:
-        """Goodbye. `done`: once that would survive a crash.
+        """A learner leaves. `done`: called once that is durable.
 
         Raises:
             StaleIncarnationError: the incarnation is out. PayloadError: its tokens make no sense.
@@ -292,8 +291,9 @@ class Driver(Generic[H, S, P]):
         self._execute(actions)
 
     def connected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
-        """A learner listens; what stands goes out on the connection at once, and whenever it changes. Learners that wait
-        for others before they start hear of it too.
+        """A learner has opened a connection. Its standing is sent at once, and whenever it changes.
+
+        Learners that wait for others before they start are sent theirs too.
 
         Raises:
             StaleIncarnationError: the incarnation is out.
@@ -310,8 +310,8 @@ class Driver(Generic[H, S, P]):
 
     # --- contributions ------------------------------------------------------------------------------------------------
 
-    def begin_push(self, contribution: Contribution, num_bytes: int, *, boot: int) -> Push[S]:
-        """A contribution is coming up, with a payload of this many bytes: admit it, and make room. `boot`: the driver
+    def begin_push(self, contribution: Contribution, num_bytes: int, *, boot: int) -> Upload[S]:
+        """Begin the upload of a contribution with a payload of this size: check it, and make room. `boot`: the driver
         that it is meant for.
 
         Raises:
@@ -331,13 +331,13 @@ class Driver(Generic[H, S, P]):
         fragment = self.state.model.layout.fragments[c.fragment]
         sense.check_size(c, num_bytes, self._ports.worker.contribution_bytes(fragment.numel), len(fragment.tensors))
         try:
-            return Push(c, num_bytes, self._ports.spool.allocate(num_bytes))
+            return Upload(c, num_bytes, self._ports.spool.allocate(num_bytes))
         except NoRoomError as error:
             self._sent_back(c, error)
             raise
 
-    def cut_push(self, push: Push[S], no_room: NoRoomError | None = None) -> None:
-        """It never became complete. `no_room`: because there was none for its payload."""
+    def cut_push(self, push: Upload[S], no_room: NoRoomError | None = None) -> None:
+        """The upload was broken off. `no_room`: the error, if there was no room for the payload."""
         self._ports.spool.release(push.slot)
         if no_room is not None:
             self._sent_back(push.contribution, no_room)
@@ -349,7 +349,7 @@ class Driver(Generic[H, S, P]):
         self._no_room = now_s, str(no_room)
         self._observer.sent_back(c)
 
-    def complete_push(self, push: Push[S], done: Callable[[DilocoError | None], None]) -> None:
+    def complete_push(self, push: Upload[S], done: Callable[[DilocoError | None], None]) -> None:
         """All of its payload is here. `done`: None once it is accepted, rejected (its learner's standing says so when
         that is durable) or known as a duplicate; otherwise what is wrong with it, and the round is as before:
 
@@ -361,7 +361,7 @@ class Driver(Generic[H, S, P]):
         num_elements = self.state.model.layout.fragments[index].numel
         self._ports.worker.check(push.slot, index, num_elements, partial(self._checked, push, done))
 
-    def _checked(self, push: Push[S], done: Callable[[DilocoError | None], None], error: PayloadError | None) -> None:
+    def _checked(self, push: Upload[S], done: Callable[[DilocoError | None], None], error: PayloadError | None) -> None:
         actions: list[Action] = []
         try:
             if error is not None:
@@ -372,7 +372,7 @@ class Driver(Generic[H, S, P]):
             done(refusal)
             return
         match actions[0]:
-            case Accept(duplicate=False):
+            case Acknowledge(duplicate=False):
                 self._slots[push.contribution] = push.slot
                 self._observer.contributed(push.contribution, push.num_bytes)
             case Reject() as reject:
@@ -441,10 +441,10 @@ class Driver(Generic[H, S, P]):
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self, late_s: float = 0.0) -> None:
-        """The time that was given to `ClockPort.wake_at` has come, or a while has passed.
+        """Time has passed: called at the time given to `ClockPort.wake_at`, and now and then.
 
         Arguments:
-            late_s: how much later than planned this is called; much, where the whole process stood still.
+            late_s: how much later than planned this is called; large if the whole process was suspended.
         """
         self._wake_at_s = math.inf
         if not self.state.is_initialised:
@@ -459,7 +459,7 @@ class Driver(Generic[H, S, P]):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Close no more rounds. What is under way goes on, until `is_busy` is false."""
+        """Close no more rounds. Work under way continues until `is_busy` is false."""
         self._is_stopping = True
 
     def end(self) -> None:
@@ -469,7 +469,7 @@ class Driver(Generic[H, S, P]):
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def _execute(self, actions: Iterable[Action]) -> None:
-        """Carry out what an event has led to, and see to what is due besides."""
+        """Execute the actions of an event, and begin what else is due."""
         told: set[str] = set()
         for action in actions:
             match action:
@@ -489,7 +489,7 @@ class Driver(Generic[H, S, P]):
                     self._evict(action)
                 case WakeAt(at=at):
                     self._wake_at_s = at
-                case Accept() | PersistVersion():
+                case Acknowledge() | PersistVersion():
                     pass
         self._write()
         self._tell(told)

@@ -1,8 +1,7 @@
-"""What a driver needs of the world around it. The driver holds tensors as opaque values and hands them from one port to
-another.
+"""The ports of a driver: clock, connections, spool, worker, disk, observer. Tensors are opaque values to the driver.
 
-Worker and disk do their jobs later, and end each with one call of `done`, which is an event of the driver like any
-other. No port calls the driver from within one of its calls.
+Worker and disk do their jobs asynchronously, and end each with one call of `done`, which is an event of the driver like
+any other. No port may call the driver from within a call of the driver.
 """
 
 from __future__ import annotations
@@ -153,10 +152,10 @@ class ConnectionPort(Protocol):
     """One connection to a learner. What is sent on it may be lost with it."""
 
     def standing(self, standing: Standing) -> None:
-        """Send what stands; it replaces what was given before and has not gone out yet."""
+        """Send the standing. It replaces an earlier one that is not sent yet."""
 
     def evicted(self, reason: str, *, replaced: bool) -> None:
-        """Say that the incarnation is out; nothing but the end follows. `replaced`: a newer one has its place."""
+        """Send that the incarnation is evicted; only `end` follows. `replaced`: a newer one took its place."""
 
     def end(self) -> None:
         """End the stream after what was given before."""
@@ -204,7 +203,7 @@ class WorkerPort(Protocol[H_worker, S_contra, P]):
 
 
 Done = Callable[[StoreError | None], None]
-"""Told that a write is durable (None), or that the disk refused and nothing of it is."""
+"""Called with None once a write is durable, or with the error if the disk refused it as a whole."""
 
 
 class DiskPort(Protocol[H, P]):
@@ -221,7 +220,7 @@ class DiskPort(Protocol[H, P]):
 
 
 class Observer(Protocol):
-    """Is told what a run does. `diloco.syncer.journal.Journal` is one."""
+    """Gets told of every event of a run, such as `diloco.syncer.journal.Journal`."""
 
     def initialised(self, model: InitialModel[Any]) -> None:
         """The run has its model."""
@@ -230,10 +229,10 @@ class Observer(Protocol):
         """A new incarnation is part of the run."""
 
     def left(self, learner: str, incarnation: int, tokens: int) -> None:
-        """It has said goodbye."""
+        """A learner has left."""
 
     def evicted(self, action: Evict) -> None:
-        """It was given up, or replaced."""
+        """An incarnation was evicted or replaced."""
 
     def contributed(self, c: Contribution, num_bytes: int) -> None:
         """A contribution was accepted."""
@@ -251,7 +250,7 @@ class Observer(Protocol):
         """A version is visible."""
 
     def waits_for_room(self, error: NoRoomError) -> None:
-        """From here on contributions cannot be taken; they come again."""
+        """There is no room for contributions from now on; their learners repeat them."""
 
     def sent_back(self, c: Contribution) -> None:
         """There was no room for a contribution."""
@@ -260,10 +259,10 @@ class Observer(Protocol):
         """The disk has refused a write, which is tried again."""
 
     def stood_still(self, late_s: float) -> None:
-        """The process stood still."""
+        """The process was suspended for this long."""
 
     def stands(self, core: SyncerCore) -> None:
-        """How the run stands, now and then."""
+        """The state of the run, at every tick."""
 
 
 class NullObserver(Observer):

@@ -1,8 +1,8 @@
-"""What a learner says is checked for sense before a number of it is added.
+"""Bounds for what learners report, checked before a number is used.
 
-The bounds are orders of magnitude beyond any training, since what they are to catch (an overflow, a sign, a unit) is
-that far off; none could tell a learner that trained on alone for days, or from a checkpoint, from one that lies. What a
-message says twice must agree. Each check raises PayloadError, with one sentence for the sender.
+The bounds are orders of magnitude beyond any training: they catch an overflow, a wrong sign or a wrong unit. They
+cannot tell a learner that trained alone for days, or resumed a checkpoint, from one that lies. Values that a message
+states twice must agree. Each check raises PayloadError, with one sentence for the sender.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
 from diloco.run.ports import InitialModel
 
 MAX_AHEAD = 10**8
-"""Inner steps by which a message may move a run: a hundred a second for eleven days, unheard. A bound on the step
-itself could be reached by one learner, and then all others, who start at the run's step, would be refused."""
+"""Inner steps by which one message may advance a run: a hundred a second for eleven days. A bound on the step itself
+could be reached by one learner, and then all others, which start at the run's step, would be refused."""
 
 MAX_INITIAL_STEP = 10**10
 """Inner steps that a model was trained for before the run."""
@@ -32,7 +32,7 @@ MAX_NAME = 200
 
 
 def check_name(learner: str) -> None:
-    """A learner has a name that fits into a line."""
+    """Check that a learner's name is printable and short."""
     if not learner or len(learner) > MAX_NAME or not learner.isprintable():
         raise PayloadError(
             f"a learner cannot be called {learner[:MAX_NAME]!r}; use 1 to {MAX_NAME} printable characters, unique in "
@@ -41,7 +41,7 @@ def check_name(learner: str) -> None:
 
 
 def check_heartbeat(
-    learner: str, *, step: int, tokens: int, step_s: float | None, num_versions: int, num_settled: int,
+    learner: str, *, step: int, tokens: int, step_s: float | None, num_versions: int, num_confirmed: int,
     num_fragments: int, run_step: int,
 ) -> None:  # fmt: skip
     """`run_step`: the highest inner step known. Versions newer than the run's are those of a syncer that was put back
@@ -52,15 +52,15 @@ def check_heartbeat(
         raise PayloadError(f"{learner!r} says that an inner step takes {step_s} s, which is no duration of a step.")
     if num_versions > num_fragments:
         raise PayloadError(f"{learner!r} has versions of {num_versions} fragments, and the run has {num_fragments}.")
-    if num_settled not in (0, num_fragments):
+    if num_confirmed not in (0, num_fragments):
         raise PayloadError(
-            f"{learner!r} confirms contributions to {num_settled} fragments, and the run has {num_fragments}; "
+            f"{learner!r} confirms contributions to {num_confirmed} fragments, and the run has {num_fragments}; "
             "confirm all or none."
         )
 
 
 def check_contribution(c: Contribution, run_step: int) -> None:
-    """Of itself; whether its round and base fit is the state machine's to say."""
+    """Check a contribution by itself; `SyncerCore` checks its round and base."""
     if c.number < 1:
         raise PayloadError(
             f"{c.learner!r} numbers a contribution {c.number}; number those to each fragment 1, 2, 3, ..."
@@ -80,8 +80,7 @@ def check_contribution(c: Contribution, run_step: int) -> None:
 
 
 def check_size(c: Contribution, num_bytes: int, expected_bytes: int, num_tensors: int) -> None:
-    """A contribution has exactly the size that its fragment and codec need, and no tensor that its fragment does not
-    have.
+    """Check that a contribution has the exact size of its fragment and codec, and names only its fragment's tensors.
 
     Raises:
         CorruptPayloadError: another size. LayoutError: there is no such tensor.
@@ -99,12 +98,12 @@ def check_size(c: Contribution, num_bytes: int, expected_bytes: int, num_tensors
 
 
 def check_tokens(learner: str, tokens: int) -> None:
-    """Of a goodbye."""
+    """Check the tokens of a goodbye."""
     _within(learner, "trained tokens", tokens, MAX_TOKENS)
 
 
 def check_initial(model: InitialModel[Any]) -> None:
-    """What is said of an initial model."""
+    """Check the description of an initial model."""
     _within(model.learner, "inner steps before the run", model.step, MAX_INITIAL_STEP)
     _within(model.learner, "tokens before the run", model.tokens, MAX_TOKENS)
     if len(model.source) > MAX_NAME:

@@ -1,5 +1,4 @@
-"""Worker, disk and spool of a driver in one process, without threads and files. What takes time there is given to
-`Later`."""
+"""Worker, disk and spool of a driver in one process, without threads and files. `Later` schedules their work."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ POINTS = ("written", "synced", "renamed", "directory synced", "inserted", "commi
 
 
 class Jobs(Protocol[H, S_contra, P]):
-    """Tensor jobs that are done at once: `diloco.run.tensors.TensorJobs`, or what stands for it where there are no
+    """Tensor jobs that are done at once: `diloco.run.tensor_jobs.TensorJobs`, or what stands for it where there are no
     tensors."""
 
     def contribution_bytes(self, num_elements: int) -> int: ...
@@ -136,8 +135,7 @@ class MemoryStore(Generic[H, P]):
 
 
 class SimulatedDisk(Generic[H, P]):
-    """Writes to a store when `later` says so: "write" is the write itself, "written" is when the driver hears of "
-    "it."""
+    """Writes to a store when `later` says so: "write" is the write itself, "written" tells the driver of it."""
 
     def __init__(self, store: MemoryStore[H, P], later: Later) -> None:
         self._store = store
@@ -181,8 +179,10 @@ class MemorySlot:
 
 
 class MemorySpool:
-    """Arguments:
-    budget_bytes: how much may be held; None: as much as comes.
+    """Room for payloads in memory.
+
+    Arguments:
+        budget_bytes: the most that may be held; None: no limit.
     """
 
     def __init__(self, budget_bytes: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What `diloco status` shows: the state machine's own account, and which learners take part in what."""
+"""What `diloco status` shows: the state of `SyncerCore`, and which learners take part in what."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from diloco.core.actions import MergeRound
 from diloco.core.status import status_of
 from diloco.core.syncer import SyncerCore
-from diloco.run.model import GlobalModel
+from diloco.run.global_model import GlobalModel
 
 
 @dataclass
@@ -22,7 +22,7 @@ class _Seen:
 
 
 class RunStatus:
-    """After a restart it knows again what learners say."""
+    """What learners report besides the ledger; after a restart it is empty until they report again."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], _Seen] = {}
@@ -43,9 +43,8 @@ class RunStatus:
         """Plain values.
 
         Of each learner: `live` (not evicted and connected), `healthy` (live and training), `merged` (fragments whose
-            newest merge
-        has it), `versions_behind` (the newest versions, of the fragment where that is most; None: not heard yet),
-        `staleness` (of its last merged contribution, in versions; None: none yet).
+        newest version contains its work), `versions_behind` (by how many versions its oldest fragment is behind; None:
+        not reported yet), `staleness` (of its last merged contribution, in versions; None: none yet).
         """
         status = status_of(core, now_s)
         for fragment, contributors in zip(status["fragments"], model.contributors, strict=True):

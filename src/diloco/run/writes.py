@@ -1,7 +1,7 @@
-"""What of a run is to be made durable: one write at a time, and again where a disk refuses.
+"""The queue of writes that make a run durable: one at a time, repeated where the disk refuses.
 
-A record is taken when its write begins, so what is on disk never goes back in time, and whatever was asked for before
-is in it.
+A record is taken when its write begins. So the disk never goes back in time, and one record serves all requests before
+it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class Write(Generic[H, P]):
 
 
 class Writes(Generic[H, P]):
-    """The queue of writes. Versions come first, in the order in which they were merged: each brings the record with
-    it."""
+    """The queue of writes. Versions come first, in merge order; each brings the record with it."""
 
     def __init__(self) -> None:
         self._versions: list[Write[H, P]] = []

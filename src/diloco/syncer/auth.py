@@ -1,5 +1,4 @@
-"""Who may talk to a syncer: bearer tokens with roles, the certificates of its one port, and which addresses it may
-bind.
+"""Access to a syncer: bearer tokens with roles, and which addresses it may bind without protection.
 
     role      may
     viewer    read status, history and the global model
@@ -206,6 +205,5 @@ def check_binding(address: str, *, has_tls: bool, has_tokens: bool, insecure: bo
     missing = " and ".join(name for name, there in (("TLS", has_tls), ("tokens", has_tokens)) if not there)
     raise ConfigError(
         f"{address} can be reached from other machines and has no {missing}; make both with `diloco keys new`, bind "
-        "127.0.0.1, "
-        "or accept the risk with --insecure."
+        "127.0.0.1, or accept the risk with --insecure."
     )

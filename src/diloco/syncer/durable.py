@@ -1,5 +1,4 @@
-"""Files that are whole or absent: written under a temporary name, synced, renamed, directory synced. And a directory's
-lock."""
+"""Files that are whole or absent (written under a temporary name, synced, renamed), and the lock of a directory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The tensors of a store: one safetensors file for each version of a fragment, and one for what training leaves
-alone."""
+"""The tensors of a store: a safetensors file for each version of a fragment, and one for the frozen state."""
 
 from __future__ import annotations
 
@@ -91,10 +90,8 @@ class TensorFiles:
         if orphans:
             raise StoreError(
                 f"{self._path / DATABASE} {'is missing or empty' if is_new else 'holds no run'}, and "
-                f"{self.directory} has "
-                f"{len(orphans)} files of a run, such as {orphans[-1]}. Nothing was changed or removed; put the "
-                "database back from "
-                f"a copy of {self._path}, or start a new run elsewhere."
+                f"{self.directory} has {len(orphans)} files of a run, such as {orphans[-1]}. Nothing was changed or "
+                f"removed; put the database back from a copy of {self._path}, or start a new run elsewhere."
             )
 
     def remove(self, name: str) -> None:

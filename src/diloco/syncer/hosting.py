@@ -1,5 +1,4 @@
-"""A driver in a syncer's process: one lock before it, threads behind its ports, and calls that wait for their
-answer."""
+"""A driver in a syncer's process: a lock around it, threads behind its ports, and calls that wait for an answer."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from diloco.core.pool import Pool
 from diloco.errors import PayloadError, StoreError, UnreachableError
 from diloco.run.driver import Driver
 from diloco.run.ports import Done, InitialModel, Json, MergedRound, Ports, RunMethod
-from diloco.run.tensors import TensorJobs
+from diloco.run.tensor_jobs import TensorJobs
 from diloco.syncer.journal import Journal
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.store import Store, understood
@@ -238,8 +237,8 @@ class HostedDriver:
             self._changed.wait_for(lambda: self.failure is not None or not self._driver.is_busy)
 
     def stop(self) -> None:
-        """Finish what is being merged and stored, but do not wait for a disk that refuses; then end the connections and
-        the threads."""
+        """Finish merges and writes under way, but do not wait for a disk that refuses; then end connections and
+        threads."""
         self.ask(lambda driver: driver.stop())
         self.drain()
         self._ticker.stop()

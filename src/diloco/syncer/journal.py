@@ -1,4 +1,4 @@
-"""What a syncer says of what it does: an event, a number for Prometheus, a line in the log."""
+"""The observer of a syncer's run: writes events, Prometheus metrics and log lines."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ log = logging.getLogger("diloco.syncer")
 
 
 class Journal(Observer):
-    """Arguments:
-    events_log: the syncer's events.
-    metrics: what Prometheus reads.
+    """Writes what a run does to the event log, the metrics and the log.
+
+    Arguments:
+        events_log: the syncer's events.
+        metrics: what Prometheus reads.
     """
 
     def __init__(self, events_log: events.EventLog, metrics: SyncerMetrics) -> None:
@@ -136,8 +138,7 @@ class Journal(Observer):
                 self._lacking[index] = fragment.version
                 log.warning(
                     "round %d of fragment %d has the contributions of %d of at least %d learners and no other "
-                    "learner "
-                    "to wait for; it waits for another learner to join",
+                    "learner to wait for; it waits for another learner to join",
                     fragment.version, index, present, core.rules.quorum.at_least,
                 )  # fmt: skip
         self._metrics.set_learners(

@@ -1,7 +1,6 @@
-"""What a syncer tells Prometheus, on a loopback port of its own.
+"""A syncer's Prometheus metrics, on a loopback port of its own.
 
-Participation is reported beside liveness: a run whose learners are all alive, and half of them take part, is half a
-run.
+Participation is reported beside liveness: all learners may be alive while only half of them contribute.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ VERSIONS_BEHIND = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 @dataclass(frozen=True)
 class LearnerSample:
-    """A live learner: its step, the seconds it takes for one (None before that is known), and whether it is "
-    "healthy."""
+    """A live learner: its step, the seconds that a step takes (None: not measured), and whether it is healthy."""
 
     learner: str
     step: int
@@ -128,9 +126,9 @@ class SyncerMetrics:
         self._snapshots.learners = tuple(learners)
 
     def set_ledgers(self, ledgers: Mapping[str, Sequence[Ledger]]) -> None:
-        """Books of every learner, one per fragment. They are summed here and not kept."""
-        num_fragments = max((len(books) for books in ledgers.values()), default=0)
-        self._snapshots.ledgers = tuple(total(books[i] for books in ledgers.values()) for i in range(num_fragments))
+        """The ledgers of every learner, one per fragment. They are summed here and not kept."""
+        num_fragments = max((len(own) for own in ledgers.values()), default=0)
+        self._snapshots.ledgers = tuple(total(own[i] for own in ledgers.values()) for i in range(num_fragments))
 
     def set_missing_events(self, number: int) -> None:
         """Events that could not be written since this syncer started."""

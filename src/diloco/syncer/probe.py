@@ -1,4 +1,4 @@
-"""The syncer's end of a probe: drops what comes, says how fast it came, sends as much as was asked for."""
+"""The syncer's end of a link probe: drops what arrives, reports its rate, and sends as much as was asked for."""
 
 from __future__ import annotations
 

@@ -70,16 +70,14 @@ def look(path: Path) -> tuple[int, bool]:
     if verdict != "ok":
         raise StoreError(
             f"{database} could not be opened: it is damaged ({verdict}). Nothing was changed or removed; put it back "
-            "from a copy "
-            f"of {path}, or start a new run elsewhere."
+            f"from a copy of {path}, or start a new run elsewhere."
         )
     if found > FORMAT:
         raise StoreError(f"{path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to open it.")
     if 0 < found < FORMAT:
         raise StoreError(
             f"{path} has format {found}, of a version before the first release, and this one reads format {FORMAT}. "
-            "Nothing was "
-            "changed; start a new run in another directory, from a checkpoint of this one."
+            "Nothing was changed; start a new run in another directory, from a checkpoint of this one."
         )
     return found, has_run
 

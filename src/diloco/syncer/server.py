@@ -45,7 +45,7 @@ class Options:
         cert, key: PEM files for TLS. tokens_file: who may do what.
         insecure: bind beyond loopback without both, on purpose.
         metrics_address: where Prometheus scrapes, loopback only; None: nowhere.
-        spool_bytes: contributions held in memory; beyond it they go to disk.
+        spool_bytes: memory for contributions; beyond it they go to disk.
         pool: how many learners may train; None: as many as join.
     """
 
@@ -84,8 +84,7 @@ class Syncer:
         if options.deadlines.lost_floor_s < 2 * HEARTBEAT_S:
             raise ConfigError(
                 f"lost_floor_s={options.deadlines.lost_floor_s:g} gives up learners between two heartbeats, which "
-                "come every "
-                f"{HEARTBEAT_S:g} s; use at least {2 * HEARTBEAT_S:g}."
+                f"come every {HEARTBEAT_S:g} s; use at least {2 * HEARTBEAT_S:g}."
             )
         if options.pool is not None:
             options.pool.require(method.quorum.at_least)
@@ -153,8 +152,7 @@ class Syncer:
         self.close()
 
     def _status_extra(self) -> dict[str, Any]:
-        """Events that could not be written; bytes on the sockets by learner and kind, as the syncer's kernel counted
-        them."""
+        """Events that could not be written, and bytes on the sockets by learner and kind, as the kernel counts them."""
         extra = {"uptime_s": time.time() - self._started_at, "missing_events": self._events.num_missing}
         if self._sockets is None:
             return {**extra, "num_bytes": None}

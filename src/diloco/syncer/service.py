@@ -1,5 +1,4 @@
-"""The gRPC face of a syncer: which caller may make which call, bytes in and out, errors as statuses. All decisions are
-the driver's."""
+"""The gRPC service of a syncer: checks tokens, moves bytes, maps errors to statuses. The driver decides all else."""
 
 from __future__ import annotations
 
@@ -110,7 +109,7 @@ class Service:
             standing = driver.heartbeat(
                 request.learner, request.incarnation, step=request.step, tokens=request.tokens,
                 step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
-                versions=tuple(request.versions), settled=tuple(request.settled),
+                versions=tuple(request.versions), confirmed=tuple(request.confirmed),
             )  # fmt: skip
             return pb.HeartbeatReply(boot=driver.boot, standing=standing_message(standing))
 

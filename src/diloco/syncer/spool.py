@@ -52,7 +52,7 @@ class Slot:
 class Spool:
     """Gives out room for payloads.
 
-    Memory is used again by the next payload of the same size: filling fresh pages takes a good part of the time of
+    Memory is reused by the next payload of the same size: filling fresh pages takes a good part of the time of
         receiving.
 
     Arguments:

@@ -56,9 +56,8 @@ KEPT_VERSIONS = 2  # files of a fragment: the newest and the one before it
 class Store:
     """The state of one run, in a directory that this object alone has open.
 
-    Any thread may call any method: writers wait for each other, and readers wait only for the short SQLite transaction,
-        not for
-    the tensors being written. `at` is told each durable step by name, so that tests can cut the power there.
+    Any thread may call any method. Writers wait for each other; readers wait only for the short SQLite transaction, not
+        for tensors being written. `at` is called with the name of each durable step, so that tests can stop there.
 
     Raises:
         StoreError: the directory is in use, was written by a newer format, is damaged, or cannot be used.
@@ -270,8 +269,7 @@ class Store:
 
 @contextlib.contextmanager
 def understood(path: Path) -> Iterator[None]:
-    """What is read from the database in this directory makes sense, or is a StoreError: SQLite only sees to it that
-    pages are whole."""
+    """Turn values of the database that make no sense into StoreError: SQLite only checks that pages are whole."""
     try:
         yield
     except DilocoError:
@@ -279,8 +277,7 @@ def understood(path: Path) -> Iterator[None]:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise StoreError(
             f"{path / DATABASE} is damaged: the run in it cannot be read ({error!r}). Nothing was changed or "
-            "removed; put it back "
-            f"from a copy of {path}, or start a new run elsewhere."
+            f"removed; put it back from a copy of {path}, or start a new run elsewhere."
         ) from error
 
 

@@ -72,7 +72,6 @@ class Ticker:
                 return
 
     def _plan(self, began_at: float, ended_at: float) -> float:
-        """When the next tick is, after one that took this time: standing still in the midst of a tick makes the "
-        "next one late too."""
+        """When the next tick is due, after one from `began_at` to `ended_at`. A pause within a tick delays the next."""
         self._planned = min(began_at + IDLE_S, max(ended_at + SHORTEST_S, self._wake_at))
         return self._planned

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.core.driving import publish, record
 
-from diloco.core.actions import Accept, Action, MergeRound, PersistRecord, WakeAt
+from diloco.core.actions import Acknowledge, Action, MergeRound, PersistRecord, WakeAt
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Whole
 from diloco.core.method import Method
@@ -22,7 +22,8 @@ def method(quorum: Quorum, **changes: object) -> Method:
 
 
 class Run:
-    """One token a step. A record is written whenever one is asked for; these actions and `WakeAt` are left out of the answers."""
+    """One token a step. A record is written whenever one is asked for; these actions and `WakeAt` are left out of the
+    answers."""
 
     def __init__(self, how: Method, learners: str = "abc") -> None:
         self.core = SyncerCore(how.rules(1), [0])
@@ -81,7 +82,7 @@ class Run:
 
 
 def is_accepted(action: Action) -> bool:
-    return isinstance(action, Accept) and not action.duplicate
+    return isinstance(action, Acknowledge) and not action.duplicate
 
 
 def contributors(action: Action) -> list[str]:

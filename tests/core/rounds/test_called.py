@@ -6,7 +6,7 @@ import pytest
 from tests.core.driving import ledger, restarted, verdicts
 from tests.core.rounds.asynchronous import Run, contributors, is_accepted, method
 
-from diloco.core.actions import Accept, MergeRound, Publish, Reject, Tell, WakeAt
+from diloco.core.actions import Acknowledge, MergeRound, Publish, Reject, Tell, WakeAt
 from diloco.core.contribution import Contribution, Verdict
 from diloco.core.rounds import QUORUMS
 from diloco.core.rounds.called import Called, CalledSyncer, Pace
@@ -20,7 +20,7 @@ def rounds(run: Run) -> CalledSyncer:
     return run.core.rounds
 
 
-# --- calls and their pace -----------------------------------------------------------------------------------------------
+# --- calls and their pace ---------------------------------------------------------------------------------------------
 
 
 def test_a_fragment_is_called_when_the_run_clock_reaches_its_turn() -> None:
@@ -108,7 +108,7 @@ def test_the_pace_survives_a_restart() -> None:
     assert rounds(run).pace == Pace(step_s=2.0, quorum_s=1.0, sync_s=None)
 
 
-# --- which answers are in ---------------------------------------------------------------------------------------------------
+# --- which answers are in ---------------------------------------------------------------------------------------------
 
 
 def test_without_grace_k_answers_are_enough() -> None:
@@ -187,7 +187,7 @@ def test_a_quorum_that_a_departure_makes_opens_the_grace_window_then() -> None:
     assert contributors(merge) == ["a", "b"]
 
 
-# --- late work -------------------------------------------------------------------------------------------------------------
+# --- late work --------------------------------------------------------------------------------------------------------
 
 
 def test_late_work_goes_into_the_next_merge_and_adds_up_with_fresh() -> None:
@@ -305,14 +305,14 @@ def test_what_is_sent_again_is_merged_once() -> None:
     run.step("ab", 4)
     c = run.contribution("a")
     assert is_accepted(run.core.contributed(0.0, c)[0])
-    assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
+    assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
     run.send("b")
     run.close("ab")
-    assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
+    assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
     assert ledger(run.core, "a").merged == 4
     run.core = restarted(run.core, run.core.saved(), 0.0)
-    assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
-    assert run.core.rounds.round_of(0) == ((), ())
+    assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
+    assert run.core.rounds.roster(0) == ((), ())
     assert ledger(run.core, "a").merged == 4
 
 
@@ -332,7 +332,7 @@ def test_acknowledged_work_that_a_restart_forgot_is_new_again(newer_first: bool)
     for c in again:
         assert is_accepted(run.core.contributed(0.0, c)[0])
     for c in again:
-        assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
+        assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
     run.step("ab", 4)
     [_, merge] = run.send("b")
     assert isinstance(merge, MergeRound)
@@ -354,7 +354,7 @@ def test_late_work_behind_a_round_that_cannot_be_merged_waits_for_the_next_turn(
     assert contributors(merge) == ["b"]
 
 
-# --- part of the live weight moves the model by its part ------------------------------------------------------------------
+# --- part of the live weight moves the model by its part --------------------------------------------------------------
 
 
 def test_a_merge_of_part_of_the_live_weight_is_scaled_to_that_part() -> None:
@@ -403,7 +403,7 @@ def test_with_partial_full_a_merge_is_not_scaled() -> None:
     assert merge.scale == 1.0
 
 
-# --- values ------------------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_quorum_can_be_written_and_read() -> None:

@@ -1,4 +1,5 @@
-"""What every way of calling rounds keeps to: its halves continue exactly from what they saved, and hearing a thing again is no news.
+"""What every way of calling rounds keeps to: its halves continue exactly from what they saved, and hearing a thing
+again is no news.
 
 A new way is in `QUORUMS`, and with that in these tests.
 """
@@ -11,7 +12,7 @@ from dataclasses import fields
 import pytest
 from tests.core.driving import ledger, publish, record, restarted, verdicts
 
-from diloco.core.actions import Accept
+from diloco.core.actions import Acknowledge
 from diloco.core.contribution import KEPT, Contribution
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
@@ -60,7 +61,8 @@ class Pair:
 
     def contribute(self, name: str, send: Send) -> None:
         c = Contribution(
-            name, 1, send.fragment, send.number, send.round, send.base, send.tokens, send.steps, self.learners[name].tokens,
+            name, 1, send.fragment, send.number, send.round, send.base, send.tokens, send.steps,
+            self.learners[name].tokens,
             send.discarded, step=self.learners[name].step,
         )  # fmt: skip
         self.sent.append(c)
@@ -148,7 +150,7 @@ def test_a_syncer_continues_exactly_from_what_it_saved(kind: type[Quorum]) -> No
         pair.core = restarted(pair.core, saved, pair.now)
         assert pair.core.saved().values == json.loads(json.dumps(saved.values))
         for c in pair.sent:
-            assert isinstance(pair.core.contributed(pair.now, c)[0], Accept)
+            assert isinstance(pair.core.contributed(pair.now, c)[0], Acknowledge)
     assert [state.version for state in pair.core.fragments] == [state.version for state in untouched.core.fragments]
     for name in "ab":
         assert verdicts(pair.core, name) == verdicts(untouched.core, name)
@@ -175,7 +177,7 @@ def test_what_is_said_again_changes_nothing(kind: type[Quorum]) -> None:
         pair.step()
         before = json.dumps(pair.core.saved().values)
         for c in reversed(pair.sent):
-            assert pair.core.contributed(pair.now, c)[0] == Accept(c, duplicate=True)
+            assert pair.core.contributed(pair.now, c)[0] == Acknowledge(c, duplicate=True)
         assert json.dumps(pair.core.saved().values) == before
         for name, learner in pair.learners.items():
             for fragment, version in pair.core.standing(name).calls:
@@ -214,7 +216,7 @@ def test_a_rejection_heard_twice_is_heard_once(kind: type[Quorum], reason: str) 
 def test_a_round_names_its_contributors_and_members_only_while_it_is_open(kind: type[Quorum]) -> None:
     pair = Pair(kind)
     for fragment in range(FRAGMENTS):
-        assert pair.core.rounds.round_of(fragment) == ((), ())
+        assert pair.core.rounds.roster(fragment) == ((), ())
         assert pair.core.decision(0.0, fragment) is None
     closed = 0
     for name, learner in pair.learners.items():
@@ -223,7 +225,7 @@ def test_a_round_names_its_contributors_and_members_only_while_it_is_open(kind: 
                 pair.contribute(name, send)
                 if pair.core.fragments[send.fragment].phase == "merging":
                     closed += 1
-                    assert pair.core.rounds.round_of(send.fragment) == ((), ())
+                    assert pair.core.rounds.roster(send.fragment) == ((), ())
                     assert pair.core.decision(0.0, send.fragment) is None
     for fragment in pair.core.rounds.open_fragments():
         decision = pair.core.decision(0.0, fragment)

@@ -27,7 +27,8 @@ TABLE = [
     ("contributed", "fresh", "members", "at_least", "enough_at", "grace_s", "merge", "wait_until", "reason"), TABLE
 )
 def test_decisions(
-    contributed: str, fresh: str, members: str, at_least: int, enough_at: float | None, grace_s: float, merge: str | None,
+    contributed: str, fresh: str, members: str, at_least: int, enough_at: float | None, grace_s: float,
+    merge: str | None,
     wait_until: float | None, reason: str,
 ) -> None:  # fmt: skip
     decision = decide(10.0, contributed, fresh, members, at_least, enough_at=enough_at, grace_s=grace_s)

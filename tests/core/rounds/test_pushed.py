@@ -1,4 +1,5 @@
-"""Pushed rounds by scripted events in virtual time: pushes and their pace, late work, one at a time; and the method that uses them."""
+"""Pushed rounds by scripted events in virtual time: pushes and their pace, late work, one at a time; and the method
+that uses them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from tests.core.driving import ledger, restarted, verdicts
 from tests.core.rounds.asynchronous import Run, contributors, is_accepted
 from tests.core.rounds.asynchronous import method as asynchronous
 
-from diloco.core.actions import Accept, MergeRound, PersistVersion, Reject
+from diloco.core.actions import Acknowledge, MergeRound, PersistVersion, Reject
 from diloco.core.contribution import Verdict
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
@@ -29,7 +30,7 @@ def method(quorum: Pushed, **changes: object) -> Method:
 ONE_AT_A_TIME = method(Pushed(at_least=1), outer=DelayedNesterov(buffer=3), partial="full")
 
 
-# --- the syncer's half ------------------------------------------------------------------------------------------------------
+# --- the syncer's half ------------------------------------------------------------------------------------------------
 
 
 def test_a_push_is_merged_at_once() -> None:
@@ -45,7 +46,8 @@ def test_a_push_is_merged_at_once() -> None:
 
 
 def test_delayed_nesterov_takes_pushes_one_at_a_time() -> None:
-    """Those that come while a version is merged and stored wait for a round of their own, in the order in which they came."""
+    """Those that come while a version is merged and stored wait for a round of their own, in the order in which they
+    came."""
     run = Run(ONE_AT_A_TIME, "abc")
     run.step("abc", 4)
     [_, merge] = run.send("c")
@@ -129,11 +131,11 @@ def test_what_is_sent_again_is_merged_once() -> None:
     run.step("ab", 4)
     c = run.contribution("a")
     assert is_accepted(run.core.contributed(0.0, c)[0])
-    assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
+    assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
     run.close("a")
     assert run.phase == "open"
     run.core = restarted(run.core, run.core.saved(), 0.0)
-    assert run.core.contributed(0.0, c)[0] == Accept(c, duplicate=True)
+    assert run.core.contributed(0.0, c)[0] == Acknowledge(c, duplicate=True)
     assert run.phase == "open"
     assert ledger(run.core, "a").merged == 4
 
@@ -150,7 +152,7 @@ def test_dynamic_steps_follow_the_measured_speed() -> None:
     assert static.core.standing("b").sync_every is None  # the schedule's H
 
 
-# --- the learner's half -----------------------------------------------------------------------------------------------------
+# --- the learner's half -----------------------------------------------------------------------------------------------
 
 
 def learner_of(*, wait: bool = False, keeps_pending: bool = False) -> LearnerCore:
@@ -226,7 +228,7 @@ def test_a_pace_of_its_own_sets_the_next_push() -> None:
     assert sends == [4, 6, 8, 10, 12]  # the first after the schedule's H
 
 
-# --- values, and the method ---------------------------------------------------------------------------------------------------
+# --- values, and the method -------------------------------------------------------------------------------------------
 
 
 def test_a_quorum_can_be_written_and_read() -> None:
@@ -244,7 +246,8 @@ def test_a_quorum_can_be_written_and_read() -> None:
         (lambda: replace(DelayedDiLoCo(), quorum=Pushed()), "needs a schedule that all learners follow, not Pushed"),
         (lambda: replace(AsyncDiLoCo(), partial="scale"), "divides once more"),
         (lambda: replace(AsyncDiLoCo(), overlap=2), "overlap=2 has no effect where learners push"),
-        (lambda: AsyncDiLoCo(quorum=Pushed(at_least=2)), r"DelayedNesterov\(\) takes outer gradients one at a time, .*use at_least=1"),
+        (lambda: AsyncDiLoCo(quorum=Pushed(at_least=2)),
+         r"DelayedNesterov\(\) takes outer gradients one at a time, .*use at_least=1"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(make: Any, says: str) -> None:
@@ -258,7 +261,8 @@ def test_what_cannot_work_is_refused(make: Any, says: str) -> None:
         ({}, Pushed(dynamic_steps=True)),
         ({"dynamic_steps": False}, Pushed()),
         ({"quorum": {"type": "Pushed"}}, Pushed()),
-        ({"quorum": {"type": "Pushed", "late": "drop"}, "dynamic_steps": True}, Pushed(late="drop", dynamic_steps=True)),
+        ({"quorum": {"type": "Pushed", "late": "drop"}, "dynamic_steps": True},
+         Pushed(late="drop", dynamic_steps=True)),
         ({"quorum": {"type": "Pushed", "dynamic_steps": True}, "dynamic_steps": False}, Pushed()),
     ],
 )  # fmt: skip

@@ -72,7 +72,7 @@ def test_how_far_ahead_a_contribution_may_be_follows_from_its_learners_own_overl
         ahead = {
             learner: run.contributed(2.0, contribution(learner, number=2, round_=1, step=8))[0] for learner in "ab"
         }
-        assert [type(answer).__name__ for answer in ahead.values()] == ["Reject", "Accept"]
+        assert [type(answer).__name__ for answer in ahead.values()] == ["Reject", "Acknowledge"]
 
 
 def contribution(learner: str, *, number: int, round_: int, step: int) -> Contribution:

@@ -1,4 +1,4 @@
-"""All ways of calling rounds, by name."""
+"""All kinds of rounds, by the name of their quorum."""
 
 from diloco.core.choices import Registry
 from diloco.core.rounds.base import Quorum

@@ -1,12 +1,12 @@
-"""One way of calling rounds: the value that a Method holds, and its two halves, which the state machines ask.
+"""How rounds are called: the value that a Method holds, and its two halves inside the state machines.
 
-    Quorum          the value: its parameters, and which other answers of a Method go with it
-    SyncerRounds    the syncer's half: which round a contribution goes into, when a round is closed and what is in it
-    LearnerRounds   the learner's half: what is sent and waited for, what is adopted, what an adoption settles
+    Quorum          the value: its parameters, and which other options of a Method it excludes
+    SyncerRounds    the syncer's half: assigns contributions to rounds, and decides when a round is closed
+    LearnerRounds   the learner's half: what to send, what to wait for, what to adopt
 
-`SyncerCore` and `LearnerCore` keep what all ways have in common and name none of them. A half keeps the state that only
-it needs, and gives it as plain values to be saved. A new way of calling rounds is one file with these three classes,
-and one line in `core.rounds`.
+`SyncerCore` and `LearnerCore` hold what all kinds of rounds share, and name none of them. Each half holds the state
+that only it needs, and returns it as plain values for saving. A new kind of rounds is one file with these three
+classes, and one line in `core.rounds`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Phase = Literal["open", "merging", "storing"]
 
 
 class Answers(Protocol):
-    """The answers of a Method that a way of calling rounds may contradict."""
+    """The options of a Method that a quorum may exclude."""
 
     @property
     def overlap(self) -> int: ...
@@ -42,7 +42,7 @@ class Answers(Protocol):
 
 @dataclass(frozen=True)
 class Quorum(Choice):
-    """How rounds are called, and which learners must be in one.
+    """How rounds are called, and which learners a round needs.
 
     Attributes:
         at_least: K ≥ 1, the fewest learners that a round is merged with.
@@ -52,7 +52,7 @@ class Quorum(Choice):
     """Whether learners may overlap different numbers of steps, each its own."""
 
     reports_every_step: ClassVar[bool] = False
-    """Whether the syncer has to hear of every inner step at once."""
+    """Whether learners report every inner step at once."""
 
     at_least: int = 1
 
@@ -62,15 +62,14 @@ class Quorum(Choice):
     @property
     @abstractmethod
     def needs_syncer(self) -> str | None:
-        """Why a process group, whose members all follow the schedule, cannot run it; None: it can."""
+        """Why this quorum needs a syncer; None: a process group can run it too."""
 
     @abstractmethod
     def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
-        """Options that would have no effect, or not theirs, with this way of calling rounds: whether they are set, and
-        why not to."""
+        """Pairs (whether an excluded combination of options is set, the error message)."""
 
     @abstractmethod
-    def syncer_rounds(self, run: Run) -> SyncerRounds:
+    def syncer_rounds(self, run: RunView) -> SyncerRounds:
         """The syncer's half, for a run whose state machine is `run`."""
 
     @abstractmethod
@@ -80,7 +79,7 @@ class Quorum(Choice):
 
 @dataclass(frozen=True)
 class Rules:
-    """What the state machines know of a Method; there is no tensor code behind it.
+    """The part of a Method that the state machines need. It reaches no tensor code.
 
     Attributes:
         quorum, schedule, weight, partial, wait: as in `Method`.
@@ -103,9 +102,9 @@ class Decision:
 
     Attributes:
         merge: learner ids whose contributions are merged now, in merge order; None while waiting.
-        wait_until: when a learner that is waited for would be evicted, or the grace window ends, in seconds of the
-            caller's clock; None if no deadline runs.
-        reason: one sentence, for people.
+        wait_until: when the next learner that the round waits for would be evicted, or the grace window ends, in
+            seconds of the caller's clock; None: no deadline.
+        reason: one sentence for `diloco status`.
     """
 
     merge: tuple[str, ...] | None
@@ -151,7 +150,7 @@ class FragmentState:
     closing: ClosedRound | None = None
 
 
-class Run(Protocol):
+class RunView(Protocol):
     """What the syncer's half sees of `SyncerCore`."""
 
     rules: Rules
@@ -165,61 +164,60 @@ class Run(Protocol):
 
 
 class SyncerRounds(ABC):
-    """The syncer's half. It is asked under one rule: after each event `update`, then `decision` of the open fragments."""
+    """The syncer's half. After each event, `SyncerCore` calls `update`, then `decision` for all `open_fragments`."""
 
     @abstractmethod
-    def answer(self, now: float, c: Contribution) -> str | None:
-        """Take a contribution that is new into a round; or the reason why it is rejected."""
+    def admit(self, now: float, c: Contribution) -> str | None:
+        """Put a new contribution into a round. Returns the reason if it is rejected, else None."""
 
     @abstractmethod
     def update(self, now: float) -> set[str]:
-        """Members or the time have changed. Returns the learners that are called for work now."""
+        """Members or the time have changed. Returns the learners that have a new call."""
 
     @abstractmethod
     def open_fragments(self) -> list[int]:
-        """The fragments that `decision` has something to say of, in order: their version is followed by an open round."""
+        """The fragments that have an open round after their version, in ascending order."""
 
     @abstractmethod
     def decision(self, now: float, fragment: int) -> Decision | None:
-        """What becomes of the open round that follows the fragment's version; None: there is none."""
+        """What to do with the open round that follows the fragment's version; None: there is none."""
 
     @abstractmethod
     def close(self, now: float, fragment: int) -> ClosedRound:
-        """Close the round that `decision` said is to be merged."""
+        """Close the open round of a fragment, after `decision` told to merge it."""
 
     @abstractmethod
     def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
         """The closed round's version is durable."""
 
     def left_out(self, fragment: int) -> Sequence[tuple[Contribution, str]]:
-        """Contributions, with the reason, that are rejected when the version of the fragment's closed round is stored."""
+        """(contribution, reason) of those to reject once the version of the fragment's closed round is stored."""
         return ()
 
     @abstractmethod
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
-        """The closed round has no result; the fragment stays at its version. Returns what is rejected besides the
-        round's contributions."""
+        """The closed round has no result; the fragment keeps its version. Returns the other contributions to reject."""
 
     @abstractmethod
-    def round_of(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+    def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
         """Contributors and members of the open round that follows the fragment's version."""
 
     def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
-        """What the merged outer gradient is multiplied by. `weights`: of the closed round's learners."""
+        """The factor of the merged outer gradient. `weights`: one per contributor of the closed round."""
         return 1.0
 
     def heard(self, member: Member, steps: int) -> bool:
-        """A member has reported, and taken this many more steps. Returns whether that may change a round."""
+        """A member has reported `steps` more inner steps. Returns whether that may change a round."""
         return True
 
     def joined(self, learner: str) -> None:  # noqa: B027 - only some halves keep something of a learner
         """A new incarnation."""
 
     def removed(self, learner: str) -> None:  # noqa: B027
-        """It left or was evicted."""
+        """The learner left or was evicted."""
 
     def start_step(self, learner: str) -> int | None:
-        """The inner step that a learner starts from which has not trained yet; None: the run's."""
+        """The inner step at which a learner starts that has not trained yet; None: the run's."""
         return None
 
     def sync_every(self, learner: str) -> int | None:
@@ -227,27 +225,27 @@ class SyncerRounds(ABC):
         return None
 
     def calls(self, learner: str) -> tuple[tuple[int, int], ...]:
-        """(fragment, version) of the calls for work that the learner has not answered."""
+        """(fragment, version) of the open calls that the learner has not answered."""
         return ()
 
     def lacks_learners(self, fragment: int) -> int | None:
-        """How many have contributed to the fragment's open round, where that is not enough and it waits for no member."""
+        """The number of contributors, where the fragment's open round has too few and waits for no member."""
         return None
 
     def ends(self, now: float) -> Sequence[float]:
-        """When open rounds are decided anew though nothing else happens, in seconds."""
+        """Times at which open rounds must be decided again even without an event, in seconds."""
         return ()
 
     def saved(self) -> dict[str, Any]:
-        """Its state as plain values (JSON), apart from that of members (`saved_of`) and from open rounds, whose
-        contributions are sent again."""
+        """State as plain values (JSON), without members (`saved_of`) and open rounds (their contributions are sent
+        again)."""
         return {}
 
     def restore(self, values: Mapping[str, Any]) -> None:  # noqa: B027
         """Continue from `saved`."""
 
     def saved_of(self, learner: str) -> dict[str, Any]:
-        """Its state of one member, as plain values (JSON)."""
+        """State of one member, as plain values (JSON)."""
         return {}
 
     def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:  # noqa: B027
@@ -255,58 +253,55 @@ class SyncerRounds(ABC):
 
 
 class LearnerRounds(ABC):
-    """The learner's half. `fragments` are the learner's books of its fragments, which the halves read and `LearnerCore`
-    writes."""
+    """The learner's half. `LearnerCore` owns and changes `fragments`; this half only reads them."""
 
     @abstractmethod
     def due(self, step: int) -> Sequence[int]:
         """The fragments to send after inner step `step`, in order."""
 
     @abstractmethod
-    def round_of(self, fragment: int) -> int | None:
-        """The round that the next contribution is meant for; None: none can be sent now, and the work stays pending."""
+    def next_round(self, fragment: int) -> int | None:
+        """The round of the fragment's next contribution; None: none can be sent now, and the work stays pending."""
 
     @abstractmethod
     def waiting(self, step: int) -> tuple[tuple[int, int], ...]:
-        """(fragment, version) of every answer that is due, not here, and waited for."""
+        """(fragment, version) of every answer that is due, has not arrived and blocks the learner."""
 
     @abstractmethod
     def adoption(self, fragment: int, step: int) -> int | None:
-        """The version to adopt at the boundary after inner step `step`, of those received; None: none."""
+        """Which received version to adopt after inner step `step`; None: none."""
 
     @abstractmethod
-    def settles(self, flight: InFlight, version: int) -> bool:
-        """Whether adopting `version` settles a contribution in flight."""
+    def completes(self, flight: InFlight, version: int) -> bool:
+        """Whether adopting `version` completes a contribution in flight: the learner expects no other answer to it."""
 
     def sent(self, fragment: int, step: int, sync_every: int | None) -> None:  # noqa: B027 - only some halves note it
-        """A contribution has gone out. `sync_every`: inner steps to this learner's next push, where it has a pace of
-        its own."""
+        """A contribution was sent. `sync_every`: inner steps to this learner's next push; None: the method's H."""
 
     def called(self, fragment: int, version: int) -> bool:
-        """The syncer calls for work on a fragment that is at this version. Returns whether to send now."""
+        """The syncer calls for a contribution to a fragment at this version. Returns whether to send now."""
         return False
 
     def listed(self, fragment: int) -> None:  # noqa: B027
-        """A version that is here has work of this learner that was in flight."""
+        """A received version contains a contribution that was in flight."""
 
     def rejected(self, fragment: int, flight: InFlight, reason: str) -> bool:
-        """A contribution was rejected. Returns whether the answer to its round is waited for all the same."""
+        """A contribution was rejected. Returns whether the learner still waits for the version of its round."""
         return False
 
     def keeps_own(self, fragment: int, version: int) -> bool:
-        """Whether the learner goes on from its own parameters when it adopts this version."""
+        """Whether adopting this version leaves the learner's parameters alone."""
         return False
 
     def adopted(self, fragment: int, step: int, *, overwritten: bool) -> None:  # noqa: B027
-        """A version was adopted. `overwritten`: the work since the send was discarded with that."""
+        """A version was adopted. `overwritten`: that discarded the work since the send."""
 
     def newest(self, fragment: int) -> int:
-        """The newest version that stands for the fragment's global model here."""
+        """The newest version that counts as the global fragment here."""
         return self.fragments[fragment].version
 
     def answer_to(self, flight: InFlight) -> int | None:
-        """The version that answers a contribution in flight; None: it is not known, and a learner that continues from a
-        checkpoint does not hear of it."""
+        """The version that answers a contribution in flight; None: it is not known beforehand."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

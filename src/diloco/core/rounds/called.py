@@ -1,11 +1,11 @@
-"""Rounds that the syncer calls: a fragment's turn comes by the run clock, K learners answer, then a grace window runs.
+"""Called rounds: the syncer calls a fragment by the run clock, K learners answer, then a grace window runs.
 
     Decoupled DiLoCo, arXiv 2604.21428
 
 Called rounds are paced by a run clock, the inner steps that an average live learner has taken: it grows by newly
 reported steps ÷ live learners. A fragment falls due when the clock passes its steps of the schedule, so that a fast
 network does not shorten H, and is called once the round before is published. A learner answers at its next boundary,
-with all its work since it adopted the fragment; what comes too late for its round joins the next one.
+with all its work since it adopted the fragment. A late answer joins the next round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from diloco.core.rounds.base import (
     LearnerRounds,
     Quorum,
     Rules,
-    Run,
+    RunView,
     SyncerRounds,
 )
 from diloco.core.rounds.late import Late, OpenRound
@@ -41,7 +41,7 @@ ROUNDING = 1e-6
 
 @dataclass
 class Pace:
-    """Moving averages of what a synchronisation takes, in seconds; None: not measured yet.
+    """Moving averages of the parts of a synchronisation, in seconds; None: not measured yet.
 
     Attributes:
         step_s: ξ_step, an inner step of the median live learner.
@@ -65,22 +65,23 @@ class Pace:
 
 @dataclass(frozen=True)
 class Called(Quorum):
-    """The syncer calls a fragment's turn; it merges when K learners have answered and the grace window is over.
+    """The syncer calls for contributions; it merges once K learners have answered and the grace window is over.
 
     Once K answers are there, the round stays open for
 
         grace = min(cap, max(0, γ·(τ·ξ_step − ξ_quorum − ξ_sync)))
 
     with ξ moving averages of the median live learner's step time, of the time K answers take to come, and of the time a
-    synchronisation takes without the grace itself: what an overlap of τ steps leaves over. Before these are known,
-    `grace_cap_s`. It closes at once when every live learner has answered. Decoupled DiLoCo, arXiv 2604.21428.
+    synchronisation takes without the grace itself: what an overlap of τ steps leaves over. Before these are measured,
+    the window is `grace_cap_s`. It closes at once when every live learner has answered. Decoupled DiLoCo, arXiv
+    2604.21428.
 
     Attributes:
         at_least: K; fewer where fewer learners are live.
         grace: γ, 0 to 1; 0: merge as soon as K have answered.
         grace_cap_s: the longest grace window.
-        late: what happens to an answer that came after its round was closed: "merge" puts it into the next one, "drop"
-            discards it, counted.
+        late: what happens to an answer that came after its round was closed: "merge" puts it into the next round,
+            "drop" rejects it as "late".
     """
 
     reports_every_step: ClassVar[bool] = True
@@ -115,7 +116,7 @@ class Called(Quorum):
             "a learner cannot wait for an answer that the syncer calls for; use wait=False with Called().",
         )
 
-    def syncer_rounds(self, run: Run) -> CalledSyncer:
+    def syncer_rounds(self, run: RunView) -> CalledSyncer:
         return CalledSyncer(self, run)
 
     def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> CalledLearner:
@@ -124,7 +125,7 @@ class Called(Quorum):
 
 @dataclass
 class _Call:
-    """A call that is open. `enough_at`: when the K-th answer came."""
+    """An open call. `enough_at`: when the K-th answer came."""
 
     opened_at: float
     enough_at: float | None = None
@@ -136,7 +137,8 @@ class _Turns:
 
     Attributes:
         turn: the run clock at which the fragment is called next.
-        open: the round that follows the version; while one is merged or stored, late work for the round after it.
+        open: the round that follows the version; while that is merged or stored, late contributions to the one after
+            it.
         call: the open one.
     """
 
@@ -153,7 +155,7 @@ class CalledSyncer(SyncerRounds):
         pace: what sizes the grace window.
     """
 
-    def __init__(self, quorum: Called, run: Run) -> None:
+    def __init__(self, quorum: Called, run: RunView) -> None:
         self._quorum, self._run = quorum, run
         self.clock = float(run.step)
         self.pace = Pace()
@@ -166,7 +168,7 @@ class CalledSyncer(SyncerRounds):
         """The first step of the schedule after the clock, allowing for rounding."""
         return self._run.rules.schedule.next_send(fragment, self.clock + ROUNDING)
 
-    def answer(self, now: float, c: Contribution) -> str | None:
+    def admit(self, now: float, c: Contribution) -> str | None:
         state, turns = self._run.fragments[c.fragment], self._fragments[c.fragment]
         if not 0 <= c.base <= state.version or c.round != c.base:
             return VERSION
@@ -187,7 +189,7 @@ class CalledSyncer(SyncerRounds):
         to_call = [f for f in due if ready and f not in self._called and self._run.fragments[f].phase == "open"]
         for fragment in to_call:
             self._call(now, fragment)
-        needed = min(self._quorum.at_least, max(1, len(ready)))
+        needed = late.num_needed(self._quorum.at_least, ready)
         for fragment in self._called:
             turns = self._fragments[fragment]
             assert turns.open is not None
@@ -245,7 +247,7 @@ class CalledSyncer(SyncerRounds):
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
         return ()  # late work stays for the fragment's next turn
 
-    def round_of(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+    def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
         turns = self._fragments[fragment]
         is_open = turns.open is not None and self._run.fragments[fragment].phase == "open"
         return (sorted(turns.open.newest), late.ready(self._run)) if is_open and turns.open else ((), ())
@@ -298,7 +300,7 @@ class CalledLearner(LearnerRounds):
         self.fragments = fragments
         self._sends_late = quorum.late == "merge"
         self._asked: list[int | None] = [None] * len(fragments)
-        """The version of a call that could not be answered when it came, by fragment."""
+        """By fragment, the version of a call that could not be answered when it came; None: there is none."""
 
     def due(self, step: int) -> Sequence[int]:
         return [
@@ -307,7 +309,7 @@ class CalledLearner(LearnerRounds):
             if version is not None and self._can_answer(self.fragments[fragment], version)
         ]
 
-    def round_of(self, fragment: int) -> int | None:
+    def next_round(self, fragment: int) -> int | None:
         work = self.fragments[fragment]
         return None if late.is_answered(work) else work.version
 
@@ -315,8 +317,7 @@ class CalledLearner(LearnerRounds):
         self._asked[fragment] = None
 
     def called(self, fragment: int, version: int) -> bool:
-        """A call may be quicker than the version that it is for, and a learner may have no work yet: then it answers
-        after the next step that can."""
+        """A call may arrive before its version, or before the learner has work. Then it answers after a later step."""
         work = self.fragments[fragment]
         if work.pending_steps > 0 and self._can_answer(work, version):
             return True
@@ -325,7 +326,8 @@ class CalledLearner(LearnerRounds):
         return False
 
     def _can_answer(self, work: FragmentWork, version: int) -> bool:
-        """Whether the version held has not been answered, and its work may be merged into the round of a call for `version`."""
+        """Whether the adopted version is not answered yet, and its work may be merged into the round that is called at
+        `version`."""
         return not late.is_answered(work) and (self._sends_late or version <= work.version)
 
     def waiting(self, step: int) -> tuple[tuple[int, int], ...]:
@@ -334,7 +336,7 @@ class CalledLearner(LearnerRounds):
     def adoption(self, fragment: int, step: int) -> int | None:
         return max(self.fragments[fragment].received, default=None)
 
-    def settles(self, flight: InFlight, version: int) -> bool:
+    def completes(self, flight: InFlight, version: int) -> bool:
         return flight.listed
 
     def state_dict(self) -> dict[str, Any]:

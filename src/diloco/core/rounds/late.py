@@ -1,8 +1,8 @@
-"""What called and pushed rounds share: work that comes late, and the part of the live weight that is in a round.
+"""What called and pushed rounds share: late contributions, and the contributing part of the live weight.
 
 Learners do not block on these rounds. A contribution names the version that it was measured from, and goes into the
-round that is open when it comes. Where its learner has another one there already the two are added up: late and fresh
-displacements, tokens and steps.
+round that is open when it arrives. Several contributions of one learner to a round are added up: displacements, tokens
+and steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from diloco.core.contribution import Contribution
 from diloco.core.in_flight import FragmentWork
 from diloco.core.members import Member
-from diloco.core.rounds.base import Answers, ClosedRound, Decision, Run
+from diloco.core.rounds.base import Answers, ClosedRound, Decision, RunView
 from diloco.core.weights import weights_of
 from diloco.errors import ConfigError
 
@@ -22,13 +22,13 @@ Late = Literal["merge", "drop"]
 
 
 def check_late(kind: str, late: str) -> None:
-    """Raise ConfigError unless `late` says what becomes of late work."""
+    """Raise ConfigError unless `late` is "merge" or "drop"."""
     if late not in ("merge", "drop"):
         raise ConfigError(f"{kind}(late={late!r}) is unknown; use 'merge' or 'drop'.")
 
 
 def needs_no_schedule(kind: str, answers: Answers) -> tuple[bool, str]:
-    """Learners that do not follow one schedule cannot all take the same outer step."""
+    """Learners without a common schedule cannot take the same outer steps: not with `outer_at="learners"`."""
     return (
         answers.outer_at == "learners",
         f"outer_at='learners' needs a schedule that all learners follow, not {kind}; use AllLive.",
@@ -41,8 +41,8 @@ class OpenRound:
 
     Attributes:
         step: the earliest inner step after which one of them was sent.
-        newest: of each learner.
-        earlier: those of learners that have a newer one here.
+        newest: the newest contribution of each learner.
+        earlier: older contributions of learners that have a newer one in the round.
         fresh: learners that answered the round's call, or pushed since the round before was closed.
     """
 
@@ -52,7 +52,7 @@ class OpenRound:
     fresh: set[str] = field(default_factory=set)
 
     def take(self, c: Contribution) -> None:
-        """One more contribution. Retransmissions may come newer before older."""
+        """Add a contribution. Retransmissions may come in any order."""
         known = [self.newest[c.learner]] if c.learner in self.newest else []
         *older, self.newest[c.learner] = sorted((*known, c), key=_when_sent)
         self.earlier += older
@@ -69,21 +69,26 @@ def _when_sent(c: Contribution) -> tuple[int, int]:
     return c.incarnation, c.number
 
 
-def move_up(rounds: Mapping[int, OpenRound]) -> dict[int, OpenRound]:
-    """The rounds after one that has no result, each in the place of the one before."""
+def renumbered(rounds: Mapping[int, OpenRound]) -> dict[int, OpenRound]:
+    """Renumber the rounds after one that was abandoned: each moves to the number before."""
     return {number - 1: round_ for number, round_ in rounds.items()}
 
 
-def ready(run: Run) -> list[str]:
+def ready(run: RunView) -> list[str]:
     """The live learners that train, in order."""
     return sorted(learner for learner, member in run.members.items() if member.ready)
+
+
+def num_needed(at_least: int, members: Collection[str]) -> int:
+    """How many learners a round needs: K, or all where fewer are live."""
+    return min(at_least, max(1, len(members)))
 
 
 def decide(
     now: float, contributed: Collection[str], fresh: Collection[str], members: Collection[str], at_least: int,
     *, enough_at: float | None, grace_s: float,
 ) -> Decision:  # fmt: skip
-    """Merge a round that learners do not block on, or say what it waits for.
+    """Decide a called or pushed round: merge it, or say what it waits for.
 
     Arguments:
         now: seconds of the caller's clock.
@@ -94,7 +99,7 @@ def decide(
         enough_at: when the K-th fresh contribution came; None: it has not.
         grace_s: how long the round stays open after that.
     """
-    needed = min(at_least, max(1, len(members)))
+    needed = num_needed(at_least, members)
     missing = sorted(set(members) - set(fresh))
     merge = tuple(sorted(contributed))
     if not contributed:
@@ -123,8 +128,7 @@ class LastSent:
 
 
 class LastContributions:
-    """By learner and fragment, the last contribution: what a learner that is not in a round would have brought is
-    measured from it."""
+    """The last contribution by learner and fragment. The work of a learner absent from a round counts from it."""
 
     def __init__(self, num_fragments: int) -> None:
         self._last: dict[str, list[LastSent]] = {}
@@ -139,7 +143,7 @@ class LastContributions:
         del self._last[learner]
 
     def sent(self, c: Contribution) -> None:
-        """A contribution was acknowledged. Retransmissions may come newer before older."""
+        """A contribution was acknowledged. Retransmissions may come in any order."""
         if c.step < self.of(c.learner, c.fragment).step:
             return
         self._last[c.learner][c.fragment] = LastSent(c.step, c.tokens, max(1, c.steps))
@@ -149,7 +153,7 @@ class LastContributions:
         return self._last[learner][fragment]
 
     def steps_since(self, member: Member, fragment: int) -> int:
-        """Inner steps that a learner has taken since, at least 1."""
+        """Inner steps that a learner has taken since its last contribution, at least 1."""
         return max(1, member.step - self.of(member.learner, fragment).step)
 
     def saved_of(self, learner: str) -> dict[str, Any]:
@@ -161,10 +165,12 @@ class LastContributions:
         self._last[learner] = [LastSent(*each) for each in values["last"]]
 
 
-def scale(run: Run, closed: ClosedRound, weights: Sequence[float], absent_work: Mapping[str, tuple[int, int]]) -> float:
-    """Contributing ÷ live weight: the part of the live weight that is in a round.
+def scale(
+    run: RunView, closed: ClosedRound, weights: Sequence[float], absent_work: Mapping[str, tuple[int, int]]
+) -> float:
+    """Contributing ÷ live weight of a round; 1 for `partial="full"`.
 
-    `absent_work`: tokens and steps that each member which is not in the round would have brought.
+    `absent_work`: by absent member, the tokens and steps that it would have contributed.
     """
     if run.rules.partial == "full":
         return 1.0
@@ -174,12 +180,12 @@ def scale(run: Run, closed: ClosedRound, weights: Sequence[float], absent_work: 
     return contributed / (contributed + sum(weights_of(kind, tokens, steps, [0] * len(work))))
 
 
-def absent(run: Run, closed: ClosedRound) -> list[Member]:
-    """The members that are not in a closed round."""
+def absent(run: RunView, closed: ClosedRound) -> list[Member]:
+    """The members without a contribution to a closed round."""
     contributors = {c.learner for c in closed.contributions}
     return [run.members[learner] for learner in sorted(closed.members - contributors) if learner in run.members]
 
 
 def is_answered(work: FragmentWork) -> bool:
-    """Whether the version that a learner holds is the one that its newest contribution in flight was measured from."""
+    """Whether the learner's newest contribution in flight was measured from the adopted version."""
     return bool(work.in_flight) and work.in_flight[-1].base == work.version

@@ -1,9 +1,9 @@
-"""Rounds that learners push: each after H own steps; a round merges as soon as K learners have.
+"""Pushed rounds: every learner pushes after H of its own steps; a round merges as soon as K learners have pushed.
 
     Asynchronous local SGD, arXiv 2401.09135
 
-Where the outer optimizer takes outer gradients one at a time (Delayed Nesterov), each push has a round of its own: one
-push, one version. A learner adopts the newest version once its own work is in one.
+Where the outer optimizer takes outer gradients one at a time (Delayed Nesterov), each push has its own round and its
+own version. A learner adopts the newest version once a version contains its last push.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from diloco.core.rounds.base import (
     LearnerRounds,
     Quorum,
     Rules,
-    Run,
+    RunView,
     SyncerRounds,
 )
 from diloco.core.rounds.late import Late, OpenRound
@@ -32,8 +32,7 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True)
 class Pushed(Quorum):
-    """Learners push after H own steps; a round merges as soon as K learners have pushed, and no learner is called or
-    waited for.
+    """Learners push after H of their own steps; a round merges as soon as K have pushed, without grace.
 
     Asynchronous local SGD, arXiv 2401.09135, is K = 1.
 
@@ -62,10 +61,13 @@ class Pushed(Quorum):
         yield late.needs_no_schedule("Pushed", answers)
         yield (
             answers.overlap > 0,
-            f"overlap={answers.overlap} has no effect where learners push: each adopts an answer when it has come; use overlap=0.",
+            (
+                f"overlap={answers.overlap} has no effect where learners push: each adopts an answer when it has come; "
+                "use overlap=0."
+            ),
         )
 
-    def syncer_rounds(self, run: Run) -> PushedSyncer:
+    def syncer_rounds(self, run: RunView) -> PushedSyncer:
         return PushedSyncer(self, run)
 
     def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> PushedLearner:
@@ -75,14 +77,12 @@ class Pushed(Quorum):
 class PushedSyncer(SyncerRounds):
     """The syncer's half."""
 
-    def __init__(self, quorum: Pushed, run: Run) -> None:
+    def __init__(self, quorum: Pushed, run: RunView) -> None:
         self._quorum, self._run = quorum, run
-        self._rounds: list[dict[int, OpenRound]] = [
-            {} for _ in run.fragments
-        ]  # by the version that a round starts from
+        self._rounds: list[dict[int, OpenRound]] = [{} for _ in run.fragments]  # by the version they start from
         self._last = late.LastContributions(len(run.fragments))
 
-    def answer(self, now: float, c: Contribution) -> str | None:
+    def admit(self, now: float, c: Contribution) -> str | None:
         state, rounds = self._run.fragments[c.fragment], self._rounds[c.fragment]
         if not 0 <= c.base <= state.version or c.round != c.base:
             return VERSION
@@ -115,8 +115,7 @@ class PushedSyncer(SyncerRounds):
         return self._rounds[fragment].pop(number).closed(number, late.ready(self._run), now)
 
     def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
-        """An absent learner is weighted by the work that it had pending when last heard of. One that has just pushed
-        has none, and still counts: with what its last push brought."""
+        """An absent learner is weighted by its pending work at the last heartbeat, or its last push if that is more."""
         members = late.absent(self._run, closed)
         work = {member.learner: self._work(member, fragment) for member in members}
         return late.scale(self._run, closed, weights, work)
@@ -131,10 +130,10 @@ class PushedSyncer(SyncerRounds):
         pass
 
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
-        self._rounds[fragment] = late.move_up(self._rounds[fragment])
+        self._rounds[fragment] = late.renumbered(self._rounds[fragment])
         return ()
 
-    def round_of(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+    def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
         round_ = self._open(fragment)
         return (sorted(round_.newest), late.ready(self._run)) if round_ else ((), ())
 
@@ -168,7 +167,7 @@ class PushedSyncer(SyncerRounds):
 
 
 class PushedLearner(LearnerRounds):
-    """The learner's half: the newest version is adopted once the learner's own work is in one."""
+    """The learner's half: the newest version is adopted once the learner's last push is merged or rejected."""
 
     def __init__(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> None:
         self._rules, self.fragments = rules, fragments
@@ -176,13 +175,13 @@ class PushedLearner(LearnerRounds):
         self._push_every = [0] * len(fragments)
         """Inner steps from the last push to `_push_at`."""
         self._answered = [False] * len(fragments)
-        """The newest contribution is settled, so the newest version may be adopted."""
+        """By fragment: the last push is merged or rejected, so the newest version may be adopted."""
 
     def due(self, step: int) -> Sequence[int]:
         return [fragment for fragment, at in enumerate(self._push_at) if at <= step]
 
-    def round_of(self, fragment: int) -> int | None:
-        """The version held, unless the answer to the last push from it is still on its way."""
+    def next_round(self, fragment: int) -> int | None:
+        """The adopted version, unless a push that was measured from it is still unanswered."""
         work = self.fragments[fragment]
         return None if late.is_answered(work) else work.version
 
@@ -203,7 +202,7 @@ class PushedLearner(LearnerRounds):
     def adoption(self, fragment: int, step: int) -> int | None:
         return max(self.fragments[fragment].received, default=None) if self._answered[fragment] else None
 
-    def settles(self, flight: InFlight, version: int) -> bool:
+    def completes(self, flight: InFlight, version: int) -> bool:
         return flight.listed
 
     def listed(self, fragment: int) -> None:
@@ -214,14 +213,13 @@ class PushedLearner(LearnerRounds):
         return False
 
     def adopted(self, fragment: int, step: int, *, overwritten: bool) -> None:
-        """Restart the push interval where work begins anew; otherwise, after a late answer, the next push would contain
-        almost none."""
+        """Restart the push interval where adoption discards the work; else the next push would contain little."""
         self._answered[fragment] = False
         if overwritten:
             self._push_at[fragment] = step + self._push_every[fragment]
 
     def newest(self, fragment: int) -> int:
-        """Versions that have come and wait for this learner's own push count too."""
+        """Received versions that wait for the answer to this learner's push count too."""
         work = self.fragments[fragment]
         return max(work.received, default=work.version)
 

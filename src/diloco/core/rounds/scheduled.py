@@ -1,4 +1,4 @@
-"""Rounds that the schedule calls: every learner that trains contributes to every round, and may block on its answer.
+"""Scheduled rounds: every learner that trains contributes to every round, and may block on its answer.
 
     DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512; eager updates, arXiv 2502.12996
 
@@ -6,19 +6,18 @@ The first contribution opens a round, with all learners that train at that momen
 (eviction, departure). While one round of a fragment is merged or stored, contributions to the next are kept.
 
 Learners block on the rounds they contributed to, so rounds of several fragments must not wait for each other in a
-circle. All learners send the fragments in one order, that of the inner steps, but one that joins may be a little behind
-the others, or ahead:
+cycle. All learners send the fragments in the order of the inner steps. But a learner that joins may be behind the
+others, or ahead of them:
 
-    behind: it contributes after a step after which the others contributed to the round before. Its contribution is sent
-            back, it keeps the work, and goes on to the step where the others are.
-    ahead:  it had passed the step of a round before it counted as training. Such a round does not wait for it.
+    behind: it contributes after a step after which the others contributed to the round before. The contribution is
+            rejected as out of step, its work stays pending, and the learner goes on to the step of the others.
+    ahead: it passed the step of a round before it counted as training. That round does not wait for it.
 
-Should there be a circle nevertheless (a restart forgets the learners' positions), all learners are blocked: then a
-round stops waiting for those that are blocked in a round of a later step. All this needs a learner's contributions to
-arrive in order.
+A restart forgets the learners' positions, so a cycle is still possible. Then all learners are blocked, and a round
+stops waiting for those that are blocked in a round of a later step. This requires that a learner's contributions arrive
+in order.
 
-Where a round needs `at_least` learners and has lost too many, it waits for a joiner, which therefore starts before that
-round's step.
+A round that has fewer than `at_least` members waits for a joiner, which therefore starts before that round's step.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from diloco.core.rounds.base import (
     LearnerRounds,
     Quorum,
     Rules,
-    Run,
+    RunView,
     SyncerRounds,
 )
 from diloco.errors import ConfigError
@@ -100,7 +99,7 @@ class AllLive(Quorum):
             "KeepDisplacement() keeps the work of an overlap, and there is none; set overlap.",
         )
 
-    def syncer_rounds(self, run: Run) -> ScheduledSyncer:
+    def syncer_rounds(self, run: RunView) -> ScheduledSyncer:
         return ScheduledSyncer(self, run)
 
     def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> ScheduledLearner:
@@ -147,8 +146,8 @@ class _Round:
     Attributes:
         step: the earliest inner step after which one of its contributions was sent.
         members: the learners that it waits for.
-        left_out: contributions that its version will not have, with the reason. They are rejected when the version is
-            stored: after a crash before that, the round is opened again, and waits for them.
+        left_out: contributions that its version will not have, with the reason. They are rejected once the version is
+            stored: after a crash before that, the round opens again and waits for them.
     """
 
     step: int
@@ -160,11 +159,11 @@ class _Round:
 class ScheduledSyncer(SyncerRounds):
     """The syncer's half."""
 
-    def __init__(self, quorum: AllLive, run: Run) -> None:
+    def __init__(self, quorum: AllLive, run: RunView) -> None:
         self._quorum, self._run = quorum, run
         self._rounds: list[dict[int, _Round]] = [{} for _ in run.fragments]  # by the version that a round starts from
 
-    def answer(self, now: float, c: Contribution) -> str | None:
+    def admit(self, now: float, c: Contribution) -> str | None:
         run, rounds = self._run, self._rounds[c.fragment]
         state = run.fragments[c.fragment]
         if not 0 <= c.base <= state.version or not 0 <= c.round - c.base <= self._intervals_in_flight(c.learner):
@@ -186,13 +185,12 @@ class ScheduledSyncer(SyncerRounds):
         return None
 
     def _intervals_in_flight(self, learner: str) -> int:
-        """How many of a learner's answers may be on their way when it sends; replicas may overlap different numbers of
-        steps (Streaming DiLoCo, arXiv 2501.18512)."""
+        """How many answers may be outstanding when the learner sends, by its own τ if it has one (arXiv 2501.18512)."""
         schedule, overlap = self._run.rules.schedule, self._run.members[learner].overlap
         return schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
 
     def _too_late(self, c: Contribution) -> str | None:
-        """The round of this contribution is closed."""
+        """A contribution to a closed round."""
         reason = DROPPED if self._quorum.drops(c.learner, c.fragment, c.round) else MISSED
         if c.round < self._run.fragments[c.fragment].version:
             return reason
@@ -211,16 +209,16 @@ class ScheduledSyncer(SyncerRounds):
         return set()
 
     def _belongs(self, learner: str, round_: _Round) -> bool:
-        """Whether a member stays one. A lost connection does not matter: until its deadline a learner may come back
-        with its work."""
+        """Whether the round still waits for a member. A broken connection does not matter: the learner may come back
+        with its work until its deadline."""
         member = self._run.members.get(learner)
         if member is None or learner in round_.contributions:
             return member is not None
         return member.ready and member.ready_step < round_.step and not self._is_in_circle(member, round_)
 
     def _is_in_circle(self, member: Member, round_: _Round) -> bool:
-        """Whether all learners are blocked, and this one in a round that cannot close before `round_` does: one of a
-        later step to which no contribution of those that it waits for is on its way, or one that lacks learners."""
+        """Whether all learners are blocked, and this one in a round that cannot close before `round_` does. Such a
+        round lacks learners, or is of a later step and no contribution that it waits for is in flight."""
         members = self._run.members
         if not all(each.waiting for each in members.values() if each.ready):
             return False
@@ -238,7 +236,7 @@ class ScheduledSyncer(SyncerRounds):
         return False
 
     def _may_have_sent(self, member: Member, step: int) -> bool:
-        """Whether a contribution that was sent after this inner step may be on its way: none is if a later one is here."""
+        """Whether a contribution sent after this inner step may be in flight: none is if a later one has arrived."""
         sent = (round_.contributions.get(member.learner) for rounds in self._rounds for round_ in rounds.values())
         newer = any(c is not None and c.incarnation == member.incarnation and c.step > step for c in sent)
         return member.step >= step and not newer
@@ -254,10 +252,10 @@ class ScheduledSyncer(SyncerRounds):
         return decide(now, round_.contributions, round_.members, deadlines, self._quorum.at_least)
 
     def close(self, now: float, fragment: int) -> ClosedRound:
-        """What `AllLive(drop=…)` leaves out is sent back, but never so much that fewer than K remain.
+        """`AllLive(drop=…)` rejects contributions here, but never so many that fewer than K remain.
 
-        Not when it comes: the others might leave before they contribute, and no contribution would close the round.
-        What a learner that is gone has brought cannot be sent back.
+        They are not rejected on arrival: if the other learners left before they contributed, no contribution would
+        close the round. A contribution of a learner that is gone is kept, since its work cannot be given back.
         """
         number = self._run.fragments[fragment].version
         round_ = self._rounds[fragment][number]
@@ -282,7 +280,7 @@ class ScheduledSyncer(SyncerRounds):
     def left_out(self, fragment: int) -> Sequence[tuple[Contribution, str]]:
         return self._rounds[fragment][self._run.fragments[fragment].version].left_out
 
-    def round_of(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+    def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
         round_ = self._open(fragment)
         return (sorted(round_.contributions), sorted(round_.members)) if round_ else ((), ())
 
@@ -292,10 +290,9 @@ class ScheduledSyncer(SyncerRounds):
     def start_step(self, learner: str) -> int | None:
         """The run's step, or the send before the earliest round that would not have its `at_least`.
 
-        The joiner's first send is then that round's: after a later one it would stay a round ahead, and in the end
-        leave the others in a round to which no learner comes any more. Learners whose connection has broken are not
-        counted on, nor are those that have not trained since they joined (after a restart rounds wait for them all the
-        same).
+        The joiner's first send is then to that round. After a later send it would stay a round ahead, and at the end of
+        training the others would wait in a round that no learner joins. Learners that are disconnected, or have not
+        trained since they joined, are not counted on (after a restart rounds wait for them all the same).
         """
         run, at_least = self._run, self._quorum.at_least
         if at_least == 1:
@@ -340,9 +337,9 @@ class ScheduledLearner(LearnerRounds):
     def due(self, step: int) -> Sequence[int]:
         return self._rules.schedule.sends(step)
 
-    def round_of(self, fragment: int) -> int | None:
-        """An overlap of whole intervals keeps their answers on their way while the next displacement is sent. Any
-        further one is late: the work goes with the next send."""
+    def next_round(self, fragment: int) -> int | None:
+        """With an overlap of whole intervals, that many answers may be outstanding at a send. With more outstanding,
+        the work stays pending until the next send."""
         work = self.fragments[fragment]
         round_ = work.in_flight[-1].round + 1 if work.in_flight else work.version
         return round_ if round_ - work.version <= self._rules.schedule.intervals_in_flight else None
@@ -358,9 +355,9 @@ class ScheduledLearner(LearnerRounds):
         )
 
     def adoption(self, fragment: int, step: int) -> int | None:
-        """A fragment in flight takes exactly the version its contribution is for, when it is due. One with nothing in
-        flight (a joiner between two rounds, a rejected contribution) takes the newest version there is, and so does one
-        whose version will not come any more: a newer one is here that was not this learner's to contribute to."""
+        """With a contribution in flight, adopt exactly the version of its round, when it is due. With none in flight (a
+        joiner, a rejected contribution) adopt the newest version; so too where the due version was skipped: a newer one
+        has arrived, of a round that had no contribution of this learner."""
         work = self.fragments[fragment]
         due, newest = self._due(work, step), max(work.received, default=None)
         if due is not None and due in work.received:
@@ -368,19 +365,19 @@ class ScheduledLearner(LearnerRounds):
         is_overtaken = due is not None and newest is not None and newest > due
         return newest if not work.in_flight or is_overtaken else None
 
-    def settles(self, flight: InFlight, version: int) -> bool:
+    def completes(self, flight: InFlight, version: int) -> bool:
         return flight.round < version
 
     def rejected(self, fragment: int, flight: InFlight, reason: str) -> bool:
-        """Where the round goes on without it, its answer is waited for all the same: a learner that ran ahead would be
-        late again."""
+        """Where the round goes on without the contribution, the learner waits for its version: running ahead, it would
+        be late again."""
         if reason not in (DROPPED, MISSED, TWICE, OUTLIER):
             return False
         flight.tokens, flight.kept = 0, reason == DROPPED
         return True
 
     def keeps_own(self, fragment: int, version: int) -> bool:
-        """Where the contribution was dropped, only what is measured next starts from the new version."""
+        """After a dropped contribution the learner keeps its parameters, and only its anchor moves."""
         return any(flight.kept and flight.round + 1 == version for flight in self.fragments[fragment].in_flight)
 
     def answer_to(self, flight: InFlight) -> int | None:

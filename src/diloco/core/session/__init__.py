@@ -1,4 +1,4 @@
-"""A learner's end of a syncer, without sockets, threads and clocks."""
+"""A learner's session with a syncer, without sockets, threads and clocks."""
 
 from diloco.core.session.session_core import SessionCore
 

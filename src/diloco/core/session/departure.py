@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 
 LEAVE_TIMEOUT_S = 10.0
-"""For a syncer that answers, to take what is in flight and to hear goodbye."""
+"""How long a leaving learner waits for a syncer that answers, to acknowledge its contributions and its goodbye."""
 
 GONE_TIMEOUT_S = 1.0
-"""For one that does not answer, to hear goodbye."""
+"""How long it waits for a syncer that does not answer."""
 
 AWAY_AFTER_S = 4.0
-"""A syncer that was not heard of for this long does not answer."""
+"""After this long without a message the syncer counts as not answering."""
 
 
 class Departure:
-    """The time that a learner has left before it goes. Without `begin` it stays."""
+    """The deadlines of a learner that leaves. Without `begin` it stays."""
 
     def __init__(self) -> None:
         self._leave_by = self._heard_at = math.inf
@@ -25,19 +25,19 @@ class Departure:
         self._leave_by = now + LEAVE_TIMEOUT_S
 
     def heard(self, now: float) -> None:
-        """Something was heard of the syncer."""
+        """A message from the syncer has arrived."""
         self._heard_at = now
 
     def is_silent(self, now: float) -> bool:
-        """Whether nothing was heard of the syncer for long."""
+        """Whether the syncer counts as not answering."""
         return now - self._heard_at >= AWAY_AFTER_S
 
     def is_late(self, now: float) -> bool:
-        """Whether what is in flight is not waited for any longer."""
+        """Whether the learner stops waiting for contributions in flight."""
         return now >= self._leave_by
 
     def timeout_s(self, now: float) -> float:
-        """How long a syncer that answers has to hear goodbye."""
+        """The timeout of the goodbye to a syncer that answers."""
         return max(GONE_TIMEOUT_S, self._leave_by - now)
 
     @property

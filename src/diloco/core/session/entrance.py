@@ -1,4 +1,4 @@
-"""Whether a run has a model that a learner can join, and who gives it."""
+"""Before joining: wait for the run's model, or upload it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Step = Literal["ask", "initialise", "join"]
 
 
 class Entrance:
-    """What a learner does before it joins a run.
+    """The steps of a learner before it joins a run.
 
     Arguments:
         run: its name.
@@ -36,7 +36,7 @@ class Entrance:
         return self._timeout_s is not None and now - self._began_at > self._timeout_s
 
     def described(self, now: float, *, has_model: bool) -> DilocoError | None:
-        """Whether the run has a model. Returns why the learner cannot join."""
+        """The syncer said whether the run has a model. Returns the error if the learner cannot join."""
         if has_model and self._initialises and not self._may_have_uploaded:
             return AlreadyInitialisedError(
                 f"run {self._run!r} has a model already and keeps it; join it without initialise=True."

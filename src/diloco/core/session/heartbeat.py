@@ -1,20 +1,20 @@
-"""When a learner's heartbeats are due, what they say, and how long their answers may take."""
+"""When a learner's heartbeats are due, their content, and the timeout of their answers."""
 
 from __future__ import annotations
 
 import math
 
-from diloco.core.session.calls import Report
 from diloco.core.session.lanes import STALL_FACTOR, StallTimeout
+from diloco.core.session.requests import Report
 
 HEARTBEAT_S = 0.5
 """Between two heartbeats; a learner's first inner step is reported at once."""
 
 STARTING_HEARTBEAT_S = 0.2
-"""The same while a learner waits until enough learners are there to begin."""
+"""The same while a learner waits for enough learners to begin."""
 
 SHORTEST_S = 0.05
-"""Between two heartbeats, however quickly the learner takes its steps."""
+"""The shortest time between two heartbeats, even if the learner takes steps faster."""
 
 ANSWER_FLOOR_S, ANSWER_CAP_S = 1.2, 30.0
 """How long an answer may take before the control connection is dialled anew. With the time between two heartbeats it is
@@ -41,7 +41,7 @@ class Heartbeat:
         self._due_at = math.inf
 
     def reported(self, report: Report) -> None:
-        """What the learner says of itself from now on."""
+        """The content of the next heartbeats."""
         is_first = self.report.tokens == 0 and report.tokens > 0
         is_blocked_or_free = report.waiting != self.report.waiting
         has_stepped = self._reports_every_step and report.step > self.report.step

@@ -1,26 +1,24 @@
-"""When a call is tried again, how long it may stand still, and when a connection is given up: arithmetic without a
-clock."""
+"""Retries of requests, stall timeouts, and when a connection is given up: arithmetic without a clock."""
 
 from __future__ import annotations
 
 import math
 
-from diloco.core.session import calls
+from diloco.core.session import requests
 from diloco.errors import DilocoError, NoRoomError, UnreachableError
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
-"""Pauses between tries. A syncer that was started again must hear of all learners before its shortest deadline is
-over."""
+"""Pauses between tries. They must be shorter than a restarted syncer's shortest deadline."""
 
 STALL_FACTOR = 8.0
-"""The limit of a stall timeout is this multiple of the longest pause of late."""
+"""The limit of a stall timeout is this multiple of the longest recent pause."""
 
 STALL_DECAY = 0.9
 """What a long pause counts for after each later one."""
 
 
 class StallTimeout:
-    """How long something may stand still before it is tried again: a multiple of the longest pause of late.
+    """A measured stall timeout: a multiple of the longest recent pause.
 
     A pause that ran into the limit counts too, so that a link which has become much slower is given more and more time.
 
@@ -39,18 +37,18 @@ class StallTimeout:
         return min(self.cap_s, max(self.floor_s, STALL_FACTOR * self._longest_s))
 
     def paused(self, pause_s: float) -> None:
-        """It stood still for so long, and then moved or was given up."""
+        """A pause of this length has ended, by progress or by the limit."""
         self._longest_s = max(pause_s, STALL_DECAY * self._longest_s)
 
 
 class Lane:
-    """Calls of one kind, one at a time, repeated with growing pauses while the syncer is away or has no room.
+    """Requests of one kind, one at a time, repeated with growing pauses while the syncer is away or has no room.
 
     Attributes:
-        is_busy: a call is under way.
-        is_away: the last call did not reach the syncer.
-        is_stopped: no call follows.
-        ready_at: the next call waits until then.
+        is_busy: a request is under way.
+        is_away: the last request did not reach the syncer.
+        is_stopped: no request follows.
+        ready_at: the next request waits until then.
     """
 
     def __init__(self) -> None:
@@ -60,25 +58,25 @@ class Lane:
         self._said = set[type[DilocoError]]()
 
     def is_free(self, now: float) -> bool:
-        """Whether the next call may begin."""
+        """Whether the next request may begin."""
         return not self.is_busy and not self.is_stopped and now >= self.ready_at
 
     def ended(self) -> None:
-        """The call under way was answered."""
+        """The request under way was answered."""
         self.is_busy = False
         self.reset()
 
     def reset(self) -> None:
-        """The syncer is there: the next call waits for nothing."""
+        """The syncer is there: the next request waits for nothing."""
         self.ready_at, self._pause_s, self.is_away = -math.inf, FIRST_RETRY_S, False
         self._said.clear()
 
     def pause(self, now: float) -> None:
-        """The next call waits, longer after each time."""
+        """The next request waits, longer after each time."""
         self.ready_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, LAST_RETRY_S)
 
     def failed(self, now: float, error: UnreachableError | NoRoomError) -> str | None:
-        """The call is repeated; returns what to warn of, once for each kind of error."""
+        """The request is repeated; returns what to warn of, once for each kind of error."""
         self.is_away = isinstance(error, UnreachableError)
         self.pause(now)
         if type(error) in self._said:
@@ -107,23 +105,23 @@ class ControlConnection:
         """Whether the one to use has carried an answer."""
         return self._answered == self.number
 
-    def failed(self, connection: int) -> list[calls.HangUp]:
-        """A call over it failed."""
+    def failed(self, connection: int) -> list[requests.HangUp]:
+        """A request over it failed."""
         if connection != self.number:
             return []
         self.number += 1
-        return [calls.HangUp(connection)] if connection != self._answered else []
+        return [requests.HangUp(connection)] if connection != self._answered else []
 
-    def answered(self, connection: int) -> list[calls.HangUp]:
-        """A call over it was answered."""
+    def answered(self, connection: int) -> list[requests.HangUp]:
+        """A request over it was answered."""
         if connection != self.number or self.is_answered:
             return []
         before, self._answered = self._answered, connection
-        return [] if before is None else [calls.HangUp(before)]
+        return [] if before is None else [requests.HangUp(before)]
 
 
 class Lanes:
-    """All calls of a session: one lane for each kind, and the control connection that some of them share."""
+    """All requests of a session: one lane for each kind, and the control connection that some of them share."""
 
     def __init__(self) -> None:
         self.control, self.watch, self.receive, self.send = Lane(), Lane(), Lane(), Lane()
@@ -134,38 +132,42 @@ class Lanes:
         """Every lane."""
         return self.control, self.watch, self.receive, self.send
 
-    def of(self, call: calls.Call) -> Lane:
-        """The lane of a call."""
-        match call:
-            case calls.Describe() | calls.Beat():
+    def of(self, request: requests.Request) -> Lane:
+        """The lane of a request."""
+        match request:
+            case requests.Describe() | requests.Beat():
                 return self.control
-            case calls.Watch():
+            case requests.Watch():
                 return self.watch
-            case calls.Push():
+            case requests.Push():
                 return self.send
         return self.receive
 
-    def answered(self, call: calls.Describe | calls.Beat) -> list[calls.HangUp]:
-        """A control call was answered."""
+    def answered(self, request: requests.Describe | requests.Beat) -> list[requests.HangUp]:
+        """A control request was answered."""
         self.control.ended()
         if not self.connection.is_answered:
             self.watch.reset()
-        return self.connection.answered(call.connection)
+        return self.connection.answered(request.connection)
 
-    def failed(self, now: float, call: calls.Call, error: UnreachableError | NoRoomError) -> list[calls.SessionAction]:
-        """A call is to be repeated."""
-        text = self.of(call).failed(now, error)
+    def failed(
+        self, now: float, request: requests.Request, error: UnreachableError | NoRoomError
+    ) -> list[requests.SessionAction]:
+        """A request is to be repeated."""
+        text = self.of(request).failed(now, error)
         # A stream of notices breaks with its connection, of which the heartbeats say enough.
-        actions = list[calls.SessionAction]()
-        if text is not None and not isinstance(call, calls.Watch):
-            actions.append(calls.Warn(text))
-        if isinstance(call, calls.Describe | calls.Beat | calls.Watch) and isinstance(error, UnreachableError):
-            actions += self.connection.failed(call.connection)
+        actions = list[requests.SessionAction]()
+        if text is not None and not isinstance(request, requests.Watch):
+            actions.append(requests.Warn(text))
+        if isinstance(request, requests.Describe | requests.Beat | requests.Watch) and isinstance(
+            error, UnreachableError
+        ):
+            actions += self.connection.failed(request.connection)
         return actions
 
     @property
     def is_away(self) -> bool:
-        """Whether a call is being repeated because the syncer was not reached."""
+        """Whether a request is being repeated because the syncer was not reached."""
         return self.control.is_away or self.receive.is_away or self.send.is_away
 
     def next_at(self, now: float) -> float:

@@ -1,8 +1,8 @@
-"""A learner's contributions on their way to a syncer: what is sent when, and what is known of each.
+"""A learner's contributions until their verdicts: which to send next, and which are merged.
 
-A syncer that was started again may lack what the process before it had acknowledged, so that all contributions without
-a verdict are sent to each new process once, in ascending order of their numbers. Verdicts are durable: a contribution
-with one is never sent again.
+A restarted syncer may lack contributions that the process before it acknowledged. So all contributions without a
+verdict are sent once to each new process, in ascending order of their numbers. Verdicts are durable: a contribution
+with a verdict is never sent again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Outbox:
             offer.boot = boot
 
     def take(self, verdicts: Iterable[Verdict]) -> list[tuple[Verdict, Contribution]]:
-        """The verdicts that were not known yet, by fragment and number, each with its contribution."""
+        """Take in verdicts. Returns the new ones, by fragment and number, each with its contribution."""
         news = []
         for verdict in sorted(verdicts, key=lambda each: (each.fragment, each.number)):
             offer = self._offers.pop((verdict.fragment, verdict.number), None)
@@ -56,12 +56,12 @@ class Outbox:
         return news
 
     @property
-    def settled(self) -> tuple[int, ...]:
+    def confirmed(self) -> tuple[int, ...]:
         """By fragment, the highest number up to which the verdicts on all contributions are known."""
-        settled = list(self._newest)
+        confirmed = list(self._newest)
         for fragment, number in self._offers:
-            settled[fragment] = min(settled[fragment], number - 1)
-        return tuple(settled)
+            confirmed[fragment] = min(confirmed[fragment], number - 1)
+        return tuple(confirmed)
 
     def merged_in(self, fragment: int, version: int) -> int:
         """The highest number that is merged in this version or an earlier one, as far as is known; 0: none is. Versions

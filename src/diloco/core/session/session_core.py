@@ -1,14 +1,14 @@
-"""What a learner's end of a syncer does when: sans-I/O bookkeeping of one learner's part in a run.
+"""`SessionCore`: sans-I/O bookkeeping of one learner's session with a syncer.
 
     events    from the learner, and from time: begin, offered, report, leave, tick
-              how a call has ended: described, initialised, joined, fetched, pushed, beaten, left, failed, ended
+              how a request has ended: described, initialised, joined, fetched, pushed, beaten, left, failed, ended
               notices of the syncer: welcomed, heard, evicted
-    answers   calls to make and news for the learner: `core.session.calls`
+    answers   requests to make and news for the learner: `core.session.requests`
 
     entering → joining → fetching → starting → running → leaving → parting → over
     an evicted learner goes back to joining
 
-Calls belong to lanes (control, watch, receive, send), and each lane has at most one under way. What is done next
+Requests belong to lanes (control, watch, receive, send), and each lane has at most one under way. What is done next
 follows from what is known: the phase, the versions held and published, the contributions without a verdict, and which
 process of the syncer (`boot`) acknowledged them. A message that is lost or heard twice therefore changes nothing: the
 syncer says all that stands (`Standing`) on every connection and in every heartbeat.
@@ -25,14 +25,14 @@ from dataclasses import replace
 from typing import Literal
 
 from diloco.core.contribution import Contribution, Standing, Verdict
-from diloco.core.session import calls
-from diloco.core.session.calls import Identity, Report, SessionAction
+from diloco.core.session import requests
 from diloco.core.session.departure import GONE_TIMEOUT_S, Departure
 from diloco.core.session.entrance import Entrance
 from diloco.core.session.heartbeat import HEARTBEAT_S, Heartbeat
 from diloco.core.session.lanes import Lane, Lanes
+from diloco.core.session.model_cache import NOTHING, ModelCache
 from diloco.core.session.outbox import Outbox
-from diloco.core.session.replica import NOTHING, Replica
+from diloco.core.session.requests import Identity, Report, SessionAction
 from diloco.errors import (
     AlreadyInitialisedError,
     CorruptPayloadError,
@@ -45,7 +45,7 @@ from diloco.errors import (
 )
 
 CALL_TIMEOUT_S = 30.0
-"""For the answer to a control call that is no heartbeat."""
+"""Timeout of a control request other than a heartbeat."""
 
 ASK_AGAIN_S = 0.3
 """Poll interval while waiting for the run's initial model."""
@@ -69,7 +69,7 @@ class SessionCore:
     Attributes:
         who: the newest incarnation.
         phase: see above.
-        standing: what stands, as last heard; None: nothing was heard yet.
+        standing: the last one received; None: none yet.
         wake_at: call `tick` at this time, unless another event comes before.
     """
 
@@ -92,7 +92,7 @@ class SessionCore:
         self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
         self._lanes, self._departure = Lanes(), Departure()
         self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s)
-        self._outbox, self._replica = Outbox(num_fragments), Replica(num_fragments)
+        self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
         self._boot: int | None = None
         self._welcome: Standing | None = None  # of the stream of notices that is open
         self._has_started = self._has_lost_join = False
@@ -102,19 +102,19 @@ class SessionCore:
     # --- the learner, and time ----------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> Actions:
-        """The learner wants to be part of the run."""
+        """The learner begins to enter the run."""
         self._entrance.begin(now)
         return self._go_on(now)
 
     def offered(self, now: float, c: Contribution) -> Actions:
-        """A new contribution; one of an incarnation that is out is dropped."""
+        """A new contribution. It is dropped if its incarnation was evicted."""
         if not self._speaks(c.incarnation):
-            return [calls.Drop(c)]
+            return [requests.Drop(c)]
         self._outbox.add(c)
         return self._go_on(now)
 
     def report(self, now: float, incarnation: int, report: Report) -> Actions:
-        """What the learner says of itself as this incarnation; void for one that is out."""
+        """The content of the next heartbeats. It is ignored if the incarnation was evicted."""
         if not self._speaks(incarnation):
             return []
         self._heartbeat.reported(report)
@@ -122,7 +122,7 @@ class SessionCore:
 
     def restored(self, versions: Sequence[int]) -> None:
         """The run was taken back to a checkpoint, from which the learner has these versions of the fragments."""
-        self._replica.restored(versions)
+        self._cache.restored(versions)
 
     def leave(self, now: float) -> Actions:
         """The learner takes no more steps and wants to leave; all ends with `Close`."""
@@ -139,7 +139,7 @@ class SessionCore:
 
     # --- becoming part of the run -------------------------------------------------------------------------------------
 
-    def described(self, now: float, describe: calls.Describe, *, initialised: bool) -> Actions:
+    def described(self, now: float, describe: requests.Describe, *, initialised: bool) -> Actions:
         """Whether the run has a model."""
         actions: Actions = [*self._lanes.answered(describe)]
         self._departure.heard(now)
@@ -180,9 +180,9 @@ class SessionCore:
             return self._warn_once("quorum", text)
         reason = self._reason if self._has_started else None
         self.phase, self._has_started = "running", True
-        is_awaited, versions = welcome.start_step < welcome.step, tuple(self._replica.held)
+        is_awaited, versions = welcome.start_step < welcome.step, tuple(self._cache.held)
         return [
-            calls.TellStart(self.who, welcome.start_step, is_awaited, versions, standing.run_tokens, reason),
+            requests.TellStart(self.who, welcome.start_step, is_awaited, versions, standing.run_tokens, reason),
             *self._tell_calls(standing),
         ]
 
@@ -191,30 +191,30 @@ class SessionCore:
         if self.phase == "leaving":
             return self._over()
         self.phase, self._reason = "joining", reason
-        drops = [calls.Drop(c) for c in self._outbox.contributions]
-        self._outbox, self._replica = Outbox(self._num_fragments), Replica(self._num_fragments)
+        drops = [requests.Drop(c) for c in self._outbox.contributions]
+        self._outbox, self._cache = Outbox(self._num_fragments), ModelCache(self._num_fragments)
         self._welcome = self._boot = None
         self._heartbeat.start_over()
-        return [*drops, calls.Warn(f"{self.who.learner} was evicted ({reason}) and joins again")]
+        return [*drops, requests.Warn(f"{self.who.learner} was evicted ({reason}) and joins again")]
 
     # --- the model and the contributions ------------------------------------------------------------------------------
 
-    def fetched(self, now: float, fetch: calls.Fetch, version: int, verdicts: Iterable[Verdict] = ()) -> Actions:
+    def fetched(self, now: float, fetch: requests.Fetch, version: int, verdicts: Iterable[Verdict] = ()) -> Actions:
         """A part is here at this version, decoded and verified; with it came verdicts on contributions to it."""
         self._lanes.receive.ended()
         if not self._is_current(fetch.who):
             return self._go_on(now)
-        self._replica.fetched(fetch, version)
+        self._cache.fetched(fetch, version)
         actions = self._take(verdicts)
-        if self.phase == "fetching" and self._replica.is_complete:
+        if self.phase == "fetching" and self._cache.is_complete:
             self.phase = "starting"
             self._heartbeat.urge()
         elif self.phase == "running" and fetch.fragment is not None:
             merged = self._outbox.merged_in(fetch.fragment, version)
-            actions.append(calls.TellArrival(fetch.fragment, version, merged))
+            actions.append(requests.TellArrival(fetch.fragment, version, merged))
         return actions + self._go_on(now)
 
-    def pushed(self, now: float, push: calls.Push) -> Actions:
+    def pushed(self, now: float, push: requests.Push) -> Actions:
         """The process of the syncer that a contribution was meant for has its bytes."""
         self._lanes.send.ended()
         if self._is_current(push.who):
@@ -225,28 +225,28 @@ class SessionCore:
 
     # --- what the syncer says -----------------------------------------------------------------------------------------
 
-    def beaten(self, now: float, beat: calls.Beat, boot: int, standing: Standing) -> Actions:
+    def beaten(self, now: float, beat: requests.Beat, boot: int, standing: Standing) -> Actions:
         """A heartbeat was answered, by this process of the syncer."""
         self._heartbeat.ended(now)
         self._heartbeat.plan(now, starting=self.phase == "starting")
         return [*self._lanes.answered(beat), *self._hear(now, beat.who, boot, standing)]
 
-    def welcomed(self, now: float, watch: calls.Watch, boot: int, standing: Standing) -> Actions:
+    def welcomed(self, now: float, watch: requests.Watch, boot: int, standing: Standing) -> Actions:
         """The first notice of a stream: from here on the syncer counts on the learner."""
         self._lanes.watch.reset()
         if self._is_current(watch.who):
             self._welcome = standing
         return self._hear(now, watch.who, boot, standing)
 
-    def heard(self, now: float, watch: calls.Watch, boot: int, standing: Standing) -> Actions:
+    def heard(self, now: float, watch: requests.Watch, boot: int, standing: Standing) -> Actions:
         """A later notice of a stream, of the process that has opened it: what stands has changed."""
         return self._hear(now, watch.who, boot, standing)
 
-    def evicted(self, now: float, watch: calls.Watch, reason: str, *, replaced: bool) -> Actions:
+    def evicted(self, now: float, watch: requests.Watch, reason: str, *, replaced: bool) -> Actions:
         """The syncer has evicted this incarnation. `replaced`: a newer one has its place.
 
-        That is another process's, unless a call to join that failed on the way has arrived late. Then the learner asks
-        to join again, which the syncer grants to the same process only.
+        That is another process's, unless a request to join that failed on the way has arrived late. Then the learner
+        asks to join again, which the syncer grants to the same process only.
         """
         if not self._is_current(watch.who):
             return []
@@ -255,17 +255,17 @@ class SessionCore:
             text = f"another process has joined run {run!r} as {learner!r}; give every learner its own name."
             for lane in self._lanes.all:
                 lane.is_stopped = True
-            return [calls.Fail(StaleIncarnationError(text))]
+            return [requests.Fail(StaleIncarnationError(text))]
         return self._join_again(reason) + self._go_on(now)
 
-    def ended(self, now: float, watch: calls.Watch) -> Actions:
+    def ended(self, now: float, watch: requests.Watch) -> Actions:
         """The syncer has closed a stream of notices."""
         self._lanes.watch.is_busy, self._welcome = False, None
         self._lanes.watch.pause(now)
         return self._go_on(now)
 
     def left(self, now: float) -> Actions:
-        """The syncer has heard goodbye."""
+        """The syncer has acknowledged the goodbye."""
         return self._over()
 
     def _hear(self, now: float, who: Identity, boot: int, standing: Standing) -> Actions:
@@ -276,7 +276,7 @@ class SessionCore:
             self._boot = boot
             self._lanes.send.reset()
         self.standing = standing
-        self._replica.published(standing.versions)
+        self._cache.published(standing.versions)
         actions = self._take(standing.verdicts)
         actions += self._tell_calls(standing) if self.phase == "running" else self._start()
         return actions + self._go_on(now)
@@ -284,74 +284,74 @@ class SessionCore:
     def _take(self, verdicts: Iterable[Verdict]) -> Actions:
         actions: Actions = []
         for verdict, contribution in self._outbox.take(verdicts):
-            actions.append(calls.Drop(contribution))
+            actions.append(requests.Drop(contribution))
             if verdict.reason is not None:
-                actions.append(calls.TellRejection(verdict))
+                actions.append(requests.TellRejection(verdict))
         return actions
 
     def _tell_calls(self, standing: Standing) -> Actions:
-        return [calls.TellCall(fragment, version) for fragment, version in self._replica.called(standing.calls)]
+        return [requests.TellCall(fragment, version) for fragment, version in self._cache.called(standing.calls)]
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
-    def failed(self, now: float, call: calls.Call, error: DilocoError) -> Actions:
-        """A call has failed: it is repeated, this incarnation is out, or the learner fails."""
-        if isinstance(call, calls.Leave):
-            return [calls.Warn(f"{self.who.learner} left without the syncer's answer: {error}"), *self._over()]
-        lane = self._lanes.of(call)
+    def failed(self, now: float, request: requests.Request, error: DilocoError) -> Actions:
+        """A request has failed: it is repeated, this incarnation is out, or the learner fails."""
+        if isinstance(request, requests.Leave):
+            return [requests.Warn(f"{self.who.learner} left without the syncer's answer: {error}"), *self._over()]
+        lane = self._lanes.of(request)
         lane.is_busy = False
-        if isinstance(call, calls.Beat):
+        if isinstance(request, requests.Beat):
             self._heartbeat.ended(now)
             self._heartbeat.urge()
-        elif isinstance(call, calls.Watch):
+        elif isinstance(request, requests.Watch):
             self._welcome = None
-        return self._mend(now, call, lane, error) + self._go_on(now)
+        return self._mend(now, request, lane, error) + self._go_on(now)
 
-    def _mend(self, now: float, call: calls.Call, lane: Lane, error: DilocoError) -> Actions:
-        match call, error:
-            case calls.Describe(), UnreachableError() if self._entrance.is_late(now):
+    def _mend(self, now: float, request: requests.Request, lane: Lane, error: DilocoError) -> Actions:
+        match request, error:
+            case requests.Describe(), UnreachableError() if self._entrance.is_late(now):
                 return self._fail(lane, error)
             case _, UnreachableError() | NoRoomError():
-                if isinstance(call, calls.Initialise):
+                if isinstance(request, requests.Initialise):
                     self._entrance.lost()
-                self._has_lost_join |= isinstance(call, calls.Join)
-                return self._lanes.failed(now, call, error)
-            case calls.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
+                self._has_lost_join |= isinstance(request, requests.Join)
+                return self._lanes.failed(now, request, error)
+            case requests.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
                 return []
-            case calls.Push(boot=boot), RestartedError():
+            case requests.Push(boot=boot), RestartedError():
                 if boot == self._boot:
                     lane.pause(now)
                     self._heartbeat.urge()  # its answer names the new process
                 return []
-            case calls.Fetch(fragment=int(fragment), base=base), VersionError() | CorruptPayloadError() if (
+            case requests.Fetch(fragment=int(fragment), base=base), VersionError() | CorruptPayloadError() if (
                 base != NOTHING
             ):
-                if self._is_current(call.who):
-                    self._replica.distrust(fragment)
-                return [calls.Warn(f"{error}; fetching it whole")]
-            case calls.Fetch() | calls.Watch() | calls.Beat() | calls.Push(), StaleIncarnationError():
-                return self._join_again(str(error)) if self._is_current(call.who) else []
+                if self._is_current(request.who):
+                    self._cache.distrust(fragment)
+                return [requests.Warn(f"{error}; fetching it whole")]
+            case requests.Fetch() | requests.Watch() | requests.Beat() | requests.Push(), StaleIncarnationError():
+                return self._join_again(str(error)) if self._is_current(request.who) else []
         return self._fail(lane, error)
 
     def _fail(self, lane: Lane, error: DilocoError) -> Actions:
         lane.is_stopped = True
-        return [calls.Fail(error)]
+        return [requests.Fail(error)]
 
     # --- what is done next --------------------------------------------------------------------------------------------
 
     def _go_on(self, now: float) -> Actions:
-        """Begin the calls that there are to make."""
+        """Begin the requests that there are to make."""
         lanes, actions = self._lanes, list[SessionAction]()
         self.wake_at = math.inf
         if self.phase in ("parting", "over"):
             return actions
         if self.phase == "entering" and self._entrance.step == "join":
             self.phase = "joining"
-        nexts = (self._control_call, self._watch_call, self._receive_call, self._send_call)
-        for lane, next_call in zip(lanes.all, nexts, strict=True):
-            if lane.is_free(now) and (call := next_call(now)) is not None:
+        nexts = (self._control_request, self._watch_request, self._receive_request, self._send_request)
+        for lane, next_request in zip(lanes.all, nexts, strict=True):
+            if lane.is_free(now) and (request := next_request(now)) is not None:
                 lane.is_busy = True
-                actions.append(call)
+                actions.append(request)
         if self.phase == "leaving":
             actions += self._part(now)
         if self.phase != "parting":
@@ -360,51 +360,51 @@ class SessionCore:
             self.wake_at = min(lanes.next_at(now), self._departure.next_at, beat_at)
         return actions
 
-    def _control_call(self, now: float) -> calls.Call | None:
+    def _control_request(self, now: float) -> requests.Request | None:
         connection = self._lanes.connection.number
         if self.phase == "entering" and self._entrance.step == "ask":
-            return calls.Describe(connection, CALL_TIMEOUT_S)
+            return requests.Describe(connection, CALL_TIMEOUT_S)
         if not self._is_member or now < self._heartbeat.due_at:
             return None
         self._heartbeat.began(now)
-        versions, settled = tuple(self._replica.held), self._outbox.settled
-        return calls.Beat(self.who, connection, self._heartbeat.timeout_s, self._report, versions, settled)
+        versions, confirmed = tuple(self._cache.held), self._outbox.confirmed
+        return requests.Beat(self.who, connection, self._heartbeat.timeout_s, self._report, versions, confirmed)
 
     @property
     def _report(self) -> Report:
-        """What the learner says of itself. Its training is over once the syncer has all its contributions: a round
-        would be closed without one that is still on its way."""
+        """The content of a heartbeat. A learner has finished once the syncer has all its contributions: a round would
+        be closed without one that is in flight."""
         report = self._heartbeat.report
         is_sending = self._boot is not None and self._outbox.next(self._boot) is not None
         return replace(report, finished=report.finished and not is_sending)
 
-    def _watch_call(self, now: float) -> calls.Call | None:
+    def _watch_request(self, now: float) -> requests.Request | None:
         """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""
         connection = self._lanes.connection
         if self.phase not in ("starting", "running", "leaving") or not connection.is_answered:
             return None
-        return calls.Watch(self.who, connection.number)
+        return requests.Watch(self.who, connection.number)
 
-    def _receive_call(self, now: float) -> calls.Call | None:
+    def _receive_request(self, now: float) -> requests.Request | None:
         match self.phase:
             case "entering" if self._entrance.step == "initialise":
-                return calls.Initialise(self.who)
+                return requests.Initialise(self.who)
             case "joining":
-                return calls.Join(self.who, again=self.who.incarnation > 0)
+                return requests.Join(self.who, again=self.who.incarnation > 0)
             case "fetching" | "starting" | "running":
-                return self._replica.next(self.who)
+                return self._cache.next(self.who)
         return None
 
-    def _send_call(self, now: float) -> calls.Call | None:
+    def _send_request(self, now: float) -> requests.Request | None:
         if not self._has_voice or self._boot is None:
             return None
         c = self._outbox.next(self._boot)
-        return None if c is None else calls.Push(self.who, c, self._boot)
+        return None if c is None else requests.Push(self.who, c, self._boot)
 
     def _is_sending(self, now: float) -> bool:
         """Whether a contribution is not acknowledged yet."""
         send = self._lanes.send
-        return not send.is_stopped and (send.is_busy or self._send_call(now) is not None)
+        return not send.is_stopped and (send.is_busy or self._send_request(now) is not None)
 
     def _part(self, now: float) -> Actions:
         """Leave once all is acknowledged, or there is no time left, or the syncer does not answer."""
@@ -414,13 +414,13 @@ class SessionCore:
             return []
         self.phase = "parting"
         timeout_s = GONE_TIMEOUT_S if is_gone else departure.timeout_s(now)
-        leave = calls.Leave(self.who, self._lanes.connection.number, timeout_s, self._heartbeat.report.tokens)
+        leave = requests.Leave(self.who, self._lanes.connection.number, timeout_s, self._heartbeat.report.tokens)
         text = f"{self.who.learner} leaves while a contribution is still in flight"
-        return [calls.Warn(text), leave] if is_sending else [leave]
+        return [requests.Warn(text), leave] if is_sending else [leave]
 
     def _over(self) -> Actions:
         self.phase, self.wake_at = "over", math.inf
-        return [calls.Close()]
+        return [requests.Close()]
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
@@ -444,4 +444,4 @@ class SessionCore:
         if what in self._said:
             return []
         self._said.add(what)
-        return [calls.Warn(text)]
+        return [requests.Warn(text)]

@@ -1,4 +1,4 @@
-"""What every rank says at one point of the protocol, and what follows from it on all of them alike."""
+"""All ranks compare what they do at one point of the protocol, and raise the same error where one failed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from diloco.exchange.group import FRAME_BYTES, TEXT_CHARACTERS, Group, error_of
 def agree(
     group: Group, num_bytes: dict[str, int], doing: str, said: dict[str, Any], error: DilocoError | None = None
 ) -> list[dict[str, Any]]:
-    """What every rank says at this point. An error of one is raised by all; so is finding that they do different things.
+    """Exchange a small message with all ranks. An error of one rank is raised on all of them.
 
     Arguments:
         num_bytes: bytes by kind; those that cross are added under "control".
-        doing: what this rank is doing, in words for people.
+        doing: what this rank is doing, for error messages.
         said: plain values that fit into a frame.
-        error: what this rank has met instead.
+        error: this rank's failure; None: it did not fail.
 
     Raises:
         ExchangeError: the ranks do different things, or one is gone.
@@ -34,14 +34,14 @@ def agree(
     for rank, frame in enumerate(frames):
         if frame["doing"] != frames[0]["doing"]:
             raise ExchangeError(
-                f"{name_of(0)} is at {frames[0]['doing']} and {name_of(rank)} at {frame['doing']}; let every learner take the same "
-                "steps and load the same checkpoint."
+                f"{name_of(0)} is at {frames[0]['doing']} and {name_of(rank)} at {frame['doing']}; let every learner "
+                "take the same steps and load the same checkpoint."
             )
     return [frame["said"] for frame in frames]
 
 
 def attempt(work: Callable[[], Any]) -> tuple[Any, DilocoError | None]:
-    """A result or an error that the other ranks must hear of before it is raised."""
+    """Return a result, or the error that must be sent to the other ranks before it is raised."""
     try:
         return work(), None
     except DilocoError as error:
@@ -53,8 +53,8 @@ def require_same_digest(fragment: int, version: int, digests: Sequence[str]) -> 
     for rank, theirs in enumerate(digests):
         if theirs != digests[0]:
             raise DigestError(
-                f"{name_of(0)} and {name_of(rank)} hold version {version} of fragment {fragment} with different bits (digests "
-                f"{digests[0][:12]} and {theirs[:12]}); start all learners again from one checkpoint."
+                f"{name_of(0)} and {name_of(rank)} hold version {version} of fragment {fragment} with different bits "
+                f"(digests {digests[0][:12]} and {theirs[:12]}); start all learners again from one checkpoint."
             )
 
 

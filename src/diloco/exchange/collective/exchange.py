@@ -1,4 +1,4 @@
-"""`Collective`: the learner's side of the exchange. What it asks for is done on one background thread, in order."""
+"""`Collective`: the learner's side of the exchange. One background thread does all communication, in order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
 from diloco.exchange.collective.agreement import name_of
 from diloco.exchange.collective.joining import broadcast, compare
-from diloco.exchange.collective.rounds import Round, Rounds
+from diloco.exchange.collective.rounds import Round, ShardedRounds
+from diloco.exchange.collective.shard_state import restore, state_of
 from diloco.exchange.collective.shards import Held, first_held
-from diloco.exchange.collective.state import restore, state_of
 from diloco.exchange.group import Group, require_process_group
 
 
@@ -35,8 +35,8 @@ class _Offer:
 class Collective(Exchange):
     """An exchange over a `torch.distributed` process group, of any backend: each of its ranks is one learner.
 
-    All communication runs on one background thread over connections of its own (`exchange.group`), in the order of the offers,
-    which the schedule makes the same on every rank. Rank 0's model initialises the run.
+    All communication runs on one background thread over connections of its own (`exchange.group`), in the order of the
+    offers, which the schedule makes the same on every rank. Rank 0's model initialises the run.
 
     Arguments:
         process_group: whose ranks learn together; None: all ranks.
@@ -58,7 +58,7 @@ class Collective(Exchange):
         self._group: Group
         self._method: Method
         self._fragments: list[Held] = []
-        self._rounds: Rounds
+        self._rounds: ShardedRounds
         self._worker: ThreadPoolExecutor | None = None
         self._closed = False
         self._failed = False
@@ -68,7 +68,7 @@ class Collective(Exchange):
         self._run_tokens = 0
         self._num_bytes = {"contributions": 0, "updates": 0, "joins": 0, "control": 0}
 
-    # --- joining ----------------------------------------------------------------------------------------------------------
+    # --- joining ------------------------------------------------------------------------------------------------------
 
     def method(self, given: Method | None) -> Method:
         return required_method(given)
@@ -93,11 +93,11 @@ class Collective(Exchange):
             first_held(method, fragment, theta, self._group.rank, self._group.size)
             for fragment, theta in zip(layout.fragments, model.fragments, strict=True)
         ]
-        self._rounds = Rounds(self._group, method, self._fragments, self._num_bytes)
+        self._rounds = ShardedRounds(self._group, method, self._fragments, self._num_bytes)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-collective")
         return Opened(name_of(self._group.rank), 1, 0, tuple(held.whole for held in self._fragments), model.static)
 
-    # --- the training thread ----------------------------------------------------------------------------------------------
+    # --- the training thread ------------------------------------------------------------------------------------------
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         self._offers.append(_Offer(self._submit(lambda: self._rounds.make(contribution, payload)), self._boundaries))
@@ -118,8 +118,8 @@ class Collective(Exchange):
         wait([self._offers[0].result])
 
     def boundary(self) -> bool:
-        # What was sent τ boundaries ago has been waited for. Counting only that keeps the number the same on every rank, so that
-        # all of them stop after the same step when they train up to a number of tokens.
+        # What was sent τ boundaries ago has been waited for. Counting only that keeps the number the same on every
+        # rank, so that all of them stop after the same step when they train up to a number of tokens.
         while self._heard and self._heard[0][0] + self._method.overlap <= self._boundaries:
             self._run_tokens = self._heard.popleft()[1]
         self._boundaries += 1
@@ -160,10 +160,10 @@ class Collective(Exchange):
 
         return self._worker.submit(run)
 
-    # --- state ------------------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard of every fragment, outer state and error feedback; each rank keeps its own. Waits for what is sent."""
+        """Return this rank's shards, outer state and error feedback. Waits for what is sent."""
         wait([offer.result for offer in self._offers])
         return {
             **state_of(self._group, self._fragments),

@@ -1,4 +1,4 @@
-"""The beginning of a run: whether all ranks mean the same one, and rank 0's model on all of them."""
+"""The start of a run: compare method and model over all ranks, then broadcast rank 0's model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from diloco.exchange.group import Group
 
 
 def compare(group: Group, layout: Layout, method: Method) -> None:
-    """The same error on every rank if a method or a model differs from rank 0's, or the group cannot run the method.
+    """Compare every rank's method and model with rank 0's. Raises the same error on every rank.
 
     Raises:
-        ConfigError: of the methods.
-        LayoutError: of the models; names the first tensor that differs.
+        ConfigError: the methods differ, or a process group cannot run the method.
+        LayoutError: the models differ; names the first tensor that differs.
     """
     theirs = group.gather_values({"method": method.to_dict(), "layout": layout.to_dict()}, "opening the run")
     methods = [Method.from_dict(each["method"]) for each in theirs]
@@ -35,7 +35,8 @@ def compare(group: Group, layout: Layout, method: Method) -> None:
         raise ConfigError(why)
     if method.quorum.at_least > group.size:
         raise ConfigError(
-            f"the quorum needs {method.quorum.at_least} learners and the process group has {group.size}; lower at_least."
+            f"the quorum needs {method.quorum.at_least} learners and the process group has {group.size}; lower "
+            "at_least."
         )
 
 

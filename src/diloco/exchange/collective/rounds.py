@@ -1,4 +1,4 @@
-"""A rank's part in the rounds: its displacement goes in, and the version that everybody has comes out."""
+"""A rank's part in a round: from its own displacement to the new version that all ranks hold."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from diloco.exchange.group import FRAME_BYTES, Group, split
 
 @dataclass(frozen=True)
 class Round:
-    """A finished round: what the learner gets, and the tokens of all learners when they sent their contributions."""
+    """A finished round: the learner's events, and the tokens of all learners when they sent their contributions."""
 
     events: tuple[Event, ...]
     run_tokens: int
 
 
-class Rounds:
-    """Makes rounds, one after the other and in the same order on every rank.
+class ShardedRounds:
+    """Runs rounds one after the other, in the same order on every rank.
 
     Arguments:
         group: the ranks.
@@ -45,12 +45,12 @@ class Rounds:
         self._num_bytes = num_bytes
 
     def make(self, c: Contribution, payload: Callable[[], Tensor]) -> Round:
-        """One round of a fragment, from this rank's displacement to the version that everybody has.
+        """Run one round of a fragment, from this rank's displacement to the version that all ranks hold.
 
         Raises:
-            ExchangeError: a rank is gone or silent, or somewhere else in the run.
+            ExchangeError: a rank is gone or silent, or is at another point of the run.
             DigestError: the ranks hold different bits.
-            DilocoError: what any rank has met, on all of them.
+            DilocoError: the error of any rank, raised on all ranks.
         """
         held = self._fragments[c.fragment]
         place = f"of fragment {c.fragment} in round {c.round}"
@@ -82,15 +82,18 @@ class Rounds:
         return Round(events, sum(each.trained for each in contributions))
 
     def _greet(self, c: Contribution, held: Held, place: str, error: DilocoError | None) -> list[Contribution]:
-        """What every rank brings, once all are known to hold the same version; `error`: what kept this one from encoding."""
+        """Return every rank's contribution, after checking that all hold the same version.
+
+        `error`: why this rank could not encode; None: it could.
+        """
         said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.whole.digest,
                 "part": c.tensors is not None}  # fmt: skip
         frames = agree(self._group, self._num_bytes, f"the contribution {place}", said, error)
         require_same_digest(c.fragment, held.whole.version, [frame["digest"] for frame in frames])
         tensors = self._trained_tensors(c, place) if any(frame["part"] for frame in frames) else [None] * len(frames)
         return [
-            Contribution(name_of(rank), 1, c.fragment, c.number, c.round, frame["base"], frame["tokens"], frame["steps"], frame["trained"],
-                         step=c.step, tensors=tensors[rank])
+            Contribution(name_of(rank), 1, c.fragment, c.number, c.round, frame["base"], frame["tokens"],
+                         frame["steps"], frame["trained"], step=c.step, tensors=tensors[rank])
             for rank, frame in enumerate(frames)
         ]  # fmt: skip
 
@@ -102,7 +105,7 @@ class Rounds:
         return [None if each is None else tuple(each) for each in told]
 
     def _scatter(self, shards: Shards, payload: Tensor, what: str) -> list[Tensor]:
-        """Part r of the payload to rank r; returns everybody's part of this rank's shard."""
+        """Send part r of the payload to rank r; return the parts of this rank's shard from all ranks."""
         sizes = shards.sizes_bytes(self._method.up)
         own_bytes = sizes[self._group.rank]
         received = self._group.all_to_all(payload, sizes, [own_bytes] * self._group.size, what)

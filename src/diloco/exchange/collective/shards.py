@@ -15,7 +15,7 @@ from diloco.core.method import Method
 
 @dataclass(frozen=True)
 class Shards:
-    """How a vector is divided over ranks: rank r owns a run of whole segments; a short vector leaves some ranks with none.
+    """How a vector is divided over ranks: rank r owns a run of whole segments, which may be empty.
 
     `owner`: the one rank that owns all of it, where a merge needs whole fragments.
     """

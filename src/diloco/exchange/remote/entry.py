@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from diloco.core.fragments import Layout
-from diloco.core.session import calls
+from diloco.core.session import requests
 from diloco.core.session.lanes import Lane
 from diloco.errors import NoRoomError, UnreachableError
 from diloco.exchange.base import Model
@@ -57,10 +57,12 @@ def describe(connection: Connection, run: str, timeout_s: float | None) -> pb.De
 
 
 class Entry:
-    """Arguments:
-    initial: set for the learner that gives the run its model.
-    model: that model.
-    overlap: the learner's own τ; None: the method's.
+    """Initialises a run, and joins it.
+
+    Arguments:
+        initial: set for the learner that gives the run its model.
+        model: that model.
+        overlap: the learner's own τ; None: the method's.
 
     Attributes:
         num_bytes: sent.
@@ -73,7 +75,7 @@ class Entry:
         self._connection, self._layout, self._initial, self._model = connection, layout, initial, model
         self._overlap = overlap
 
-    def initialise(self, call: calls.Initialise) -> None:
+    def initialise(self, call: requests.Initialise) -> None:
         """Give the run its model. Raises as `Connection.upload`, and AlreadyInitialisedError."""
         assert self._initial is not None
         assert self._model is not None
@@ -90,7 +92,7 @@ class Entry:
         self._connection.upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
         self.num_bytes, self._model = sum(len(part) for part in parts), None
 
-    def join(self, call: calls.Join) -> int:
+    def join(self, call: requests.Join) -> int:
         """A new incarnation. Raises as `Connection.call`, and StaleIncarnationError, LayoutError."""
         request = pb.JoinRequest(
             run=call.who.run,

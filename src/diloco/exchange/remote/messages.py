@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from diloco.core.contribution import Contribution, Standing, Verdict
-from diloco.core.session import calls
+from diloco.core.session import requests
 from diloco.core.update import Update
 from diloco.exchange.wire import syncer_pb2 as pb
 
 
-def push_header(push: calls.Push, num_bytes: int) -> pb.PushHeader:
+def push_header(push: requests.Push, num_bytes: int) -> pb.PushHeader:
     """What goes before the payload of a contribution."""
     c: Contribution = push.contribution
     return pb.PushHeader(
@@ -33,7 +33,7 @@ def push_header(push: calls.Push, num_bytes: int) -> pb.PushHeader:
     )
 
 
-def pull_request(fetch: calls.Fetch) -> pb.PullRequest:
+def pull_request(fetch: requests.Fetch) -> pb.PullRequest:
     """What asks for a part of the model."""
     who = fetch.who
     request = pb.PullRequest(
@@ -46,7 +46,7 @@ def pull_request(fetch: calls.Fetch) -> pb.PullRequest:
     return request
 
 
-def heartbeat_request(beat: calls.Beat) -> pb.HeartbeatRequest:
+def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
     """A heartbeat."""
     who, report = beat.who, beat.report
     return pb.HeartbeatRequest(
@@ -59,16 +59,16 @@ def heartbeat_request(beat: calls.Beat) -> pb.HeartbeatRequest:
         waiting=report.waiting,
         finished=report.finished,
         versions=[max(version, 0) for version in beat.versions],
-        settled=beat.settled,
+        confirmed=beat.confirmed,
     )
 
 
-def watch_request(watch: calls.Watch) -> pb.WatchRequest:
+def watch_request(watch: requests.Watch) -> pb.WatchRequest:
     """What opens a stream of notices."""
     return pb.WatchRequest(run=watch.who.run, learner=watch.who.learner, incarnation=watch.who.incarnation)
 
 
-def leave_request(leave: calls.Leave) -> pb.LeaveRequest:
+def leave_request(leave: requests.Leave) -> pb.LeaveRequest:
     """Goodbye."""
     who = leave.who
     return pb.LeaveRequest(run=who.run, learner=who.learner, incarnation=who.incarnation, tokens=leave.tokens)
@@ -85,6 +85,7 @@ def standing_of(message: pb.Standing) -> Standing:
         tuple(message.versions),
         tuple((call.fragment, call.version) for call in message.calls),
         verdicts_of(message.verdicts),
+        message.drained,
     )
 
 

@@ -12,11 +12,11 @@ from diloco.core.contribution import Verdict
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced, HeldFragment, advance
 from diloco.core.method import Method
-from diloco.core.session import calls
+from diloco.core.session import requests
 from diloco.core.update import Update
 from diloco.exchange.base import Arrived
 from diloco.exchange.connection import Connection
-from diloco.exchange.remote.requests import pull_request, update_of, verdicts_of
+from diloco.exchange.remote.messages import pull_request, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import tensor_of
 
@@ -50,7 +50,7 @@ class Receiver:
         self._newest: dict[int, HeldFragment] = {}
         self._static: Mapping[str, Tensor] = {}
 
-    def fetch(self, call: calls.Fetch) -> Download:
+    def fetch(self, call: requests.Fetch) -> Download:
         """Fetch a part of the model.
 
         Raises:

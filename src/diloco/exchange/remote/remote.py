@@ -1,9 +1,9 @@
 """A learner's exchange with a syncer over the internet.
 
-The learner dials out to one address and one port. Losing the syncer is not an error: everything is tried again until it
-is back, and what was sent and has no verdict is sent again. An evicted learner joins as a new incarnation and starts
-from the newest model. All of that is decided by `core.session`; threads make its calls (`session`), so that the
-training thread waits for none.
+The learner dials out to one address and one port. Losing the syncer is not an error: every request is repeated until
+the syncer is back, and contributions without a verdict are sent again. An evicted learner joins as a new incarnation
+and starts from the newest model. `core.session` decides all of this; background threads make the requests (`session`),
+so that the training thread waits for none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
-from diloco.core.session.calls import Identity, Report
+from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, Rejoined
 from diloco.exchange.connection import Connection

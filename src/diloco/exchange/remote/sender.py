@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from diloco.core.contribution import Contribution
-from diloco.core.session import calls
+from diloco.core.session import requests
 from diloco.exchange.connection import Connection
-from diloco.exchange.remote.requests import push_header
+from diloco.exchange.remote.messages import push_header
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 
@@ -54,7 +54,7 @@ class Sender:
         with self._lock:
             self._payloads.pop(_key(c), None)
 
-    def push(self, call: calls.Push) -> None:
+    def push(self, call: requests.Push) -> None:
         """Upload a contribution, unless it was dropped meanwhile. Raises as `Connection.upload`."""
         with self._lock:
             payload = self._payloads.get(_key(call.contribution))

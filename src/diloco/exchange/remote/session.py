@@ -1,4 +1,4 @@
-"""Threads around `SessionCore`: one for each lane of calls, and one for time."""
+"""Threads around `SessionCore`: one for each lane of requests, and one for time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from diloco.core.session import SessionCore, calls
-from diloco.core.session.calls import SessionAction
+from diloco.core.session import SessionCore, requests
 from diloco.core.session.departure import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
+from diloco.core.session.requests import SessionAction
 from diloco.errors import DilocoError, ExchangeError
 from diloco.exchange.base import CallForWork, Opened, Rejected, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
+from diloco.exchange.remote.messages import heartbeat_request, leave_request, standing_of, watch_request
 from diloco.exchange.remote.receiver import Download, Receiver
-from diloco.exchange.remote.requests import heartbeat_request, leave_request, standing_of, watch_request
 from diloco.exchange.remote.sender import Sender
 from diloco.exchange.wire import syncer_pb2 as pb
 
@@ -32,27 +32,27 @@ Input = Callable[[float], Sequence[SessionAction]]
 """An event of `SessionCore`, all but the time given."""
 
 _LANES: dict[str, tuple[type, ...]] = {
-    "control": (calls.Describe, calls.Beat),
-    "watch": (calls.Watch,),
-    "receive": (calls.Initialise, calls.Join, calls.Fetch),
-    "send": (calls.Push,),
-    "leave": (calls.Leave,),
+    "control": (requests.Describe, requests.Beat),
+    "watch": (requests.Watch,),
+    "receive": (requests.Initialise, requests.Join, requests.Fetch),
+    "send": (requests.Push,),
+    "leave": (requests.Leave,),
 }
 
 R = TypeVar("R", bound=Message)
-CallQueue = queue.SimpleQueue[calls.Call | None]
-"""Calls to make, in order; None ends it."""
+RequestQueue = queue.SimpleQueue[requests.Request | None]
+"""Requests to make, in order; None ends it."""
 
 
 class Session:
-    """Makes the calls that `SessionCore` asks for, and takes its news to the training thread.
+    """Makes the requests of `SessionCore`, and takes its news to the training thread.
 
     Events enter the state machine one at a time, under a lock, and what it answers is carried out before the next one.
     Threads are daemons: they do not keep the process alive.
 
     Arguments:
         core: decides.
-        entry, receiver: make the calls to join, and to fetch.
+        entry, receiver: make the requests to join, and to fetch.
 
     Attributes:
         inbox: the news.
@@ -66,13 +66,13 @@ class Session:
         self._changed = threading.Condition()
         self._is_over = False
         self._arriving: Download | None = None
-        self._lanes: dict[str, CallQueue] = {name: queue.SimpleQueue() for name in _LANES}
+        self._lanes: dict[str, RequestQueue] = {name: queue.SimpleQueue() for name in _LANES}
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
         """The learner wants to be part of the run."""
         for name, lane in self._lanes.items():
-            if name != "leave":  # the thread that closes makes that call
+            if name != "leave":  # the thread that closes makes that request
                 self._start(f"diloco-{name}", partial(self._run, lane))
         self._start("diloco-clock", self._wake)
         self.enter(self.core.begin)
@@ -123,33 +123,33 @@ class Session:
 
     def _carry_out(self, action: SessionAction) -> None:
         match action:
-            case calls.HangUp(connection=number):
+            case requests.HangUp(connection=number):
                 self._connection.close_channel(_control(number))
-            case calls.Drop(contribution=c):
+            case requests.Drop(contribution=c):
                 self.sender.drop(c)
-            case calls.Warn(text=text):
+            case requests.Warn(text=text):
                 log.warning(text)
-            case calls.Close():
+            case requests.Close():
                 self._is_over = True
                 self._lanes["leave"].put(None)
-            case calls.Fail(error=error):
+            case requests.Fail(error=error):
                 self.inbox.fail(error)
-            case calls.TellStart():
+            case requests.TellStart():
                 self._tell_start(action)
-            case calls.TellArrival(merged=merged):
+            case requests.TellArrival(merged=merged):
                 arriving, self._arriving = self._arriving, None
                 assert arriving is not None
                 self.inbox.put(arriving.arrived(merged))
-            case calls.TellCall(fragment=fragment, version=version):
+            case requests.TellCall(fragment=fragment, version=version):
                 self.inbox.put(CallForWork(fragment, version))
-            case calls.TellRejection(verdict=verdict):
+            case requests.TellRejection(verdict=verdict):
                 assert verdict.reason is not None
                 self.inbox.put(Rejected(verdict.fragment, verdict.number, verdict.reason))
             case _:
                 name = next(name for name, kinds in _LANES.items() if isinstance(action, kinds))
                 self._lanes[name].put(action)
 
-    def _tell_start(self, start: calls.TellStart) -> None:
+    def _tell_start(self, start: requests.TellStart) -> None:
         self._connection.close_channel("joins")
         opened = Opened(
             start.who.learner,
@@ -166,55 +166,57 @@ class Session:
         else:
             self.inbox.put(Rejoined(opened, start.reason))
 
-    # --- calls --------------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _run(self, lane: CallQueue) -> None:
+    def _run(self, lane: RequestQueue) -> None:
         while (call := lane.get()) is not None:
             self._make(call)
 
-    def _make(self, call: calls.Call) -> None:
-        """Make a call, and enter how it ended."""
+    def _make(self, call: requests.Request) -> None:
+        """Make a request, and enter how it ended."""
         try:
             event = self._made(call)
         except DilocoError as error:
-            event = partial(self.core.failed, call=call, error=error)
+            event = partial(self.core.failed, request=call, error=error)
         self.enter(event)
 
-    def _made(self, call: calls.Call) -> Input:
+    def _made(self, call: requests.Request) -> Input:
         core = self.core
         match call:
-            case calls.Describe():
+            case requests.Describe():
                 described = self._ask(call, "Describe", pb.DescribeRequest(run=core.who.run), pb.DescribeReply)
                 return partial(core.described, describe=call, initialised=described.initialised)
-            case calls.Initialise():
+            case requests.Initialise():
                 self._entry.initialise(call)
                 return core.initialised
-            case calls.Join():
+            case requests.Join():
                 return partial(core.joined, incarnation=self._entry.join(call))
-            case calls.Fetch():
+            case requests.Fetch():
                 return partial(self._fetched, fetch=call, fetched=self._receiver.fetch(call))
-            case calls.Push():
+            case requests.Push():
                 self.sender.push(call)
                 return partial(core.pushed, push=call)
-            case calls.Beat():
+            case requests.Beat():
                 beaten = self._ask(call, "Heartbeat", heartbeat_request(call), pb.HeartbeatReply)
                 return partial(core.beaten, beat=call, boot=beaten.boot, standing=standing_of(beaten.standing))
-            case calls.Watch():
+            case requests.Watch():
                 self._listen(call)
                 return partial(core.ended, watch=call)
-            case calls.Leave():
+            case requests.Leave():
                 self._ask(call, "Leave", leave_request(call), pb.LeaveReply)
                 return core.left
 
-    def _ask(self, call: calls.Describe | calls.Beat | calls.Leave, method: str, request: Message, kind: type[R]) -> R:
+    def _ask(
+        self, call: requests.Describe | requests.Beat | requests.Leave, method: str, request: Message, kind: type[R]
+    ) -> R:
         return self._connection.call(_control(call.connection), method, request, kind, timeout_s=call.timeout_s)
 
-    def _fetched(self, now: float, fetch: calls.Fetch, fetched: Download) -> Sequence[SessionAction]:
+    def _fetched(self, now: float, fetch: requests.Fetch, fetched: Download) -> Sequence[SessionAction]:
         self._receiver.take(fetched)
         self._arriving = fetched
         return self.core.fetched(now, fetch, fetched.update.version, fetched.verdicts)
 
-    def _listen(self, watch: calls.Watch) -> None:
+    def _listen(self, watch: requests.Watch) -> None:
         """Take in the notices of a stream, until it ends."""
         core, boot = self.core, 0
         for notice in self._connection.watch(_control(watch.connection), watch_request(watch)):

@@ -1,4 +1,4 @@
-"""`TorchFT`: the learner's side of the exchange. What it asks for is done on one background thread, in order."""
+"""`TorchFT`: the learner's side of the exchange. One background thread does all communication, in order."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
 from diloco.exchange.group import to_bytes, to_tensor
-from diloco.exchange.torchft.held import Copy
-from diloco.exchange.torchft.quorum import Quorum
-from diloco.exchange.torchft.rounds import Rounds
+from diloco.exchange.torchft.quorum import QuorumClient
+from diloco.exchange.torchft.rounds import ElasticRounds
+from diloco.exchange.torchft.run_copy import Copy
 
 
 class TorchFT(Exchange):
     """An exchange over torchft's managed process group; each process is one learner.
 
     Arguments:
-        replica: this learner's name, unique and the same after a restart. Contributions are merged in the order of the names.
-        lighthouse: address of the `torchft_lighthouse`, "http://host:port". Its `min_replicas` is how many learners a run starts with.
+        replica: this learner's name, unique and the same after a restart. Contributions are merged in the order of the
+            names.
+        lighthouse: address of the `torchft_lighthouse`, "http://host:port". Its `min_replicas` is how many learners a
+            run starts with.
         host: name or address under which the other learners reach this machine.
         timeout_s: how long a learner waits for the slowest of the others before it takes them for lost.
 
@@ -35,17 +37,18 @@ class TorchFT(Exchange):
         ExchangeError: (from any method but `close`) no quorum within `timeout_s`.
 
     Example:
-        >>> learner = diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(), exchange=TorchFT("a", lighthouse=url, host="10.0.0.5"))
+        >>> exchange = TorchFT("a", lighthouse=url, host="10.0.0.5")
+        >>> learner = diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(), exchange=exchange)
     """
 
     gradients = False
 
     def __init__(self, replica: str, *, lighthouse: str, host: str, timeout_s: float = 600.0) -> None:
-        self._quorum = Quorum(replica, lighthouse, host, timeout_s)
+        self._quorum = QuorumClient(replica, lighthouse, host, timeout_s)
         self._replica = replica
         self._timeout_s = timeout_s
         self._copy = Copy()
-        self._rounds: Rounds
+        self._rounds: ElasticRounds
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-torchft")
         self._offers: deque[Future[tuple[Event, ...]]] = deque()
         self._num_bytes = {"contributions": 0, "updates": 0, "joins": 0, "control": 0}
@@ -62,7 +65,9 @@ class TorchFT(Exchange):
             raise ConfigError("wait=False needs a syncer, whose answers learners need not block on; use wait=True.")
         copy = self._copy
         copy.begin(initial(), method)
-        self._rounds = Rounds(self._replica, self._quorum, copy, layout, method, self._timeout_s, self._num_bytes)
+        self._rounds = ElasticRounds(
+            self._replica, self._quorum, copy, layout, method, self._timeout_s, self._num_bytes
+        )
         self._quorum.start()
         self._worker.submit(self._rounds.join).result()
         steps = method.outer_at == "learners"
@@ -96,12 +101,12 @@ class TorchFT(Exchange):
         return dict(self._num_bytes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Fragments, outer state and error feedback, as everybody has them. Waits for what is sent."""
+        """Return fragments, outer state and error feedback, the same on every member. Waits for what is sent."""
         wait(self._offers)
         return {"run": to_tensor(self._copy.as_bytes()), "step": self._copy.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from `state_dict`. Whoever has an older one, or none, is healed in the next round.
+        """Continue from `state_dict`. A member with an older state, or none, is healed in the next round.
 
         Raises:
             CheckpointError: it was written over another kind of exchange.
@@ -118,7 +123,7 @@ class TorchFT(Exchange):
         self._copy.step = max(self._copy.step, state["step"])
 
     def close(self) -> None:
-        """Finish what is on its way, then leave; the others go on without this learner."""
+        """Finish the contributions in flight, then leave; the others go on without this learner."""
         if self._quorum.closing.is_set():
             return
         wait(self._offers)

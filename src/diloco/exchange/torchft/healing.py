@@ -1,4 +1,4 @@
-"""Whoever is behind gets what it lacks from the most advanced member, as raw bytes."""
+"""A member that is behind gets what it lacks from the most advanced member, as raw bytes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.exchange.group import Group, to_bytes, to_tensor
-from diloco.exchange.torchft.held import Copy
+from diloco.exchange.torchft.run_copy import Copy
 
 
 def adopt_first(group: Group, copy: Copy, frames: Sequence[dict[str, Any]], num_bytes: dict[str, int]) -> None:
-    """A new run: everybody takes the model of the first replica, and calls it version 0.
+    """Start a new run: all members take the model of the first replica as version 0.
 
     Arguments:
         group, frames: of one quorum, and what its members said; their versions are set to 0.
@@ -25,7 +25,7 @@ def adopt_first(group: Group, copy: Copy, frames: Sequence[dict[str, Any]], num_
 
 
 def heal(group: Group, copy: Copy, frames: Sequence[dict[str, Any]], num_bytes: dict[str, int]) -> None:
-    """Every fragment becomes the newest version that anybody has. Fragments of one version have the same bits everywhere.
+    """Bring every fragment to the newest version of any member. Fragments of one version have the same bits everywhere.
 
     Arguments: as of `adopt_first`; the frames stay as they are.
     """
@@ -43,7 +43,7 @@ def heal(group: Group, copy: Copy, frames: Sequence[dict[str, Any]], num_bytes: 
 
 
 def _from_rank(group: Group, source: int, raw: bytes, what: str, num_bytes: dict[str, int]) -> bytes:
-    """What one member has, on all."""
+    """Broadcast one member's bytes of any size."""
     sizes = [int(frame["bytes"]) for frame in group.gather_frames({"bytes": len(raw)}, what)]
     joined = group.gather(to_tensor(raw), sizes, what)
     num_bytes["joins"] += len(raw) * (len(sizes) - 1) if group.rank == source else joined.numel()

@@ -1,4 +1,4 @@
-"""Who is there: the lighthouse's quorums, signs of life, and a process group among the members that is made anew as they change."""
+"""Membership over a torchft lighthouse: quorums, heartbeats, and a process group that follows the membership."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diloco.exchange.group import Group, gone, reason_of
 HEARTBEAT_S = 0.5
 
 
-class Quorum:
+class QuorumClient:
     """A member's place in the quorums of a lighthouse.
 
     Arguments:
@@ -50,11 +50,11 @@ class Quorum:
         self._heart = threading.Thread(target=self._beat, name="diloco-torchft-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """From here on the lighthouse hears that this member is alive."""
+        """Start the heartbeats to the lighthouse."""
         self._heart.start()
 
     def assemble(self) -> QuorumGroup:
-        """Ask the lighthouse who is there; a process group of those, if it is another one than before."""
+        """Ask the lighthouse for a quorum; configure a new process group if it has changed."""
         try:
             quorum = self._client.quorum(
                 self._replica, self._timeout, address="", store_address=self._store_address, step=0, world_size=1
@@ -81,17 +81,17 @@ class Quorum:
         return self.group
 
     def forget(self) -> None:
-        """The next quorum gets a new group, whoever is in it."""
+        """Configure a new group for the next quorum, even if its members are the same."""
         self.group, self._key = None, ()
 
     def close(self) -> None:
-        """Leave: no more signs of life, and no more connections. `closing` is set."""
+        """Leave: end the heartbeats and the connections. `closing` must be set."""
         if self._heart.is_alive():
             self._heart.join()
         self._pg.shutdown()
 
     def _beat(self) -> None:
-        """The lighthouse takes a silent learner for dead. A client of its own: asking for a quorum blocks the other."""
+        """Send heartbeats, over a client of their own: a quorum request blocks its client."""
         client = self._client_kind(self._lighthouse, self._timeout)
         while not self.closing.is_set():
             try:
@@ -102,7 +102,8 @@ class Quorum:
 
 
 class QuorumGroup(Group):
-    """`Group`'s exchanges over the process group that torchft has configured for one quorum; `replicas`: its members in rank order."""
+    """`Group`'s exchanges over the process group that torchft has configured for one quorum; `replicas`: its members in
+    rank order."""
 
     def __init__(self, pg: Any, rank: int, replicas: Sequence[str], timeout_s: float) -> None:
         self.rank, self.size, self._timeout_s = rank, len(replicas), timeout_s
@@ -111,6 +112,6 @@ class QuorumGroup(Group):
         self._exchanges = 0
 
     def _lost(self, what: str, reason: str, ranks: Collection[int] = ()) -> str:
-        """Membership is not fixed here: the next quorum is without whoever is gone."""
+        """Membership is not fixed here: the next quorum leaves out the lost members."""
         who = gone([self._replicas[rank] for rank in ranks], "another learner", self._timeout_s)
         return f"{what} did not get through, because {who} ({reason})."

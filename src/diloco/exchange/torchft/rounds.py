@@ -1,4 +1,4 @@
-"""A member's part in the rounds: one quorum after another, until a fragment has the version that it waits for."""
+"""A member's part in a round, repeated with new quorums until the fragment has the version that it waits for."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event, Rejected
 from diloco.exchange.group import Group, split
 from diloco.exchange.torchft.healing import adopt_first, heal
-from diloco.exchange.torchft.held import Copy, Result
-from diloco.exchange.torchft.quorum import HEARTBEAT_S, Quorum
+from diloco.exchange.torchft.quorum import HEARTBEAT_S, QuorumClient
+from diloco.exchange.torchft.run_copy import Copy, Result
 
 log = logging.getLogger("diloco")
 
 
-class Rounds:
-    """What the background thread does: it joins, and makes rounds. Both block until they have come to their end.
+class ElasticRounds:
+    """Joins the run, and runs rounds, on the background thread. Both methods block until they are done.
 
     Arguments:
         replica: this member's name.
-        quorum: its place among the others.
-        copy: the run as it has it.
+        quorum: its place among the members.
+        copy: its copy of the run.
         layout, method: of the run, the same on every member.
-        timeout_s: how long it tries.
+        timeout_s: how long it retries.
         num_bytes: bytes by kind; what crosses is added.
 
     Raises:
@@ -45,7 +45,7 @@ class Rounds:
     """
 
     def __init__(
-        self, replica: str, quorum: Quorum, copy: Copy, layout: Layout, method: Method, timeout_s: float,
+        self, replica: str, quorum: QuorumClient, copy: Copy, layout: Layout, method: Method, timeout_s: float,
         num_bytes: dict[str, int],
     ) -> None:  # fmt: skip
         self._replica, self._quorum, self._copy = replica, quorum, copy
@@ -55,7 +55,7 @@ class Rounds:
         self._failed = 0  # attempts in a row
 
     def join(self) -> None:
-        """With everybody who starts now, or into a run that is under way."""
+        """Join the members that start now, or a run that is under way."""
         started = time.monotonic()
         while True:
             try:
@@ -65,7 +65,7 @@ class Rounds:
                 self._give_up_after(started, error)
 
     def make(self, c: Contribution, payload: Callable[[], Tensor]) -> tuple[Event, ...]:
-        """Until the fragment is at the version that follows the contribution's round."""
+        """Run rounds until the fragment is at the version that follows the contribution's round."""
         encoded, started = payload(), time.monotonic()
         self._copy.step = max(self._copy.step, c.step)
         while True:
@@ -92,10 +92,10 @@ class Rounds:
         is_outlier = held.version == c.round + 1 and self._replica in result.refused
         return Rejected(c.fragment, c.number, OUTLIER if is_outlier else MISSED), arrived
 
-    # --- one quorum -------------------------------------------------------------------------------------------------------
+    # --- one quorum ---------------------------------------------------------------------------------------------------
 
     def _meet(self, c: Contribution | None, encoded: Tensor) -> list[dict[str, Any]]:
-        """One attempt: greet, heal, merge. Returns what everybody has said."""
+        """One attempt: greet, heal, merge. Returns every member's greeting, in rank order."""
         group = self._quorum.assemble()
         frames = self._greet(group, c)
         if all(frame["versions"][0] < 0 for frame in frames):
@@ -108,28 +108,29 @@ class Rounds:
         return frames
 
     def _give_up_after(self, started: float, error: ExchangeError) -> None:
-        """After a failed attempt: the next quorum has a new group; for ever is too long."""
+        """Prepare another attempt after a failed one. Raises ExchangeError once `timeout_s` is over."""
         log.log(
             logging.DEBUG if self._failed else logging.WARNING,
-            "%s: an exchange failed and is tried again with whoever is there: %s", self._replica, error,
+            "%s: an exchange failed and is repeated with the members that are left: %s", self._replica, error,
         )  # fmt: skip
         self._quorum.forget()
         if time.monotonic() - started > self._timeout_s:
             raise ExchangeError(
-                f"no round could be finished within {self._timeout_s:g} s; see whether the others are alive ({error})"
+                f"no round could be finished within {self._timeout_s:g} s; check that the others are alive ({error})"
             ) from error
         self._quorum.closing.wait(min(HEARTBEAT_S, 0.05 * 2**self._failed))
         self._failed += 1
 
     def _greet(self, group: Group, c: Contribution | None) -> list[dict[str, Any]]:
-        """What each member of the quorum has and wants, in rank order.
+        """Exchange what each member has and wants; returns that in rank order.
 
         Raises:
             LayoutError, ConfigError: a member has another model or method.
         """
         wants = None if c is None else [c.fragment, c.round, c.number, c.base, c.tokens, c.steps, c.step, c.tensors]
         mine = {"replica": self._replica, "wants": wants, "versions": self._copy.versions, "step": self._copy.step,
-                "layout": self._layout.to_dict() if c is None else self._layout.digest(), "method": self._method.to_dict()}  # fmt: skip
+                "layout": self._layout.to_dict() if c is None else self._layout.digest(),
+                "method": self._method.to_dict()}  # fmt: skip
         frames: list[dict[str, Any]] = group.gather_values(mine, "greeting the others")
         self._num_bytes["control"] += len(json.dumps(mine)) * 2 * (len(frames) - 1)
         for frame in frames:
@@ -144,9 +145,9 @@ class Rounds:
         return frames
 
     def _merge_wanted(self, group: Group, frames: Sequence[dict[str, Any]], encoded: Tensor) -> None:
-        """Merge, if all who want to merge want the same round; everybody comes to the same conclusion and takes part in the exchange.
+        """Merge, if all members with a contribution want the same round. All members decide alike, and all exchange.
 
-        If not, somebody was a round behind and is healed now, and asks for the next one in the next quorum.
+        If they do not, a member was a round behind. It is healed now, and asks for the next round in the next quorum.
         """
         wanted = {tuple(frame["wants"][:2]) for frame in frames if frame["wants"] is not None}
         num_wanting = sum(frame["wants"] is not None for frame in frames)
@@ -159,7 +160,7 @@ class Rounds:
     def _merge(
         self, group: Group, fragment: int, round_: int, encoded: Tensor, frames: Sequence[dict[str, Any]]
     ) -> None:
-        """All contributions to everybody, the same arithmetic everywhere, and the same digest."""
+        """Send all contributions to all members; each computes the same merge, and the digests are compared."""
         held, place = self._copy.fragments[fragment], f"round {round_} of fragment {fragment}"
         num_bytes = self._method.up.encoded_bytes(held.theta.numel())
         sizes = [0 if frame["wants"] is None else num_bytes for frame in frames]
@@ -190,7 +191,7 @@ class Rounds:
 def _brought(
     fragment: int, round_: int, frames: Sequence[dict[str, Any]], parts: Sequence[Tensor]
 ) -> tuple[list[Contribution], list[Tensor]]:
-    """Contributions and payloads of those who want to merge, in the order of the names."""
+    """Contributions and payloads of the members that have one, in the order of the replica names."""
     brought = []
     for frame, part in zip(frames, parts, strict=True):
         if frame["wants"] is not None:

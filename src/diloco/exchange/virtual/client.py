@@ -14,11 +14,11 @@ from torch import Tensor
 from diloco.core.contribution import Contribution, Standing
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.layout import Layout
-from diloco.core.session import SessionCore, calls
+from diloco.core.session import SessionCore, requests
 from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.virtual.replicas import Replicas
-from diloco.run.driver import Driver, Push
-from diloco.run.model import Fetched
+from diloco.run.driver import Driver, Upload
+from diloco.run.global_model import Fetched
 from diloco.run.ports import ClockPort, InitialModel
 from diloco.run.simulated import MemorySlot
 
@@ -32,19 +32,19 @@ Reply = Callable[..., None]
 class Wire(Protocol):
     """The connections of one learner to its syncer. What belongs to one call is lost together."""
 
-    def up(self, call: calls.Call, num_bytes: int, arrive: Callable[[SimulatedDriver], None]) -> None:
+    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SimulatedDriver], None]) -> None:
         """Carry this many bytes to the syncer; `arrive` is called with its driver then."""
 
-    def down(self, call: calls.Call, num_bytes: int, arrive: Callable[[], None]) -> None:
+    def down(self, call: requests.Request, num_bytes: int, arrive: Callable[[], None]) -> None:
         """Carry this many bytes from the syncer."""
 
-    def on_break(self, call: calls.Call, broken: Callable[[], None]) -> None:
+    def on_break(self, call: requests.Request, broken: Callable[[], None]) -> None:
         """Call `broken` when the syncer finds that the connection of the call is gone."""
 
     def hang_up(self, connection: int) -> None:
         """Close a control connection."""
 
-    def ended(self, call: calls.Call) -> None:
+    def ended(self, call: requests.Request) -> None:
         """The call is over at the learner."""
 
 
@@ -52,7 +52,7 @@ class Wire(Protocol):
 class News:
     """What a `SessionCore` tells its learner; with an arrival, what has arrived."""
 
-    told: calls.News
+    told: requests.News
     fetched: Fetched[HeldFragment, Tensor] | None = None
     advanced: Advanced | None = None
 
@@ -61,7 +61,7 @@ class News:
 class _Open:
     """A call that is under way. `deadline_s`: when it fails without an answer."""
 
-    call: calls.Call
+    call: requests.Request
     deadline_s: float
 
 
@@ -86,8 +86,10 @@ class SessionClient:
     """
 
     def __init__(
-        self, core: SessionCore, wire: Wire, clock: Callable[[Callable[[], None]], ClockPort], layout: Layout, replicas: Replicas,
-        *, initial: Callable[[], InitialModel[HeldFragment]], ready: bool, overlap: int | None, on_news: Callable[[News], None],
+        self, core: SessionCore, wire: Wire, clock: Callable[[Callable[[], None]], ClockPort], layout: Layout,
+        replicas: Replicas,
+        *, initial: Callable[[], InitialModel[HeldFragment]], ready: bool, overlap: int | None,
+        on_news: Callable[[News], None],
     ) -> None:  # fmt: skip
         self.core = core
         self.held: list[HeldFragment | None] = [None] * len(layout.fragments)
@@ -100,10 +102,10 @@ class SessionClient:
         self._payloads: dict[tuple[int, int, int], Tensor] = {}  # by incarnation, fragment and number
         self._open: list[_Open] = []
         self._hung_up: list[_Open] = []
-        self._pushes: dict[_Open, tuple[SimulatedDriver, Push[MemorySlot]]] = {}  # begun at the syncer
+        self._pushes: dict[_Open, tuple[SimulatedDriver, Upload[MemorySlot]]] = {}  # begun at the syncer
         self._last: tuple[Fetched[HeldFragment, Tensor], Advanced] | None = None  # what was fetched last
 
-    # --- the learner, and time --------------------------------------------------------------------------------------------
+    # --- the learner, and time ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Become part of the run."""
@@ -114,7 +116,7 @@ class SessionClient:
         self._payloads[c.incarnation, c.fragment, c.number] = payload
         self._do(self.core.offered(self._now, c))
 
-    def report(self, incarnation: int, report: calls.Report) -> None:
+    def report(self, incarnation: int, report: requests.Report) -> None:
         """What the learner says of itself from now on."""
         self._do(self.core.report(self._now, incarnation, report))
 
@@ -127,7 +129,7 @@ class SessionClient:
         """Say goodbye once all is sent."""
         self._do(self.core.leave(self._now))
 
-    def lost(self, call: calls.Call, error: UnreachableError) -> None:
+    def lost(self, call: requests.Request, error: UnreachableError) -> None:
         """The connection of a call is gone."""
         for each in [each for each in self._open if each.call is call]:
             self._finish(each, error)
@@ -141,24 +143,24 @@ class SessionClient:
             self._finish(each, UnreachableError("the syncer did not answer in time; is the link up?"))
         self._do(self.core.tick(self._now))
 
-    # --- actions ----------------------------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _do(self, actions: Sequence[calls.SessionAction]) -> None:
+    def _do(self, actions: Sequence[requests.SessionAction]) -> None:
         for action in actions:
             match action:
-                case calls.HangUp(connection=connection):
+                case requests.HangUp(connection=connection):
                     self._wire.hang_up(connection)
                     self._hung_up += [each for each in self._open if _connection_of(each.call) == connection]
-                case calls.Drop(contribution=c):
+                case requests.Drop(contribution=c):
                     self._payloads.pop((c.incarnation, c.fragment, c.number), None)
-                case calls.Warn(text=text):
+                case requests.Warn(text=text):
                     log.warning("%s", text)
-                case calls.Close():
+                case requests.Close():
                     self.is_closed = True
-                case calls.TellArrival():
+                case requests.TellArrival():
                     assert self._last is not None
                     self._on_news(News(action, *self._last))
-                case calls.TellStart() | calls.TellCall() | calls.TellRejection() | calls.Fail():
+                case requests.TellStart() | requests.TellCall() | requests.TellRejection() | requests.Fail():
                     self._on_news(News(action))
                 case _:
                     self._call(action)
@@ -167,14 +169,14 @@ class SessionClient:
         timeout_s = min((each.deadline_s for each in self._open), default=math.inf)
         self._clock.wake_at(math.inf if self.is_closed else min(timeout_s, self.core.wake_at))
 
-    def _call(self, call: calls.Call) -> None:
-        timeout_s = call.timeout_s if isinstance(call, calls.Describe | calls.Beat | calls.Leave) else math.inf
+    def _call(self, call: requests.Request) -> None:
+        timeout_s = call.timeout_s if isinstance(call, requests.Describe | requests.Beat | requests.Leave) else math.inf
         open_ = _Open(call, self._now + timeout_s)
         self._open.append(open_)
         match call:
-            case calls.Push():
+            case requests.Push():
                 self._push(open_, call)
-            case calls.Initialise():
+            case requests.Initialise():
                 model = self._initial()
                 num_bytes = len(model.static) + sum(4 * each.theta.numel() for each in model.fragments)
                 self.num_bytes["joins"] += num_bytes
@@ -196,12 +198,12 @@ class SessionClient:
 
         self._wire.up(open_.call, num_bytes, arrive)
 
-    def _request(self, driver: SimulatedDriver, open_: _Open, call: calls.Call, reply: Reply) -> None:
+    def _request(self, driver: SimulatedDriver, open_: _Open, call: requests.Request, reply: Reply) -> None:
         """A request has arrived at the syncer."""
         match call:
-            case calls.Describe():
+            case requests.Describe():
                 reply(driver.state.is_initialised)
-            case calls.Join(who=who, again=again):
+            case requests.Join(who=who, again=again):
                 ready, self._ready = self._ready and not again, False  # one that has to ask again comes late
                 driver.join(
                     who.learner,
@@ -212,26 +214,26 @@ class SessionClient:
                     ready=ready,
                     overlap=self._overlap,
                 )
-            case calls.Fetch(who=who, fragment=None):
+            case requests.Fetch(who=who, fragment=None):
                 driver.check(who.learner, who.incarnation)
                 reply(driver.state.model.static, len(driver.state.model.static))
-            case calls.Fetch(who=who, fragment=int(fragment), base=base):
+            case requests.Fetch(who=who, fragment=int(fragment), base=base):
                 fetched = driver.fetch(fragment, base, who.learner, who.incarnation)
                 reply(fetched, self._replicas.num_bytes(fetched))
-            case calls.Watch(who=who):
+            case requests.Watch(who=who):
                 stream = _Stream(self, self._wire, open_, driver.boot)
                 driver.connected(who.learner, who.incarnation, stream)
                 self._wire.on_break(call, lambda: driver.disconnected(who.learner, who.incarnation, stream))
-            case calls.Beat(who=who, report=report):
+            case requests.Beat(who=who, report=report):
                 standing = driver.heartbeat(
                     who.learner, who.incarnation, step=report.step, tokens=report.tokens, step_s=report.step_s,
-                    waiting=report.waiting, finished=report.finished, versions=call.versions, settled=call.settled,
+                    waiting=report.waiting, finished=report.finished, versions=call.versions, confirmed=call.confirmed,
                 )  # fmt: skip
                 reply((driver.boot, standing))
-            case calls.Leave(who=who, tokens=tokens):
+            case requests.Leave(who=who, tokens=tokens):
                 driver.leave(who.learner, who.incarnation, reply, tokens=tokens)
 
-    def _push(self, open_: _Open, call: calls.Push) -> None:
+    def _push(self, open_: _Open, call: requests.Push) -> None:
         """Its header goes before its payload; what is cut in between never becomes complete."""
         c = call.contribution
         payload = self._payloads[c.incarnation, c.fragment, c.number]
@@ -266,7 +268,7 @@ class SessionClient:
         self._wire.up(call, 0, begin)
         self._wire.up(call, payload.numel(), complete)
 
-    # --- answers ----------------------------------------------------------------------------------------------------------
+    # --- answers ------------------------------------------------------------------------------------------------------
 
     def _finish(self, open_: _Open, answer: Any) -> None:
         """A call is answered, or has failed."""
@@ -277,25 +279,25 @@ class SessionClient:
         failed = isinstance(answer, DilocoError)
         self._do(self.core.failed(self._now, open_.call, answer) if failed else self._answered(open_.call, answer))
 
-    def _answered(self, call: calls.Call, answer: Any) -> Sequence[calls.SessionAction]:
+    def _answered(self, call: requests.Request, answer: Any) -> Sequence[requests.SessionAction]:
         match call:
-            case calls.Describe():
+            case requests.Describe():
                 return self.core.described(self._now, call, initialised=answer)
-            case calls.Initialise():
+            case requests.Initialise():
                 return self.core.initialised(self._now)
-            case calls.Join():
+            case requests.Join():
                 return self.core.joined(self._now, answer)
-            case calls.Fetch():
+            case requests.Fetch():
                 return self._take(call, answer)
-            case calls.Beat():
+            case requests.Beat():
                 return self.core.beaten(self._now, call, *answer)
-            case calls.Push():
+            case requests.Push():
                 return self.core.pushed(self._now, call)
-            case calls.Watch():
+            case requests.Watch():
                 return self.core.ended(self._now, call)
         return self.core.left(self._now)
 
-    def _take(self, call: calls.Fetch, answer: Any) -> Sequence[calls.SessionAction]:
+    def _take(self, call: requests.Fetch, answer: Any) -> Sequence[requests.SessionAction]:
         kind = "joins" if call.joining else "updates"
         if call.fragment is None:
             self.static = answer
@@ -311,17 +313,17 @@ class SessionClient:
         self._last = fetched, advanced
         return self.core.fetched(self._now, call, advanced.held.version, fetched.verdicts)
 
-    # --- notices ----------------------------------------------------------------------------------------------------------
+    # --- notices ------------------------------------------------------------------------------------------------------
 
     def noticed(self, open_: _Open, boot: int, standing: Standing, *, is_first: bool) -> None:
         """A notice of what stands."""
-        if open_ in self._open and isinstance(open_.call, calls.Watch):
+        if open_ in self._open and isinstance(open_.call, requests.Watch):
             hear = self.core.welcomed if is_first else self.core.heard
             self._do(hear(self._now, open_.call, boot, standing))
 
     def evicted(self, open_: _Open, reason: str, *, replaced: bool) -> None:
         """A notice that the incarnation is out."""
-        if open_ in self._open and isinstance(open_.call, calls.Watch):
+        if open_ in self._open and isinstance(open_.call, requests.Watch):
             self._do(self.core.evicted(self._now, open_.call, reason, replaced=replaced))
 
     def stream_ended(self, open_: _Open) -> None:
@@ -353,6 +355,10 @@ class _Stream:
         self._wire.down(self._open.call, 0, arrive)
 
 
-def _connection_of(call: calls.Call) -> int | None:
+def _connection_of(call: requests.Request) -> int | None:
     """The control connection of a call; None: it goes over another one."""
-    return call.connection if isinstance(call, calls.Describe | calls.Watch | calls.Beat | calls.Leave) else None
+    return (
+        call.connection
+        if isinstance(call, requests.Describe | requests.Watch | requests.Beat | requests.Leave)
+        else None
+    )

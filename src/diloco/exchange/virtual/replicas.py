@@ -1,4 +1,5 @@
-"""The fragments that learners hold in virtual time. All holders of a version have the same bits, so each update is decoded once for all."""
+"""The fragments that learners hold in virtual time. All holders of a version have the same bits, so each update is
+decoded once for all."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from diloco.core.held import Advanced, HeldFragment, advance
 from diloco.core.method import Method
-from diloco.run.model import Fetched
+from diloco.run.global_model import Fetched
 
 KEPT_RESULTS = 8
 """Per fragment; with an overlap of two intervals learners are two versions apart."""

@@ -15,7 +15,7 @@ from diloco.exchange.virtual.delivery import Alarm, Delivery
 from diloco.run.driver import Driver
 from diloco.run.ports import Done, InitialModel, Json, MergedRound, Observer, Ports, RunMethod, SavedRun
 from diloco.run.simulated import Later, MemorySlot, MemorySpool, SimulatedWorker
-from diloco.run.tensors import TensorJobs
+from diloco.run.tensor_jobs import TensorJobs
 
 
 class VolatileDisk:

@@ -1,1 +1,1 @@
-"""The wire between learners and a syncer: messages, framing of bulk bytes, errors and addresses. Shared by both ends."""
+"""The wire between learners and a syncer, shared by both ends: messages, framing of bulk bytes, errors, addresses."""

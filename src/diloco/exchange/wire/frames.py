@@ -16,8 +16,9 @@ from torch import Tensor
 from diloco.errors import ConfigError, CorruptPayloadError
 
 CHUNK_BYTES = 1 << 19
-"""Bytes of one chunk, the last one of a stream may be shorter. gRPC copies each chunk several times: this many bytes stay in a core's
-cache and are given back to the allocator without a system call, and are enough to spread what a message costs in Python."""
+"""Bytes of one chunk, the last one of a stream may be shorter. gRPC copies each chunk several times: this many bytes
+stay in a core's cache and are given back to the allocator without a system call, and are enough to spread what a
+message costs in Python."""
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -28,7 +29,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, without a copy; the view keeps the tensor alive."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ConfigError(
-            f"a {tensor.device.type} tensor with strides {tensor.stride()} cannot be sent; make it contiguous on the CPU."
+            f"a {tensor.device.type} tensor with strides {tensor.stride()} cannot be sent; make it contiguous on the "
+            "CPU."
         )
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes == 0:
@@ -44,7 +46,8 @@ def tensor_of(buffer: bytearray | memoryview, dtype: torch.dtype = torch.uint8) 
 
 
 def room(num_bytes: int) -> memoryview:
-    """A new writable buffer of zeros, in huge pages where the system has them: filling fresh small pages takes as long as receiving."""
+    """A new writable buffer of zeros, in huge pages where the system has them: filling fresh small pages takes as long
+    as receiving."""
     if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(bytearray(num_bytes))
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -80,7 +83,8 @@ def read_header(stream: Iterator[bytes], kind: type[H]) -> H:
 
 
 def filling(stream: Iterator[bytes], buffer: memoryview) -> Iterator[int]:
-    """Fill `buffer` with the chunks of a stream and compare the checksum that follows; gives the bytes filled after each chunk.
+    """Fill `buffer` with the chunks of a stream and compare the checksum that follows; gives the bytes filled after
+    each chunk.
 
     Raises:
         CorruptPayloadError: too few or too many bytes, or another checksum.

@@ -14,7 +14,8 @@ MAX_PROBE_BYTES = 1 << 28
 
 _MIN_CHUNKS = 16
 _SKIPPED = 0.25
-"""Share of the bytes, the first ones, that is not timed: a connection finds its speed, and a link gives away what it had saved up."""
+"""Share of the bytes, the first ones, that is not timed: a connection finds its speed, and a link gives away what it
+had saved up."""
 
 
 def noise(num_bytes: int) -> Iterator[bytes]:
@@ -26,9 +27,11 @@ def noise(num_bytes: int) -> Iterator[bytes]:
 
 
 def timed(
-    stream: Iterator[bytes], num_bytes: int, moved: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
+    stream: Iterator[bytes], num_bytes: int, moved: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic
 ) -> tuple[int, float]:  # fmt: skip
-    """Drop the `num_bytes` of a stream as they come, to its end; how many came after the beginning, and in how many seconds by `clock`.
+    """Drop the `num_bytes` of a stream as they come, to its end; how many came after the beginning, and in how many
+    seconds by `clock`.
 
     `moved` is called after each chunk. Raises CorruptPayloadError for another number of bytes.
     """

@@ -11,7 +11,8 @@ from diloco.errors import DilocoError, ExchangeError
 
 SERVICE = "diloco.v1.Syncer"
 ERROR_KEY = "diloco-error"
-"""Trailing metadata that names the class of `diloco.errors` an aborted call stands for; the text is the status detail."""
+"""Trailing metadata that names the class of `diloco.errors` an aborted call stands for; the text is the status detail.
+"""
 
 _CODES: dict[type[DilocoError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -42,7 +43,7 @@ def abort(context: grpc.ServicerContext, error: DilocoError) -> None:
 
 
 def from_rpc_error(error: grpc.RpcError, address: str) -> DilocoError:
-    """The error of this package that a failed call stands for; anything the other side did not raise itself is an ExchangeError."""
+    """The error of this package that a failed call stands for; ExchangeError if the other side did not raise it."""
     call: Any = error
     trailing = dict(call.trailing_metadata() or ())
     kind = getattr(errors, str(trailing.get(ERROR_KEY, "")), None)

@@ -8,7 +8,7 @@ from diloco.core.members import Deadlines
 from diloco.core.pool import Pool
 from diloco.core.syncer import SyncerCore
 from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
-from diloco.run.model import GlobalModel
+from diloco.run.global_model import GlobalModel
 from diloco.run.ports import H, InitialModel, P, RunMethod, SavedRun
 
 

@@ -19,10 +19,10 @@ bytes than the fragment itself, but no fewer than a schedule lets learners be be
 
 @dataclass(frozen=True)
 class Fetched(Generic[H, P]):
-    """What is sent for a fragment.
+    """The answer to a fetch of a fragment.
 
     Attributes:
-        update: what it says of itself.
+        update: the description of the version.
         payload: of the update; None: the whole fragment is sent, losslessly.
         held: the fragment's newest version.
         verdicts: on the contributions to the fragment of the learner that fetches it, up to this version.

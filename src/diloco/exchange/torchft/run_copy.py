@@ -1,4 +1,4 @@
-"""What every member keeps of the run, and its form as bytes: one safetensors file."""
+"""Every member's copy of the run, and its form as bytes: one safetensors file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Result:
 
 @dataclass
 class Copy:
-    """The run as one member has it.
+    """One member's copy of the run.
 
     Attributes:
         fragments: by index.
@@ -51,7 +51,7 @@ class Copy:
     step: int = 0
 
     def begin(self, model: Model, method: Method) -> None:
-        """This member's own model, of version −1: before any that the run has."""
+        """Start from this member's own model, as version −1: older than any version of the run."""
         self.static = model.static
         self.fragments = [
             HeldFragment.first(method, f, theta.contiguous(), version=-1) for f, theta in enumerate(model.fragments)
@@ -82,7 +82,7 @@ class Copy:
         return save({name: value.contiguous() for name, value in tensors.items()} | {"told": text})
 
     def load(self, raw: bytes) -> None:
-        """What `as_bytes` gave replaces what is here; fragments that are not in it stay."""
+        """Load what `as_bytes` returned; fragments that are not in it stay."""
         tensors = load(raw)
         told = json.loads(to_bytes(tensors.pop("told")))
         self.static = _under("static.", tensors)

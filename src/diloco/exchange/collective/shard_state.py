@@ -1,4 +1,4 @@
-"""This rank's part of a checkpoint: its shard of every fragment, outer state and error feedback. Each rank keeps its own."""
+"""This rank's part of a checkpoint: its shard of every fragment, with outer state and error feedback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def state_of(group: Group, fragments: Sequence[Held]) -> dict[str, Any]:
 def restore(
     group: Group, method: Method, fragments: Sequence[Held], state: Mapping[str, Any], num_bytes: dict[str, int]
 ) -> None:
-    """The fragments become what `state_of` gave; every rank calls it with its own, and they give each other their shards.
+    """Restore the fragments from what `state_of` returned. All ranks call it, and gather each other's shards.
 
     `num_bytes`: bytes by kind; those that cross are added under "joins".
 
@@ -46,7 +46,8 @@ def restore(
     for rank, theirs in enumerate(moments):
         if theirs != moments[0]:
             raise CheckpointError(
-                f"the checkpoints of {name_of(0)} and {name_of(rank)} were not taken after the same step; load a pair that was."
+                f"the checkpoints of {name_of(0)} and {name_of(rank)} were not taken after the same step; load a pair "
+                "that was."
             )
     for index, held in enumerate(fragments):
         saved = state["fragments"][str(index)]
@@ -66,8 +67,8 @@ def restore(
 def _check(group: Group, fragments: Sequence[Held], state: Mapping[str, Any]) -> None:
     if (state.get("world_size"), state.get("rank")) != (group.size, group.rank):
         raise CheckpointError(
-            f"the checkpoint is of rank {state.get('rank')} of {state.get('world_size')} and this is rank {group.rank} of "
-            f"{group.size}; resume every learner from its own checkpoint, with as many learners as before."
+            f"the checkpoint is of rank {state.get('rank')} of {state.get('world_size')} and this is rank "
+            f"{group.rank} of {group.size}; resume every learner from its own checkpoint, as many as before."
         )
     for index, held in enumerate(fragments):
         saved = state["fragments"].get(str(index))

@@ -1,4 +1,4 @@
-"""What a learner's end of a syncer is to do, as plain values: calls to the syncer, and news for the learner.
+"""What a learner's end of a syncer is to do, as plain values: requests to the syncer, and news for the learner.
 
 Tensors stay with the executor. It keeps payloads under (incarnation, fragment, number) of their contribution, and
 fetched fragments under (fragment, version).
@@ -47,7 +47,7 @@ class Report:
     finished: bool = False
 
 
-# --- calls to the syncer: each ends in exactly one event, its own or `failed` -----------------------------------------
+# --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class Initialise:
 
 @dataclass(frozen=True)
 class Join:
-    """Ask for a new incarnation; then call `joined`. `again`: it follows an eviction and must not replace another
-    process."""
+    """Ask for a new incarnation; then call `joined`. `again`: after an eviction; must not replace another process."""
 
     who: Identity
     again: bool
@@ -93,7 +92,7 @@ class Fetch:
 @dataclass(frozen=True)
 class Watch:
     """Open a stream of notices over this control connection. Call `welcomed`, `heard` and `evicted` for the notices,
-    and `failed` or `ended` once, when the stream is over."""
+    and `failed` or `ended` once the stream is over."""
 
     who: Identity
     connection: int
@@ -106,7 +105,7 @@ class Beat:
 
     Attributes:
         versions: of each fragment, the newest that this learner has.
-        settled: by fragment, the verdicts on all contributions up to this number are known.
+        confirmed: by fragment, the verdicts on all contributions up to this number are known.
     """
 
     who: Identity
@@ -114,7 +113,7 @@ class Beat:
     timeout_s: float
     report: Report
     versions: tuple[int, ...]
-    settled: tuple[int, ...]
+    confirmed: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -221,6 +220,6 @@ class Fail:
     error: DilocoError
 
 
-Call = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Leave
+Request = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Leave
 News = TellStart | TellArrival | TellCall | TellRejection | Fail
-SessionAction = Call | HangUp | Drop | Warn | Close | News
+SessionAction = Request | HangUp | Drop | Warn | Close | News

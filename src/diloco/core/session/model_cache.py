@@ -1,27 +1,27 @@
-"""A learner's copy of the global model, by versions: what it has, what is published, what is fetched next."""
+"""The versions of the global model that a learner holds, those that are published, and what to fetch next."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco.core.session.calls import Fetch, Identity
+from diloco.core.session.requests import Fetch, Identity
 
 NOTHING = -1
-"""The version of a fragment that was not fetched yet."""
+"""The version of a fragment that is not fetched yet."""
 
 
-class Replica:
-    """A learner's copy of the global model, by versions.
+class ModelCache:
+    """A learner's cache of the global model: its versions only, the executor holds the tensors.
 
     Attributes:
-        held: the version of each fragment that is here.
+        held: the version of each fragment that is fetched.
     """
 
     def __init__(self, num_fragments: int) -> None:
         self.held = [NOTHING] * num_fragments
         self._published = [NOTHING] * num_fragments
-        self._behind: list[int] = []  # fragments with newer versions, in the order in which that was heard
-        self._whole: set[int] = set()  # fragments whose next update does not lead where it should
+        self._behind: list[int] = []  # fragments with newer versions, in the order of the news
+        self._whole: set[int] = set()  # fragments whose next update led to a wrong digest
         self._calls = set[tuple[int, int]]()
         self._has_static = False
 
@@ -31,7 +31,7 @@ class Replica:
         return self._has_static and NOTHING not in self.held
 
     def published(self, versions: Sequence[int]) -> None:
-        """These versions of the fragments, at least, can be fetched."""
+        """These versions of the fragments are published."""
         for fragment, version in enumerate(versions):
             if version > self._published[fragment]:
                 self._published[fragment] = version
@@ -39,13 +39,13 @@ class Replica:
                     self._behind.append(fragment)
 
     def called(self, calls: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The open calls, as (fragment, version); returns those that are news, and for work on the newest version."""
+        """Take in the open calls, as (fragment, version). Returns the new ones that are for the newest version."""
         news = [(f, v) for f, v in calls if (f, v) not in self._calls and v >= self._published[f]]
         self._calls = set(calls)
         return news
 
     def next(self, who: Identity) -> Fetch | None:
-        """The next fetch; None: the newest model that was heard of is here."""
+        """The next fetch; None: the newest published versions are fetched."""
         if NOTHING in self.held:
             return Fetch(who, self.held.index(NOTHING), NOTHING, joining=True)
         if not self._has_static:
@@ -69,5 +69,5 @@ class Replica:
         self.held = list(versions)
 
     def distrust(self, fragment: int) -> None:
-        """The update from the version held led to other bits than the published ones: fetch the fragment whole."""
+        """The update led to other bits than the published ones: fetch the fragment whole."""
         self._whole.add(fragment)

@@ -1,4 +1,4 @@
-"""The tensor jobs of a run, done where they are called: behind a syncer's threads and in virtual time alike."""
+"""The tensor jobs of a run, on the calling thread: behind a syncer's threads and in virtual time alike."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ class TensorSlot(Protocol):
 
 
 class TensorJobs:
-    """Arguments:
-    method: the run's.
-    seconds: tells the time for `MergedRound.merge_s`; None: it takes none.
+    """Checks payloads and closes rounds.
+
+    Arguments:
+        method: the run's.
+        seconds: tells the time for `MergedRound.merge_s`; None: it takes none.
     """
 
     def __init__(self, method: Method, seconds: Callable[[], float] | None = time.monotonic) -> None:
