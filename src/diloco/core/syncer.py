@@ -130,7 +130,8 @@ class SyncerCore:
             presumed = not is_finished and not saved["ready"]  # it may have begun to train since the record
             incarnation = self.accounting.accounts[learner].incarnation
             self.members[learner] = Member(
-                learner, incarnation, saved["step"], now, now, saved["overlap"], step_s=saved["step_s"], connected=False,
+                learner, incarnation, saved["step"], now, now, saved["overlap"], step_s=saved["step_s"],
+                connected=False,
                 ready=not is_finished, presumed=presumed, finished=is_finished, tokens=saved["tokens"],
             )  # fmt: skip
             self.rounds.restore_of(learner, saved["rounds"])

@@ -107,7 +107,7 @@ class Trainer:
     # --- the life of a part
 
     def train(self) -> Summary:
-        """Train until tokens or steps are spent, the pool drains this part, or `stop` is called; evaluate, and leave."""
+        """Train until tokens or steps are spent, the pool drains this part, or `stop` is called; evaluate and leave."""
         try:
             if self._job.first:
                 self._save_config()
