@@ -30,7 +30,7 @@ class Departure:
 
     def is_silent(self, now: float) -> bool:
         """Whether nothing was heard of the syncer for long."""
-        return now - self._heard_at >= AWAY_AFTER_S
+        return now >= self._heard_at + AWAY_AFTER_S  # as `next_at` says, to the bit
 
     def is_late(self, now: float) -> bool:
         """Whether what is in flight is not waited for any longer."""
