@@ -74,7 +74,9 @@ def test_a_round_takes_what_its_transfers_take() -> None:
     # waits for the one that joined.
     method = diloco.DiLoCo(sync_every=2, **FP32)
     expected = [([3.5, 6.25, 7.25, 9.75], 0.25, 8000), ([3.75, 6.25, 7.25, 9.75], 0.0, 4000)]
-    for seen, (times_s, longer_s, join_bytes) in zip(run_virtual(life(method, 4), world(**LINK)), expected, strict=True):
+    for seen, (times_s, longer_s, join_bytes) in zip(
+        run_virtual(life(method, 4), world(**LINK)), expected, strict=True
+    ):
         assert isinstance(seen, Seen)
         assert seen.times_s == times_s
         assert seen.metrics["blocked_s"] == 2 * 1.5 + longer_s
@@ -239,7 +241,9 @@ class BrokenObserver(NullObserver):
 def test_an_observer_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     method = diloco.DiLoCo(sync_every=4, **FP32)
     names = ["learner-0", "learner-1"]
-    seen = run_virtual(life(method, 20), VirtualRun(World(names, lambda *_: 1.0, [0.0, 0.0], observer=BrokenObserver())))
+    seen = run_virtual(
+        life(method, 20), VirtualRun(World(names, lambda *_: 1.0, [0.0, 0.0], observer=BrokenObserver()))
+    )
     assert [each.metrics["versions"] for each in seen if isinstance(each, Seen)] == [[5], [5]]
     assert caplog.text.count("BrokenObserver.published failed") == 1
 

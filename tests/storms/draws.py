@@ -1,6 +1,7 @@
 """Random numbers that depend on a seed, a name and how often that name was drawn, and on nothing else.
 
-What one part of a storm draws does not change what another draws, so that a storm without one of its faults is otherwise the same storm.
+What one part of a storm draws does not change what another draws, so that a storm without one of its faults is
+otherwise the same storm.
 """
 
 from __future__ import annotations

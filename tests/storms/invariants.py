@@ -40,8 +40,13 @@ class Ledger:
     def durable(self, merged: MergedRound[HeldFragment, object]) -> None:
         """A version is on the disk: it follows the one before, and no contribution is in two."""
         held, fragment = merged.held, merged.update.fragment
-        require((fragment, held.version - 1) in self.digests, f"version {held.version} of fragment {fragment} follows none")
-        require((fragment, held.version) not in self.digests, f"version {held.version} of fragment {fragment} is there twice")
+        require(
+            (fragment, held.version - 1) in self.digests, f"version {held.version} of fragment {fragment} follows none"
+        )
+        require(
+            (fragment, held.version) not in self.digests,
+            f"version {held.version} of fragment {fragment} is there twice",
+        )
         require(held.digest == digest(held.theta), f"fragment {fragment}: a wrong digest is on the disk")
         self.digests[fragment, held.version] = held.digest
         self.num_rounds += 1
@@ -60,7 +65,9 @@ class Ledger:
 
     def published(self, fragment: int, version: int) -> None:
         """A driver shows a version: it is durable, and shown versions never go back."""
-        require((fragment, version) in self.digests, f"version {version} of fragment {fragment} is shown and not durable")
+        require(
+            (fragment, version) in self.digests, f"version {version} of fragment {fragment} is shown and not durable"
+        )
         require(version >= self.shown.get(fragment, 0), f"fragment {fragment} went back to version {version}")
         self.shown[fragment] = version
 
@@ -69,7 +76,9 @@ class Ledger:
         for held in saved.fragments:
             newest = max(version for fragment, version in self.digests if fragment == held.fragment)
             require(held.version == newest, f"version {newest} of fragment {held.fragment} is lost")
-            require(self.digests[held.fragment, newest] == held.digest, f"fragment {held.fragment} has changed on the disk")
+            require(
+                self.digests[held.fragment, newest] == held.digest, f"fragment {held.fragment} has changed on the disk"
+            )
 
     def held(self, learner: str, held: HeldFragment) -> None:
         """A learner holds the bits that were published."""
@@ -83,7 +92,8 @@ class Ledger:
         at = self.merged.get((learner, incarnation, fragment, number))
         require(
             at is not None and at <= version,
-            f"{learner} ({incarnation}) counts contribution {number} to fragment {fragment} as merged by {version}: {at}",
+            f"{learner} ({incarnation}) counts contribution {number} to fragment {fragment} as merged by "
+            f"{version}: {at}",
         )
 
     def rejected(self, learner: str, incarnation: int, fragment: int, number: int, reason: str) -> None:
@@ -105,7 +115,8 @@ def check_syncer(core: SyncerCore) -> None:
             )
             if learner not in core.members:
                 require(
-                    ledger.pending == acknowledged, f"{learner} is gone, and has {ledger.pending} tokens pending of {acknowledged}"
+                    ledger.pending == acknowledged,
+                    f"{learner} is gone, and has {ledger.pending} tokens pending of {acknowledged}",
                 )
 
 
@@ -115,7 +126,8 @@ def check_learner(name: str, core: LearnerCore) -> None:
         in_flight = sum(flight.tokens for flight in work.in_flight if not flight.listed and not flight.is_rejected)
         require(
             work.ledger.pending == work.pending_tokens + in_flight,
-            f"{name}, fragment {fragment}: {work.ledger} has not {work.pending_tokens} pending and {in_flight} in flight",
+            f"{name}, fragment {fragment}: {work.ledger} has not {work.pending_tokens} pending and "
+            f"{in_flight} in flight",
         )
 
 

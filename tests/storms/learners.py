@@ -21,8 +21,9 @@ from diloco.exchange.virtual.client import News, SessionClient
 from diloco.run.ports import InitialModel
 
 if TYPE_CHECKING:
-    from diloco.core.held import HeldFragment
     from tests.storms.world import Storm
+
+    from diloco.core.held import HeldFragment
 
 CHECKPOINT_STEPS = 4
 
@@ -88,7 +89,7 @@ class Process:
         thetas = [torch.full((size,), 1.0 + index) for index, size in enumerate(self._storm.plan.sizes)]
         return self._storm.jobs.initial(self._storm.plan.layout, thetas, b"", learner=self.name, source="storm")
 
-    # --- news -------------------------------------------------------------------------------------------------------------
+    # --- news ---------------------------------------------------------------------------------------------------------
 
     def _news(self, news: News) -> None:
         if not self.is_alive:
@@ -101,7 +102,8 @@ class Process:
                 self._failed(error)
                 return
             case TellArrival(fragment=fragment, version=version, merged=merged):
-                assert self.core is not None and news.advanced is not None
+                assert self.core is not None
+                assert news.advanced is not None
                 self._storm.ledger.held(self.name, news.advanced.held)
                 for flight in self.core.received(fragment, version, merged):
                     self._storm.ledger.listed(self.name, self._incarnation, fragment, flight.number, version)
@@ -111,8 +113,11 @@ class Process:
                 if (send := self.core.called(fragment, version)) is not None:
                     self._send(send)
             case TellRejection(verdict=verdict):
-                assert self.core is not None and verdict.reason is not None
-                self._storm.ledger.rejected(self.name, self._incarnation, verdict.fragment, verdict.number, verdict.reason)
+                assert self.core is not None
+                assert verdict.reason is not None
+                self._storm.ledger.rejected(
+                    self.name, self._incarnation, verdict.fragment, verdict.number, verdict.reason
+                )
                 self.core.rejected(verdict.fragment, verdict.number, verdict.reason)
         if self._is_waiting:
             self._storm.after(0.0, lambda: self._awake(self._settle_again))
@@ -120,7 +125,7 @@ class Process:
     def _failed(self, error: Exception) -> None:
         self.is_alive = False
         if isinstance(error, AlreadyInitialisedError | StoreError) and self._learner.index == 0:
-            self._storm.after(0.5, lambda: self._learner.start())  # as an operator would
+            self._storm.after(0.5, self._learner.start)  # as an operator would
         elif not isinstance(error, StaleIncarnationError):
             raise error
         self.wire.cut()
@@ -151,7 +156,9 @@ class Process:
         newest = [work["version"] for work in checkpoint["fragments"]]
         if tuple(newest) != start.versions:
             self.core.rejoined(
-                start.versions, start.step if start.awaited else max(start.step, checkpoint["step"]), awaited=start.awaited
+                start.versions,
+                start.step if start.awaited else max(start.step, checkpoint["step"]),
+                awaited=start.awaited,
             )
             return
         self.core.load_state_dict(deepcopy(checkpoint))
@@ -160,7 +167,7 @@ class Process:
         self.core.forget_in_flight(keep_work=False)
         self.core.reincarnated()
 
-    # --- training ---------------------------------------------------------------------------------------------------------
+    # --- training -----------------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
         """Take the next inner step, or leave."""
@@ -175,7 +182,10 @@ class Process:
         step_s = self._storm.plan.step_s[index] * draws.between(f"{self.name} step", 0.8, 1.3)
         incarnation = self._incarnation
         self._storm.after(
-            step_s, lambda: self._awake(lambda: self._stepped() if (incarnation, number) == (self._incarnation, self._num_starts) else None)
+            step_s,
+            lambda: self._awake(
+                lambda: self._stepped() if (incarnation, number) == (self._incarnation, self._num_starts) else None
+            ),
         )
 
     def _stepped(self) -> None:
@@ -230,7 +240,9 @@ class Process:
             theta = self._received[fragment, version]
             core.adopted(fragment, version)
             self._anchors[fragment], self._thetas[fragment] = theta, theta.clone()
-            self._received = {key: value for key, value in self._received.items() if key[0] != fragment or key[1] > version}
+            self._received = {
+                key: value for key, value in self._received.items() if key[0] != fragment or key[1] > version
+            }
         self._go_on()
 
 

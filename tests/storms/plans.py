@@ -22,8 +22,8 @@ FAULTS_END_S = 25.0
 
 Kind = Literal["cut", "half open", "freeze", "kill learner", "same name", "kill syncer", "tear write", "refuse writes"]
 """
-    cut             all connections of a learner break; what is on them is lost, and both ends hear of it at different times
-    half open       nothing that is on a learner's connections arrives, and no end hears of it for long
+    cut             all connections of a learner break; what is on them is lost, and both ends hear of it at
+    different times half open       nothing that is on a learner's connections arrives, and no end hears of it for long
     freeze          a learner's process and its messages stand still for some seconds
     kill learner    its process dies; it is back after some seconds, from no checkpoint, an old one or the newest
     same name       another process joins by a learner's name while the first one is alive, which gives up
@@ -76,7 +76,8 @@ class Plan:
     def layout(self) -> Layout:
         """Of the model: a fragment is one vector."""
         return Layout(
-            tuple(place(index, [TensorSpec(f"w{index}", (size,), "float32")]) for index, size in enumerate(self.sizes)), ()
+            tuple(place(index, [TensorSpec(f"w{index}", (size,), "float32")]) for index, size in enumerate(self.sizes)),
+            (),
         )
 
 
@@ -96,7 +97,9 @@ def plan_of(seed: int) -> Plan:
         latency_s=tuple(draws.between("latency_s", 0.002, 0.2) for _ in each),
         sizes=tuple(draws.whole("size", 1, 9) for _ in range(num_fragments)),
         starts_s=tuple(0.0 if draws.unit("is late") < 0.7 else draws.between("starts_s", 0.0, 8.0) for _ in each),
-        faults=tuple(sorted((_fault(draws, num_learners) for _ in range(draws.whole("faults", 0, 6))), key=lambda it: it.at_s)),
+        faults=tuple(
+            sorted((_fault(draws, num_learners) for _ in range(draws.whole("faults", 0, 6))), key=lambda it: it.at_s)
+        ),
     )
 
 
@@ -136,7 +139,8 @@ def _method(draws: Draws, num_learners: int, num_fragments: int) -> Method | Non
             name="storm", paper="", sync_every=sync_every, overlap=draws.whole("overlap", 0, sync_every),
             fragments=diloco.Named([[f"w{index}"] for index in range(num_fragments)]),
             wait=draws.unit("waits") < 0.6, up=CODECS[draws.of("up", codecs)],
-            down=CODECS[draws.of("down", codecs)], weight=draws.of("weight", ("uniform", "tokens", "tokens^2/steps", "discounted")),
+            down=CODECS[draws.of("down", codecs)],
+            weight=draws.of("weight", ("uniform", "tokens", "tokens^2/steps", "discounted")),
             quorum=QUORUMS.read({"type": quorum, **options}), partial=draws.of("partial", ("full", "scale")),
             screen=diloco.NormOutliers() if draws.unit("screens") < 0.2 else None,
             outer=outers[outer], outer_at=draws.of("outer_at", ("syncer", "syncer", "learners")),
@@ -149,11 +153,10 @@ def _method(draws: Draws, num_learners: int, num_fragments: int) -> Method | Non
 
 def told(plan: Plan, faults: Sequence[Fault]) -> str:
     """A plan in a few lines."""
-    quorum = plan.method.quorum.to_dict()
-    lines = [
-        f"seed {plan.seed}: {len(plan.step_s)} learners, {len(plan.sizes)} fragments, {plan.steps} steps, {quorum}, "
-        f"sync_every={plan.method.sync_every}, overlap={plan.method.overlap}, wait={plan.method.wait}, "
-        f"up={plan.method.up.name}, down={plan.method.down.name}, outer={type(plan.method.outer).__name__} at {plan.method.outer_at}",
-        *(f"  {fault}" for fault in faults),
-    ]
-    return "\n".join(lines)
+    method = plan.method
+    head = (
+        f"seed {plan.seed}: {len(plan.step_s)} learners, {len(plan.sizes)} fragments, {plan.steps} steps, "
+        f"{method.quorum.to_dict()}, sync_every={method.sync_every}, overlap={method.overlap}, wait={method.wait}, "
+        f"up={method.up.name}, down={method.down.name}, outer={type(method.outer).__name__} at {method.outer_at}"
+    )
+    return "\n".join([head, *(f"  {fault}" for fault in faults)])

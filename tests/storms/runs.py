@@ -1,4 +1,5 @@
-"""Storms one after the other, and what is said of one that fails: the shortest list of its faults that does, and how to replay it."""
+"""Storms one after the other, and what is said of one that fails: the shortest list of its faults that does, and how
+to replay it."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def run(plan: Plan, faults: Sequence[Fault]) -> Failure | None:
     storm = Storm(plan, faults)
     try:
         storm.run()
-    except Exception as error:  # whatever it is, it is a finding
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
         return Failure(plan, tuple(faults), storm.now_s, error)
     return None
 
@@ -52,7 +53,8 @@ def run_seed(seed: int) -> Failure | None:
 
 
 def shortest(failure: Failure) -> Failure:
-    """Leave faults out, ever smaller parts of them, while the storm still fails (delta debugging: Zeller and Hildebrandt, 2002)."""
+    """Leave faults out, ever smaller parts of them, while the storm still fails (delta debugging: Zeller and
+    Hildebrandt, 2002)."""
     tries, num_parts = TRIES, 2
     while len(failure.faults) > 0 and tries > 0:
         faults = failure.faults

@@ -1,8 +1,10 @@
-"""The connections of one learner's process to the syncer: messages take their time, in order on one connection, and connections break."""
+"""The connections of one learner's process to the syncer: messages take their time, in order on one connection, and
+connections break."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.core.session import calls
@@ -43,7 +45,7 @@ class StormWire:
         self._of: dict[int, _Connection] = {}  # by the identity of the call that is open on it
         self._frozen_until_s = 0.0
 
-    # --- messages ---------------------------------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------------------------
 
     def up(self, call: calls.Call, num_bytes: int, arrive: Callable[[SimulatedDriver], None]) -> None:
         connection = self._dial(call)
@@ -53,7 +55,12 @@ class StormWire:
 
         def arrives() -> None:
             driver = self._storm.driver
-            if connection.is_open and not connection.is_silent and driver is not None and self._storm.boot == connection.boot:
+            if (
+                connection.is_open
+                and not connection.is_silent
+                and driver is not None
+                and self._storm.boot == connection.boot
+            ):
                 arrive(driver)
 
         self._carry(connection, "up", num_bytes, arrives)
@@ -108,10 +115,12 @@ class StormWire:
             connection.calls.append(call)
         return connection
 
-    # --- faults -----------------------------------------------------------------------------------------------------------
+    # --- faults -------------------------------------------------------------------------------------------------------
 
     def _break(self, connection: _Connection, *, knows_s: float) -> None:
         """The connection is gone. `knows_s`: after which time the learner knows; the syncer knows some time after."""
+        if not connection.is_open:
+            return
         connection.is_open = False
         open_calls, connection.calls = connection.calls, []
         for call in open_calls:
@@ -137,7 +146,7 @@ class StormWire:
         """All connections are half open."""
         for connection in self._connections.values():
             connection.is_silent = True
-            self._storm.after(STALL_S, lambda it=connection: self._break(it, knows_s=0.0) if it.is_open else None)  # type: ignore[misc]
+            self._storm.after(STALL_S, partial(self._break, connection, knows_s=0.0))
 
     def freeze(self, seconds: float) -> None:
         """Messages stand still for some seconds."""

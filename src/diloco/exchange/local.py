@@ -1,4 +1,5 @@
-"""Learners in one process: a syncer and M learners as threads that take turns in virtual time, reproducible to the bit."""
+"""Learners in one process: a syncer and M learners as threads that take turns in virtual time, reproducible to the
+bit."""
 
 from __future__ import annotations
 
@@ -45,15 +46,17 @@ def run_local(
 ) -> list[T]:  # fmt: skip
     """Run `fn(index, exchange)` for each learner in this process and return the results in learner order.
 
-    Every learner has a thread of its own but only one runs at a time; what happens when follows from virtual time, in which inner
-    steps take the seconds given and everything else takes none. Each learner starts from the caller's random state (torch, `random`,
-    and numpy where it is imported), which is put back afterwards. The parameters of the learner that starts first initialise the run.
+    Every learner has a thread of its own but only one runs at a time; what happens when follows from virtual time,
+    in which inner steps take the seconds given and everything else takes none. Each learner starts from the caller's
+    random state (torch, `random`, and numpy where it is imported), which is put back afterwards. The parameters of
+    the learner that starts first initialise the run.
 
     Arguments:
-        fn: one learner's whole life: builds a model and an optimizer, attaches `diloco.Learner(…, exchange=exchange)`, trains.
+        fn: one learner's whole life: builds a model and an optimizer, attaches `diloco.Learner(…,
+            exchange=exchange)`, trains.
         learners: M ≥ 1.
-        step_s: seconds of virtual time that an inner step takes: one number, one for each learner, or a function of the learner's
-            index and its number of steps so far. `exchange.now_s` is the time.
+        step_s: seconds of virtual time that an inner step takes: one number, one for each learner, or a function of
+            the learner's index and its number of steps so far. `exchange.now_s` is the time.
         starts_s: when each learner starts; default: all at 0. One that starts later joins the run as it is then.
 
     Raises:
@@ -143,7 +146,8 @@ class Local(Exchange):
     """One learner's end of a run in one process; `run_local` makes them.
 
     Attributes:
-        initialises: whether its model may become the run's; one that may not waits until there is a run. To be set before it joins.
+        initialises: whether its model may become the run's; one that may not waits until there is a run. To be set
+            before it joins.
         initial_step, initial_tokens: what the learner that initialises the run has behind it; likewise.
     """
 
@@ -173,7 +177,7 @@ class Local(Exchange):
         """Let virtual time pass, before joining."""
         self._run.time.rest(self._index, self.now_s + seconds)
 
-    # --- joining ----------------------------------------------------------------------------------------------------------
+    # --- joining ------------------------------------------------------------------------------------------------------
 
     def method(self, given: Method | None) -> Method:
         return required_method(given)
@@ -223,7 +227,8 @@ class Local(Exchange):
                 else:
                     self._inbox.append(Rejoined(opened, start.reason))
             case TellArrival(merged=merged):
-                assert news.fetched is not None and news.advanced is not None
+                assert news.fetched is not None
+                assert news.advanced is not None
                 held, mean = news.advanced.held, news.advanced.mean
                 is_whole = news.fetched.payload is None and bool(held.outer_state)
                 state = held.outer_state if is_whole else None
@@ -243,7 +248,14 @@ class Local(Exchange):
         model = Model(tuple(each.theta for each in held), load(client.static) if client.static else {})
         states = tuple(each.outer_state for each in held) if self._run.replicas.hold_outer_states else ()
         return Opened(
-            self._name, start.who.incarnation, start.step, start.versions, model, start.run_tokens, states, start.awaited
+            self._name,
+            start.who.incarnation,
+            start.step,
+            start.versions,
+            model,
+            start.run_tokens,
+            states,
+            start.awaited,
         )
 
     @property
@@ -255,7 +267,7 @@ class Local(Exchange):
         if self._failure is not None:
             raise self._failure
 
-    # --- training ---------------------------------------------------------------------------------------------------------
+    # --- training -----------------------------------------------------------------------------------------------------
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         self._joined.offer(contribution, payload())
@@ -305,11 +317,12 @@ class Local(Exchange):
     def num_bytes(self) -> Mapping[str, int]:
         return {} if self._client is None else self._client.num_bytes
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The global model as it stands, and what the syncer knows of this learner. Where the schedule calls rounds, all that was sent is
-        in it; where not, what is in flight or in an open round is not, and its learner counts that work as pending again."""
+        """The global model as it stands, and what the syncer knows of this learner. Where the schedule calls rounds,
+        all that was sent is in it; where not, what is in flight or in an open round is not, and its learner counts
+        that work as pending again."""
         driver, name = self._run.driver, self._name
         assert driver is not None
         core = driver.core
@@ -326,8 +339,9 @@ class Local(Exchange):
         return {"rounds": rounds, "step": core.members[name].step, "fragments": fragments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Before any learner has trained, the run goes back to the state. Later its model and clock are the others' as well, and stay:
-        a learner that is new to the run brings its own ledger to it, if the run's model is the state's. One that comes back has its
+        """Before any learner has trained, the run goes back to the state. Later its model and clock are the others'
+        as well, and stay: a learner that is new to the run brings its own ledger to it, if the run's model is the
+            state's. One that comes back has its
         ledger there already."""
         run, name = self._run, self._name
         assert run.driver is not None
@@ -338,7 +352,7 @@ class Local(Exchange):
         self._joined.restore(run.restore(name, state))
         return True
 
-    # --- leaving ----------------------------------------------------------------------------------------------------------
+    # --- leaving ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         if self._client is not None and not self._is_over:

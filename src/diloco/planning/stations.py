@@ -114,7 +114,7 @@ class Star:
     ) -> None:
         num_fragments = len(exchange.up_bytes)
         self.stations = [
-            Station(i, seconds, network.latency_s(i), *([0] * num_fragments for _ in range(3)))
+            Station(i, seconds, network.latency_s(i), [0] * num_fragments, [0] * num_fragments, [0] * num_fragments)
             for i, seconds in enumerate(step_s)
         ]
         self.now_s = 0.0

@@ -114,8 +114,9 @@ class PushedSyncer(SyncerRounds):
         return late.decide(now, round_.newest, round_.fresh, members, self._quorum.at_least, enough_at=now, grace_s=0.0)
 
     def _is_circle(self, members: Sequence[str]) -> bool:
-        """Whether all learners are blocked, each on a round that lacks learners: none of them can push again. Learners come into it that
-        wait for their answers and push several fragments, each at its own pace or from its own start."""
+        """Whether all learners are blocked, each on a round that lacks learners: none of them can push again.
+        Learners come into it that wait for their answers and push several fragments, each at its own pace or from
+        its own start."""
         pushed = {learner for rounds in self._rounds for round_ in rounds.values() for learner in round_.newest}
         return bool(members) and all(learner in pushed and self._run.members[learner].waiting for learner in members)
 

@@ -1,4 +1,5 @@
-"""One run in one process and in virtual time: the driver, and each learner's `SessionCore`, over a network that takes the time it is given.
+"""One run in one process and in virtual time: the driver, and each learner's `SessionCore`, over a network that
+takes the time it is given.
 
     turns.py       learners' threads take turns; whose turn it is follows from virtual time
     delivery.py    what is on its way, and when it arrives; faults

@@ -85,8 +85,8 @@ class SessionClient:
     """
 
     def __init__(
-        self, core: SessionCore, wire: Wire, clock: Callable[[Callable[[], None]], ClockPort], layout: Layout, replicas: Replicas,
-        *, initial: Callable[[], InitialModel[HeldFragment]], ready: bool, on_news: Callable[[News], None],
+        self, core: SessionCore, wire: Wire, clock: Callable[[Callable[[], None]], ClockPort], layout: Layout,
+        replicas: Replicas, *, initial: Callable[[], InitialModel[HeldFragment]], ready: bool, on_news: Callable[[News], None],
     ) -> None:  # fmt: skip
         self.core = core
         self.held: list[HeldFragment | None] = [None] * len(layout.fragments)
@@ -102,7 +102,7 @@ class SessionClient:
         self._pushes: dict[_Open, tuple[SimulatedDriver, Push[MemorySlot]]] = {}  # begun at the syncer
         self._last: tuple[Fetched[HeldFragment, Tensor], Advanced] | None = None  # what was fetched last
 
-    # --- the learner, and time --------------------------------------------------------------------------------------------
+    # --- the learner, and time ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Become part of the run."""
@@ -140,7 +140,7 @@ class SessionClient:
             self._finish(each, UnreachableError("the syncer did not answer in time; is the link up?"))
         self._do(self.core.tick(self._now))
 
-    # --- actions ----------------------------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------------
 
     def _do(self, actions: Sequence[calls.SessionAction]) -> None:
         for action in actions:
@@ -181,9 +181,7 @@ class SessionClient:
             case _:
                 self._ask(open_, lambda driver, reply: self._request(driver, open_, call, reply))
 
-    def _ask(
-        self, open_: _Open, request: Callable[[SimulatedDriver, Reply], None], num_bytes: int = 0
-    ) -> None:
+    def _ask(self, open_: _Open, request: Callable[[SimulatedDriver, Reply], None], num_bytes: int = 0) -> None:
         """Carry a request to the syncer, and what it answers back."""
 
         def reply(answer: object = None, num_bytes: int = 0) -> None:
@@ -259,7 +257,7 @@ class SessionClient:
         self._wire.up(call, 0, begin)
         self._wire.up(call, payload.numel(), complete)
 
-    # --- answers ----------------------------------------------------------------------------------------------------------
+    # --- answers ------------------------------------------------------------------------------------------------------
 
     def _finish(self, open_: _Open, answer: Any) -> None:
         """A call is answered, or has failed."""
@@ -304,7 +302,7 @@ class SessionClient:
         self._last = fetched, advanced
         return self.core.fetched(self._now, call, advanced.held.version, fetched.verdicts)
 
-    # --- notices ----------------------------------------------------------------------------------------------------------
+    # --- notices ------------------------------------------------------------------------------------------------------
 
     def noticed(self, open_: _Open, boot: int, standing: Standing, *, is_first: bool) -> None:
         """A notice of what stands."""

@@ -55,7 +55,8 @@ class Links(Protocol):
 
 
 class Delivery:
-    """Events at a time, and messages and transfers over a network. Without a network all arrives at once, in the order sent.
+    """Events at a time, and messages and transfers over a network. Without a network all arrives at once, in the
+    order sent.
 
     Arguments:
         now_s: tells the time.
@@ -97,7 +98,8 @@ class Delivery:
         return event_s if self._links is None else min(event_s, self._links.next_s)
 
     def happen(self, now_s: float) -> None:
-        """The first event that is due; all transfers that arrive now, once none is. (What was sent before a transfer arrives before it.)"""
+        """The first event that is due; all transfers that arrive now, once none is. (What was sent before a transfer
+        arrives before it.)"""
         if self._events and self._events[0][0] <= now_s:
             heapq.heappop(self._events)[3]()
             return

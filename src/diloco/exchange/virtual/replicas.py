@@ -1,4 +1,5 @@
-"""The fragments that learners hold in virtual time. All holders of a version have the same bits, so each update is decoded once for all."""
+"""The fragments that learners hold in virtual time. All holders of a version have the same bits, so each update is
+decoded once for all."""
 
 from __future__ import annotations
 

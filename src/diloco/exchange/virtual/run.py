@@ -15,7 +15,7 @@ from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.session import calls
 from diloco.errors import ConfigError, LayoutError
-from diloco.exchange.virtual.client import SessionClient, SimulatedDriver
+from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.exchange.virtual.syncer import VirtualSyncer
@@ -27,8 +27,8 @@ RUN = "local"
 BROKEN_CONNECTIONS_ONLY = Deadlines(
     lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf
 )
-"""A learner is given up some time after its connection has broken. Its silence means nothing: it says something when there is something
-to say, and nothing of that is lost."""
+"""A learner is given up some time after its connection has broken. Its silence means nothing: it says something when
+there is something to say, and nothing of that is lost."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class World:
         step_s: seconds that an inner step takes.
         starts_s: when each learner starts. The first one's parameters initialise the run.
         links: the network between learners and syncer; None: everything arrives at once.
-        faults: which learners are killed, and when; a syncer gives up those that do not come back (`Deadlines.reconnect_steps`).
+        faults: which learners are killed, and when; a syncer gives up those that do not come back
+            (`Deadlines.reconnect_steps`).
         observer: is told what the syncer does.
         watch: is told what takes time.
     """
@@ -92,7 +93,7 @@ class VirtualRun:
         self._syncer: VirtualSyncer | None = None
         self._first = ""
 
-    # --- the syncer -------------------------------------------------------------------------------------------------------
+    # --- the syncer ---------------------------------------------------------------------------------------------------
 
     def serve(self, learner: str, method: Method, layout: Layout) -> VirtualSyncer:
         """The run's syncer, by the method of the learner that comes first.
@@ -151,11 +152,11 @@ class VirtualRun:
         """A learner's connections."""
         return self._wires[index]
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def restore(self, name: str, state: Mapping[str, Any]) -> Sequence[HeldFragment]:
-        """Go on from here with what a learner's checkpoint says of it, and before any learner has trained with the model and rounds that
-        the checkpoint says (`Local.state_dict`). Returns the run's fragments."""
+        """Go on from here with what a learner's checkpoint says of it, and before any learner has trained with the
+        model and rounds that the checkpoint says (`Local.state_dict`). Returns the run's fragments."""
         assert self._syncer is not None
         driver = self._syncer.driver
         values = dict(driver.core.saved().values)
@@ -164,15 +165,16 @@ class VirtualRun:
         if not self.has_trained:
             fragments = [HeldFragment.from_state_dict(f, each) for f, each in enumerate(saved)]
             values |= {
-                "step": state["step"], "rounds": state["rounds"]["run"], "fragment_steps": [each["step"] for each in saved]
+                "step": state["step"], "rounds": state["rounds"]["run"],
+                "fragment_steps": [each["step"] for each in saved],
             }  # fmt: skip
         values["members"][name] |= {"step": state["step"], "rounds": state["rounds"]["learner"]}
         values["accounts"][name]["ledgers"] = [each["ledger"] for each in saved]
         model = driver.state.model
         self._syncer.restart(
             SavedRun(
-                self._syncer.run, self._syncer.method, model.layout, tuple(fragments), tuple(model.contributors), model.static,
-                source="checkpoint", step=values["step"], tokens=driver.state.initial_tokens, record=values,
+                self._syncer.run, self._syncer.method, model.layout, tuple(fragments), tuple(model.contributors),
+                model.static, source="checkpoint", step=values["step"], tokens=driver.state.initial_tokens, record=values,
             )
         )  # fmt: skip
         return fragments
@@ -187,10 +189,11 @@ class VirtualRun:
             for each, at in zip(held, saved, strict=True)
         )
 
-    # --- faults, and the end ----------------------------------------------------------------------------------------------
+    # --- faults, and the end ------------------------------------------------------------------------------------------
 
     def _kill(self, fault: Fault) -> None:
-        """A learner is killed, which breaks its connections; the syncer gives it up after a while, unless it is back by then."""
+        """A learner is killed, which breaks its connections; the syncer gives it up after a while, unless it is back
+        by then."""
         index, end = fault.learner, self.ends[fault.learner]
         self.time.kill(index)
         self.back_s[index] = fault.back_s

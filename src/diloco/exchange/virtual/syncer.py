@@ -68,7 +68,7 @@ class VirtualSyncer:
         def later(what: str, fragment: int | None, do: Callable[[], None]) -> None:
             self._delivery.at(self._delivery.now_s(), lambda: do() if boot == self._boot else None)
 
-        self._alarm = Alarm(self._delivery, lambda: self.driver.tick())
+        self._alarm = Alarm(self._delivery, lambda: self.driver.tick())  # noqa: PLW0108 - the driver of then
         worker = SimulatedWorker[HeldFragment, MemorySlot, Tensor](self.jobs, later)
         ports = Ports(self._alarm, MemorySpool(), worker, VolatileDisk(later), self._observer)
         return Driver(self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=saved)

@@ -1,9 +1,10 @@
 """Threads that take turns in virtual time, so that a run of several learners in one process is reproducible to the bit.
 
-Only one thread runs at a time. Whose turn it is follows from virtual time alone: an inner step of a learner takes the seconds it was
-said to take, everything that a thread does takes none, and nothing depends on the operating system's scheduling. At one instant inner
-steps end first, in learner order; then learners that have news take it in, until there is none; then the next thing happens that is not a
-learner's doing (something arrives, a learner is lost, an alarm goes off). Each learner's random state and thread count stay its own.
+Only one thread runs at a time. Whose turn it is follows from virtual time alone: an inner step of a learner takes
+the seconds it was said to take, everything that a thread does takes none, and nothing depends on the operating
+system's scheduling. At one instant inner steps end first, in learner order; then learners that have news take it in,
+until there is none; then the next thing happens that is not a learner's doing (something arrives, a learner is lost,
+an alarm goes off). Each learner's random state and thread count stay its own.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class VirtualTime:
         self._take(index)
 
     def step(self, index: int) -> None:
-        """Blocks until the learner's inner step has ended. The thread has computed it when it began; news wait for the boundary."""
+        """Blocks until the learner's inner step has ended. The thread has computed it when it began; news wait for
+        the boundary."""
         seconds = self._step_s(index, self._num_steps[index])
         if not 0 < seconds < math.inf:
             raise ExchangeError(f"step_s gave {seconds!r} s for learner {index}; a step takes more than 0.")
@@ -154,7 +156,8 @@ class VirtualTime:
         self._open_gate(self._next())
 
     def kill(self, index: int) -> None:
-        """The learner's thread goes no further: `Killed` is raised where it blocks. Nothing happens to one that is done."""
+        """The learner's thread goes no further: `Killed` is raised where it blocks. Nothing happens to one that is
+        done."""
         if self._turns[index].kind != "gone":
             self._killed.add(index)
 
@@ -214,6 +217,7 @@ class VirtualTime:
             else:
                 waiting = ", ".join(map(str, alive))
                 self._stuck = (
-                    f"learners {waiting} all wait and none of them can go on; do all of them take the same number of steps?"
+                    f"learners {waiting} all wait and none of them can go on; do all of them take the same number of "
+                    "steps?"
                 )
                 return alive[0]
