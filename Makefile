@@ -4,6 +4,7 @@
 #   make test     the default test suite, in two processes
 #   make coverage the same, and which lines and branches it runs
 #   make lint     ruff, mypy, import directions
+#   make storm    whole runs in virtual time in which all goes wrong that can, SEEDS=1-1000
 #   make bench    what exchanging costs, as ratios measured in the same run
 #   make proto    the messages of the wire, from their .proto file
 #   make clean    remove what make created, .venv included
@@ -15,6 +16,7 @@
 #   ARGS=...              further arguments for the command itself: make demo ARGS=--quick, make test ARGS="-k codecs", and for one
 #                         process that a debugger can stop, make test ARGS="-n 0"
 
+SEEDS ?= 1-1000
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -27,7 +29,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test coverage lint bench proto venv clean
+.PHONY: all demo test coverage lint storm bench proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -46,6 +48,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+storm: $(STAMP)
+	$(BIN)/python -m tests.storms $(SEEDS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -108,7 +108,17 @@ class PushedSyncer(SyncerRounds):
         if round_ is None:
             return None
         members = late.ready(self._run)
+        if self._is_circle(members):
+            merge = tuple(sorted(round_.newest))
+            return Decision(merge, None, f"all {len(members)} live learners wait, for rounds that lack learners")
         return late.decide(now, round_.newest, round_.fresh, members, self._quorum.at_least, enough_at=now, grace_s=0.0)
+
+    def _is_circle(self, members: Sequence[str]) -> bool:
+        """Whether all learners are blocked, each on a round that lacks learners: none of them can push again.
+        Learners come into it that wait for their answers and push several fragments, each at its own pace or from
+        its own start."""
+        pushed = {learner for rounds in self._rounds for round_ in rounds.values() for learner in round_.newest}
+        return bool(members) and all(learner in pushed and self._run.members[learner].waiting for learner in members)
 
     def close(self, now: float, fragment: int) -> ClosedRound:
         number = self._run.fragments[fragment].version

@@ -301,16 +301,21 @@ class ScheduledSyncer(SyncerRounds):
         connected = {learner for learner, member in run.members.items() if member.healthy and member.tokens > 0}
         starts = [run.step]
         for fragment, state in enumerate(run.fragments):
-            is_closing = state.phase != "open"
-            rounds = self._rounds[fragment]
-            round_ = rounds.get(state.version + is_closing)
-            if round_ is None:  # a contribution may be on its way
-                sent = rounds[state.version].step if is_closing else state.step
-                step, present = schedule.next_send(fragment, sent), connected
-            else:
-                step, present = round_.step, round_.contributions.keys() | (round_.members & connected)
-            if step <= run.step and len(present) < at_least:
-                starts.append(schedule.last_send(before=step))
+            is_closing, rounds = state.phase != "open", self._rounds[fragment]
+            number = state.version + is_closing
+            step = rounds[state.version].step if is_closing else state.step
+            while True:
+                round_ = rounds.get(number)
+                if round_ is None:  # a contribution may be on its way
+                    step, present = schedule.next_send(fragment, step), connected
+                else:
+                    step, present = round_.step, round_.contributions.keys() | (round_.members & connected)
+                if step > run.step:
+                    break
+                if len(present) < at_least:
+                    starts.append(schedule.last_send(before=step))
+                    break
+                number += 1
         return min(starts)
 
     def lacks_learners(self, fragment: int) -> int | None:

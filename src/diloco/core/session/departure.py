@@ -30,7 +30,7 @@ class Departure:
 
     def is_silent(self, now: float) -> bool:
         """Whether the syncer counts as not answering."""
-        return now - self._heard_at >= AWAY_AFTER_S
+        return now >= self._heard_at + AWAY_AFTER_S  # as `next_at` says, to the bit
 
     def is_late(self, now: float) -> bool:
         """Whether the learner stops waiting for contributions in flight."""

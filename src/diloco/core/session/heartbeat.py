@@ -43,9 +43,9 @@ class Heartbeat:
     def reported(self, report: Report) -> None:
         """The content of the next heartbeats."""
         is_first = self.report.tokens == 0 and report.tokens > 0
-        is_blocked_or_free = report.waiting != self.report.waiting
+        waits_or_waited = report.waiting or self.report.waiting
         has_stepped = self._reports_every_step and report.step > self.report.step
-        if is_first or is_blocked_or_free or has_stepped or report.finished:
+        if is_first or waits_or_waited or has_stepped or report.finished:
             self.urge()
         self.report = report
 

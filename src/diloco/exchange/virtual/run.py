@@ -169,7 +169,7 @@ class VirtualRun:
             fragments = [HeldFragment.from_state_dict(f, each) for f, each in enumerate(saved)]
             values |= {
                 "step": state["step"], "rounds": state["rounds"]["run"],
-                "fragment_steps": [each["step"] for each in saved]
+                "fragment_steps": [each["step"] for each in saved],
             }  # fmt: skip
         values["members"][name] |= {"step": state["step"], "rounds": state["rounds"]["learner"]}
         values["accounts"][name]["ledgers"] = [each["ledger"] for each in saved]

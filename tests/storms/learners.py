@@ -1,0 +1,317 @@
+"""A learner in a storm: `LearnerCore` and `SessionCore` with scripted inner steps on a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tests.storms.wire import StormWire, gone
+from torch import Tensor
+
+from diloco.core.contribution import Contribution
+from diloco.core.in_flight import Send
+from diloco.core.learner import LearnerCore
+from diloco.core.session import SessionCore, calls
+from diloco.core.session.calls import Identity, Report, TellArrival, TellCall, TellRejection, TellStart
+from diloco.errors import AlreadyInitialisedError, StaleIncarnationError, StoreError
+from diloco.exchange.virtual.client import News, SessionClient
+from diloco.run.ports import InitialModel
+
+if TYPE_CHECKING:
+    from tests.storms.world import Storm
+
+    from diloco.core.held import HeldFragment
+
+CHECKPOINT_STEPS = 4
+
+
+class Process:
+    """One process of a learner.
+
+    Attributes:
+        is_alive: it was neither killed nor has it given up or left.
+        core: the learner's state machine, once it has started.
+    """
+
+    def __init__(self, learner: LearnerProcess, storm: Storm, number: int, checkpoint: dict[str, Any] | None) -> None:
+        plan = storm.plan
+        self.name = learner.name
+        self.is_alive, self.core = True, None  # type: tuple[bool, LearnerCore | None]
+        self._learner, self._storm, self._checkpoint = learner, storm, checkpoint
+        self._rules = plan.method.rules(len(plan.sizes))
+        self._thetas: list[Tensor] = []
+        self._anchors: list[Tensor] = []
+        self._is_waiting = self._is_leaving = False
+        self._frozen_until_s = 0.0
+        self._incarnation = 0
+        self.wire = StormWire(storm, self, plan.latency_s[learner.index])
+        who = Identity("storm", self.name, number)
+        initialises = learner.index == 0 and not storm.has_model
+        core = SessionCore(
+            who, len(plan.sizes), at_least=plan.method.quorum.at_least,
+            reports_every_step=plan.method.quorum.reports_every_step, initialises=initialises,
+        )  # fmt: skip
+        from tests.storms.world import StormClock
+
+        self.client = SessionClient(
+            core, self.wire, lambda ring: StormClock(storm, lambda: self._awake(ring)), plan.layout, storm.replicas,
+            initial=self._initial, ready=False, on_news=self._news,
+        )  # fmt: skip
+        self.client.begin()
+
+    def _awake(self, event: Callable[[], None]) -> None:
+        """Do something, if the process is alive; later, if it is frozen."""
+        if not self.is_alive and not self._is_leaving:
+            return
+        if self._storm.now_s < self._frozen_until_s:
+            self._storm.at(self._frozen_until_s, lambda: self._awake(event))
+            return
+        event()
+
+    def freeze(self, seconds: float) -> None:
+        """Stand still for some seconds."""
+        self._frozen_until_s = max(self._frozen_until_s, self._storm.now_s + seconds)
+        self.wire.freeze(seconds)
+
+    def lost(self, call: calls.Call) -> None:
+        """A connection is gone."""
+        self._awake(lambda: self.client.lost(call, gone()))
+
+    def kill(self) -> None:
+        """The process is gone."""
+        self.is_alive = self._is_leaving = False
+        self.wire.cut()
+
+    def _initial(self) -> InitialModel[HeldFragment]:
+        thetas = [torch.full((size,), 1.0 + index) for index, size in enumerate(self._storm.plan.sizes)]
+        return self._storm.jobs.initial(self._storm.plan.layout, thetas, b"", learner=self.name, source="storm")
+
+    # --- news ---------------------------------------------------------------------------------------------------------
+
+    def _news(self, news: News) -> None:
+        if not self.is_alive:
+            return
+        match news.told:
+            case TellStart() as start:
+                self._start(start)
+                return
+            case calls.Fail(error=error):
+                self._failed(error)
+                return
+            case TellArrival(fragment=fragment, version=version, merged=merged):
+                assert self.core is not None
+                assert news.advanced is not None
+                self._storm.ledger.held(self.name, news.advanced.held)
+                for flight in self.core.received(fragment, version, merged):
+                    self._storm.ledger.listed(self.name, self._incarnation, fragment, flight.number, version)
+                self._received[fragment, version] = news.advanced.held.theta
+            case TellCall(fragment=fragment, version=version):
+                assert self.core is not None
+                if (send := self.core.called(fragment, version)) is not None:
+                    self._send(send)
+            case TellRejection(verdict=verdict):
+                assert self.core is not None
+                assert verdict.reason is not None
+                self._storm.ledger.rejected(
+                    self.name, self._incarnation, verdict.fragment, verdict.number, verdict.reason
+                )
+                self.core.rejected(verdict.fragment, verdict.number, verdict.reason)
+        if self._is_waiting:
+            self._storm.after(0.0, lambda: self._awake(self._settle_again))
+
+    def _failed(self, error: Exception) -> None:
+        self.is_alive = False
+        if isinstance(error, AlreadyInitialisedError | StoreError) and self._learner.index == 0:
+            self._storm.after(0.5, self._learner.start)  # as an operator would
+        elif not isinstance(error, StaleIncarnationError):
+            raise error
+        self.wire.cut()
+
+    def _start(self, start: TellStart) -> None:
+        held = self.client.held
+        self._incarnation = start.who.incarnation
+        for each in held:
+            assert each is not None
+            self._storm.ledger.held(self.name, each)
+        self._received: dict[tuple[int, int], Tensor] = {}
+        is_first = self.core is None
+        if self.core is None:
+            self.core = LearnerCore(self._rules, start.versions, step=start.step)
+        else:
+            self.core.rejoined(start.versions, start.step, awaited=start.awaited)
+        if is_first and self._checkpoint is not None:
+            self._resume(start, self._checkpoint)
+        self._anchors = [each.theta for each in held if each is not None]
+        self._thetas = [each.clone() for each in self._anchors]
+        self._is_waiting = False
+        self._num_starts = getattr(self, "_num_starts", 0) + 1
+        self._go_on()
+
+    def _resume(self, start: TellStart, checkpoint: dict[str, Any]) -> None:
+        """As `learner.state_dict.resume` does over a syncer."""
+        assert self.core is not None
+        newest = [work["version"] for work in checkpoint["fragments"]]
+        if tuple(newest) != start.versions:
+            self.core.rejoined(
+                start.versions,
+                start.step if start.awaited else max(start.step, checkpoint["step"]),
+                awaited=start.awaited,
+            )
+            return
+        self.core.load_state_dict(deepcopy(checkpoint))
+        for work in self.core.fragments:
+            work.received.clear()
+        self.core.forget_in_flight(keep_work=False)
+        self.core.reincarnated()
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Take the next inner step, or leave."""
+        assert self.core is not None
+        if self.core.step >= self._storm.plan.steps:
+            self._report(finished=True)
+            self.is_alive, self._is_leaving = False, True
+            self._learner.finished(self)
+            self.client.leave()
+            return
+        draws, index, number = self._storm.draws, self._learner.index, self._num_starts
+        step_s = self._storm.plan.step_s[index] * draws.between(f"{self.name} step", 0.8, 1.3)
+        incarnation = self._incarnation
+        self._storm.after(
+            step_s,
+            lambda: self._awake(
+                lambda: self._stepped() if (incarnation, number) == (self._incarnation, self._num_starts) else None
+            ),
+        )
+
+    def _stepped(self) -> None:
+        core = self.core
+        if core is None or not self.is_alive:
+            return
+        draws = self._storm.draws
+        for theta in self._thetas:
+            theta.add_(torch.full_like(theta, draws.between(f"{self.name} change", -0.1, 0.1)))
+        standing = self.client.core.standing
+        sync_every = None if standing is None else standing.sync_every
+        for send in core.stepped(draws.whole(f"{self.name} tokens", 1, 100), sync_every=sync_every):
+            self._send(send)
+        self._report()
+        self._settle()
+        if core.step % CHECKPOINT_STEPS == 0 and self.is_alive:
+            self._learner.checkpoints.append(deepcopy(core.state_dict()))
+
+    def _send(self, send: Send) -> None:
+        core, f = self.core, send.fragment
+        assert core is not None
+        c = Contribution(
+            self.name, self._incarnation, f, send.number, send.round, send.base, send.tokens, send.steps, core.tokens,
+            send.discarded, step=core.step,
+        )  # fmt: skip
+        payload = self._storm.plan.method.up.encode(self._anchors[f] - self._thetas[f])
+        self.client.offer(c, payload)
+
+    def _report(self, *, waiting: bool = False, finished: bool = False) -> None:
+        core = self.core
+        assert core is not None
+        step_s = self._storm.plan.step_s[self._learner.index]
+        self.client.report(self._incarnation, Report(core.step, core.tokens, step_s, waiting, finished))
+
+    def _settle_again(self) -> None:
+        if self._is_waiting and self.is_alive:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the answers that are due, adopt, and go on."""
+        core = self.core
+        assert core is not None
+        if core.waiting():
+            if not self._is_waiting:
+                self._is_waiting = True
+                self._report(waiting=True)
+            return
+        if self._is_waiting:
+            self._is_waiting = False
+            self._report()
+        for fragment, version in core.adoptions():
+            theta = self._received[fragment, version]
+            core.adopted(fragment, version)
+            self._anchors[fragment], self._thetas[fragment] = theta, theta.clone()
+            self._received = {
+                key: value for key, value in self._received.items() if key[0] != fragment or key[1] > version
+            }
+        self._go_on()
+
+
+@dataclass(eq=False)
+class LearnerProcess:
+    """A learner over all its processes.
+
+    Attributes:
+        processes: those that may still say something; the newest comes last.
+        checkpoints: that its processes have saved.
+        has_finished: one of them has taken all its steps.
+    """
+
+    storm: Storm
+    index: int
+    processes: list[Process] = field(default_factory=list)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    has_finished: bool = False
+    _num_processes: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"learner-{self.index}"
+
+    @property
+    def core(self) -> LearnerCore | None:
+        return self.processes[-1].core if self.processes and self.processes[-1].is_alive else None
+
+    @property
+    def waits_for_others(self) -> bool:
+        """It has not started, and waits until enough learners are there."""
+        return bool(self.processes) and self.processes[-1].client.core.phase == "starting"
+
+    def told(self) -> str:
+        """For the message of a failure."""
+        core, process = self.core, self.processes[-1] if self.processes else None
+        phase = process.client.core.phase if process is not None else "gone"
+        return f"{self.name}: {phase}, step {core.step if core else None}, waits for {core.waiting() if core else None}"
+
+    def start(self, checkpoint: dict[str, Any] | None = None) -> None:
+        """A new process."""
+        self._num_processes += 1
+        process = Process(self, self.storm, 1000 * self.index + self._num_processes, checkpoint)
+        self.processes = [*(each for each in self.processes if each.is_alive or each._is_leaving), process]
+
+    def finished(self, process: Process) -> None:
+        """A process has taken all its steps."""
+        self.has_finished = True
+
+    def wire_do(self, do: Callable[[StormWire], None]) -> None:
+        for process in self.processes:
+            do(process.wire)
+
+    def freeze(self, seconds: float) -> None:
+        for process in self.processes:
+            process.freeze(seconds)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def come_back(self, choice: int) -> None:
+        """After a kill."""
+        if self.has_finished or any(each.is_alive for each in self.processes):
+            return
+        kept = {0: [], 1: self.checkpoints[:1], 2: self.checkpoints[-1:]}[choice]
+        self.start(kept[0] if kept else None)
+
+    def replace(self) -> None:
+        """Another process joins by this name."""
+        if self.processes and self.processes[-1].is_alive and not self.has_finished:
+            self.start()

@@ -1,0 +1,162 @@
+"""What happens in a storm: its method, its learners, and its faults, all drawn from the seed and all plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from tests.storms.draws import Draws
+
+import diloco
+from diloco.core.codecs import CODECS
+from diloco.core.layout import Layout, TensorSpec, place
+from diloco.core.method import Method
+from diloco.core.outer import OUTER_OPTIMIZERS
+from diloco.core.rounds import QUORUMS
+from diloco.errors import ConfigError
+from diloco.run.simulated import POINTS
+
+FAULTS_END_S = 25.0
+"""Virtual time by which the last fault has happened."""
+
+Kind = Literal["cut", "half open", "freeze", "kill learner", "same name", "kill syncer", "tear write", "refuse writes"]
+"""
+    cut             all connections of a learner break; what is on them is lost, and both ends hear of it at
+    different times half open       nothing that is on a learner's connections arrives, and no end hears of it for long
+    freeze          a learner's process and its messages stand still for some seconds
+    kill learner    its process dies; it is back after some seconds, from no checkpoint, an old one or the newest
+    same name       another process joins by a learner's name while the first one is alive, which gives up
+    kill syncer     its process dies, between any two effects; it is back after some seconds, from its disk
+    tear write      the syncer's next write ends at one of its steps, with the process
+    refuse writes   the syncer's disk refuses for some seconds
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        at_s: when.
+        learner: which one; the syncer's faults leave it out.
+        seconds: how long.
+        choice: "kill learner": 0 no checkpoint, 1 an old one, 2 the newest. "tear write": the index of the step.
+    """
+
+    at_s: float
+    kind: Kind
+    learner: int = 0
+    seconds: float = 0.0
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One storm.
+
+    Attributes:
+        steps: the inner step of the run after which learners finish.
+        step_s: of each learner.
+        latency_s: of each learner's way, one way.
+        sizes: elements of each fragment.
+        starts_s: when each learner starts.
+    """
+
+    seed: int
+    method: Method
+    steps: int
+    step_s: tuple[float, ...]
+    latency_s: tuple[float, ...]
+    sizes: tuple[int, ...]
+    starts_s: tuple[float, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Of the model: a fragment is one vector."""
+        return Layout(
+            tuple(place(index, [TensorSpec(f"w{index}", (size,), "float32")]) for index, size in enumerate(self.sizes)),
+            (),
+        )
+
+
+def plan_of(seed: int) -> Plan:
+    """The storm of a seed."""
+    draws = Draws(seed)
+    num_learners, num_fragments = draws.whole("learners", 1, 4), draws.whole("fragments", 1, 3)
+    method = None
+    while method is None:
+        method = _method(draws, num_learners, num_fragments)
+    each = range(num_learners)
+    return Plan(
+        seed,
+        method,
+        steps=draws.whole("steps", 8, 30),
+        step_s=tuple(draws.between("step_s", 0.15, 1.2) for _ in each),
+        latency_s=tuple(draws.between("latency_s", 0.002, 0.2) for _ in each),
+        sizes=tuple(draws.whole("size", 1, 9) for _ in range(num_fragments)),
+        starts_s=tuple(0.0 if draws.unit("is late") < 0.7 else draws.between("starts_s", 0.0, 8.0) for _ in each),
+        faults=tuple(
+            sorted((_fault(draws, num_learners) for _ in range(draws.whole("faults", 0, 6))), key=lambda it: it.at_s)
+        ),
+    )
+
+
+def _fault(draws: Draws, num_learners: int) -> Fault:
+    kind = draws.of("fault", get_args(Kind))
+    learner = draws.whole("fault's learner", 0, num_learners - 1)
+    at_s, seconds = draws.between("fault at", 0.0, FAULTS_END_S - 5.0), draws.between("fault for", 0.1, 8.0)
+    choice = draws.whole("fault's choice", 0, len(POINTS) - 1 if kind == "tear write" else 2)
+    is_syncers = kind in ("kill syncer", "tear write", "refuse writes")
+    return Fault(round(at_s, 3), kind, 0 if is_syncers else learner, round(seconds, 3), choice)
+
+
+def _method(draws: Draws, num_learners: int, num_fragments: int) -> Method | None:
+    """None: the answers that were drawn contradict each other."""
+    at_least = draws.whole("at_least", 1, num_learners)
+    quorum = draws.of("quorum", sorted(kind.__name__ for kind in QUORUMS))
+    options: dict[str, Any] = {"at_least": at_least}
+    if quorum == "AllLive":
+        if draws.unit("drops") < 0.2:
+            options |= {"drop": 0.3, "drop_seed": draws.whole("drop_seed", 1, 99)}
+    else:
+        options["late"] = draws.of("late", ("merge", "merge", "drop"))
+    if quorum == "Called":
+        options |= {"grace": draws.of("grace", (0.0, 0.8)), "grace_cap_s": draws.between("grace_cap_s", 0.1, 2.0)}
+    if quorum == "Pushed":
+        options["dynamic_steps"] = draws.unit("dynamic") < 0.3
+    sync_every = draws.whole("sync_every", 1, 7)
+    codecs = sorted(CODECS)
+    outer = draws.of("outer", ("SGD", "Nesterov", "Adam", "DelayedNesterov"))
+    outers = {
+        "SGD": diloco.SGD(lr=0.7), "Nesterov": diloco.Nesterov(lr=0.7, momentum=0.9), "Adam": diloco.Adam(lr=0.1),
+        "DelayedNesterov": diloco.DelayedNesterov(lr=0.7, momentum=0.9, buffer=2),
+    }  # fmt: skip
+    assert outers.keys() == {kind.__name__ for kind in OUTER_OPTIMIZERS}
+    try:
+        method = Method(
+            name="storm", paper="", sync_every=sync_every, overlap=draws.whole("overlap", 0, sync_every),
+            fragments=diloco.Named([[f"w{index}"] for index in range(num_fragments)]),
+            wait=draws.unit("waits") < 0.6, up=CODECS[draws.of("up", codecs)],
+            down=CODECS[draws.of("down", codecs)],
+            weight=draws.of("weight", ("uniform", "tokens", "tokens^2/steps", "discounted")),
+            quorum=QUORUMS.read({"type": quorum, **options}), partial=draws.of("partial", ("full", "scale")),
+            screen=diloco.NormOutliers() if draws.unit("screens") < 0.2 else None,
+            outer=outers[outer], outer_at=draws.of("outer_at", ("syncer", "syncer", "learners")),
+        )  # fmt: skip
+        method.rules(num_fragments)
+    except ConfigError:
+        return None
+    return method
+
+
+def told(plan: Plan, faults: Sequence[Fault]) -> str:
+    """A plan in a few lines."""
+    method = plan.method
+    head = (
+        f"seed {plan.seed}: {len(plan.step_s)} learners, {len(plan.sizes)} fragments, {plan.steps} steps, "
+        f"{method.quorum.to_dict()}, sync_every={method.sync_every}, overlap={method.overlap}, wait={method.wait}, "
+        f"up={method.up.name}, down={method.down.name}, outer={type(method.outer).__name__} at {method.outer_at}"
+    )
+    return "\n".join([head, *(f"  {fault}" for fault in faults)])

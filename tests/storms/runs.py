@@ -1,0 +1,91 @@
+"""Storms one after the other, and what is said of one that fails: the shortest list of its faults that does, and how
+to replay it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from tests.storms.invariants import BrokenInvariantError
+from tests.storms.plans import Fault, Plan, plan_of, told
+from tests.storms.world import Storm
+
+TRIES = 60
+"""Storms that are run to shorten the list of one's faults."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A storm in which something did not hold."""
+
+    plan: Plan
+    faults: tuple[Fault, ...]
+    at_s: float
+    error: Exception
+
+    def __str__(self) -> str:
+        kind = "" if isinstance(self.error, BrokenInvariantError) else f"{type(self.error).__name__}: "
+        kept = ",".join(str(self.plan.faults.index(fault)) for fault in self.faults)
+        return (
+            f"{told(self.plan, self.faults)}\n  at {self.at_s:.3f} s: {kind}{self.error}\n"
+            f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'"
+        )
+
+
+def run(plan: Plan, faults: Sequence[Fault]) -> Failure | None:
+    """One storm with these faults."""
+    storm = Storm(plan, faults)
+    try:
+        storm.run()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+        return Failure(plan, tuple(faults), storm.now_s, error)
+    return None
+
+
+def run_seed(seed: int) -> Failure | None:
+    """The storm of a seed; a failure comes with the shortest list of faults that was found."""
+    plan = plan_of(seed)
+    failure = run(plan, plan.faults)
+    return None if failure is None else shortest(failure)
+
+
+def shortest(failure: Failure) -> Failure:
+    """Leave faults out, ever smaller parts of them, while the storm still fails (delta debugging: Zeller and
+    Hildebrandt, 2002)."""
+    tries, num_parts = TRIES, 2
+    while len(failure.faults) > 0 and tries > 0:
+        faults = failure.faults
+        size = max(1, len(faults) // num_parts)
+        for begin in range(0, len(faults), size):
+            tries -= 1
+            if (shorter := run(failure.plan, faults[:begin] + faults[begin + size :])) is not None:
+                failure, num_parts = shorter, max(2, num_parts - 1)
+                break
+        else:
+            if size == 1:
+                break
+            num_parts = min(len(faults), 2 * num_parts)
+    return failure
+
+
+def failures(seeds: Sequence[int]) -> Iterator[Failure | None]:
+    """Of each seed, in order."""
+    with quiet():
+        for seed in seeds:
+            yield run_seed(seed)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """One thread for tensor work, and no warnings of evictions and the like."""
+    num_threads, before = torch.get_num_threads(), logging.root.manager.disable
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,109 @@
+"""Whole runs in virtual time, in which all goes wrong that can: a few hundred seeds, and those that once found a
+defect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.storms.invariants import BrokenInvariantError
+from tests.storms.plans import plan_of
+from tests.storms.runs import failures, quiet, run, run_seed, shortest
+from tests.storms.world import Storm
+
+from diloco.core.rounds import QUORUMS
+from diloco.core.session.outbox import Outbox
+from diloco.core.syncer import SyncerCore
+
+NUM_SEEDS, PER_TEST = 240, 40
+
+FOUND = {
+    43: "a session that leaves was woken endlessly at the time when its syncer becomes silent, to the bit",
+    81: "the same",
+    59: "learners that push several fragments at paces of their own, and wait, waited for each other for good",
+    377: "the same, after a restart under the same name",
+}
+"""Seeds that found a defect."""
+
+
+@pytest.mark.parametrize("first", range(1000, 1000 + NUM_SEEDS, PER_TEST))
+def test_storms(first: int) -> None:
+    assert [str(each) for each in failures(range(first, first + PER_TEST)) if each is not None] == []
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_seeds_that_found_a_defect(seed: int) -> None:
+    with quiet():
+        assert run_seed(seed) is None
+
+
+def test_a_storm_is_the_same_each_time() -> None:
+    def once() -> tuple[float, int, dict[Any, Any]]:
+        storm = Storm(plan_of(7))
+        storm.run()
+        return storm.now_s, storm.num_events, dict(storm.ledger.digests)
+
+    with quiet():
+        assert once() == once()
+
+
+def test_seeds_differ_in_all_that_is_drawn() -> None:
+    plans = [plan_of(seed) for seed in range(300)]
+    assert {type(plan.method.quorum) for plan in plans} == set(QUORUMS)
+    for name in ("up", "down", "outer", "outer_at", "partial", "weight", "wait"):
+        assert len({str(getattr(plan.method, name)) for plan in plans}) > 1
+    assert len({fault.kind for plan in plans for fault in plan.faults}) == 8
+
+
+def forgets_that_it_was_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.core.accounting.Accounting.is_known", lambda self, c: False)
+
+
+def never_sends_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Outbox.next
+    monkeypatch.setattr(
+        Outbox, "next", lambda self, boot: c if (c := take(self, 1)) is not None and boot == 1 else None
+    )
+
+
+def saves_nothing_of_learners(monkeypatch: pytest.MonkeyPatch) -> None:
+    def restore(self: SyncerCore, now: float, values: Any) -> None:
+        self.step = values["step"]
+
+    monkeypatch.setattr(SyncerCore, "restore", restore)
+
+
+@pytest.mark.parametrize("break_it", [forgets_that_it_was_merged, never_sends_again, saves_nothing_of_learners])
+def test_a_defect_is_found_and_its_faults_are_few(
+    break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    with quiet():
+        for seed in range(200):
+            plan = plan_of(seed)
+            failure = run(plan, plan.faults)
+            if failure is not None and len(plan.faults) > 2:
+                break
+        else:
+            pytest.fail("no storm has found it")
+        few = shortest(failure)
+        again = run(plan, few.faults)
+    assert again is not None
+    assert str(again) == str(few)
+    assert len(few.faults) < len(plan.faults)
+    assert f"python -m tests.storms {seed} --faults" in str(few)
+
+
+def test_what_storms_require_can_fail() -> None:
+    storm = Storm(plan_of(7))
+    with quiet():
+        storm.run()
+    with pytest.raises(BrokenInvariantError, match="went back"):
+        storm.ledger.published(0, 0)
+    held = storm.learners[0].processes[-1].client.held[0]
+    assert held is not None
+    held.theta.add_(torch.ones_like(held.theta))
+    with pytest.raises(BrokenInvariantError, match="other bits"):
+        storm.ledger.held("learner-0", held)

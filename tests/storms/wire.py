@@ -1,0 +1,176 @@
+"""The connections of one learner's process to the syncer: messages take their time, in order on one connection, and
+connections break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from diloco.core.session import calls
+from diloco.errors import UnreachableError
+from diloco.exchange.virtual.client import SimulatedDriver
+
+if TYPE_CHECKING:
+    from tests.storms.learners import Process
+    from tests.storms.world import Storm
+
+STALL_S = 12.0
+"""After so long without a byte, a transfer gives its connection up, and a syncer a learner's."""
+
+
+class _Connection:
+    """One connection to one process of the syncer.
+
+    Attributes:
+        is_open: bytes can be sent on it.
+        is_silent: what is sent on it is lost, and neither end knows.
+    """
+
+    def __init__(self, boot: int) -> None:
+        self.boot = boot
+        self.is_open, self.is_silent = True, False
+        self.calls: list[calls.Call] = []
+        self.broken: dict[int, Callable[[], None]] = {}  # by the call's identity
+        self.free_s = {"up": 0.0, "down": 0.0}
+
+
+class StormWire:
+    """As `client.Wire`. Each control connection is one, and transfers of one kind share one."""
+
+    def __init__(self, storm: Storm, process: Process, latency_s: float) -> None:
+        self._storm, self._process, self._latency_s = storm, process, latency_s
+        self._name = process.name
+        self._connections: dict[str, _Connection] = {}
+        self._of: dict[int, _Connection] = {}  # by the identity of the call that is open on it
+        self._frozen_until_s = 0.0
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def up(self, call: calls.Call, num_bytes: int, arrive: Callable[[SimulatedDriver], None]) -> None:
+        connection = self._dial(call)
+        if connection is None:
+            self._storm.after(self._delay("refused", 0), lambda: self._process.client.lost(call, gone()))
+            return
+
+        def arrives() -> None:
+            driver = self._storm.driver
+            if (
+                connection.is_open
+                and not connection.is_silent
+                and driver is not None
+                and self._storm.boot == connection.boot
+            ):
+                arrive(driver)
+
+        self._carry(connection, "up", num_bytes, arrives)
+
+    def down(self, call: calls.Call, num_bytes: int, arrive: Callable[[], None]) -> None:
+        connection = self._of.get(id(call))
+        if connection is None or not connection.is_open or connection.is_silent:
+            return
+
+        def arrives() -> None:
+            if connection.is_open and not connection.is_silent and self._process.is_alive:
+                arrive()
+
+        self._carry(connection, "down", num_bytes, arrives)
+
+    def _carry(self, connection: _Connection, direction: str, num_bytes: int, arrives: Callable[[], None]) -> None:
+        at_s = max(self._storm.now_s, self._frozen_until_s) + self._delay(direction, num_bytes)
+        at_s = connection.free_s[direction] = max(at_s, connection.free_s[direction])
+        self._storm.at(at_s, arrives)
+
+    def _delay(self, direction: str, num_bytes: int) -> float:
+        draws = self._storm.draws
+        jitter_s = draws.between(f"{self._name} {direction}", 0.0, self._latency_s)
+        is_slow = draws.unit(f"{self._name} {direction} is slow") < 0.03
+        slow_s = draws.between(f"{self._name} {direction} slow", 0.0, 2.0) if is_slow else 0.0
+        return self._latency_s + jitter_s + slow_s + 0.002 * num_bytes
+
+    def on_break(self, call: calls.Call, broken: Callable[[], None]) -> None:
+        if (connection := self._of.get(id(call))) is not None:
+            connection.broken[id(call)] = broken
+
+    def ended(self, call: calls.Call) -> None:
+        connection = self._of.pop(id(call), None)
+        if connection is not None:
+            connection.calls = [each for each in connection.calls if each is not call]
+            if isinstance(call, calls.Push):
+                connection.broken.pop(id(call), None)
+
+    def hang_up(self, connection: int) -> None:
+        if (it := self._connections.pop(f"control {connection}", None)) is not None:
+            self._break(it, knows_s=0.0)
+
+    def _dial(self, call: calls.Call) -> _Connection | None:
+        channel = _channel(call)
+        connection = self._connections.get(channel)
+        if connection is None or not connection.is_open:
+            if self._storm.driver is None:
+                return None
+            connection = self._connections[channel] = _Connection(self._storm.boot)
+        if id(call) not in self._of:
+            self._of[id(call)] = connection
+            connection.calls.append(call)
+        return connection
+
+    # --- faults -------------------------------------------------------------------------------------------------------
+
+    def _break(self, connection: _Connection, *, knows_s: float) -> None:
+        """The connection is gone. `knows_s`: after which time the learner knows; the syncer knows some time after."""
+        if not connection.is_open:
+            return
+        connection.is_open = False
+        open_calls, connection.calls = connection.calls, []
+        for call in open_calls:
+            self._storm.after(knows_s, lambda call=call: self._process.lost(call))  # type: ignore[misc]
+        broken, connection.broken = list(connection.broken.values()), {}
+        is_silent, boot = connection.is_silent, connection.boot
+        delay_s = STALL_S if is_silent else self._storm.draws.between(f"{self._name} syncer knows", 0.0, 1.0)
+
+        def tell() -> None:
+            if self._storm.driver is not None and self._storm.boot == boot:
+                for each in broken:
+                    each()
+
+        self._storm.after(delay_s, tell)
+
+    def cut(self) -> None:
+        """All connections break."""
+        connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            self._break(connection, knows_s=self._storm.draws.between(f"{self._name} learner knows", 0.0, 0.5))
+
+    def go_silent(self) -> None:
+        """All connections are half open."""
+        for connection in self._connections.values():
+            connection.is_silent = True
+            self._storm.after(STALL_S, partial(self._break, connection, knows_s=0.0))
+
+    def freeze(self, seconds: float) -> None:
+        """Messages stand still for some seconds."""
+        self._frozen_until_s = max(self._frozen_until_s, self._storm.now_s + seconds)
+
+    def syncer_died(self) -> None:
+        """Its connections are gone, and the learner hears of it at once."""
+        connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            connection.broken = {}
+            self._break(connection, knows_s=self._latency_s)
+
+
+def gone() -> UnreachableError:
+    """What a call over a connection that is gone fails with."""
+    return UnreachableError("the connection is gone.")
+
+
+def _channel(call: calls.Call) -> str:
+    match call:
+        case calls.Describe() | calls.Watch() | calls.Beat() | calls.Leave():
+            return f"control {call.connection}"
+        case calls.Push():
+            return "contributions"
+        case calls.Fetch(joining=False):
+            return "updates"
+    return "joins"
