@@ -14,8 +14,8 @@ from torch import Tensor
 from diloco.core.contribution import Contribution
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
-from diloco.core.session import SessionCore, calls
-from diloco.core.session.calls import Identity, Report, TellArrival, TellCall, TellRejection, TellStart
+from diloco.core.session import SessionCore, requests
+from diloco.core.session.requests import Identity, Report, TellArrival, TellCall, TellRejection, TellStart
 from diloco.errors import AlreadyInitialisedError, StaleIncarnationError, StoreError
 from diloco.exchange.virtual.client import News, SessionClient
 from diloco.run.ports import InitialModel
@@ -76,7 +76,7 @@ class Process:
         self._frozen_until_s = max(self._frozen_until_s, self._storm.now_s + seconds)
         self.wire.freeze(seconds)
 
-    def lost(self, call: calls.Call) -> None:
+    def lost(self, call: requests.Request) -> None:
         """A connection is gone."""
         self._awake(lambda: self.client.lost(call, gone()))
 
@@ -98,7 +98,7 @@ class Process:
             case TellStart() as start:
                 self._start(start)
                 return
-            case calls.Fail(error=error):
+            case requests.Fail(error=error):
                 self._failed(error)
                 return
             case TellArrival(fragment=fragment, version=version, merged=merged):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diloco.core.session import calls
+from diloco.core.session import requests
 from diloco.errors import UnreachableError
 from diloco.exchange.virtual.client import SimulatedDriver
 
@@ -30,7 +30,7 @@ class _Connection:
     def __init__(self, boot: int) -> None:
         self.boot = boot
         self.is_open, self.is_silent = True, False
-        self.calls: list[calls.Call] = []
+        self.calls: list[requests.Request] = []
         self.broken: dict[int, Callable[[], None]] = {}  # by the call's identity
         self.free_s = {"up": 0.0, "down": 0.0}
 
@@ -47,7 +47,7 @@ class StormWire:
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def up(self, call: calls.Call, num_bytes: int, arrive: Callable[[SimulatedDriver], None]) -> None:
+    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SimulatedDriver], None]) -> None:
         connection = self._dial(call)
         if connection is None:
             self._storm.after(self._delay("refused", 0), lambda: self._process.client.lost(call, gone()))
@@ -65,7 +65,7 @@ class StormWire:
 
         self._carry(connection, "up", num_bytes, arrives)
 
-    def down(self, call: calls.Call, num_bytes: int, arrive: Callable[[], None]) -> None:
+    def down(self, call: requests.Request, num_bytes: int, arrive: Callable[[], None]) -> None:
         connection = self._of.get(id(call))
         if connection is None or not connection.is_open or connection.is_silent:
             return
@@ -88,22 +88,22 @@ class StormWire:
         slow_s = draws.between(f"{self._name} {direction} slow", 0.0, 2.0) if is_slow else 0.0
         return self._latency_s + jitter_s + slow_s + 0.002 * num_bytes
 
-    def on_break(self, call: calls.Call, broken: Callable[[], None]) -> None:
+    def on_break(self, call: requests.Request, broken: Callable[[], None]) -> None:
         if (connection := self._of.get(id(call))) is not None:
             connection.broken[id(call)] = broken
 
-    def ended(self, call: calls.Call) -> None:
+    def ended(self, call: requests.Request) -> None:
         connection = self._of.pop(id(call), None)
         if connection is not None:
             connection.calls = [each for each in connection.calls if each is not call]
-            if isinstance(call, calls.Push):
+            if isinstance(call, requests.Push):
                 connection.broken.pop(id(call), None)
 
     def hang_up(self, connection: int) -> None:
         if (it := self._connections.pop(f"control {connection}", None)) is not None:
             self._break(it, knows_s=0.0)
 
-    def _dial(self, call: calls.Call) -> _Connection | None:
+    def _dial(self, call: requests.Request) -> _Connection | None:
         channel = _channel(call)
         connection = self._connections.get(channel)
         if connection is None or not connection.is_open:
@@ -165,12 +165,12 @@ def gone() -> UnreachableError:
     return UnreachableError("the connection is gone.")
 
 
-def _channel(call: calls.Call) -> str:
+def _channel(call: requests.Request) -> str:
     match call:
-        case calls.Describe() | calls.Watch() | calls.Beat() | calls.Leave():
+        case requests.Describe() | requests.Watch() | requests.Beat() | requests.Leave():
             return f"control {call.connection}"
-        case calls.Push():
+        case requests.Push():
             return "contributions"
-        case calls.Fetch(joining=False):
+        case requests.Fetch(joining=False):
             return "updates"
     return "joins"

@@ -22,7 +22,7 @@ from diloco.exchange.virtual.replicas import Replicas
 from diloco.run.driver import Driver
 from diloco.run.ports import InitialModel, Json, MergedRound, NullObserver, Observer, Ports, RunMethod
 from diloco.run.simulated import POINTS, MemorySlot, MemorySpool, MemoryStore, SimulatedDisk, SimulatedWorker
-from diloco.run.tensors import TensorJobs
+from diloco.run.tensor_jobs import TensorJobs
 
 PATIENCE_S = 120.0
 """Bound of what may take time after the last fault: a learner's next step, and the end of a round that has enough
@@ -130,7 +130,7 @@ class Storm:
             return
         rounds, at_least = self.driver.core.rounds, self.plan.method.quorum.at_least
         for fragment, version in enumerate(self.driver.state.versions):
-            self._moves(fragment, version if len(rounds.round_of(fragment)[0]) >= at_least else None)
+            self._moves(fragment, version if len(rounds.roster(fragment)[0]) >= at_least else None)
 
     def _moves(self, what: object, at: object) -> None:
         """`at`: where it is; None: it need not go on."""

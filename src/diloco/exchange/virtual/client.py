@@ -88,7 +88,7 @@ class SessionClient:
     def __init__(
         self, core: SessionCore, wire: Wire, clock: Callable[[Callable[[], None]], ClockPort], layout: Layout,
         replicas: Replicas,
-        *, initial: Callable[[], InitialModel[HeldFragment]], ready: bool, overlap: int | None,
+        *, initial: Callable[[], InitialModel[HeldFragment]], ready: bool, overlap: int | None = None,
         on_news: Callable[[News], None],
     ) -> None:  # fmt: skip
         self.core = core
