@@ -13,7 +13,10 @@ import diloco
 from diloco import Learner, Method
 from diloco.errors import DilocoError
 from diloco.exchange.base import Exchange
+from diloco.exchange.local import Local
 
+STAYS_S = 10_000.0
+"""Virtual seconds that a learner stays for the others, of which one may be behind by the time of its transfers."""
 LEARNERS = 3
 
 
@@ -135,6 +138,8 @@ def live(scenario: Scenario, part: int, index: int, exchange: Exchange, carried:
             carried["model"] = {name: value.clone() for name, value in model.state_dict().items()}
             carried["optimizer"] = optimizer.state_dict()
         result = finish(model, learner)
+        if isinstance(exchange, Local):  # one that has left is no part of what eager learners expect a mean to be of
+            exchange.rest(STAYS_S)
         learner.close()
     exchange.close()
     return result

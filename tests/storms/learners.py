@@ -153,19 +153,19 @@ class Process:
     def _resume(self, start: TellStart, checkpoint: dict[str, Any]) -> None:
         """As `learner.state_dict.resume` does over a syncer."""
         assert self.core is not None
-        newest = [work["version"] for work in checkpoint["fragments"]]
+        newest = [work["version"] for work in checkpoint["core"]["fragments"]]
+        for fragment, version in checkpoint["received"]:
+            newest[fragment] = max(newest[fragment], version)
         if tuple(newest) != start.versions:
-            self.core.rejoined(
-                start.versions,
-                start.step if start.awaited else max(start.step, checkpoint["step"]),
-                awaited=start.awaited,
-            )
+            step = start.step if start.awaited else max(start.step, checkpoint["core"]["step"])
+            self.core.rejoined(start.versions, step, awaited=start.awaited)
             return
-        self.core.load_state_dict(deepcopy(checkpoint))
-        for work in self.core.fragments:
-            work.received.clear()
+        self.core.load_state_dict(deepcopy(checkpoint["core"]))
         self.core.forget_in_flight(keep_work=False)
         self.core.reincarnated()
+        self._received = dict(checkpoint["received"])
+        for fragment, version in self._received:
+            self.core.received(fragment, version, 0)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +202,14 @@ class Process:
         self._report()
         self._settle()
         if core.step % CHECKPOINT_STEPS == 0 and self.is_alive:
-            self._learner.checkpoints.append(deepcopy(core.state_dict()))
+            self._save()
+
+    def _save(self) -> None:
+        """A checkpoint; of scheduled rounds, once all answers in flight are here."""
+        assert self.core is not None
+        if all(answer in self._received for answer in self.core.answers_on_their_way()):
+            state = {"core": deepcopy(self.core.state_dict()), "received": dict(self._received)}
+            self._learner.checkpoints.append(state)
 
     def _send(self, send: Send) -> None:
         core, f = self.core, send.fragment

@@ -173,7 +173,7 @@ class Local(Exchange):
         return self._run.has_model
 
     def rest(self, seconds: float) -> None:
-        """Let virtual time pass, before joining."""
+        """Let virtual time pass: before joining, or before leaving."""
         self._run.time.rest(self._index, self.now_s + seconds)
 
     # --- joining ------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Local(Exchange):
         initialises = run.initialises(self._index, self)
         core = SessionCore(
             Identity(RUN, name, run.next_process()), len(layout.fragments), at_least=method.quorum.at_least,
-            reports_every_step=True, initialises=initialises, heartbeat_s=math.inf,
+            reports_every_step=True, initialises=initialises, heartbeat_s=math.inf, shortest_s=0.0,
         )  # fmt: skip
         model = initial() if initialises else None  # in this learner's turn
 
@@ -293,7 +293,10 @@ class Local(Exchange):
 
     @property
     def num_live(self) -> int:
-        return 1 if self._standing is None else self._standing.num_live
+        """Members as the syncer has them now, those included that connect again after the run went back in time."""
+        if self._standing is None or self._run.driver is None:
+            return 1
+        return sum(not member.finished for member in self._run.driver.core.members.values())
 
     @property
     def sync_every(self) -> int | None:
@@ -305,7 +308,8 @@ class Local(Exchange):
 
     @property
     def run_tokens(self) -> int | None:
-        return None if self._standing is None else self._standing.run_tokens
+        """As the syncer has it now."""
+        return None if self._standing is None or self._run.driver is None else self._run.driver.state.run_tokens
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

@@ -113,7 +113,8 @@ class Learner:
         if self._exchanges_gradients:
             self._core.credit(tokens)
             self._boundary.report()
-            self._exchange.boundary()
+            while self._exchange.boundary():
+                self._boundary.receive()
         else:
             self._boundary.after_step(tokens)
         timing.step_ends()

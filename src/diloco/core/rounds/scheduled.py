@@ -228,10 +228,11 @@ class ScheduledSyncer(SyncerRounds):
                 continue
             if self._lacks_learners(other):
                 return True
-            if other.step <= round_.step:
+            sent = other.contributions[member.learner].step
+            if sent <= round_.step:
                 continue
             missing = [members[each] for each in other.members - other.contributions.keys() if each in members]
-            if not any(self._may_have_sent(each, other.step) for each in missing):
+            if not any(self._may_have_sent(each, sent) for each in missing):
                 return True
         return False
 

@@ -28,14 +28,17 @@ class Heartbeat:
     Arguments:
         reports_every_step: the syncer has to hear of every inner step at once.
         every_s: between two heartbeats while nothing changes.
+        shortest_s: between any two heartbeats.
 
     Attributes:
         report: what the next one says.
     """
 
-    def __init__(self, *, reports_every_step: bool, every_s: float = HEARTBEAT_S) -> None:
+    def __init__(
+        self, *, reports_every_step: bool, every_s: float = HEARTBEAT_S, shortest_s: float = SHORTEST_S
+    ) -> None:
         self.report = Report()
-        self._reports_every_step, self._every_s = reports_every_step, every_s
+        self._reports_every_step, self._every_s, self._shortest_s = reports_every_step, every_s, shortest_s
         self._answer_time = StallTimeout(ANSWER_FLOOR_S, ANSWER_CAP_S)
         self._began_at = -math.inf
         self._due_at = math.inf
@@ -44,8 +47,8 @@ class Heartbeat:
         """The content of the next heartbeats."""
         is_first = self.report.tokens == 0 and report.tokens > 0
         waits_or_waited = report.waiting or self.report.waiting
-        has_stepped = self._reports_every_step and report.step > self.report.step
-        if is_first or waits_or_waited or has_stepped or report.finished:
+        has_worked = (report.step, report.tokens) > (self.report.step, self.report.tokens)
+        if is_first or waits_or_waited or report.finished or (self._reports_every_step and has_worked):
             self.urge()
         self.report = report
 
@@ -70,7 +73,7 @@ class Heartbeat:
     @property
     def due_at(self) -> float:
         """When the next one is due; infinite while one is under way."""
-        return max(self._due_at, self._began_at + SHORTEST_S)
+        return max(self._due_at, self._began_at + self._shortest_s)
 
     @property
     def timeout_s(self) -> float:

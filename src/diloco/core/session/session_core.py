@@ -28,7 +28,7 @@ from diloco.core.contribution import Contribution, Standing, Verdict
 from diloco.core.session import requests
 from diloco.core.session.departure import GONE_TIMEOUT_S, Departure
 from diloco.core.session.entrance import Entrance
-from diloco.core.session.heartbeat import HEARTBEAT_S, Heartbeat
+from diloco.core.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
 from diloco.core.session.lanes import Lane, Lanes
 from diloco.core.session.model_cache import NOTHING, ModelCache
 from diloco.core.session.outbox import Outbox
@@ -63,6 +63,7 @@ class SessionCore:
         at_least: learners that must be there before this one starts.
         reports_every_step: the syncer has to hear of every inner step at once.
         heartbeat_s: between two heartbeats while nothing changes; infinite where no message is ever lost.
+        shortest_s: between any two heartbeats.
         initialises: this learner gives the run its model.
         join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
 
@@ -81,6 +82,7 @@ class SessionCore:
         at_least: int = 1,
         reports_every_step: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
+        shortest_s: float = SHORTEST_S,
         initialises: bool = False,
         join_timeout_s: float | None = None,
     ) -> None:
@@ -91,7 +93,7 @@ class SessionCore:
         self._num_fragments, self._at_least = num_fragments, at_least
         self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
         self._lanes, self._departure = Lanes(), Departure()
-        self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s)
+        self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s, shortest_s=shortest_s)
         self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
         self._boot: int | None = None
         self._welcome: Standing | None = None  # of the stream of notices that is open
