@@ -3,6 +3,7 @@ does not run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,10 +14,7 @@ import diloco
 from diloco import Learner, Method
 from diloco.errors import DilocoError
 from diloco.exchange.base import Exchange
-from diloco.exchange.local import Local
 
-STAYS_S = 10_000.0
-"""Virtual seconds that a learner stays for the others, of which one may be behind by the time of its transfers."""
 LEARNERS = 3
 
 
@@ -106,8 +104,19 @@ def train_step(
     learner.step(tokens=tokens and tokens + 7 * index)
 
 
-def live(scenario: Scenario, part: int, index: int, exchange: Exchange, carried: dict[str, Any]) -> Result:
-    """A learner's life, or the part of it before or after a restart; `carried` is what it saved in between."""
+def live(
+    scenario: Scenario,
+    part: int,
+    index: int,
+    exchange: Exchange,
+    carried: dict[str, Any],
+    all_end: Callable[[], None] = lambda: None,
+) -> Result:
+    """A learner's life, or the part of it before or after a restart; `carried` is what it saved in between.
+
+    `all_end` waits until the others have trained too: one that has left is no part of what eager learners expect a mean
+    to be of.
+    """
     method = Method.from_dict(scenario.method)
     if scenario.fault == "method" and index == 1:
         method = replace(method, sync_every=method.sync_every + 1)
@@ -138,8 +147,7 @@ def live(scenario: Scenario, part: int, index: int, exchange: Exchange, carried:
             carried["model"] = {name: value.clone() for name, value in model.state_dict().items()}
             carried["optimizer"] = optimizer.state_dict()
         result = finish(model, learner)
-        if isinstance(exchange, Local):  # one that has left is no part of what eager learners expect a mean to be of
-            exchange.rest(STAYS_S)
+        all_end()
         learner.close()
     exchange.close()
     return result

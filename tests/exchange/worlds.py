@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.processes import start_module
 import diloco
 from diloco import Method
 from diloco.exchange.base import Exchange
-from diloco.exchange.local import Lost, run_virtual
+from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun
 from diloco.exchange.virtual.run import World as VirtualWorld
 from diloco.planning.network import Network
@@ -43,7 +44,11 @@ SYNCERS = 8
 World = Callable[[Sequence[Scenario], Path], dict[str, list[Result]]]
 
 
-RunLearners = Callable[[Callable[[int, Exchange], Result]], list[Result]]
+RunLearners = Callable[[Callable[[int, Local], Result]], list[Result]]
+
+
+STAYS_S = 10_000.0
+"""Virtual seconds that a learner stays for the others, of which one may be behind by the time of its transfers."""
 
 
 def in_process(scenarios: Sequence[Scenario], _: Path) -> dict[str, list[Result]]:
@@ -87,8 +92,8 @@ def _local(scenario: Scenario, run_learners: RunLearners) -> list[Result]:
     results: list[Result] = []
     for part in range(scenario.parts):
 
-        def life(index: int, exchange: Exchange, part: int = part) -> Result:
-            return live(scenario, part, index, exchange, carried[index])
+        def life(index: int, exchange: Local, part: int = part) -> Result:
+            return live(scenario, part, index, exchange, carried[index], lambda: exchange.rest(STAYS_S))
 
         try:
             results = run_learners(life)
@@ -207,14 +212,24 @@ def _exchanges(directory: Path, rank: int, world_size: int) -> Callable[[str, in
 def _main(directory: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     exchange = _exchanges(directory, rank, world_size)
+    store = torch.distributed.FileStore(str(directory / "meeting"), world_size)
+
+    def meet(place: str) -> None:
+        """Until all processes are there."""
+        store.set(f"{place} {rank}", "")
+        store.wait([f"{place} {other}" for other in range(world_size)])
+
     for values in json.loads((directory / "scenarios.json").read_text()):
         scenario = Scenario(**values)
         carried: dict[str, Any] = {}
         for part in range(scenario.parts):
+            place = f"{scenario.name} {part}"
+            wait = [] if scenario.fault else [partial(meet, f"{place} ends")]
             try:
-                result = live(scenario, part, rank, exchange(scenario.name, part), carried)
+                result = live(scenario, part, rank, exchange(scenario.name, part), carried, *wait)
             except FAILURES as error:
                 result = failed(error)
+            meet(f"{place} has ended")
             write(directory, scenario.name, rank, result)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
