@@ -354,6 +354,20 @@ def test_a_rejection_that_a_broken_stream_swallowed_is_heard_with_the_next_heart
     assert it.beat().confirmed == (1, 0)
 
 
+def test_an_older_standing_that_was_overtaken_is_not_news() -> None:
+    it = Script().start()
+    older, newer = (replace(it.standing, order=order, num_live=order, versions=(0, 0)) for order in (2, 3))
+    it.notice(order=newer.order, num_live=newer.num_live)
+    it.until(requests.Beat)
+    it.standing = older
+    it.beat()
+    assert it.core.standing == newer
+    it.until(requests.Beat)
+    it.boot = 2  # another process of the syncer counts from the beginning
+    it.beat()
+    assert it.core.standing == older
+
+
 def test_a_rejection_that_is_heard_again_and_again_is_told_once() -> None:
     it = Script().start()
     it.offer(1)

@@ -89,6 +89,7 @@ class Line:
 
     def standing(self, standing: Standing) -> None:
         assert not self.has_ended
+        assert not self.heard or standing.order > self.heard[-1].order
         self.heard.append(standing)
 
     def evicted(self, reason: str, *, replaced: bool) -> None:

@@ -105,6 +105,7 @@ class Standing:
         calls: (fragment, version) of the calls for work that it has not answered.
         verdicts: those of its incarnation that it has not confirmed, by fragment and number.
         drained: the run's pool has no place for it any more (`core.pool`): it sends its last work, and leaves.
+        order: ascending for one process of the syncer: of two that overtook each other on the way, the higher is true.
     """
 
     step: int
@@ -116,3 +117,4 @@ class Standing:
     calls: tuple[tuple[int, int], ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     drained: bool = False
+    order: int = 0

@@ -111,6 +111,7 @@ class Driver(Generic[H, S, P]):
         self._beginnings: deque[tuple[InitialModel[H], Callable[[DilocoError | None], None]]] = deque()
         self._processes: dict[str, int] = {}  # the newest of each learner, since this driver started
         self._num_closing = 0
+        self._num_standings = 0
         self._wake_at_s = math.inf
         self._no_room: tuple[float, str] = (-math.inf, "")
         self._is_stopping = False
@@ -142,7 +143,10 @@ class Driver(Generic[H, S, P]):
         return self._standing(learner, self.num_live)
 
     def _standing(self, learner: str, num_live: int) -> Standing:
-        return replace(self.core.standing(learner), num_live=num_live, run_tokens=self.state.run_tokens)
+        self._num_standings += 1
+        return replace(
+            self.core.standing(learner), num_live=num_live, run_tokens=self.state.run_tokens, order=self._num_standings
+        )
 
     def fetch(self, fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Fetched[H, P]:
         """The update that follows version `base`, or the newest whole fragment where that is not kept.

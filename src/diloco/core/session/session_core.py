@@ -277,10 +277,12 @@ class SessionCore:
         if boot != self._boot:  # it may lack what another process has acknowledged
             self._boot = boot
             self._lanes.send.reset()
-        self.standing = standing
-        self._cache.published(standing.versions)
+            self.standing = None
+        if self.standing is None or self.standing.order <= standing.order:  # answers and notices overtake each other
+            self.standing = standing
+            self._cache.published(standing.versions)
         actions = self._take(standing.verdicts)
-        actions += self._tell_calls(standing) if self.phase == "running" else self._start()
+        actions += self._tell_calls(self.standing) if self.phase == "running" else self._start()
         return actions + self._go_on(now)
 
     def _take(self, verdicts: Iterable[Verdict]) -> Actions:

@@ -86,6 +86,7 @@ def standing_of(message: pb.Standing) -> Standing:
         tuple((call.fragment, call.version) for call in message.calls),
         verdicts_of(message.verdicts),
         message.drained,
+        message.order,
     )
 
 

@@ -195,7 +195,7 @@ class Call(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Standing(_message.Message):
-    __slots__ = ("step", "start_step", "run_tokens", "num_live", "sync_every", "versions", "calls", "verdicts", "drained")
+    __slots__ = ("step", "start_step", "run_tokens", "num_live", "sync_every", "versions", "calls", "verdicts", "drained", "order")
     STEP_FIELD_NUMBER: _ClassVar[int]
     START_STEP_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,7 @@ class Standing(_message.Message):
     CALLS_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     step: int
     start_step: int
     run_tokens: int
@@ -214,7 +215,8 @@ class Standing(_message.Message):
     calls: _containers.RepeatedCompositeFieldContainer[Call]
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
     drained: bool
-    def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ...) -> None: ...
+    order: int
+    def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ..., order: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation")
