@@ -705,9 +705,10 @@ def test_a_finished_learner_tells_a_new_process_so_once_that_has_its_contributio
     assert it.beat().report.finished
     it.boot = 2
     it.until(requests.Beat)
-    it.beat()
+    assert it.beat().boot == 1
     it.until(requests.Beat)
-    assert not it.beat().report.finished
+    beat = it.beat()
+    assert (beat.boot, beat.report.finished) == (2, False)
     it.push()
     it.until(requests.Beat)
     assert it.beat().report.finished

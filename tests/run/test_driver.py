@@ -255,6 +255,23 @@ def test_a_contribution_that_finds_no_room_is_taken_later() -> None:
     assert scene.driver.status()["waits_for"] is None
 
 
+def test_a_learner_that_had_finished_before_a_restart_may_still_send_what_the_driver_lacks() -> None:
+    """Its first heartbeat names the driver it knows; a round closed without it would reject its last contribution."""
+    scene = started("a", "b")
+    scene.push(contribution("a"))
+    scene.beat("a", 4, finished=True)
+    scene.settle()
+    scene.restart()
+    scene.beat("a", 4, finished=True, boot=scene.boot - 1)
+    assert scene.push(contribution("b")) is None
+    scene.settle()
+    assert scene.driver.state.versions == (0, 0)
+    assert scene.push(contribution("a")) is None
+    scene.settle()
+    assert scene.driver.state.versions == (1, 0)
+    assert [(it.number, it.reason) for it in scene.driver.standing("a").verdicts] == [(1, None)]
+
+
 # --- a disk that refuses ----------------------------------------------------------------------------------------------
 
 

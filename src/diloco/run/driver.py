@@ -255,11 +255,13 @@ class Driver(Generic[H, S, P]):
 
     def heartbeat(
         self, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool,
-        finished: bool = False, versions: Sequence[int] = (), confirmed: Sequence[int] = (),
+        finished: bool = False, boot: int = 0, versions: Sequence[int] = (), confirmed: Sequence[int] = (),
     ) -> Standing:  # fmt: skip
         """A heartbeat; returns the learner's standing.
 
         Arguments:
+            boot: the driver that has all contributions of a learner that has `finished`; another one may lack some, so
+                that the learner has not finished for it.
             versions: the newest that the learner has, by fragment.
             others: as in `SyncerCore.heartbeat`.
 
@@ -274,7 +276,7 @@ class Driver(Generic[H, S, P]):
         )  # fmt: skip
         actions = core.heartbeat(
             self._clock.now_s(), learner, incarnation, step=step, tokens=tokens, step_s=step_s, waiting=waiting,
-            finished=finished, confirmed=tuple(confirmed),
+            finished=finished and boot == self.boot, confirmed=tuple(confirmed),
         )  # fmt: skip
         self._status.heard(learner, incarnation, versions)
         self._execute(actions)

@@ -104,6 +104,7 @@ class Beat:
     answer.
 
     Attributes:
+        boot: the process of the syncer that has all contributions of a finished learner; 0: none is known.
         versions: of each fragment, the newest that this learner has.
         confirmed: by fragment, the verdicts on all contributions up to this number are known.
     """
@@ -112,6 +113,7 @@ class Beat:
     connection: int
     timeout_s: float
     report: Report
+    boot: int
     versions: tuple[int, ...]
     confirmed: tuple[int, ...]
 

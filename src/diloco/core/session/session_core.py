@@ -278,6 +278,8 @@ class SessionCore:
             self._boot = boot
             self._lanes.send.reset()
             self.standing = None
+            if self._heartbeat.report.finished:  # the heartbeat before was not meant for this process
+                self._heartbeat.urge()
         if self.standing is None or self.standing.order <= standing.order:  # answers and notices overtake each other
             self.standing = standing
             self._cache.published(standing.versions)
@@ -372,7 +374,8 @@ class SessionCore:
             return None
         self._heartbeat.began(now)
         versions, confirmed = tuple(self._cache.held), self._outbox.confirmed
-        return requests.Beat(self.who, connection, self._heartbeat.timeout_s, self._report, versions, confirmed)
+        boot, timeout_s = self._boot or 0, self._heartbeat.timeout_s
+        return requests.Beat(self.who, connection, timeout_s, self._report, boot, versions, confirmed)
 
     @property
     def _report(self) -> Report:

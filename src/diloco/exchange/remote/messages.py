@@ -60,6 +60,7 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         finished=report.finished,
         versions=[max(version, 0) for version in beat.versions],
         confirmed=beat.confirmed,
+        boot=beat.boot,
     )
 
 

@@ -227,7 +227,8 @@ class SessionClient:
             case requests.Beat(who=who, report=report):
                 standing = driver.heartbeat(
                     who.learner, who.incarnation, step=report.step, tokens=report.tokens, step_s=report.step_s,
-                    waiting=report.waiting, finished=report.finished, versions=call.versions, confirmed=call.confirmed,
+                    waiting=report.waiting, finished=report.finished, boot=call.boot, versions=call.versions,
+                    confirmed=call.confirmed,
                 )  # fmt: skip
                 reply((driver.boot, standing))
             case requests.Leave(who=who, tokens=tokens):
