@@ -257,7 +257,7 @@ def test_a_contribution_that_finds_no_room_is_taken_later() -> None:
 
 def test_a_learner_that_had_finished_before_a_restart_may_still_send_what_the_driver_lacks() -> None:
     """Its first heartbeat names the driver it knows; a round closed without it would reject its last contribution."""
-    scene = started("a", "b")
+    scene = started("a", "b", method=scheduled(at_least=1))
     scene.push(contribution("a"))
     scene.beat("a", 4, finished=True)
     scene.settle()
