@@ -21,7 +21,7 @@ import diloco
 from diloco import events
 from diloco.core.contribution import Contribution
 from diloco.core.members import Deadlines
-from diloco.errors import DilocoError, RestartedError
+from diloco.errors import DilocoError, RestartedError, UnreachableError
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire.frames import bytes_of
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
@@ -227,6 +227,27 @@ def test_a_syncer_that_cannot_watch_deadlines_any_more_ends(tmp_path: Path) -> N
         with pytest.raises(ArithmeticError, match="a defect"):
             syncer.wait(stop)
         limit.cancel()
+        raw.connection.close()
+
+
+def test_an_event_that_ends_in_a_defect_is_the_last_one(tmp_path: Path) -> None:
+    """It may be executed in part. The learner is told to ask the next process."""
+
+    class Broken(Deadlines):
+        def ends_at(self, member: Any) -> float:
+            if member.step == 666:
+                raise ArithmeticError("a defect")
+            return super().ends_at(member)
+
+    with start(tmp_path, method(), deadlines=Broken()) as syncer:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        raw.join()
+        for step in (666, 667):
+            with pytest.raises(UnreachableError, match="the syncer stops"):
+                raw.beat(step=step)
+        with pytest.raises(ArithmeticError, match="a defect"):
+            syncer.wait(threading.Event())
         raw.connection.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.syncer.runs import Raw, layout, method, start, status_of
 
-from diloco.errors import StaleIncarnationError, StoreError
+from diloco.errors import NoRoomError, StaleIncarnationError, StoreError
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.syncer.spool import Slot, Spool
 
@@ -75,6 +75,13 @@ def test_an_empty_payload_needs_no_budget(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="free disk space or raise spool_bytes"):
         Spool(tmp_path / "gone", 0).allocate(SIZE).buffer  # noqa: B018 - room on a disk is made when it is used
+
+
+def test_memory_that_is_refused_is_not_taken(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 1 << 62)
+    with pytest.raises(NoRoomError, match="lower spool_bytes"):
+        spool.allocate(1 << 60)
+    assert spool.held_bytes == 0
 
 
 def test_a_learner_replaced_while_it_sends_leaves_no_room_taken(tmp_path: Path) -> None:

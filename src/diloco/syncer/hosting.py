@@ -18,7 +18,7 @@ from diloco.core.held import HeldFragment
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.pool import Pool
-from diloco.errors import PayloadError, StoreError, UnreachableError
+from diloco.errors import DilocoError, PayloadError, StoreError, UnreachableError
 from diloco.run.driver import Driver
 from diloco.run.ports import Done, InitialModel, Json, MergedRound, Ports, RunMethod
 from diloco.run.tensor_jobs import TensorJobs
@@ -174,8 +174,7 @@ class HostedDriver:
         self._changed = threading.Condition(threading.RLock())
         self._asking: set[Future[Any]] = set()
         self._is_stopped = False
-        self.failure: BaseException | None = None
-        """What ended the driver: without it no round is merged and no learner evicted."""
+        self._failure: BaseException | None = None
         self.jobs = TensorJobs(method)
         self._threads = [
             Threads(f"syncer-{name}", num_threads, self._event, self._failed)
@@ -195,9 +194,23 @@ class HostedDriver:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def ask(self, event: Callable[[SyncerDriver], T]) -> T:
-        """One event of the driver; returns or raises what it does."""
+        """One event of the driver; returns what it does.
+
+        Raises:
+            DilocoError: the driver refuses. UnreachableError: it has failed, in this event or before: an event that
+                ends in a defect may be executed in part, so that no other may follow.
+        """
         with self._changed:
-            answer = event(self._driver)
+            if self.failure is not None:
+                raise _stopped()
+            try:
+                answer = event(self._driver)
+            except DilocoError:
+                raise
+            except BaseException as error:
+                log.critical("an event of the syncer failed", exc_info=error)
+                self._failed(error)
+                raise _stopped() from error
             self._changed.notify_all()
             return answer
 
@@ -225,7 +238,7 @@ class HostedDriver:
 
     def _event(self, event: Callable[[], None]) -> None:
         with self._changed:
-            if not self._is_stopped:
+            if not self._is_stopped and self.failure is None:
                 event()
             self._changed.notify_all()
 
@@ -239,7 +252,8 @@ class HostedDriver:
     def stop(self) -> None:
         """Finish merges and writes under way, but do not wait for a disk that refuses; then end connections and
         threads."""
-        self.ask(lambda driver: driver.stop())
+        with self._changed:
+            self._driver.stop()
         self.drain()
         self._ticker.stop()
         with self._changed:
@@ -255,14 +269,18 @@ class HostedDriver:
             threads.stop()
 
     def raise_failure(self) -> None:
-        """Raise what a job or a tick failed with, if one did."""
-        failure = self.failure or self._ticker.failure
-        if failure is not None:
-            raise failure
+        """Raise what ended the driver, if a defect did."""
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the driver: without it no round is merged and no learner evicted."""
+        return self._failure or self._ticker.failure
 
     def _failed(self, error: BaseException) -> None:
         with self._changed:
-            self.failure = self.failure or error
+            self._failure = self._failure or error
             self._changed.notify_all()
 
 

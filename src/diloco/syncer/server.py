@@ -138,9 +138,10 @@ class Syncer:
         self._append_traffic()
         if self._sockets is not None:
             self._sockets.close()
-        step, tokens = self.driver.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
-        seconds = time.time() - self._started_at
-        self._events.append(events.Finished(steps=step, tokens=tokens, seconds=seconds, reason="stopped"))
+        if self.driver.failure is None:
+            step, tokens = self.driver.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
+            seconds = time.time() - self._started_at
+            self._events.append(events.Finished(steps=step, tokens=tokens, seconds=seconds, reason="stopped"))
         self._metrics.close()
         self._events.close()
         self._store.close()

@@ -74,7 +74,11 @@ class Spool:
         return self._held_bytes
 
     def allocate(self, num_bytes: int) -> Slot:
-        """Room for `num_bytes`, in memory or to be made on disk; returns at once."""
+        """Room for `num_bytes`, in memory or to be made on disk; returns at once.
+
+        Raises:
+            NoRoomError: the process gets no memory.
+        """
         with self._lock:
             if self._held_bytes + num_bytes > self._budget_bytes and num_bytes > 0:
                 return Slot(num_bytes, None, self._map)
@@ -83,7 +87,15 @@ class Spool:
             if used is not None:
                 return Slot(num_bytes, self._free.pop(used), self._map)
             self._keep_within_budget()
-        return Slot(num_bytes, room(num_bytes), self._map)
+        try:
+            return Slot(num_bytes, room(num_bytes), self._map)
+        except (MemoryError, OSError) as error:
+            with self._lock:
+                self._held_bytes -= num_bytes
+            raise NoRoomError(
+                f"the syncer gets no memory for a contribution of {num_bytes} bytes ({error}); lower spool_bytes, so "
+                "that more of them wait on disk."
+            ) from error
 
     def release(self, slot: Slot) -> None:
         """The payload is not needed any more: no tensor over it may be used from here on."""
