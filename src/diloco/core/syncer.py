@@ -115,7 +115,7 @@ class SyncerCore:
             "fragment_steps": steps,
             "members": members,
             "accounts": accounts,
-            "rounds": self.rounds.saved(),
+            "rounds": self.rounds.saved(storing),
         }
         return Record(self._serial, values)
 
@@ -230,6 +230,10 @@ class SyncerCore:
             member.progressed_at += seconds
             if member.broken_at is not None:
                 member.broken_at += seconds
+        for state in self.fragments:
+            if state.closing is not None:
+                state.closing = replace(state.closing, closed_at=state.closing.closed_at + seconds)
+        self.rounds.stood_still(seconds)
 
     # --- contributions ------------------------------------------------------------------------------------------------
 

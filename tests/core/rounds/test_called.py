@@ -93,12 +93,46 @@ def test_a_turn_is_not_called_again_after_a_restart() -> None:
     run = Run(method(NO_GRACE))
     run.step("abc", 8)
     assert rounds(run).clock < 8
-    run.send("a")
-    run.close("a")
+    for _ in range(2):  # the turns at 4 and 8
+        run.send("a")
+        run.close("a")
     run.core = restarted(run.core, run.core.saved(), 0.0)
     assert rounds(run).clock == pytest.approx(8)
     assert run.step("abc", 3) == []
     assert run.step("abc") == [Tell(("a", "b", "c"))]  # at 12
+
+
+@pytest.mark.parametrize("phase", ["called", "merging"])
+def test_a_round_that_was_under_way_is_called_again_after_a_restart(phase: str) -> None:
+    """Its turn counts until its version is durable: the fragment would wait for twice H."""
+    run = Run(method(NO_GRACE))
+    run.step("abc", 5)
+    assert run.calls("b") == ((0, 0),)
+    if phase == "merging":
+        run.send("a")
+    assert run.phase == {"called": "open", "merging": "merging"}[phase]
+    run.core = restarted(run.core, run.core.saved(), 0.0)
+    assert run.step("a") == [Tell(("a", "b", "c"))]
+    assert run.calls("b") == ((0, 0),)
+
+
+def test_a_grace_window_does_not_pass_while_the_syncer_stands_still() -> None:
+    run = Run(method(Called(at_least=1, grace_cap_s=5.0)))
+    run.step("abc", 5)
+    run.send("a")
+    [wake] = [action for action in run.core.tick(run.now) if isinstance(action, WakeAt)]
+    run.core.stood_still(100.0)
+    assert run.core.tick(run.now + 100.0) == [WakeAt(pytest.approx(wake.at + 100.0))]
+
+
+def test_standing_still_is_no_part_of_the_time_that_a_synchronisation_takes() -> None:
+    run = Run(method(NO_GRACE))
+    run.step("abc", 5)
+    run.send("a")
+    run.core.stood_still(100.0)
+    run.now += 100.0
+    run.close("a")
+    assert rounds(run).pace.sync_s == pytest.approx(0.0)
 
 
 def test_the_pace_survives_a_restart() -> None:

@@ -236,9 +236,12 @@ class SyncerRounds(ABC):
         """Times at which open rounds must be decided again even without an event, in seconds."""
         return ()
 
-    def saved(self) -> dict[str, Any]:
+    def stood_still(self, seconds: float) -> None:  # noqa: B027
+        """The syncer process did not run for this long: times that are measured from begin later."""
+
+    def saved(self, storing: int | None) -> dict[str, Any]:
         """State as plain values (JSON), without members (`saved_of`) and open rounds (their contributions are sent
-        again)."""
+        again). `storing`: the fragment whose closed round counts as published."""
         return {}
 
     def restore(self, values: Mapping[str, Any]) -> None:  # noqa: B027

@@ -137,12 +137,14 @@ class _Turns:
 
     Attributes:
         turn: the run clock at which the fragment is called next.
+        begun: the turn of the round under way, from its call until its version is published; None: none is under way.
         open: the round that follows the version; while that is merged or stored, late contributions to the one after
             it.
         call: the open one.
     """
 
     turn: int
+    begun: int | None = None
     open: OpenRound | None = None
     call: _Call | None = None
 
@@ -204,7 +206,7 @@ class CalledSyncer(SyncerRounds):
         turns, version = self._fragments[fragment], self._run.fragments[fragment].version
         turns.open = turns.open or OpenRound(self._run.step)
         turns.open.fresh = {c.learner for c in turns.open.newest.values() if c.base == version}
-        turns.call, turns.turn = _Call(now), self._next_turn(fragment)
+        turns.call, turns.begun, turns.turn = _Call(now), turns.turn, self._next_turn(fragment)
         self._called.add(fragment)
 
     def open_fragments(self) -> list[int]:
@@ -242,9 +244,11 @@ class CalledSyncer(SyncerRounds):
         return late.scale(self._run, closed, weights, work)
 
     def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
+        self._fragments[fragment].begun = None
         self.pace.measured(sync_s=now - closed.closed_at)
 
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
+        self._fragments[fragment].begun = None
         return ()  # late work stays for the fragment's next turn
 
     def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
@@ -278,13 +282,23 @@ class CalledSyncer(SyncerRounds):
         decisions = (self.decision(now, fragment) for fragment in self._called)
         return [it.wait_until for it in decisions if it is not None and it.wait_until is not None]
 
-    def saved(self) -> dict[str, Any]:
-        return {"clock": self.clock, "pace": asdict(self.pace)}
+    def stood_still(self, seconds: float) -> None:
+        for fragment in self._called:
+            if (call := self._fragments[fragment].call) is not None:
+                call.opened_at += seconds
+                call.enough_at = None if call.enough_at is None else call.enough_at + seconds
+
+    def saved(self, storing: int | None) -> dict[str, Any]:
+        turns = [
+            each.turn if each.begun is None or fragment == storing else each.begun
+            for fragment, each in enumerate(self._fragments)
+        ]
+        return {"clock": self.clock, "turns": turns, "pace": asdict(self.pace)}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         self.clock, self.pace = values["clock"], Pace(**values["pace"])
-        for fragment, turns in enumerate(self._fragments):
-            turns.turn = self._next_turn(fragment)
+        for turns, turn in zip(self._fragments, values["turns"], strict=True):
+            turns.turn = turn
 
     def saved_of(self, learner: str) -> dict[str, Any]:
         return self._last.saved_of(learner)
