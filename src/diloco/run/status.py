@@ -17,6 +17,7 @@ class _Seen:
     """What was heard of an incarnation besides the ledger: the versions it has, and how many versions old its last
     merged work was."""
 
+    incarnation: int
     versions: Sequence[int] = ()
     staleness: int | None = None
 
@@ -25,19 +26,23 @@ class RunStatus:
     """What learners report besides the ledger; after a restart it is empty until they report again."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, int], _Seen] = {}
+        self._seen: dict[str, _Seen] = {}
 
     def heard(self, learner: str, incarnation: int, versions: Sequence[int]) -> None:
         """A sign of life: the newest versions that it has."""
-        self._of(learner, incarnation).versions = versions
+        self._seen_of(learner, incarnation).versions = versions
 
     def merged(self, action: MergeRound) -> None:
         """A round is closed."""
         for c in action.contributions:
-            self._of(c.learner, c.incarnation).staleness = action.round - c.base
+            self._seen_of(c.learner, c.incarnation).staleness = action.round - c.base
 
-    def _of(self, learner: str, incarnation: int) -> _Seen:
-        return self._seen.setdefault((learner, incarnation), _Seen())
+    def _seen_of(self, learner: str, incarnation: int) -> _Seen:
+        """Only the newest incarnation's is kept."""
+        seen = self._seen.get(learner)
+        if seen is None or seen.incarnation < incarnation:
+            seen = self._seen[learner] = _Seen(incarnation)
+        return seen if seen.incarnation == incarnation else _Seen(incarnation)
 
     def as_dict(self, core: SyncerCore, model: GlobalModel[Any, Any], now_s: float) -> dict[str, Any]:
         """Plain values.
@@ -51,7 +56,7 @@ class RunStatus:
             fragment["last_contributors"] = list(contributors)
         for learner, it in status["learners"].items():
             member = core.members[learner]
-            seen = self._seen.get((learner, member.incarnation), _Seen())
+            seen = self._seen_of(learner, member.incarnation)
             behind = [newest - version for newest, version in zip(model.versions, seen.versions, strict=False)]
             it["live"] = member.connected
             it["merged"] = sum(learner in contributors for contributors in model.contributors)

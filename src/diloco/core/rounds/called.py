@@ -331,7 +331,8 @@ class CalledLearner(LearnerRounds):
         self._asked[fragment] = None
 
     def called(self, fragment: int, version: int) -> bool:
-        """A call may arrive before its version, or before the learner has work. Then it answers after a later step."""
+        """A call may arrive before the learner has work, or, where late work is dropped, before its version. Then it is
+        answered after a later step."""
         work = self.fragments[fragment]
         if work.pending_steps > 0 and self._can_answer(work, version):
             return True
