@@ -333,7 +333,7 @@ class Local(Exchange):
             }
             for f, ledger in enumerate(ledgers)
         }
-        rounds = {"run": core.rounds.saved(), "learner": core.rounds.saved_of(name)}
+        rounds = {"run": core.rounds.saved(None), "learner": core.rounds.saved_of(name)}
         return {"rounds": rounds, "step": core.members[name].step, "fragments": fragments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
