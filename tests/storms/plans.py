@@ -22,7 +22,7 @@ FAULTS_END_S = 25.0
 
 Kind = Literal["cut", "half open", "freeze", "kill learner", "same name", "kill syncer", "tear write", "refuse writes"]
 """
-    cut             all connections of a learner break; what is on them is lost, and each end hears of it at its own time
+    cut             all connections of a learner break; what is on them is lost; each end hears of it at its own time
     half open       nothing that is on a learner's connections arrives, and no end hears of it for long
     freeze          a learner's process and its messages stand still for some seconds
     kill learner    its process dies; it is back after some seconds, from no checkpoint, an old one or the newest
