@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from tests.run.memory import POINTS
 from tests.storms.draws import Draws
 
 import diloco
@@ -15,7 +16,6 @@ from diloco.core.method import Method
 from diloco.core.outer import OUTER_OPTIMIZERS
 from diloco.core.rounds import QUORUMS
 from diloco.errors import ConfigError
-from diloco.run.simulated import POINTS
 
 FAULTS_END_S = 25.0
 """Virtual time by which the last fault has happened."""

@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
+from tests.run.memory import POINTS, MemoryStore, SimulatedDisk
 from tests.storms.draws import Draws
 from tests.storms.invariants import BrokenInvariantError, Ledger, check_learner, check_syncer, require
 from tests.storms.learners import LearnerProcess
@@ -22,7 +23,7 @@ from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.run.driver import Driver
 from diloco.run.ports import InitialModel, Json, MergedRound, NullObserver, Observer, Ports, RunMethod
-from diloco.run.simulated import POINTS, MemorySlot, MemorySpool, MemoryStore, SimulatedDisk, SimulatedWorker
+from diloco.run.simulated import MemorySlot, MemorySpool, SimulatedWorker
 from diloco.run.tensor_jobs import TensorJobs
 
 PATIENCE_S = 120.0
