@@ -14,19 +14,17 @@ from torch import Tensor, nn
 import diloco
 from diloco import Learner, Method
 from diloco.core.codecs import codec_from_name, compress
-from diloco.core.contribution import MISSED, OUT_OF_STEP, Contribution
+from diloco.core.contribution import MISSED, OUT_OF_STEP, CallForWork, Contribution, Rejected
 from diloco.core.fragments import Layout, digest
 from diloco.core.held import HeldFragment
 from diloco.core.update import Update
 from diloco.errors import ConfigError
 from diloco.exchange.base import (
     Arrived,
-    CallForWork,
     Event,
     Exchange,
     Model,
     Opened,
-    Rejected,
     Rejoined,
     Report,
     required_method,

@@ -1,4 +1,4 @@
-"""Contributions and verdicts, as the state machines see them: plain values, without the tensors.
+"""Contributions, verdicts and calls, as the state machines see them: plain values, without the tensors.
 
 Each contribution has a number, ascending per incarnation and fragment. Verdicts name it, and a retransmission is
 recognised by it. A syncer sends a learner's whole `Standing` on every connection and with every heartbeat. So the next
@@ -87,6 +87,23 @@ class Verdict:
     fragment: int
     number: int
     reason: str | None
+    version: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A contribution of this learner's will not be merged."""
+
+    fragment: int
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CallForWork:
+    """The syncer calls for this learner's work on a fragment that is at this version."""
+
+    fragment: int
     version: int
 
 

@@ -19,13 +19,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
-from diloco.core.contribution import Contribution
+from diloco.core.contribution import CallForWork, Contribution, Rejected
 from diloco.core.fragments import Layout
-from diloco.core.held import HeldFragment
+from diloco.core.held import Advanced, HeldFragment
 from diloco.core.method import Method
 from diloco.core.session.requests import Report
 from diloco.core.update import Update
@@ -85,22 +85,11 @@ class Arrived:
     merged: int
     mean: Tensor | None = None
 
-
-@dataclass(frozen=True)
-class CallForWork:
-    """The syncer calls for this learner's work on a fragment that is at this version."""
-
-    fragment: int
-    version: int
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A contribution of this learner's will not be merged."""
-
-    fragment: int
-    number: int
-    reason: str
+    @classmethod
+    def of(cls, update: Update, advanced: Advanced, merged: int) -> Self:
+        """What an update has led to."""
+        held = advanced.held if advanced.mean is None else advanced.held.bare
+        return cls(update, held, merged, advanced.mean)
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,19 @@ from typing import Any, TypeVar
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.core.contribution import Contribution, Standing
+from diloco.core.contribution import CallForWork, Contribution, Rejected, Standing
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
-from diloco.core.session.requests import Fail, Identity, Report, TellArrival, TellCall, TellRejection, TellStart
+from diloco.core.session.requests import Fail, Identity, Report, TellStart
 from diloco.errors import ConfigError, DilocoError
 from diloco.exchange.base import (
     Arrived,
-    CallForWork,
     Event,
     Exchange,
     Model,
     Opened,
-    Rejected,
     Rejoined,
     required_method,
 )
@@ -219,7 +217,7 @@ class Local(Exchange):
         """What the state machine tells this learner."""
         if self._is_over:
             return
-        match news.told:
+        match news:
             case TellStart() as start:
                 self._inbox.clear()
                 opened = self._opened_by(start)
@@ -227,19 +225,10 @@ class Local(Exchange):
                     self._opened = opened
                 else:
                     self._inbox.append(Rejoined(opened, start.reason))
-            case TellArrival(merged=merged):
-                assert news.fetched is not None
-                assert news.advanced is not None
-                held, mean = news.advanced.held, news.advanced.mean
-                new = held if mean is None else held.bare
-                self._inbox.append(Arrived(news.fetched.update, new, merged, mean))
-            case TellCall(fragment=fragment, version=version):
-                self._inbox.append(CallForWork(fragment, version))
-            case TellRejection(verdict=verdict):
-                assert verdict.reason is not None
-                self._inbox.append(Rejected(verdict.fragment, verdict.number, verdict.reason))
             case Fail(error=error):
                 self._failure = error
+            case Arrived() | CallForWork() | Rejected():
+                self._inbox.append(news)
         self._run.time.news.add(self._index)
 
     def _opened_by(self, start: TellStart) -> Opened:

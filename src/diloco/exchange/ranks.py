@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.core.contribution import Contribution
+from diloco.core.contribution import CallForWork, Contribution, Rejected
 from diloco.core.fragments import Layout
 from diloco.core.held import HeldFragment
 from diloco.core.method import Method
 from diloco.core.session.requests import Report
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError, DilocoError
-from diloco.exchange.base import Arrived, CallForWork, Event, Exchange, Model, Opened, Rejected, Rejoined
+from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Rejoined
 from diloco.exchange.group import Group, error_of, to_bytes, to_tensor
 
 TIMEOUT_S = 24 * 3600.0

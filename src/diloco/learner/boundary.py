@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from diloco.core.adopt import Eager, KeepDisplacement
-from diloco.core.contribution import KEPT, Contribution
+from diloco.core.contribution import KEPT, CallForWork, Contribution, Rejected
 from diloco.core.fragments import Layout
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
 from diloco.core.session.requests import Report
-from diloco.exchange.base import Arrived, CallForWork, Exchange, Opened, Rejected, Rejoined
+from diloco.exchange.base import Arrived, Exchange, Opened, Rejoined
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
 from diloco.learner.tensors import LearnerTensors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco.core.contribution import Contribution, Verdict
+from diloco.core.contribution import CallForWork, Contribution, Rejected
 from diloco.errors import DilocoError
 
 
@@ -201,21 +201,6 @@ class TellArrival:
 
 
 @dataclass(frozen=True)
-class TellCall:
-    """The syncer calls for work on a fragment, which is at this version."""
-
-    fragment: int
-    version: int
-
-
-@dataclass(frozen=True)
-class TellRejection:
-    """A contribution will not be merged."""
-
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
 class Fail:
     """What was asked cannot be had: raise this in the learner."""
 
@@ -223,5 +208,5 @@ class Fail:
 
 
 Request = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Leave
-News = TellStart | TellArrival | TellCall | TellRejection | Fail
+News = TellStart | TellArrival | CallForWork | Rejected | Fail
 SessionAction = Request | HangUp | Drop | Warn | Close | News

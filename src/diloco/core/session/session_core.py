@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.contribution import CallForWork, Contribution, Rejected, Standing, Verdict
 from diloco.core.session import requests
 from diloco.core.session.departure import GONE_TIMEOUT_S, Departure
 from diloco.core.session.entrance import Entrance
@@ -292,11 +292,11 @@ class SessionCore:
         for verdict, contribution in self._outbox.take(verdicts):
             actions.append(requests.Drop(contribution))
             if verdict.reason is not None:
-                actions.append(requests.TellRejection(verdict))
+                actions.append(Rejected(verdict.fragment, verdict.number, verdict.reason))
         return actions
 
     def _tell_calls(self, standing: Standing) -> Actions:
-        return [requests.TellCall(fragment, version) for fragment, version in self._cache.called(standing.calls)]
+        return [CallForWork(fragment, version) for fragment, version in self._cache.called(standing.calls)]
 
     # --- failures -----------------------------------------------------------------------------------------------------
 

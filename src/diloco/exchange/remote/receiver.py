@@ -14,7 +14,6 @@ from diloco.core.held import Advanced, HeldFragment, advance
 from diloco.core.method import Method
 from diloco.core.session import requests
 from diloco.core.update import Update
-from diloco.exchange.base import Arrived
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.messages import pull_request, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -29,12 +28,6 @@ class Download:
     verdicts: tuple[Verdict, ...]
     advanced: Advanced | None
     static: Mapping[str, Tensor]
-
-    def arrived(self, merged: int) -> Arrived:
-        """As news for the training thread."""
-        assert self.advanced is not None
-        new, mean = self.advanced.held, self.advanced.mean
-        return Arrived(self.update, new if mean is None else new.bare, merged, mean)
 
 
 class Receiver:

@@ -13,11 +13,12 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from diloco.core.contribution import CallForWork, Rejected
 from diloco.core.session import SessionCore, requests
 from diloco.core.session.departure import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.core.session.requests import SessionAction
 from diloco.errors import DilocoError, ExchangeError
-from diloco.exchange.base import CallForWork, Opened, Rejected, Rejoined
+from diloco.exchange.base import Arrived, Opened, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
@@ -139,12 +140,10 @@ class Session:
             case requests.TellArrival(merged=merged):
                 arriving, self._arriving = self._arriving, None
                 assert arriving is not None
-                self.inbox.put(arriving.arrived(merged))
-            case requests.TellCall(fragment=fragment, version=version):
-                self.inbox.put(CallForWork(fragment, version))
-            case requests.TellRejection(verdict=verdict):
-                assert verdict.reason is not None
-                self.inbox.put(Rejected(verdict.fragment, verdict.number, verdict.reason))
+                assert arriving.advanced is not None
+                self.inbox.put(Arrived.of(arriving.update, arriving.advanced, merged))
+            case CallForWork() | Rejected():
+                self.inbox.put(action)
             case _:
                 name = next(name for name, kinds in _LANES.items() if isinstance(action, kinds))
                 self._lanes[name].put(action)
