@@ -126,9 +126,7 @@ class PushedSyncer(SyncerRounds):
 
     def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
         """An absent learner is weighted by its pending work at the last heartbeat, or its last push if that is more."""
-        members = late.absent(self._run, closed)
-        work = {member.learner: self._work(member, fragment) for member in members}
-        return late.scale(self._run, closed, weights, work)
+        return late.scale(self._run, closed, weights, lambda member: self._work(member, fragment))
 
     def _work(self, member: Member, fragment: int) -> tuple[int, int]:
         tokens, last = self._run.pending_tokens(member.learner, fragment), self._last.of(member.learner, fragment)
@@ -140,7 +138,8 @@ class PushedSyncer(SyncerRounds):
         pass
 
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
-        self._rounds[fragment] = late.renumbered(self._rounds[fragment])
+        later = self._rounds[fragment]  # each moves to the number before
+        self._rounds[fragment] = {number - 1: round_ for number, round_ in later.items()}
         return ()
 
     def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
