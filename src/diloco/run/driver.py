@@ -32,7 +32,6 @@ from diloco.core.actions import (
     Evict,
     MergeRound,
     PersistRecord,
-    PersistVersion,
     Publish,
     Reject,
     Tell,
@@ -411,7 +410,8 @@ class Driver(Generic[H, S, P]):
         self._observer.merged(merged)
         self._status.merged(action)
         self._writes.version(now_s, merged)
-        self._execute(self.core.merged(now_s, action.fragment, merged.refused))
+        self.core.merged(action.fragment, merged.refused)
+        self._execute([])
 
     def _write(self) -> None:
         """Begin the next write that is due."""
@@ -495,7 +495,7 @@ class Driver(Generic[H, S, P]):
                     self._evict(action)
                 case WakeAt(at=at):
                     self._wake_at_s = at
-                case Acknowledge() | PersistVersion():
+                case Acknowledge():
                     pass
         self._write()
         self._tell(told)
