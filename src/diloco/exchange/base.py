@@ -27,7 +27,7 @@ from diloco.core.contribution import CallForWork, Contribution, Rejected
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.method import Method
-from diloco.core.session.requests import Report
+from diloco.core.session.requests import Report, TellStart
 from diloco.core.update import Update
 from diloco.errors import ConfigError
 
@@ -60,6 +60,12 @@ class Opened:
     static: Mapping[str, Tensor]
     run_tokens: int = 0
     awaited: bool = False
+
+    @classmethod
+    def of(cls, start: TellStart, fragments: Sequence[HeldFragment], static: Mapping[str, Tensor]) -> Self:
+        """A start as a session tells it, with what was fetched for it."""
+        who = start.who
+        return cls(who.learner, who.incarnation, start.step, tuple(fragments), static, start.run_tokens, start.awaited)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -98,6 +104,24 @@ class Rejoined:
 
     opened: Opened
     reason: str
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The run as a learner last heard of it.
+
+    Attributes:
+        num_live: learners that take part.
+        run_tokens: tokens trained by the whole run; None: they are not counted.
+        sync_every: where learners push at a pace of their own, inner steps to this one's next push; None: the method's
+            H.
+        drained: the run's pool has no place for this learner any more.
+    """
+
+    num_live: int = 1
+    run_tokens: int | None = None
+    sync_every: int | None = None
+    drained: bool = False
 
 
 Event = Arrived | CallForWork | Rejected | Rejoined
@@ -166,28 +190,13 @@ class Exchange(ABC):
         return time.monotonic()
 
     @property
-    def num_live(self) -> int:
-        """Learners that take part, as last heard."""
-        return 1
-
-    @property
-    def sync_every(self) -> int | None:
-        """Where learners push at a pace of their own: inner steps to this one's next push. None: the method's H."""
-        return None
-
-    @property
-    def drained(self) -> bool:
-        """Whether the run's pool has no place for this learner any more, as last heard."""
-        return False
+    def overview(self) -> Overview:
+        """The run as last heard."""
+        return Overview()
 
     def sum_tokens(self, tokens: int) -> int:
         """Tokens of one step over all ranks of this learner."""
         return tokens
-
-    @property
-    def run_tokens(self) -> int | None:
-        """Tokens trained by the whole run as last heard, or None where they are not counted."""
-        return None
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

@@ -12,22 +12,14 @@ from typing import Any, TypeVar
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Contribution, Rejected, Standing
+from diloco.core.contribution import CallForWork, Contribution, Rejected
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
 from diloco.core.session.requests import Fail, Identity, Report, TellStart
 from diloco.errors import ConfigError, DilocoError
-from diloco.exchange.base import (
-    Arrived,
-    Event,
-    Exchange,
-    Model,
-    Opened,
-    Rejoined,
-    required_method,
-)
+from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Overview, Rejoined, required_method
 from diloco.exchange.virtual.client import News, SessionClient
 from diloco.exchange.virtual.delivery import Alarm
 from diloco.exchange.virtual.run import RUN, VirtualRun, World
@@ -233,9 +225,8 @@ class Local(Exchange):
 
     def _opened_by(self, start: TellStart) -> Opened:
         client = self._joined
-        held = tuple(each for each in client.held if each is not None)
         static = load(client.static) if client.static else {}
-        return Opened(self._name, start.who.incarnation, start.step, held, static, start.run_tokens, start.awaited)
+        return Opened.of(start, [each for each in client.held if each is not None], static)
 
     @property
     def _joined(self) -> SessionClient:
@@ -277,28 +268,14 @@ class Local(Exchange):
         return self._run.time.linger(self._index)
 
     @property
-    def _standing(self) -> Standing | None:
-        return None if self._client is None else self._client.core.standing
-
-    @property
-    def num_live(self) -> int:
-        """Members as the syncer has them now, those included that connect again after the run went back in time."""
-        if self._standing is None or self._run.driver is None:
-            return 1
-        return sum(not member.finished for member in self._run.driver.core.members.values())
-
-    @property
-    def sync_every(self) -> int | None:
-        return None if self._standing is None else self._standing.sync_every
-
-    @property
-    def drained(self) -> bool:
-        return self._standing is not None and self._standing.drained
-
-    @property
-    def run_tokens(self) -> int | None:
-        """As the syncer has it now."""
-        return None if self._standing is None or self._run.driver is None else self._run.driver.state.run_tokens
+    def overview(self) -> Overview:
+        """Members and tokens are as the syncer has them now. Members that connect again after the run went back in time
+        are included."""
+        standing, driver = None if self._client is None else self._client.core.standing, self._run.driver
+        if standing is None or driver is None:
+            return Overview()
+        num_live = sum(not member.finished for member in driver.core.members.values())
+        return Overview(num_live, driver.state.run_tokens, standing.sync_every, standing.drained)
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

@@ -76,7 +76,7 @@ class Boundary:
 
     def after_step(self, tokens: int) -> None:
         """The boundary after an inner step: send outer gradients, adopt global fragments."""
-        for send in self.core.stepped(tokens, sync_every=self.exchange.sync_every):
+        for send in self.core.stepped(tokens, sync_every=self.exchange.overview.sync_every):
             self._send(send, self.tensors.parameters)
         self.report()
         self._settle()
@@ -163,7 +163,7 @@ class Boundary:
     def _step_eagerly(self, eager: EagerSteps, fragment: int, arrived: Arrived | None) -> None:
         """Take the learner's own outer step and adopt its anchor. Work that was not sent is added to the new anchor."""
         send, before = self._sent.get(fragment), eager.anchors[fragment]
-        anchor = eager.step(fragment, send, arrived, self.exchange.num_live)
+        anchor = eager.step(fragment, send, arrived, self.exchange.overview.num_live)
         if send is not None:
             self.tensors.write(fragment, anchor)
         else:

@@ -143,7 +143,7 @@ class Learner:
     @property
     def run_tokens(self) -> int:
         """Tokens trained by the whole run as last reported; this learner's own if the exchange counts none."""
-        known = self._exchange.run_tokens
+        known = self._exchange.overview.run_tokens
         return self._core.tokens if known is None else known
 
     @property
@@ -153,7 +153,7 @@ class Learner:
 
         The training loop ends on it. A fragment that is sent at other steps loses what was trained since its last send.
         """
-        return self._exchange.drained and any(work.pending_steps == 0 for work in self._core.fragments)
+        return self._exchange.overview.drained and any(work.pending_steps == 0 for work in self._core.fragments)
 
     def global_state_dict(self) -> dict[str, Tensor]:
         """The global model at the versions that this learner holds: the model to evaluate and export.

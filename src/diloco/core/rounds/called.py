@@ -20,16 +20,7 @@ from diloco.core.contribution import LATE, VERSION, Contribution
 from diloco.core.in_flight import FragmentWork, InFlight
 from diloco.core.members import Member
 from diloco.core.rounds import late
-from diloco.core.rounds.base import (
-    Answers,
-    ClosedRound,
-    Decision,
-    LearnerRounds,
-    Quorum,
-    Rules,
-    RunView,
-    SyncerRounds,
-)
+from diloco.core.rounds.base import Answers, ClosedRound, Decision, LearnerRounds, Quorum, Rules, RunView, SyncerRounds
 from diloco.core.rounds.late import Late, OpenRound
 
 EMA = 0.2

@@ -16,16 +16,7 @@ from diloco.core.contribution import LATE, VERSION, Contribution
 from diloco.core.in_flight import FragmentWork, InFlight
 from diloco.core.members import Member
 from diloco.core.rounds import late
-from diloco.core.rounds.base import (
-    Answers,
-    ClosedRound,
-    Decision,
-    LearnerRounds,
-    Quorum,
-    Rules,
-    RunView,
-    SyncerRounds,
-)
+from diloco.core.rounds.base import Answers, ClosedRound, Decision, LearnerRounds, Quorum, Rules, RunView, SyncerRounds
 from diloco.core.rounds.late import Late, OpenRound
 from diloco.errors import ConfigError
 
@@ -233,11 +224,7 @@ class PushedLearner(LearnerRounds):
         return max(work.received, default=work.version)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "push_at": list(self._push_at),
-            "push_every": list(self._push_every),
-            "answered": list(self._answered),
-        }
+        return {"push_at": list(self._push_at), "push_every": list(self._push_every), "answered": list(self._answered)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._push_at, self._push_every = list(state["push_at"]), list(state["push_every"])

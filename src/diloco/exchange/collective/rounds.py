@@ -75,10 +75,7 @@ class ShardedRounds:
         new, mean = advanced.held.bare, advanced.mean
         events: tuple[Event, ...] = (Arrived(update, new, c.number, mean),)
         if name_of(self._group.rank) in refused:
-            events = (
-                Rejected(c.fragment, c.number, OUTLIER),
-                Arrived(update, new, c.number - 1, mean),
-            )
+            events = (Rejected(c.fragment, c.number, OUTLIER), Arrived(update, new, c.number - 1, mean))
         return Round(events, sum(each.trained for each in contributions))
 
     def _greet(self, c: Contribution, held: Held, place: str, error: DilocoError | None) -> list[Contribution]:

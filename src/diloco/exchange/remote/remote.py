@@ -24,7 +24,7 @@ from diloco.core.method import Method
 from diloco.core.session import SessionCore
 from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.base import Event, Exchange, Model, Opened, Rejoined
+from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry, Initial, describe
 from diloco.exchange.remote.receiver import Receiver
@@ -147,24 +147,11 @@ class Remote(Exchange):
         session.enter(partial(session.core.report, incarnation=self._incarnation, report=report))
 
     @property
-    def run_tokens(self) -> int | None:
-        standing = self._opened.core.standing
-        return 0 if standing is None else standing.run_tokens
-
-    @property
-    def num_live(self) -> int:
-        standing = self._opened.core.standing
-        return 1 if standing is None else standing.num_live
-
-    @property
-    def sync_every(self) -> int | None:
-        standing = self._opened.core.standing
-        return None if standing is None else standing.sync_every
-
-    @property
-    def drained(self) -> bool:
-        standing = self._opened.core.standing
-        return standing is not None and standing.drained
+    def overview(self) -> Overview:
+        it = self._opened.core.standing
+        if it is None:
+            return Overview(run_tokens=0)
+        return Overview(it.num_live, it.run_tokens, it.sync_every, it.drained)
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

@@ -150,15 +150,7 @@ class Session:
 
     def _tell_start(self, start: requests.TellStart) -> None:
         self._connection.close_channel("joins")
-        opened = Opened(
-            start.who.learner,
-            start.who.incarnation,
-            start.step,
-            self._receiver.fragments,
-            self._receiver.static,
-            start.run_tokens,
-            awaited=start.awaited,
-        )
+        opened = Opened.of(start, self._receiver.fragments, self._receiver.static)
         self.inbox.clear()
         if start.reason is None:
             self.inbox.start(opened)
