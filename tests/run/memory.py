@@ -8,8 +8,12 @@ from dataclasses import replace
 from typing import Generic
 
 from diloco.errors import AlreadyInitialisedError, NoRoomError, NotInitialisedError, StoreError, VersionError
-from diloco.run.ports import Done, H, InitialModel, Json, MergedRound, P, RunMethod, SavedRun
-from diloco.run.simulated import Later, MemorySlot, MemorySpool
+from diloco.run.memory_spool import MemorySlot, MemorySpool
+from diloco.run.ports import H, InitialModel, Json, MergedRound, P, RunMethod, SavedRun, T, Work
+
+Later = Callable[[str, int | None, Callable[[], None]], None]
+"""Does something later, as an event of its own: what it is ("check", "close", "write" or "written"), of which fragment,
+and the call."""
 
 POINTS = ("written", "synced", "renamed", "directory synced", "inserted", "committed")
 """The durable steps of a write, as a real store names them. What is written exists from "committed" on."""
@@ -77,35 +81,23 @@ class MemoryStore(Generic[H, P]):
         self._at(points[-1])
 
 
-class SimulatedDisk(Generic[H, P]):
-    """Writes to a store when `later` says so: "write" is the write itself, "written" tells the driver of it."""
+class LaterWorker:
+    """Does jobs when `later` says so. Of a write, "write" is the write itself, and "written" tells the driver."""
 
-    def __init__(self, store: MemoryStore[H, P], later: Later) -> None:
-        self._store = store
+    def __init__(self, later: Later) -> None:
         self._later = later
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[H], done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._write(None, lambda: self._store.initialise(run, method, model), done)
+    def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
+        """As `ports.WorkerPort`."""
+        if what != "write":
+            self._later(what, fragment, lambda: done(job()))
+            return
 
-    def persist_version(self, merged: MergedRound[H, P], record: Json, done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._write(merged.update.fragment, lambda: self._store.publish(merged, record), done)
+        def write() -> None:
+            found = job()
+            self._later("written", fragment, lambda: done(found))
 
-    def persist_record(self, record: Json, done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._write(None, lambda: self._store.save_record(record), done)
-
-    def _write(self, fragment: int | None, write: Callable[[], None], done: Done) -> None:
-        def now() -> None:
-            error: StoreError | None = None
-            try:
-                write()
-            except StoreError as refused:
-                error = refused
-            self._later("written", fragment, lambda: done(error))
-
-        self._later("write", fragment, now)
+        self._later("write", fragment, write)
 
 
 class LimitedSpool(MemorySpool):

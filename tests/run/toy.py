@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.run.memory import LimitedSpool, MemoryStore, SimulatedDisk
+from tests.run.memory import LaterWorker, LimitedSpool, MemoryStore
 
 import diloco
 from diloco.core.actions import MergeRound
@@ -20,8 +20,8 @@ from diloco.core.pool import Pool
 from diloco.core.update import Update
 from diloco.errors import DilocoError, NonFiniteError, PayloadError
 from diloco.run.driver import Driver, Upload
+from diloco.run.memory_spool import MemorySlot
 from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports
-from diloco.run.simulated import MemorySlot, SimulatedWorker
 
 RUN = "toy"
 LAYOUT = Layout(tuple(place(index, [TensorSpec(f"w{index}", (2,), "float32")]) for index in range(2)), ())
@@ -147,9 +147,8 @@ class Scene:
         self.todo.clear()
         self.boot += 1
         self.spool = LimitedSpool()
-        worker = SimulatedWorker[Number, MemorySlot, int](Sums(), self._later)
         ports = Ports[Number, MemorySlot, int](
-            self, self.spool, worker, SimulatedDisk(self.store, self._later), self.observer
+            self, self.spool, Sums(), self.store, LaterWorker(self._later), self.observer
         )
         self.driver = Driver(
             RUN, self.method, ports, boot=self.boot, deadlines=self.deadlines, saved=self.store.load(), pool=self.pool

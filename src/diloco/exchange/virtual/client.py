@@ -21,8 +21,8 @@ from diloco.exchange.base import Arrived
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.run.driver import Driver, Upload
 from diloco.run.global_model import Fetched
+from diloco.run.memory_spool import MemorySlot
 from diloco.run.ports import ClockPort, InitialModel
-from diloco.run.simulated import MemorySlot
 
 log = logging.getLogger("diloco")
 

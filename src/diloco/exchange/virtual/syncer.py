@@ -13,28 +13,33 @@ from diloco.core.pool import Pool
 from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.delivery import Alarm, Delivery
 from diloco.run.driver import Driver
-from diloco.run.ports import Done, InitialModel, Json, MergedRound, Observer, Ports, RunMethod, SavedRun
-from diloco.run.simulated import Later, MemorySlot, MemorySpool, SimulatedWorker
+from diloco.run.memory_spool import MemorySpool
+from diloco.run.ports import InitialModel, Json, MergedRound, Observer, Ports, RunMethod, SavedRun, T, Work
 from diloco.run.tensor_jobs import TensorJobs
 
 
-class VolatileDisk:
+class VolatileStore:
     """Keeps nothing: a run in one process is over with it."""
 
-    def __init__(self, later: Later) -> None:
-        self._later = later
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
+        """As `ports.StorePort`."""
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment], done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._later("written", None, lambda: done(None))
+    def publish(self, merged: MergedRound[HeldFragment, Tensor], record: Json) -> None:
+        """As `ports.StorePort`."""
 
-    def persist_version(self, merged: MergedRound[HeldFragment, Tensor], record: Json, done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._later("written", merged.update.fragment, lambda: done(None))
+    def save_record(self, record: Json) -> None:
+        """As `ports.StorePort`."""
 
-    def persist_record(self, record: Json, done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._later("written", None, lambda: done(None))
+
+class InstantWorker:
+    """Does jobs in no time, each as an event of its own, while its driver serves the run."""
+
+    def __init__(self, delivery: Delivery, is_serving: Callable[[], bool]) -> None:
+        self._delivery, self._is_serving = delivery, is_serving
+
+    def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
+        """As `ports.WorkerPort`."""
+        self._delivery.at(self._delivery.now_s(), lambda: done(job()) if self._is_serving() else None)
 
 
 class VirtualSyncer:
@@ -67,11 +72,7 @@ class VirtualSyncer:
     def _start(self, saved: SavedRun[HeldFragment] | None) -> SimulatedDriver:
         self._boot += 1
         boot = self._boot
-
-        def later(what: str, fragment: int | None, do: Callable[[], None]) -> None:
-            self._delivery.at(self._delivery.now_s(), lambda: do() if boot == self._boot else None)
-
         self._alarm = Alarm(self._delivery, lambda: self.driver.tick())  # noqa: PLW0108 - of the driver as it is then
-        worker = SimulatedWorker[HeldFragment, MemorySlot, Tensor](self.jobs, later)
-        ports = Ports(self._alarm, MemorySpool(), worker, VolatileDisk(later), self._observer)
+        worker = InstantWorker(self._delivery, lambda: boot == self._boot)
+        ports = Ports(self._alarm, MemorySpool(), self.jobs, VolatileStore(), worker, self._observer)
         return Driver(self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=saved, pool=self._pool)
