@@ -13,7 +13,7 @@ from diloco import errors
 from diloco.core.contribution import DROPPED, OUTLIER, CallForWork, Contribution, Rejected, Standing, Verdict
 from diloco.core.members import Deadlines
 from diloco.core.session import SessionCore, requests
-from diloco.core.session.departure import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
+from diloco.core.session.ends import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.core.session.heartbeat import ANSWER_FLOOR_S, HEARTBEAT_S, SHORTEST_S
 from diloco.core.session.lanes import FIRST_RETRY_S
 from diloco.core.session.requests import Identity, Report

@@ -56,7 +56,7 @@ from diloco.run.global_model import Fetched
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
 from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
-from diloco.run.writes import Write, Writes
+from diloco.run.writes import Write, Writes, refusal_of
 from diloco.watching import only_watching
 
 STOOD_STILL_S = 1.0
@@ -201,7 +201,8 @@ class Driver(Generic[H, S, P]):
 
     def _write_beginning(self) -> None:
         state, (model, _) = self.state, self._beginnings[0]
-        self._store(None, partial(self._ports.store.initialise, state.run, state.method, model), self._initialised)
+        persist = partial(self._ports.store.initialise, state.run, state.method, model)
+        self._ports.worker.submit("write", None, partial(refusal_of, persist), self._initialised)
 
     def _initialised(self, error: StoreError | None) -> None:
         model, done = self._beginnings.popleft()
@@ -423,25 +424,9 @@ class Driver(Generic[H, S, P]):
         store, merged = self._ports.store, write.merged
         fragment = None if merged is None else merged.update.fragment
         record = self.core.saved(storing=fragment)
+        persist = partial(store.save_record if merged is None else partial(store.publish, merged), record.values)
         done = partial(self._written, write, record.serial)
-        if merged is None:
-            self._store(fragment, partial(store.save_record, record.values), done)
-        else:
-            self._store(fragment, partial(store.publish, merged, record.values), done)
-
-    def _store(
-        self, fragment: int | None, write: Callable[[], None], done: Callable[[StoreError | None], None]
-    ) -> None:
-        """Have the worker write; `done` is told the error if the disk has refused."""
-
-        def job() -> StoreError | None:
-            try:
-                write()
-            except StoreError as error:
-                return error
-            return None
-
-        self._ports.worker.submit("write", fragment, job, done)
+        self._ports.worker.submit("write", fragment, partial(refusal_of, persist), done)
 
     def _written(self, write: Write[H, P], serial: int, error: StoreError | None) -> None:
         now_s = self._clock.now_s()

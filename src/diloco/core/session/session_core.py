@@ -26,8 +26,7 @@ from typing import Literal
 
 from diloco.core.contribution import CallForWork, Contribution, Rejected, Standing, Verdict
 from diloco.core.session import requests
-from diloco.core.session.departure import GONE_TIMEOUT_S, Departure
-from diloco.core.session.entrance import Entrance
+from diloco.core.session.ends import GONE_TIMEOUT_S, Departure, Entrance
 from diloco.core.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
 from diloco.core.session.lanes import Lane, Lanes
 from diloco.core.session.model_cache import NOTHING, ModelCache

@@ -27,8 +27,8 @@ from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry, Initial, describe
-from diloco.exchange.remote.receiver import Receiver
 from diloco.exchange.remote.session import Session
+from diloco.exchange.remote.transfers import Receiver
 
 
 def connect(

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from diloco.core.contribution import CallForWork, Rejected
 from diloco.core.session import SessionCore, requests
-from diloco.core.session.departure import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
+from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.core.session.requests import SessionAction
 from diloco.errors import DilocoError, ExchangeError
 from diloco.exchange.base import Arrived, Opened, Rejoined
@@ -23,8 +23,7 @@ from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
 from diloco.exchange.remote.messages import heartbeat_request, leave_request, standing_of, watch_request
-from diloco.exchange.remote.receiver import Download, Receiver
-from diloco.exchange.remote.sender import Sender
+from diloco.exchange.remote.transfers import Download, Receiver, Sender
 from diloco.exchange.wire import syncer_pb2 as pb
 
 log = logging.getLogger("diloco")

@@ -12,7 +12,7 @@ from torch import Tensor
 from diloco.core.fragments import Layout, scatter
 from diloco.errors import NotInitialisedError
 from diloco.exchange.connection import Connection
-from diloco.exchange.remote.receiver import whole_of
+from diloco.exchange.remote.transfers import whole_of
 from diloco.exchange.wire import syncer_pb2 as pb
 
 
