@@ -31,7 +31,7 @@ def test_what_is_not_merged_discarded_or_lost_is_pending() -> None:
     ledger.discard(5, "overlap")
     ledger.discard(0, "missed")
     assert ledger.pending == 45
-    ledger.lose()
+    ledger.lost += ledger.pending
     assert ledger.as_dict() == {"trained": 100, "pending": 0, "merged": 30, "lost": 45, "discarded": {"overlap": 25}}
 
 

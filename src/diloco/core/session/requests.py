@@ -7,6 +7,7 @@ fetched fragments under (fragment, version).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from diloco.core.contribution import CallForWork, Contribution, Rejected
 from diloco.errors import DilocoError
@@ -49,10 +50,15 @@ class Report:
 
 # --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
 
+LaneName = Literal["control", "watch", "receive", "send", "leave"]
+"""Requests of one lane are made one at a time."""
+
 
 @dataclass(frozen=True)
 class Describe:
     """Ask over this control connection whether the run has a model; then call `described`."""
+
+    lane: ClassVar[LaneName] = "control"
 
     connection: int
     timeout_s: float
@@ -62,12 +68,16 @@ class Describe:
 class Initialise:
     """Upload this learner's model as the run's; then call `initialised`."""
 
+    lane: ClassVar[LaneName] = "receive"
+
     who: Identity
 
 
 @dataclass(frozen=True)
 class Join:
     """Ask for a new incarnation; then call `joined`. `again`: after an eviction; must not replace another process."""
+
+    lane: ClassVar[LaneName] = "receive"
 
     who: Identity
     again: bool
@@ -83,6 +93,8 @@ class Fetch:
         joining: the learner is not part of the run yet.
     """
 
+    lane: ClassVar[LaneName] = "receive"
+
     who: Identity
     fragment: int | None
     base: int
@@ -93,6 +105,8 @@ class Fetch:
 class Watch:
     """Open a stream of notices over this control connection. Call `welcomed`, `heard` and `evicted` for the notices,
     and `failed` or `ended` once the stream is over."""
+
+    lane: ClassVar[LaneName] = "watch"
 
     who: Identity
     connection: int
@@ -109,6 +123,8 @@ class Beat:
         confirmed: by fragment, the verdicts on all contributions up to this number are known.
     """
 
+    lane: ClassVar[LaneName] = "control"
+
     who: Identity
     connection: int
     timeout_s: float
@@ -122,6 +138,8 @@ class Beat:
 class Push:
     """Upload a contribution, which is meant for this process of the syncer; then call `pushed`."""
 
+    lane: ClassVar[LaneName] = "send"
+
     who: Identity
     contribution: Contribution
     boot: int
@@ -130,6 +148,8 @@ class Push:
 @dataclass(frozen=True)
 class Leave:
     """Say goodbye over this control connection; then call `left`, or `failed` after `timeout_s` without an answer."""
+
+    lane: ClassVar[LaneName] = "leave"
 
     who: Identity
     connection: int

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from google.protobuf.message import Message
 
@@ -30,14 +30,6 @@ log = logging.getLogger("diloco")
 
 Input = Callable[[float], Sequence[SessionAction]]
 """An event of `SessionCore`, all but the time given."""
-
-_LANES: dict[str, tuple[type, ...]] = {
-    "control": (requests.Describe, requests.Beat),
-    "watch": (requests.Watch,),
-    "receive": (requests.Initialise, requests.Join, requests.Fetch),
-    "send": (requests.Push,),
-    "leave": (requests.Leave,),
-}
 
 R = TypeVar("R", bound=Message)
 RequestQueue = queue.SimpleQueue[requests.Request | None]
@@ -66,7 +58,7 @@ class Session:
         self._changed = threading.Condition()
         self._is_over = False
         self._arriving: Download | None = None
-        self._lanes: dict[str, RequestQueue] = {name: queue.SimpleQueue() for name in _LANES}
+        self._lanes: dict[str, RequestQueue] = {name: queue.SimpleQueue() for name in get_args(requests.LaneName)}
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
@@ -144,8 +136,7 @@ class Session:
             case CallForWork() | Rejected():
                 self.inbox.put(action)
             case _:
-                name = next(name for name, kinds in _LANES.items() if isinstance(action, kinds))
-                self._lanes[name].put(action)
+                self._lanes[action.lane].put(action)
 
     def _tell_start(self, start: requests.TellStart) -> None:
         self._connection.close_channel("joins")
