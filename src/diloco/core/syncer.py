@@ -274,12 +274,13 @@ class SyncerCore:
         return [PersistVersion(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The closed round has no finite result: keep the version, reject its contributions and those based on it."""
+        """The closed round has no finite result: keep the version, reject its contributions, those left out of it and those
+        based on it."""
         state = self.fragments[fragment]
         assert state.closing is not None
         closed, state.closing, state.phase = state.closing, None, "open"
-        failed = [*closed.contributions, *self.rounds.abandoned(fragment, closed)]
-        return [*(self._reject(c, reason) for c in failed), *self._look_again(now)]
+        failed = [*((c, reason) for c in closed.contributions), *self.rounds.abandoned(fragment, closed)]
+        return [*(self._reject(c, why) for c, why in failed), *self._look_again(now)]
 
     def stored(self, now: float, fragment: int, serial: int) -> list[Action]:
         """The new version and its record are durable: publish it, and open the next round."""

@@ -244,7 +244,7 @@ class CalledSyncer(SyncerRounds):
     def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
         self.pace.measured(sync_s=now - closed.closed_at)
 
-    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
+    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
         return ()  # late work stays for the fragment's next turn
 
     def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
