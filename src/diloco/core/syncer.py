@@ -140,21 +140,30 @@ class SyncerCore:
     # --- membership ---------------------------------------------------------------------------------------------------
 
     def joined(
-        self, now: float, learner: str, *, ready: bool = False, overlap: int | None = None
-    ) -> tuple[int, list[Action]]:
+        self, now: float, learner: str, *, process: int = 0, again: bool = False, ready: bool = False,
+        overlap: int | None = None,
+    ) -> tuple[int, list[Action]]:  # fmt: skip
         """A learner joins as a new incarnation; returns its number. An older live incarnation is replaced.
 
-        `ready`: rounds wait for it from the start (fixed membership), not only once it has trained. `overlap`: the
-        learner's own τ; None: the method's.
+        Arguments:
+            process: whose it is.
+            again: after an incarnation of the same process was evicted.
+            ready: rounds wait for it from the start (fixed membership), not only once it has trained.
+            overlap: the learner's own τ; None: the method's.
 
         Raises:
+            StaleIncarnationError: it joins again, but a newer process has its place.
             NoRoomError: the pool has no place for it now.
         """
+        if again and not self.accounting.is_newest(learner, process):
+            raise StaleIncarnationError(
+                f"another process has joined the run as {learner!r}; give every learner its own name."
+            )
         self._require_place(learner)
         actions: list[Action] = []
         if learner in self.members:
             actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
-        incarnation = self.accounting.begin(learner)
+        incarnation = self.accounting.begin(learner, process)
         self.members[learner] = Member(learner, incarnation, self.step, now, now, overlap, ready=ready)
         self.rounds.joined(learner)
         self._wants_record = True
