@@ -158,7 +158,7 @@ def refusing(method: Method) -> SyncerCore:
     for learner in "ab":
         core.joined(0.0, learner, ready=True)
     for learner in "ab":
-        core.heartbeat(0.0, learner, 1, step=4, tokens=40, step_s=1.0, waiting=False)
+        core.heartbeat(0.0, learner, 1, step=4, steps=4, tokens=40, step_s=1.0, waiting=False)
     for learner in "ab":
         core.contributed(0.0, contribution(learner, 0))
     assert core.merged(0.0, 0, ["b"]) == [PersistVersion(0, 1)]

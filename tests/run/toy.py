@@ -204,7 +204,7 @@ class Scene:
 
     def beat(self, learner: str, step: int, incarnation: int = 1, **fields: Any) -> Standing:
         """A sign of life, at ten tokens a step."""
-        values = {"step": step, "tokens": 10 * step, "step_s": 1.0, "waiting": False, **fields}
+        values = {"step": step, "steps": step, "tokens": 10 * step, "step_s": 1.0, "waiting": False, **fields}
         return self.driver.heartbeat(learner, incarnation, **values)
 
     def begin(self, c: Contribution, payload: int = 1) -> Upload[MemorySlot]:

@@ -183,14 +183,14 @@ class SyncerCore:
             )
 
     def heartbeat(
-        self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None,
-        waiting: bool,
-        finished: bool = False, confirmed: Sequence[int] = (),
+        self, now: float, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
+        waiting: bool, finished: bool = False, confirmed: Sequence[int] = (),
     ) -> list[Action]:  # fmt: skip
         """A heartbeat.
 
         Arguments:
-            tokens: trained by this incarnation in all.
+            step: the inner step that the learner is at.
+            steps, tokens: taken and trained by this incarnation in all.
             step_s: seconds that an inner step takes; None: not measured.
             waiting: the learner is blocked on an answer.
             finished: the learner takes no more steps.
@@ -199,7 +199,7 @@ class SyncerCore:
         self.check(learner, incarnation)
         member = self.members[learner]
         member.waiting, member.step_s, was_ready = waiting, step_s or member.step_s, member.ready
-        look = self._alive(now, member, step, tokens)
+        look = self._alive(now, member, step, tokens, steps)
         if finished:
             member.finished, member.ready = True, False
         if tokens > 0:
@@ -220,7 +220,7 @@ class SyncerCore:
         """A learner leaves. Its acknowledged contributions stay; its pending tokens are lost."""
         self.check(learner, incarnation)
         member = self.members[learner]
-        self._alive(now, member, member.step, tokens)
+        self._alive(now, member, member.step, tokens, 0)
         self._remove(learner)
         return self._look_again(now)
 
@@ -258,7 +258,7 @@ class SyncerCore:
             )
         weights_of(self.rules.weight, [c.tokens], [c.steps], [0])
         member = self.members[c.learner]
-        self._alive(now, member, c.step, c.trained)
+        self._alive(now, member, c.step, c.trained, c.steps)
         member.trains(c.step - 1)
         if self.accounting.is_known(c):
             return [Acknowledge(c, duplicate=True), *self._look_again(now)]
@@ -419,9 +419,9 @@ class SyncerCore:
         self.rounds.removed(learner)
         self._wants_record = True
 
-    def _alive(self, now: float, member: Member, step: int, tokens: int) -> bool:
+    def _alive(self, now: float, member: Member, step: int, tokens: int, steps: int) -> bool:
         """Take in a member's progress; returns whether it may change a round."""
         self.accounting.trained(member.learner, tokens)  # may refuse, before a number is counted
-        steps = member.heard(now, step, tokens)
+        num_new = member.heard(now, step, tokens, steps)
         self.step = max(self.step, member.step)
-        return self.rounds.heard(member, steps)
+        return self.rounds.heard(member, num_new)

@@ -249,8 +249,8 @@ class Driver(Generic[H, S, P]):
         self.core.check(learner, incarnation)
 
     def heartbeat(
-        self, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool,
-        finished: bool = False, versions: Sequence[int] = (), confirmed: Sequence[int] = (),
+        self, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
+        waiting: bool, finished: bool = False, versions: Sequence[int] = (), confirmed: Sequence[int] = (),
     ) -> Standing:  # fmt: skip
         """A heartbeat; returns the learner's standing.
 
@@ -264,12 +264,12 @@ class Driver(Generic[H, S, P]):
         core = self.core
         core.check(learner, incarnation)
         sense.check_heartbeat(
-            learner, step=step, tokens=tokens, step_s=step_s, num_versions=len(versions), num_confirmed=len(confirmed),
-            num_fragments=len(self.state.versions), run_step=core.step,
+            learner, step=step, steps=steps, tokens=tokens, step_s=step_s, num_versions=len(versions),
+            num_confirmed=len(confirmed), num_fragments=len(self.state.versions), run_step=core.step,
         )  # fmt: skip
         actions = core.heartbeat(
-            self._clock.now_s(), learner, incarnation, step=step, tokens=tokens, step_s=step_s, waiting=waiting,
-            finished=finished, confirmed=tuple(confirmed),
+            self._clock.now_s(), learner, incarnation, step=step, steps=steps, tokens=tokens, step_s=step_s,
+            waiting=waiting, finished=finished, confirmed=tuple(confirmed),
         )  # fmt: skip
         self._status.heard(learner, incarnation, versions)
         self._execute(actions)
