@@ -299,8 +299,9 @@ class Life:
         if (learner := self.learners.get(name)) is not None:
             self.act(
                 self.core.heartbeat(
-                    self.now, name, learner.incarnation, step=learner.core.step, tokens=learner.core.tokens, step_s=0.1,
-                    waiting=bool(learner.core.waiting()), confirmed=learner.confirmed,
+                    self.now, name, learner.incarnation, step=learner.core.step, steps=learner.core.steps,
+                    tokens=learner.core.tokens, step_s=0.1, waiting=bool(learner.core.waiting()),
+                    confirmed=learner.confirmed,
                 )
             )  # fmt: skip
 

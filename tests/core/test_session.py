@@ -203,6 +203,18 @@ def test_a_run_that_has_a_model_is_not_initialised_again() -> None:
     assert not it.open
 
 
+def test_a_model_that_another_learner_uploaded_is_not_taken_for_ones_own() -> None:
+    """The first upload was refused for lack of room: it cannot have arrived."""
+    it = Script(initialises=True)
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, initialised=False)
+    it.fail(requests.Initialise, errors.NoRoomError("the disk is full."))
+    it.until(requests.Initialise)
+    it.fail(requests.Initialise, errors.AlreadyInitialisedError("the run has a model already."))
+    assert isinstance(it.take(requests.Fail)[0].error, errors.AlreadyInitialisedError)
+    assert requests.Join not in it.open
+
+
 @pytest.mark.parametrize("found", ["described", "refused"])
 def test_an_initialisation_whose_answer_was_lost_is_found_to_be_there(found: str) -> None:
     """It may be found when the learner asks, or arrive so late that the next upload is refused."""
@@ -640,6 +652,23 @@ def test_a_replaced_learner_fails_and_stays_away() -> None:
     it.sleep(60.0)
     assert requests.Join not in it.open
     assert requests.Watch not in it.open
+
+
+def test_a_learner_that_had_no_place_at_first_is_replaced_as_any_other() -> None:
+    """Its first request to join was refused: it cannot arrive late."""
+    it = Script()
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.fail(requests.Join, errors.NoRoomError("the run's pool has no place."))
+    it.until(requests.Join)
+    it.join()
+    it.fetch(0, 0)
+    it.until(requests.Beat)
+    it.beat()
+    it.welcome()
+    it.do(it.core.evicted, it.open[requests.Watch], "replaced", replaced=True)
+    assert isinstance(it.take(requests.Fail)[0].error, errors.StaleIncarnationError)
+    assert requests.Join not in it.open
 
 
 def test_a_call_to_join_that_arrives_late_is_no_other_process() -> None:

@@ -204,8 +204,8 @@ class Scene:
 
     def beat(self, learner: str, step: int, incarnation: int = 1, **fields: Any) -> Standing:
         """A sign of life, at ten tokens a step."""
-        values = {"step": step, "tokens": 10 * step, "step_s": 1.0, "waiting": False, "boot": self.boot, **fields}
-        return self.driver.heartbeat(learner, incarnation, **values)
+        values = {"step": step, "steps": step, "tokens": 10 * step, "step_s": 1.0, "waiting": False, "boot": self.boot}
+        return self.driver.heartbeat(learner, incarnation, **{**values, **fields})
 
     def begin(self, c: Contribution, payload: int = 1) -> Upload[MemorySlot]:
         """A push that has come up whole."""

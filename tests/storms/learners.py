@@ -225,7 +225,7 @@ class Process:
         core = self.core
         assert core is not None
         step_s = self._storm.plan.step_s[self._learner.index]
-        self.client.report(self._incarnation, Report(core.step, core.tokens, step_s, waiting, finished))
+        self.client.report(self._incarnation, Report(core.step, core.tokens, step_s, waiting, finished, core.steps))
 
     def _settle_again(self) -> None:
         if self._is_waiting and self.is_alive:

@@ -40,8 +40,8 @@ def joined(syncer: Syncer, name: str) -> Raw:
 
 def beat(raw: Raw, step: int, versions: tuple[int, ...] = (0, 0)) -> None:
     request = pb.HeartbeatRequest(
-        run=RUN, learner=raw.name, incarnation=raw.incarnation, step=step, tokens=5 * step, step_s=0.1,
-        versions=versions
+        run=RUN, learner=raw.name, incarnation=raw.incarnation, step=step, steps=step, tokens=5 * step,
+        step_s=0.1, versions=versions
     )  # fmt: skip
     raw.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
 

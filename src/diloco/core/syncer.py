@@ -140,21 +140,30 @@ class SyncerCore:
     # --- membership ---------------------------------------------------------------------------------------------------
 
     def joined(
-        self, now: float, learner: str, *, ready: bool = False, overlap: int | None = None
-    ) -> tuple[int, list[Action]]:
+        self, now: float, learner: str, *, process: int = 0, again: bool = False, ready: bool = False,
+        overlap: int | None = None,
+    ) -> tuple[int, list[Action]]:  # fmt: skip
         """A learner joins as a new incarnation; returns its number. An older live incarnation is replaced.
 
-        `ready`: rounds wait for it from the start (fixed membership), not only once it has trained. `overlap`: the
-        learner's own τ; None: the method's.
+        Arguments:
+            process: whose it is.
+            again: after an incarnation of the same process was evicted.
+            ready: rounds wait for it from the start (fixed membership), not only once it has trained.
+            overlap: the learner's own τ; None: the method's.
 
         Raises:
+            StaleIncarnationError: it joins again, but a newer process has its place.
             NoRoomError: the pool has no place for it now.
         """
+        if again and not self.accounting.is_newest(learner, process):
+            raise StaleIncarnationError(
+                f"another process has joined the run as {learner!r}; give every learner its own name."
+            )
         self._require_place(learner)
         actions: list[Action] = []
         if learner in self.members:
             actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
-        incarnation = self.accounting.begin(learner)
+        incarnation = self.accounting.begin(learner, process)
         self.members[learner] = Member(learner, incarnation, self.step, now, now, overlap, ready=ready)
         self.rounds.joined(learner)
         self._wants_record = True
@@ -174,14 +183,14 @@ class SyncerCore:
             )
 
     def heartbeat(
-        self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None,
-        waiting: bool,
-        finished: bool = False, confirmed: Sequence[int] = (),
+        self, now: float, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
+        waiting: bool, finished: bool = False, confirmed: Sequence[int] = (),
     ) -> list[Action]:  # fmt: skip
         """A heartbeat.
 
         Arguments:
-            tokens: trained by this incarnation in all.
+            step: the inner step that the learner is at.
+            steps, tokens: taken and trained by this incarnation in all.
             step_s: seconds that an inner step takes; None: not measured.
             waiting: the learner is blocked on an answer.
             finished: the learner takes no more steps.
@@ -190,7 +199,7 @@ class SyncerCore:
         self.check(learner, incarnation)
         member = self.members[learner]
         member.waiting, member.step_s, was_ready = waiting, step_s or member.step_s, member.ready
-        look = self._alive(now, member, step, tokens)
+        look = self._alive(now, member, step, tokens, steps)
         if finished:
             member.finished, member.ready = True, False
         if tokens > 0:
@@ -211,7 +220,7 @@ class SyncerCore:
         """A learner leaves. Its acknowledged contributions stay; its pending tokens are lost."""
         self.check(learner, incarnation)
         member = self.members[learner]
-        self._alive(now, member, member.step, tokens)
+        self._alive(now, member, member.step, tokens, 0)
         self._remove(learner)
         return self._look_again(now)
 
@@ -253,7 +262,7 @@ class SyncerCore:
             )
         weights_of(self.rules.weight, [c.tokens], [c.steps], [0])
         member = self.members[c.learner]
-        self._alive(now, member, c.step, c.trained)
+        self._alive(now, member, c.step, c.trained, c.steps)
         member.trains(c.step - 1)
         if self.accounting.is_known(c):
             return [Acknowledge(c, duplicate=True), *self._look_again(now)]
@@ -278,12 +287,13 @@ class SyncerCore:
         return [PersistVersion(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The closed round has no finite result: keep the version, reject its contributions and those based on it."""
+        """The closed round has no finite result: keep the version, and reject its contributions, those left out of it and
+        those based on it."""
         state = self.fragments[fragment]
         assert state.closing is not None
         closed, state.closing, state.phase = state.closing, None, "open"
-        failed = [*closed.contributions, *self.rounds.abandoned(fragment, closed)]
-        return [*(self._reject(c, reason) for c in failed), *self._look_again(now)]
+        failed = [*((c, reason) for c in closed.contributions), *self.rounds.abandoned(fragment, closed)]
+        return [*(self._reject(c, why) for c, why in failed), *self._look_again(now)]
 
     def stored(self, now: float, fragment: int, serial: int) -> list[Action]:
         """The new version and its record are durable: publish it, and open the next round."""
@@ -413,9 +423,9 @@ class SyncerCore:
         self.rounds.removed(learner)
         self._wants_record = True
 
-    def _alive(self, now: float, member: Member, step: int, tokens: int) -> bool:
+    def _alive(self, now: float, member: Member, step: int, tokens: int, steps: int) -> bool:
         """Take in a member's progress; returns whether it may change a round."""
         self.accounting.trained(member.learner, tokens)  # may refuse, before a number is counted
-        steps = member.heard(now, step, tokens)
+        num_new = member.heard(now, step, tokens, steps)
         self.step = max(self.step, member.step)
-        return self.rounds.heard(member, steps)
+        return self.rounds.heard(member, num_new)

@@ -97,7 +97,9 @@ class Boundary:
 
     def report(self, *, waiting: bool = False) -> None:
         """Report this learner's progress to the exchange."""
-        self.exchange.report(Report(self.core.step, self.core.tokens, self.timing.step_s, waiting, self.has_finished))
+        core = self.core
+        report = Report(core.step, core.tokens, self.timing.step_s, waiting, self.has_finished, core.steps)
+        self.exchange.report(report)
 
     @property
     def _keeps_origins(self) -> bool:

@@ -139,7 +139,7 @@ class PushedSyncer(SyncerRounds):
     def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
         pass
 
-    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
+    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
         self._rounds[fragment] = late.renumbered(self._rounds[fragment])
         return ()
 

@@ -38,6 +38,7 @@ class Report:
         step_s: seconds of an inner step; None: not measured yet.
         waiting: it is blocked on an answer.
         finished: it takes no more steps.
+        steps: inner steps taken by this incarnation.
     """
 
     step: int = 0
@@ -45,6 +46,7 @@ class Report:
     step_s: float | None = None
     waiting: bool = False
     finished: bool = False
+    steps: int = 0
 
 
 # --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------

@@ -318,9 +318,10 @@ class SessionCore:
             case requests.Describe(), UnreachableError() if self._entrance.is_late(now):
                 return self._fail(lane, error)
             case _, UnreachableError() | NoRoomError():
-                if isinstance(request, requests.Initialise):
-                    self._entrance.lost()
-                self._has_lost_join |= isinstance(request, requests.Join)
+                if isinstance(error, UnreachableError):  # it may have reached the syncer all the same
+                    if isinstance(request, requests.Initialise):
+                        self._entrance.lost()
+                    self._has_lost_join |= isinstance(request, requests.Join)
                 return self._lanes.failed(now, request, error)
             case requests.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
                 return []

@@ -226,8 +226,9 @@ class SessionClient:
                 self._wire.on_break(call, lambda: driver.disconnected(who.learner, who.incarnation, stream))
             case requests.Beat(who=who, report=report):
                 standing = driver.heartbeat(
-                    who.learner, who.incarnation, step=report.step, tokens=report.tokens, step_s=report.step_s,
-                    waiting=report.waiting, finished=report.finished, boot=call.boot, versions=call.versions,
+                    who.learner, who.incarnation, step=report.step, steps=report.steps, tokens=report.tokens,
+                    step_s=report.step_s, waiting=report.waiting, finished=report.finished, boot=call.boot,
+                    versions=call.versions,
                     confirmed=call.confirmed,
                 )  # fmt: skip
                 reply((driver.boot, standing))
