@@ -33,32 +33,38 @@ class Seen:
     steps: int
 
 
-def life(method: Method, steps: int) -> Callable[[int, Local], Seen]:
-    """Constant gradients of a learner's own, plain SGD."""
+def life(
+    method: Method, steps: int, *, bias: bool = False, overlaps: Sequence[int | None] = (None,) * 9
+) -> Callable[[int, Local], Seen]:
+    """Constant gradients of a learner's own, plain SGD. `overlaps`: of learners with an overlap of their own."""
 
     def live(index: int, exchange: Local) -> Seen:
-        model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=False)
-        torch.nn.init.zeros_(model.weight)
+        model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=bias)
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        times_s, parameters = [], []
-        with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
+        times_s, seen = [], []
+        overlap = overlaps[index]
+        with diloco.Learner(model, optimizer, method=method, exchange=exchange, overlap=overlap) as learner:
             while learner.steps < steps:
-                model.weight.grad = torch.full_like(model.weight, 1.0 + index)
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 1.0 + index)
                 optimizer.step()
                 learner.step(tokens=10)
                 times_s.append(exchange.now_s)
-                parameters.append(model.weight.detach().clone())
-            return Seen(times_s, parameters, learner.metrics(), learner.steps)
+                seen.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+            return Seen(times_s, seen, learner.metrics(), learner.steps)
 
     return live
 
 
 def world(
-    learners: int = 2, *, step_s: float = 1.0, bit_per_s: float = math.inf, latency_s: float = 0.0,
+    learners: int = 2, *, step_s: float = 1.0, bit_per_s: float | Sequence[float] = math.inf, latency_s: float = 0.0,
     faults: Sequence[Fault] = ()
 ) -> VirtualRun:  # fmt: skip
-    """Learners with links of their own."""
-    links = {f"{way}-{i}": bit_per_s for i in range(learners) for way in ("up", "down")}
+    """Learners with links of their own. `bit_per_s`: of all of them, or of each learner's."""
+    speeds = bit_per_s if isinstance(bit_per_s, Sequence) else [bit_per_s] * learners
+    links = {f"{way}-{i}": speed for i, speed in enumerate(speeds) for way in ("up", "down")}
     network = Network(links, [Path((f"up-{i}",), (f"down-{i}",), latency_s) for i in range(learners)])
     names = [f"learner-{i}" for i in range(learners)]
     return VirtualRun(World(names, lambda *_: step_s, [0.0] * learners, network, faults))
@@ -115,6 +121,19 @@ def test_a_network_changes_no_bit_of_a_synchronous_run(method: Method) -> None:
     at_once = diloco.run_local(life(method, 14), learners=2)
     carried = run_virtual(life(method, 14), world(bit_per_s=MODEL_BITS / 3, latency_s=0.7))
     for one, other in zip(at_once, carried, strict=True):
+        assert isinstance(other, Seen)
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
+
+
+def test_a_network_changes_no_bit_where_one_learner_overlaps_a_whole_interval() -> None:
+    """While it fetches the large fragment, two versions of the small one are published."""
+    method = diloco.StreamingDiLoCo(
+        sync_every=4, overlap=1, fragments=diloco.Balanced(2), codec=("int4", "fp32"),
+        quorum=diloco.AllLive(at_least=2),  # they begin together
+    )  # fmt: skip
+    lives = life(method, 18, bias=True, overlaps=[None, 4])
+    far = world(bit_per_s=[math.inf, MODEL_BITS / 5])
+    for one, other in zip(diloco.run_local(lives, learners=2), run_virtual(lives, far), strict=True):
         assert isinstance(other, Seen)
         assert all(torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
 

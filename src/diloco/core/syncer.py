@@ -323,6 +323,13 @@ class SyncerCore:
         start = self.rounds.start_step(learner) if self.members[learner].tokens == 0 else None
         return self.step if start is None else start
 
+    @property
+    def intervals_in_flight(self) -> int:
+        """How many answers to a fragment may be on their way to a member when it sends, by the method or its own τ."""
+        schedule = self.rules.schedule
+        own = [schedule.intervals_in(each.overlap) for each in self.members.values() if each.overlap is not None]
+        return max(schedule.intervals_in_flight, *own, 0)
+
     def decision(self, now: float, fragment: int) -> Decision | None:
         """Whether the fragment's open round is to be merged, and if not, why; None: no round is open."""
         return self.rounds.decision(now, fragment) if self.fragments[fragment].phase == "open" else None

@@ -437,7 +437,7 @@ class Driver(Generic[H, S, P]):
         if write.merged is None:
             actions = self.core.recorded(now_s, serial)
         else:
-            self.state.model.take(write.merged)
+            self.state.model.take(write.merged, self.core.intervals_in_flight)
             self._observer.published(write.merged, len(self.core.members), now_s - write.wanted_at_s)
             actions = self.core.stored(now_s, write.merged.update.fragment, serial)
         self._execute(actions)
