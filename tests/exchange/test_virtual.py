@@ -12,8 +12,9 @@ from torch import Tensor
 
 import diloco
 from diloco.core.method import Method
+from diloco.core.pool import Pool
 from diloco.core.rounds import Called
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, DrainedError
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun, World
@@ -195,7 +196,7 @@ def resuming(method: Method, steps: int, taken: Taken, saved: dict[int, Any]) ->
                 before = exchange.state_dict()
                 taken.exact.append(learner.load_state_dict(saved[index]["learner"]))
                 after = exchange.state_dict()
-                taken.moved += ["clock"] if after["rounds"]["run"] != before["rounds"]["run"] else []
+                taken.moved += ["clock"] if after["core"]["rounds"] != before["core"]["rounds"] else []
                 for key in ("version", "theta"):
                     old, new = (each["fragments"]["0"][key] for each in (before, after))
                     taken.moved += [] if torch.equal(torch.as_tensor(old), torch.as_tensor(new)) else [key]
@@ -268,6 +269,44 @@ def test_an_observer_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) 
     )
     assert [each.metrics["versions"] for each in seen if isinstance(each, Seen)] == [[5], [5]]
     assert caplog.text.count("BrokenObserver.published failed") == 1
+
+
+POOL = Pool("halving", 2, 40)
+
+
+def test_a_learner_that_was_cut_off_when_the_pool_shrank_ends_as_one_that_is_drained() -> None:
+    """Its eleventh step takes so long that it is evicted, and the other is past the middle of the run when it ends."""
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    names = ["learner-0", "learner-1"]
+    run = VirtualRun(World(names, lambda i, step: 20.0 if (i, step) == (1, 10) else 1.0, [0.0, 0.0], pool=POOL))
+
+    def live(index: int, exchange: Local) -> tuple[int, list[Any]]:
+        model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
+            while learner.steps < 40 and not learner.drained:
+                if (index, learner.steps) == (1, 10):
+                    run.wire(1).broke()
+                learner.step(tokens=10)
+            if index == 1:
+                with pytest.raises(ConfigError, match="has finished"):
+                    learner.step(tokens=10)
+            learner.finish()
+            learner.state_dict()
+            return learner.steps, learner.metrics()["ledger"]
+
+    first, second = run_virtual(live, run)
+    assert not isinstance(first, Lost)
+    assert not isinstance(second, Lost)
+    assert first[0] == 40
+    assert second == (11, [{"trained": 110, "merged": 80, "pending": 0, "lost": 30, "discarded": {}}])
+
+
+def test_a_learner_that_comes_back_when_the_pool_has_shrunk_fails() -> None:
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    run = VirtualRun(World(["first", "second"], lambda *_: 1.0, [0.0, 0.0], faults=[Fault(1, 10.5, 30.5)], pool=POOL))
+    with pytest.raises(DrainedError, match="taken by first; it has shrunk, so train without second"):
+        run_virtual(life(method, 40), run)
 
 
 def test_a_learner_that_does_not_come_back_ends_lost_and_the_others_go_on() -> None:

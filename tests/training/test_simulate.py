@@ -311,6 +311,15 @@ def test_learners_come_and_go_by_the_schedule_of_the_pool(schedule: str, tiny: T
     assert all(each["merged"] == each["trained"] for each in ledgers)
 
 
+def test_a_learner_that_comes_back_to_a_pool_that_has_shrunk_takes_no_part(tiny: Tiny, tmp_path: Path) -> None:
+    steps = ("run.steps=48", "run.tokens=1_000_000", "schedule.steps=48")
+    config = tiny(DILOCO, "run.learners=2", *steps, "pool.schedule='halving'")
+    done = play(tmp_path / "played", Scenario(lambda *_: 1.0, faults=[Fault(1, 10.5, 40.0)]), config, config)
+    first, second = done.summaries.values()
+    assert first is not None
+    assert (first.reason, first.steps, second) == ("steps", 48, None)
+
+
 def test_a_pool_that_is_too_small_for_a_round_is_not_simulated(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(
         "method={preset='DiLoCo', sync_every=6, quorum={type='AllLive', at_least=2}}", "pool.schedule='ramp up'"

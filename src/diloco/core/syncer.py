@@ -38,7 +38,7 @@ from diloco.core.members import Deadlines, Member
 from diloco.core.pool import Pool
 from diloco.core.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.core.weights import merge_weights, weights_of
-from diloco.errors import NoRoomError, StaleIncarnationError, VersionError
+from diloco.errors import DrainedError, NoRoomError, StaleIncarnationError, VersionError
 
 
 class SyncerCore:
@@ -137,6 +137,16 @@ class SyncerCore:
             self.rounds.restore_of(learner, saved["rounds"])
         self.rounds.restore(values["rounds"])
 
+    def saved_of(self, learner: str) -> dict[str, Any]:
+        """What a member's own checkpoint has of the run, as plain values (JSON); `rewound` goes back to it."""
+        return {
+            "step": self.members[learner].step,
+            "fragment_steps": [state.step for state in self.fragments],
+            "rounds": self.rounds.saved(),
+            "own_rounds": self.rounds.saved_of(learner),
+            "ledgers": self.accounting.accounts[learner].as_dict()["ledgers"],
+        }
+
     # --- membership ---------------------------------------------------------------------------------------------------
 
     def joined(
@@ -148,7 +158,7 @@ class SyncerCore:
         learner's own τ; None: the method's.
 
         Raises:
-            NoRoomError: the pool has no place for it now.
+            NoRoomError: the pool has no place for it now. DrainedError: nor will it have one.
         """
         self._require_place(learner)
         actions: list[Action] = []
@@ -342,11 +352,15 @@ class SyncerCore:
 
     def _require_place(self, learner: str) -> None:
         others = [other for other in self._training if other != learner]
-        if self.pool is not None and len(others) >= (size := self.pool.size(self.step)):
-            raise NoRoomError(
-                f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, taken "
-                f"by {', '.join(others)}; {learner} gets one when the pool grows or one of them leaves."
-            )
+        if self.pool is None or len(others) < (size := self.pool.size(self.step)):
+            return
+        places = (
+            f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, taken by "
+            f"{', '.join(others)}"
+        )
+        if self.pool.has_shrunk(self.step) and learner not in self._training[:size]:
+            raise DrainedError(f"{places}; it has shrunk, so train without {learner}.")
+        raise NoRoomError(f"{places}; {learner} gets one when the pool grows or one of them leaves.")
 
     def _drained(self) -> Sequence[str]:
         """The newest members, which the pool has no place for."""
@@ -422,3 +436,21 @@ class SyncerCore:
         steps = member.heard(now, step, tokens)
         self.step = max(self.step, member.step)
         return self.rounds.heard(member, steps)
+
+
+def rewound(
+    record: Mapping[str, Any], learner: str, saved: Mapping[str, Any], *, with_run: bool
+) -> Mapping[str, Any]:  # fmt: skip
+    """A record (`SyncerCore.saved`) in which a member is as its checkpoint (`SyncerCore.saved_of`) says.
+
+    `with_run`: the clock and the rounds of the run too.
+    """
+    member = {**record["members"][learner], "step": saved["step"], "rounds": saved["own_rounds"]}
+    account = {**record["accounts"][learner], "ledgers": saved["ledgers"]}
+    run = {key: saved[key] for key in ("step", "fragment_steps", "rounds")} if with_run else {}
+    return {
+        **record,
+        **run,
+        "members": {**record["members"], learner: member},
+        "accounts": {**record["accounts"], learner: account},
+    }

@@ -231,7 +231,7 @@ class Driver(Generic[H, S, P]):
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
             StaleIncarnationError: it joins again, but a newer process has its place.
             ConfigError: the run's method gives learners no overlap of their own, or not this one.
-            NoRoomError: the run's pool has no place for it now.
+            NoRoomError: the run's pool has no place for it now. DrainedError: nor will it have one.
         """
         core = self.core
         sense.check_name(learner)

@@ -23,7 +23,7 @@ from diloco.config import RunConfig
 from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.presets import method_from_table
-from diloco.errors import ConfigError, ExchangeError
+from diloco.errors import ConfigError, DrainedError, ExchangeError
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.learner import Learner
@@ -65,7 +65,8 @@ class Simulated:
     """The result of a simulated run.
 
     Attributes:
-        summaries: what each learner's trainer says; None for one that was killed and did not come back.
+        summaries: what each learner's trainer says; None for one that was killed and did not come back, or found no
+            place in a pool that had shrunk.
         spans: what each learner did when.
         loss: held-out loss of the newest global model that a learner ended with, nats per token; None if none ended.
         duration_s: virtual seconds until the last learner ended.
@@ -202,7 +203,7 @@ class _Stage:
                 "back, or be killed later."
             ) from error
 
-    def _life(self, index: int, exchange: Local) -> Summary:
+    def _life(self, index: int, exchange: Local) -> Summary | Lost:
         """Train one learner as `diloco train` would."""
         config, name = self._configs[index], self._names[index]
         exchange.initialises = index == 0
@@ -231,7 +232,10 @@ class _Stage:
             config, part, attach, self._progress if first else None, clock=Clock(now_s, now_s, stepped_alone),
             shared=self._shared,
         )  # fmt: skip
-        summary = trainer.train()
+        try:
+            summary: Summary | Lost = trainer.train()
+        except DrainedError:  # when it came, or came back, the pool had shrunk
+            summary = Lost()
         self._ended_s[index] = exchange.now_s
         return summary
 

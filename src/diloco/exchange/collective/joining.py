@@ -44,7 +44,8 @@ def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -
             f"the quorum needs {method.quorum.at_least} learners and the process group has {group.size}; lower "
             "at_least."
         )
-    return max(each["overlap"] for each in theirs)
+    longest: int = max(each["overlap"] for each in theirs)
+    return longest
 
 
 def broadcast(group: Group, num_bytes: dict[str, int], layout: Layout, initial: Callable[[], Model]) -> Model:
