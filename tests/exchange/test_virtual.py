@@ -139,6 +139,28 @@ def test_a_network_changes_no_bit_where_one_learner_overlaps_a_whole_interval() 
         assert all(torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
 
 
+def test_a_learner_knows_of_the_run_what_the_syncer_told_it_last() -> None:
+    """The other learner joins in its fourth step. Half a second is on the way between a report and its answer."""
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    network = Network({}, [Path((), (), 0.25)] * 2)
+
+    def live(index: int, exchange: Local) -> list[tuple[float, int, int | None]]:
+        model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=False)
+        told = []
+        with diloco.Learner(model, torch.optim.SGD(model.parameters()), method=method, exchange=exchange) as learner:
+            while learner.steps < 8:
+                learner.step(tokens=10)
+                told.append((exchange.now_s, exchange.num_live, exchange.run_tokens))
+        return told
+
+    first, second = run_virtual(live, VirtualRun(World(["a", "b"], lambda *_: 1.0, [0.0, 3.0], network)))
+    assert first == [
+        (4.0, 1, 0), (5.0, 1, 10), (6.0, 1, 20), (8.5, 2, 60),
+        (9.5, 2, 60), (10.5, 2, 70), (11.5, 2, 90), (13.5, 2, 140),
+    ]  # fmt: skip
+    assert second == [(6.5, 2, 20), (8.5, 2, 60), (9.5, 2, 60), (10.5, 2, 80), (11.5, 2, 100), (13.5, 2, 140)]
+
+
 def test_learners_of_called_rounds_are_never_blocked_however_slow_the_network() -> None:
     method = diloco.DecoupledDiLoCo(
         sync_every=4, overlap=2, fragments=diloco.Whole(), quorum=Called(at_least=1), **FP32

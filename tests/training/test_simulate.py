@@ -108,7 +108,7 @@ def test_time_goes_into_steps_and_waiting(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_the_warm_start_takes_its_time_and_the_others_wait_for_it(tiny: Tiny, tmp_path: Path) -> None:
-    config = tiny(DILOCO, "warm_start.steps=4", "run.tokens=4_096")
+    config = tiny(DILOCO, "warm_start.steps=4", "run.steps=16", "run.tokens=1_000_000", "schedule.steps=16")
     done = play(tmp_path / "run", Scenario(lambda *_: 0.5), config, config)
     told = read_events(tmp_path / "run" / "syncer" / "events.jsonl")
     [given] = [e for e in told if isinstance(e, Initialised)]

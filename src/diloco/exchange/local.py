@@ -305,10 +305,7 @@ class Local(Exchange):
 
     @property
     def num_live(self) -> int:
-        """Members as the syncer has them now, those included that connect again after the run went back in time."""
-        if self._standing is None or self._run.driver is None:
-            return 1
-        return sum(not member.finished for member in self._run.driver.core.members.values())
+        return 1 if self._standing is None else self._standing.num_live
 
     @property
     def sync_every(self) -> int | None:
@@ -320,8 +317,7 @@ class Local(Exchange):
 
     @property
     def run_tokens(self) -> int | None:
-        """As the syncer has it now."""
-        return None if self._standing is None or self._run.driver is None else self._run.driver.state.run_tokens
+        return 0 if self._standing is None else self._standing.run_tokens
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

@@ -70,6 +70,7 @@ class Simulated:
         spans: what each learner did when.
         loss: held-out loss of the newest global model that a learner ended with, nats per token; None if none ended.
         duration_s: virtual seconds until the last learner ended.
+        tokens: trained by the run, as the syncer has counted them.
         losses: virtual time and held-out loss of the global model as the first learner held it, in order.
     """
 
@@ -77,12 +78,8 @@ class Simulated:
     spans: dict[str, list[Span]] = field(default_factory=dict)
     loss: float | None = None
     duration_s: float = 0.0
+    tokens: int = 0
     losses: list[tuple[float, float]] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        """Trained by the run, as far as a learner that ended knew."""
-        return max((each.run_tokens for each in self.summaries.values() if each is not None), default=0)
 
     def times(self) -> dict[str, LearnerTime]:
         """The time of each learner."""
@@ -269,12 +266,13 @@ class _Stage:
 
     def _log_end(self, log: events.EventLog, done: Simulated) -> None:
         driver = self._run.driver
-        steps, tokens = (0, 0) if driver is None else (driver.state.step, done.tokens)
-        log.append(events.Finished(steps=steps, tokens=tokens, seconds=done.duration_s, reason="stopped"))
+        steps = 0 if driver is None else driver.state.step
+        log.append(events.Finished(steps=steps, tokens=done.tokens, seconds=done.duration_s, reason="stopped"))
 
     def _account(self, done: Simulated) -> None:
         """Fill in loss, duration and each learner's spans; time that is neither compute nor absence is waiting."""
         done.duration_s = max(self._ended_s)
+        done.tokens = 0 if self._run.driver is None else self._run.driver.state.run_tokens
         newest = [each for each in done.summaries.values() if each is not None]
         if newest:
             done.loss = max(newest, key=lambda each: sum(each.metrics["versions"])).held_out_loss
