@@ -757,6 +757,44 @@ def test_a_learner_without_a_place_in_the_pool_asks_again_and_says_so_once() -> 
     it.fetch(0, 0)
 
 
+def test_a_learner_that_is_evicted_and_has_no_place_now_says_so_and_asks_again() -> None:
+    it = Script().start()
+    it.do(it.core.evicted, it.open[requests.Watch], "nothing heard for 6.0 s", replaced=False)
+    it.take(requests.Warn)
+    full = errors.NoRoomError("the run's pool has places for 2 of 2 learners at step 9, taken by b, c.")
+    for _ in range(3):
+        it.until(requests.Join)
+        it.fail(requests.Join, full)
+    assert it.told == [requests.Warn(f"the syncer has no room yet, trying again: {full}")]
+
+
+DRAINED = errors.DrainedError("the run's pool has places for 1 of 2 learners at step 20, taken by b; it has shrunk.")
+
+
+def test_a_learner_that_is_evicted_and_has_lost_its_place_for_good_asks_no_more() -> None:
+    it = Script().start()
+    it.offer(1)
+    it.do(it.core.evicted, it.open[requests.Watch], "nothing heard for 6.0 s", replaced=False)
+    it.take(requests.Warn)
+    it.until(requests.Join)
+    it.fail(requests.Join, DRAINED)
+    assert it.told == [requests.Warn(str(DRAINED)), requests.TellDrained(), requests.Close()]
+    assert it.core.wake_at == math.inf
+    it.do(it.core.leave)
+    assert requests.Join not in it.open
+
+
+def test_a_joiner_without_a_place_for_good_fails() -> None:
+    it = Script()
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.until(requests.Join)
+    it.fail(requests.Join, DRAINED)
+    assert it.take(requests.Fail) == [requests.Fail(DRAINED)]
+    it.sleep(60.0)
+    assert requests.Join not in it.open
+
+
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 

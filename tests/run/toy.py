@@ -189,10 +189,10 @@ class Scene:
         self.settle()
         return answers[0]
 
-    def join(self, learner: str) -> int:
+    def join(self, learner: str, overlap: int | None = None) -> int:
         """A learner joins; returns its incarnation."""
         answers: list[int] = []
-        self.driver.join(learner, LAYOUT, answers.append)
+        self.driver.join(learner, LAYOUT, answers.append, overlap=overlap)
         self.settle()
         return answers[0]
 

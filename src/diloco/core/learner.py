@@ -182,6 +182,11 @@ class LearnerCore:
         """
         self._begin(versions, step if awaited else max(step, self.step))
 
+    def drained(self) -> None:
+        """The learner was evicted for good: it waits for no answer, and what is not merged is lost."""
+        for work in self.fragments:
+            work.lose()
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values from which `load_state_dict` continues exactly."""
         fragments = [work.as_dict() for work in self.fragments]

@@ -38,7 +38,7 @@ from diloco.core.members import Deadlines, Member
 from diloco.core.pool import Pool
 from diloco.core.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.core.weights import merge_weights, weights_of
-from diloco.errors import NoRoomError, StaleIncarnationError, VersionError
+from diloco.errors import DrainedError, NoRoomError, StaleIncarnationError, VersionError
 
 
 class SyncerCore:
@@ -137,6 +137,16 @@ class SyncerCore:
             self.rounds.restore_of(learner, saved["rounds"])
         self.rounds.restore(values["rounds"])
 
+    def saved_of(self, learner: str) -> dict[str, Any]:
+        """What a member's own checkpoint has of the run, as plain values (JSON); `rewound` goes back to it."""
+        return {
+            "step": self.members[learner].step,
+            "fragment_steps": [state.step for state in self.fragments],
+            "rounds": self.rounds.saved(None),
+            "own_rounds": self.rounds.saved_of(learner),
+            "ledgers": self.accounting.accounts[learner].as_dict()["ledgers"],
+        }
+
     # --- membership ---------------------------------------------------------------------------------------------------
 
     def joined(
@@ -153,7 +163,7 @@ class SyncerCore:
 
         Raises:
             StaleIncarnationError: it joins again, but a newer process has its place.
-            NoRoomError: the pool has no place for it now.
+            NoRoomError: the pool has no place for it now. DrainedError: nor will it have one.
         """
         if again and not self.accounting.is_newest(learner, process):
             raise StaleIncarnationError(
@@ -287,8 +297,8 @@ class SyncerCore:
         return [PersistVersion(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The closed round has no finite result: keep the version, and reject its contributions, those left out of it and
-        those based on it."""
+        """The closed round has no finite result: keep the version, and reject its contributions, those left out
+        of it and those based on it."""
         state = self.fragments[fragment]
         assert state.closing is not None
         closed, state.closing, state.phase = state.closing, None, "open"
@@ -337,6 +347,13 @@ class SyncerCore:
         start = self.rounds.start_step(learner) if self.members[learner].tokens == 0 else None
         return self.step if start is None else start
 
+    @property
+    def intervals_in_flight(self) -> int:
+        """How many answers to a fragment may be on their way to a member when it sends, by the method or its own τ."""
+        schedule = self.rules.schedule
+        own = [schedule.intervals_in(each.overlap) for each in self.members.values() if each.overlap is not None]
+        return max(schedule.intervals_in_flight, *own, 0)
+
     def decision(self, now: float, fragment: int) -> Decision | None:
         """Whether the fragment's open round is to be merged, and if not, why; None: no round is open."""
         return self.rounds.decision(now, fragment) if self.fragments[fragment].phase == "open" else None
@@ -349,11 +366,15 @@ class SyncerCore:
 
     def _require_place(self, learner: str) -> None:
         others = [other for other in self._training if other != learner]
-        if self.pool is not None and len(others) >= (size := self.pool.size(self.step)):
-            raise NoRoomError(
-                f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, taken "
-                f"by {', '.join(others)}; {learner} gets one when the pool grows or one of them leaves."
-            )
+        if self.pool is None or len(others) < (size := self.pool.size(self.step)):
+            return
+        places = (
+            f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, taken by "
+            f"{', '.join(others)}"
+        )
+        if self.pool.has_shrunk(self.step) and learner not in self._training[:size]:
+            raise DrainedError(f"{places}; it has shrunk, so train without {learner}.")
+        raise NoRoomError(f"{places}; {learner} gets one when the pool grows or one of them leaves.")
 
     def _drained(self) -> Sequence[str]:
         """The newest members, which the pool has no place for."""
@@ -429,3 +450,21 @@ class SyncerCore:
         num_new = member.heard(now, step, tokens, steps)
         self.step = max(self.step, member.step)
         return self.rounds.heard(member, num_new)
+
+
+def rewound(
+    record: Mapping[str, Any], learner: str, saved: Mapping[str, Any], *, with_run: bool
+) -> Mapping[str, Any]:  # fmt: skip
+    """A record (`SyncerCore.saved`) in which a member is as its checkpoint (`SyncerCore.saved_of`) says.
+
+    `with_run`: the clock and the rounds of the run too.
+    """
+    member = {**record["members"][learner], "step": saved["step"], "rounds": saved["own_rounds"]}
+    account = {**record["accounts"][learner], "ledgers": saved["ledgers"]}
+    run = {key: saved[key] for key in ("step", "fragment_steps", "rounds")} if with_run else {}
+    return {
+        **record,
+        **run,
+        "members": {**record["members"], learner: member},
+        "accounts": {**record["accounts"], learner: account},
+    }

@@ -111,7 +111,13 @@ class Rejoined:
     reason: str
 
 
-Event = Arrived | CallForWork | Rejected | Rejoined
+@dataclass(frozen=True)
+class Drained:
+    """This learner was evicted, and the run's pool has no place for it any more: what it had sent is void, and it takes
+    no more steps."""
+
+
+Event = Arrived | CallForWork | Rejected | Rejoined | Drained
 
 
 class Exchange(ABC):

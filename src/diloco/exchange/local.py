@@ -17,11 +17,21 @@ from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
-from diloco.core.session.requests import Fail, Identity, Report, TellArrival, TellCall, TellRejection, TellStart
+from diloco.core.session.requests import (
+    Fail,
+    Identity,
+    Report,
+    TellArrival,
+    TellCall,
+    TellDrained,
+    TellRejection,
+    TellStart,
+)
 from diloco.errors import ConfigError, DilocoError
 from diloco.exchange.base import (
     Arrived,
     CallForWork,
+    Drained,
     Event,
     Exchange,
     Model,
@@ -238,6 +248,8 @@ class Local(Exchange):
             case TellRejection(verdict=verdict):
                 assert verdict.reason is not None
                 self._inbox.append(Rejected(verdict.fragment, verdict.number, verdict.reason))
+            case TellDrained():
+                self._inbox.append(Drained())
             case Fail(error=error):
                 self._failure = error
         self._run.time.news.add(self._index)
@@ -293,10 +305,7 @@ class Local(Exchange):
 
     @property
     def num_live(self) -> int:
-        """Members as the syncer has them now, those included that connect again after the run went back in time."""
-        if self._standing is None or self._run.driver is None:
-            return 1
-        return sum(not member.finished for member in self._run.driver.core.members.values())
+        return 1 if self._standing is None else self._standing.num_live
 
     @property
     def sync_every(self) -> int | None:
@@ -308,8 +317,7 @@ class Local(Exchange):
 
     @property
     def run_tokens(self) -> int | None:
-        """As the syncer has it now."""
-        return None if self._standing is None or self._run.driver is None else self._run.driver.state.run_tokens
+        return 0 if self._standing is None else self._standing.run_tokens
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
@@ -320,21 +328,14 @@ class Local(Exchange):
     def state_dict(self) -> dict[str, Any]:
         """The global model as it stands, and what the syncer knows of this learner. Where the schedule calls rounds,
         all that was sent is in it; where not, what is in flight or in an open round is not, and its learner counts that
-        work as pending again."""
+        work as pending again. Empty for a learner that was drained after an eviction."""
         driver, name = self._run.driver, self._name
         assert driver is not None
-        core = driver.core
-        ledgers = core.accounting.accounts[name].ledgers
-        fragments = {
-            str(f): {
-                **driver.state.model.held(f).state_dict(),
-                "step": core.fragments[f].step,
-                "ledger": [ledger.trained, ledger.merged, ledger.lost, dict(ledger.discarded)],
-            }
-            for f, ledger in enumerate(ledgers)
-        }
-        rounds = {"run": core.rounds.saved(None), "learner": core.rounds.saved_of(name)}
-        return {"rounds": rounds, "step": core.members[name].step, "fragments": fragments}
+        if name not in driver.core.members:
+            return {}
+        held = [driver.state.model.held(f) for f in range(len(driver.state.versions))]
+        fragments = {str(f): each.state_dict() for f, each in enumerate(held)}
+        return {"fragments": fragments, "core": driver.core.saved_of(name)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Before any learner has trained, the run goes back to the state. Later its model and clock are the others' as
@@ -344,7 +345,7 @@ class Local(Exchange):
         assert run.driver is not None
         account = run.driver.core.accounting.accounts[name]
         comes_back = account.incarnation > 1 and account.ledgers[0].trained > 0
-        if comes_back or (run.has_trained and not run.stands_at(state)):
+        if not state or comes_back or (run.has_trained and not run.stands_at(state)):
             return False
         self._joined.restore(run.restore(name, state))
         return True

@@ -24,7 +24,7 @@ from diloco.core.method import Method
 from diloco.core.session.requests import Report
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError, DilocoError
-from diloco.exchange.base import Arrived, CallForWork, Event, Exchange, Model, Opened, Rejected, Rejoined
+from diloco.exchange.base import Arrived, CallForWork, Drained, Event, Exchange, Model, Opened, Rejected, Rejoined
 from diloco.exchange.group import Group, error_of, to_bytes, to_tensor
 
 TIMEOUT_S = 24 * 3600.0
@@ -248,7 +248,9 @@ def _empty(shape: list[int], dtype: str) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
-_KINDS = {kind.__name__: kind for kind in (Arrived, CallForWork, Rejected, Rejoined, Opened, HeldFragment, Update)}
+_KINDS = {
+    kind.__name__: kind for kind in (Arrived, CallForWork, Rejected, Rejoined, Drained, Opened, HeldFragment, Update)
+}
 
 
 def _out(value: Any, tensors: list[Tensor]) -> Any:

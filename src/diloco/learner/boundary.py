@@ -16,7 +16,7 @@ from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
 from diloco.core.session.requests import Report
-from diloco.exchange.base import Arrived, CallForWork, Exchange, Opened, Rejected, Rejoined
+from diloco.exchange.base import Arrived, CallForWork, Drained, Exchange, Opened, Rejected, Rejoined
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
 from diloco.learner.tensors import LearnerTensors
@@ -38,6 +38,7 @@ class Boundary:
         eager: eager updates of this incarnation; None for other methods.
         received: versions received and not adopted, by (fragment, version).
         has_finished: the learner takes no more steps.
+        is_drained: it was evicted, and the run's pool has no place for it any more.
         updates, merges: versions received, and those among them that contain this learner's work.
     """
 
@@ -50,7 +51,7 @@ class Boundary:
         self.timing = Timing(lambda: exchange.now_s)
         self.received: dict[tuple[int, int], Arrived] = {}
         self.merges = self.updates = 0
-        self.has_finished = False
+        self.has_finished = self.is_drained = False
         self._trained = trained
         self._begin(opened)
 
@@ -194,6 +195,9 @@ class Boundary:
                     self._rejected(event)
                 case Rejoined(opened=opened):
                     self.rejoin(opened)
+                case Drained():
+                    self.core.drained()
+                    self.has_finished = self.is_drained = True
 
     def _arrived(self, arrived: Arrived) -> None:
         update, fragment = arrived.update, arrived.update.fragment

@@ -228,7 +228,7 @@ class Driver(Generic[H, S, P]):
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
             StaleIncarnationError: it joins again, but a newer process has its place.
             ConfigError: the run's method gives learners no overlap of their own, or not this one.
-            NoRoomError: the run's pool has no place for it now.
+            NoRoomError: the run's pool has no place for it now. DrainedError: nor will it have one.
         """
         core = self.core
         sense.check_name(learner)
@@ -432,7 +432,7 @@ class Driver(Generic[H, S, P]):
         if write.merged is None:
             actions = self.core.recorded(now_s, serial)
         else:
-            self.state.model.take(write.merged)
+            self.state.model.take(write.merged, self.core.intervals_in_flight)
             self._observer.published(write.merged, len(self.core.members), now_s - write.wanted_at_s)
             actions = self.core.stored(now_s, write.merged.update.fragment, serial)
         self._execute(actions)

@@ -218,6 +218,11 @@ class TellRejection:
 
 
 @dataclass(frozen=True)
+class TellDrained:
+    """The learner, which has started before, is out of the run: the pool has no place for it any more."""
+
+
+@dataclass(frozen=True)
 class Fail:
     """What was asked cannot be had: raise this in the learner."""
 
@@ -225,5 +230,5 @@ class Fail:
 
 
 Request = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Leave
-News = TellStart | TellArrival | TellCall | TellRejection | Fail
+News = TellStart | TellArrival | TellCall | TellRejection | TellDrained | Fail
 SessionAction = Request | HangUp | Drop | Warn | Close | News

@@ -6,7 +6,7 @@
     answers   requests to make and news for the learner: `core.session.requests`
 
     entering → joining → fetching → starting → running → leaving → parting → over
-    an evicted learner goes back to joining
+    an evicted learner goes back to joining; where the pool has no place for it any more, all is over
 
 Requests belong to lanes (control, watch, receive, send), and each lane has at most one under way. What is done next
 follows from what is known: the phase, the versions held and published, the contributions without a verdict, and which
@@ -37,6 +37,7 @@ from diloco.errors import (
     AlreadyInitialisedError,
     CorruptPayloadError,
     DilocoError,
+    DrainedError,
     NoRoomError,
     RestartedError,
     StaleIncarnationError,
@@ -323,6 +324,8 @@ class SessionCore:
                         self._entrance.lost()
                     self._has_lost_join |= isinstance(request, requests.Join)
                 return self._lanes.failed(now, request, error)
+            case requests.Join(), DrainedError() if self._has_started:
+                return [requests.Warn(str(error)), requests.TellDrained(), *self._over()]
             case requests.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
                 return []
             case requests.Push(boot=boot), RestartedError():

@@ -17,7 +17,7 @@ from diloco.core.session import SessionCore, requests
 from diloco.core.session.departure import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.core.session.requests import SessionAction
 from diloco.errors import DilocoError, ExchangeError
-from diloco.exchange.base import CallForWork, Opened, Rejected, Rejoined
+from diloco.exchange.base import CallForWork, Drained, Opened, Rejected, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
@@ -145,6 +145,8 @@ class Session:
             case requests.TellRejection(verdict=verdict):
                 assert verdict.reason is not None
                 self.inbox.put(Rejected(verdict.fragment, verdict.number, verdict.reason))
+            case requests.TellDrained():
+                self.inbox.put(Drained())
             case _:
                 name = next(name for name, kinds in _LANES.items() if isinstance(action, kinds))
                 self._lanes[name].put(action)

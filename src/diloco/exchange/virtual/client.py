@@ -160,7 +160,13 @@ class SessionClient:
                 case requests.TellArrival():
                     assert self._last is not None
                     self._on_news(News(action, *self._last))
-                case requests.TellStart() | requests.TellCall() | requests.TellRejection() | requests.Fail():
+                case (
+                    requests.TellStart()
+                    | requests.TellCall()
+                    | requests.TellRejection()
+                    | requests.TellDrained()
+                    | requests.Fail()
+                ):
                     self._on_news(News(action))
                 case _:
                     self._call(action)
