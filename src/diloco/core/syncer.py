@@ -324,7 +324,7 @@ class SyncerCore:
         return Standing(
             self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
             self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
-            self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self._drained(),
+            self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self.drained,
         )  # fmt: skip
 
     def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
@@ -355,7 +355,8 @@ class SyncerCore:
                 f"by {', '.join(others)}; {learner} gets one when the pool grows or one of them leaves."
             )
 
-    def _drained(self) -> Sequence[str]:
+    @property
+    def drained(self) -> Sequence[str]:
         """The newest members, which the pool has no place for."""
         return () if self.pool is None else self._training[self.pool.size(self.step) :]
 
