@@ -269,16 +269,22 @@ class LearnerProcess:
 
     @property
     def core(self) -> LearnerCore | None:
-        return self.processes[-1].core if self.processes and self.processes[-1].is_alive else None
+        return self._process.core if self._process is not None and self._process.is_alive else None
+
+    @property
+    def _process(self) -> Process | None:
+        """The newest that is alive. Of two that join at once either may be the one that gives up."""
+        alive = [each for each in self.processes if each.is_alive]
+        return (alive or self.processes or [None])[-1]
 
     @property
     def waits_for_others(self) -> bool:
         """It has not started, and waits until enough learners are there."""
-        return bool(self.processes) and self.processes[-1].client.core.phase == "starting"
+        return self._process is not None and self._process.client.core.phase == "starting"
 
     def told(self) -> str:
         """For the message of a failure."""
-        core, process = self.core, self.processes[-1] if self.processes else None
+        core, process = self.core, self._process
         phase = process.client.core.phase if process is not None else "gone"
         return f"{self.name}: {phase}, step {core.step if core else None}, waits for {core.waiting() if core else None}"
 
@@ -313,5 +319,5 @@ class LearnerProcess:
 
     def replace(self) -> None:
         """Another process joins by this name."""
-        if self.processes and self.processes[-1].is_alive and not self.has_finished:
+        if self._process is not None and self._process.is_alive and not self.has_finished:
             self.start()
