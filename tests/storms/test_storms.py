@@ -28,8 +28,7 @@ FOUND = {
     59: "learners that push several fragments at paces of their own, and wait, waited for each other for good",
     377: "the same, after a restart under the same name",
     3322: "learners in a circle of scheduled rounds were not seen to be in one where another learner was behind them",
-    8517: "a joiner started behind the second of two open rounds, which then lacked a learner",
-    8868: "the same",
+    2636: "a joiner started behind the second of two open rounds, which then lacked a learner",
 }
 """Seeds that found a defect."""
 
