@@ -287,8 +287,8 @@ class SyncerCore:
         return [PersistVersion(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The closed round has no finite result: keep the version, and reject its contributions, those left out of it and
-        those based on it."""
+        """The closed round has no finite result: keep the version, and reject its contributions, those left out of it
+        and those based on it."""
         state = self.fragments[fragment]
         assert state.closing is not None
         closed, state.closing, state.phase = state.closing, None, "open"
