@@ -12,7 +12,7 @@ from torch import Tensor
 
 import diloco
 from diloco.core.method import Method
-from diloco.core.pool import Pool
+from diloco.core.pool import Pool, PoolSchedule
 from diloco.core.rounds import Called
 from diloco.errors import ConfigError, DrainedError
 from diloco.exchange.local import Local, Lost, run_virtual
@@ -47,7 +47,7 @@ def life(
         times_s, seen = [], []
         overlap = overlaps[index]
         with diloco.Learner(model, optimizer, method=method, exchange=exchange, overlap=overlap) as learner:
-            while learner.steps < steps:
+            while learner.steps < steps and not learner.drained:
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, 1.0 + index)
                 optimizer.step()
@@ -185,6 +185,26 @@ def test_a_killed_learner_is_waited_for_until_its_deadline_and_comes_back_to_the
     assert second.metrics["incarnation"] == 2
     assert second.steps == first.steps == 60
     assert len(second.times_s) < 60
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [("halving", [(1, 24), (1, 24), (1, 12), (1, 12)]), ("doubling", [(1, 24), (1, 24), (13, 24), (13, 24)])],
+)
+def test_a_pool_says_how_many_learners_of_a_process_train(schedule: PoolSchedule, steps: list[tuple[int, int]]) -> None:
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    runs = diloco.run_local(life(method, 24), learners=4, pool=diloco.Pool(schedule, 4, 24))
+    # A learner that waits for a place asks about once a second, so it may begin a step after the pool has grown.
+    for seen, (first, last) in zip(runs, steps, strict=True):
+        assert seen.steps == last
+        assert 0 <= last + 1 - len(seen.times_s) - first <= 2
+        assert seen.metrics["tokens"] == seen.metrics["ledger"][0]["merged"]  # type: ignore[index]
+
+
+def test_a_pool_that_is_too_small_for_a_round_is_refused() -> None:
+    method = diloco.DiLoCo(sync_every=4, quorum=diloco.AllLive(at_least=2))
+    with pytest.raises(ConfigError, match="1 of 2 learners at times, and a round needs 2"):
+        diloco.run_local(life(method, 24), learners=2, pool=diloco.Pool("ramp up", 2, 24))
 
 
 LIVE = {

@@ -10,6 +10,7 @@ from diloco.core.syncer import SyncerCore
 
 def status_of(core: SyncerCore, now: float) -> dict[str, Any]:
     """Learners, rounds with the reason why each waits, and ledgers, as plain values."""
+    drained = core.drained
     learners = {
         m.learner: {
             "incarnation": m.incarnation,
@@ -17,6 +18,7 @@ def status_of(core: SyncerCore, now: float) -> dict[str, Any]:
             "tokens": core.accounting.accounts[m.learner].ledgers[0].trained,
             "healthy": m.healthy,
             "waiting": m.waiting,
+            "drained": m.learner in drained,
             "step_s": m.step_s,
             "silent_s": max(0.0, now - m.seen_at),
             "given_up_in_s": max(0.0, core.deadlines.ends_at(m) - now),

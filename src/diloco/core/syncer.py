@@ -297,8 +297,8 @@ class SyncerCore:
         return [PersistVersion(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The closed round has no finite result: keep the version, and reject its contributions, those left out
-        of it and those based on it."""
+        """The closed round has no finite result: keep the version, and reject its contributions, those left out of it
+        and those based on it."""
         state = self.fragments[fragment]
         assert state.closing is not None
         closed, state.closing, state.phase = state.closing, None, "open"
@@ -334,7 +334,7 @@ class SyncerCore:
         return Standing(
             self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
             self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
-            self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self._drained(),
+            self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self.drained,
         )  # fmt: skip
 
     def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
@@ -376,7 +376,8 @@ class SyncerCore:
             raise DrainedError(f"{places}; it has shrunk, so train without {learner}.")
         raise NoRoomError(f"{places}; {learner} gets one when the pool grows or one of them leaves.")
 
-    def _drained(self) -> Sequence[str]:
+    @property
+    def drained(self) -> Sequence[str]:
         """The newest members, which the pool has no place for."""
         return () if self.pool is None else self._training[self.pool.size(self.step) :]
 

@@ -16,6 +16,7 @@ from diloco.core.contribution import Contribution, Standing
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
+from diloco.core.pool import Pool
 from diloco.core.session import SessionCore
 from diloco.core.session.requests import (
     Fail,
@@ -51,7 +52,7 @@ T = TypeVar("T")
 
 def run_local(
     fn: Callable[[int, Exchange], T], *, learners: int, step_s: float | Sequence[float] | StepSeconds = 1.0,
-    starts_s: Sequence[float] | None = None,
+    starts_s: Sequence[float] | None = None, pool: Pool | None = None,
 ) -> list[T]:  # fmt: skip
     """Run `fn(index, exchange)` for each learner in this process and return the results in learner order.
 
@@ -67,9 +68,11 @@ def run_local(
         step_s: seconds of virtual time that an inner step takes: one number, one for each learner, or a function of the
             learner's index and its number of steps so far. `exchange.now_s` is the time.
         starts_s: when each learner starts; default: all at 0. One that starts later joins the run as it is then.
+        pool: how many of them may train at a time; None: all. One that the pool has no place for asks again about once
+            a second of virtual time; one that it drains has `learner.drained` and is to finish.
 
     Raises:
-        ConfigError: impossible numbers.
+        ConfigError: impossible numbers, or a pool that is at times too small for a round.
         The first exception that any learner raised; the others are stopped, one after the other.
 
     Example:
@@ -78,7 +81,8 @@ def run_local(
     if learners < 1:
         raise ConfigError(f"learners={learners}; a run needs at least one.")
     names = [f"learner-{index:03d}" for index in range(learners)]
-    ended = run_virtual(fn, VirtualRun(World(names, _step_seconds(step_s, learners), _starts(starts_s, learners))))
+    world = World(names, _step_seconds(step_s, learners), _starts(starts_s, learners), pool=pool)
+    ended = run_virtual(fn, VirtualRun(world))
     return [result for result in ended if not isinstance(result, Lost)]
 
 

@@ -195,7 +195,7 @@ class Learner:
         """This learner's part of a checkpoint: parameters, anchors, versions, counters, updates, error feedback.
 
         Blocks until the updates of scheduled rounds in flight have arrived, so that a resumed run continues with the
-        same bits. In called and pushed rounds, work in flight becomes pending again, or stays with the syncer over one.
+        same bits. In asynchronous rounds, work in flight becomes pending again, or stays with the syncer over one.
         Save the inner optimizer's state at the same boundary. The model's own `state_dict` is not needed.
 
         Returns:

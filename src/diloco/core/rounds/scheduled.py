@@ -98,7 +98,7 @@ class AllLive(Quorum):
     def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
         yield (
             answers.partial == "scale",
-            "partial='scale' is for Called() and Pushed(); a scheduled round takes the mean of those present.",
+            "partial='scale' is for asynchronous rounds; a scheduled round takes the mean of those present.",
         )
         yield (
             self.drop > 0 and answers.overlap > 0,

@@ -103,9 +103,12 @@ class VirtualRun:
         """The run's syncer, by the method of the learner that comes first.
 
         Raises:
-            ConfigError: this learner has another method. LayoutError: it has another model.
+            ConfigError: this learner has another method, or the pool is at times too small for a round.
+            LayoutError: it has another model.
         """
         if self._syncer is None:
+            if self._pool is not None:
+                self._pool.require(method.quorum.at_least)
             self._first, self._layout, self.replicas = learner, layout, Replicas(method)
             self._syncer = VirtualSyncer(
                 RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY, pool=self._pool
