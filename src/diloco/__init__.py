@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from diloco.core.method import Method
     from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov
+    from diloco.core.pool import Pool
     from diloco.core.presets import (
         AsyncDiLoCo,
         DataParallel,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     # what a training script holds
-    "Learner", "run_local", "Collective", "connect",
+    "Learner", "run_local", "Collective", "connect", "Pool",
     # methods
     "Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "MuLoCo", "SparseLoCo", "DelayedDiLoCo",
     "EagerDiLoCo",
@@ -73,6 +74,7 @@ _MODULES = {
     "diloco.exchange.collective": ("Collective",),
     "diloco.exchange.remote": ("connect",),
     "diloco.core.method": ("Method",),
+    "diloco.core.pool": ("Pool",),
     "diloco.core.presets": (
         "DataParallel",
         "LocalSGD",

@@ -17,6 +17,7 @@ edge where they enter; everything else propagates.
     │   ├── NotInitialisedError      the run has no model yet
     │   ├── AlreadyInitialisedError  the run has a model already
     │   ├── StaleIncarnationError    this learner was replaced or evicted
+    │   ├── DrainedError       the run's pool has shrunk, and has no place for this learner any more
     │   └── RestartedError     the syncer was started again since; it may lack what it had acknowledged
     ├── AuthError              missing, wrong or insufficient token, or a certificate that cannot be read
     ├── ExchangeError          the other side is gone, or did not answer in time
@@ -80,6 +81,10 @@ class AlreadyInitialisedError(RunError):
 
 class StaleIncarnationError(RunError):
     """This learner was evicted, or replaced by a newer incarnation of itself."""
+
+
+class DrainedError(RunError):
+    """The run's pool has shrunk, and has no place for this learner any more."""
 
 
 class RestartedError(RunError):

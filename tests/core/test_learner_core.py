@@ -284,6 +284,19 @@ def test_a_new_incarnation_starts_from_the_run() -> None:
     assert [send.round for _ in range(3) for send in learner.stepped(10)] == [4]
 
 
+def test_steps_count_from_the_start_of_an_incarnation() -> None:
+    learner, other = core(Schedule(3, 1, 1), step=7), core(Schedule(3, 1, 1))
+    for _ in range(2):
+        learner.stepped(10)
+    assert (learner.step, learner.steps) == (9, 2)
+    other.load_state_dict(learner.state_dict())
+    assert (other.step, other.steps) == (9, 0)
+    other.stepped(10)
+    assert (other.step, other.steps) == (10, 1)
+    learner.rejoined([0], step=20)
+    assert (learner.step, learner.steps) == (20, 0)
+
+
 def test_gradients_are_merged_before_their_step_is_taken() -> None:
     learner = core(Schedule(1, 2, 0, (1, 1)))
     for _ in range(3):

@@ -31,7 +31,7 @@ def test_what_is_not_merged_discarded_or_lost_is_pending() -> None:
     ledger.discard(5, "overlap")
     ledger.discard(0, "missed")
     assert ledger.pending == 45
-    ledger.lost += ledger.pending
+    ledger.lose()
     assert ledger.as_dict() == {"trained": 100, "pending": 0, "merged": 30, "lost": 45, "discarded": {"overlap": 25}}
 
 
@@ -299,8 +299,9 @@ class Life:
         if (learner := self.learners.get(name)) is not None:
             self.act(
                 self.core.heartbeat(
-                    self.now, name, learner.incarnation, step=learner.core.step, tokens=learner.core.tokens, step_s=0.1,
-                    waiting=bool(learner.core.waiting()), confirmed=learner.confirmed,
+                    self.now, name, learner.incarnation, step=learner.core.step, steps=learner.core.steps,
+                    tokens=learner.core.tokens, step_s=0.1, waiting=bool(learner.core.waiting()),
+                    confirmed=learner.confirmed,
                 )
             )  # fmt: skip
 

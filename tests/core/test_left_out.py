@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.core.driving import kinds, ledger, publish, restarted, verdicts
 
-from diloco.core.actions import Acknowledge, MergeRound, Publish, Reject
-from diloco.core.contribution import DROPPED, OUTLIER, Contribution, Verdict
+from diloco.core.actions import Acknowledge, Action, MergeRound, Publish, Reject
+from diloco.core.contribution import ABANDONED, DROPPED, OUTLIER, Contribution, Verdict
+from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
 from diloco.core.presets import DecoupledDiLoCo, DiLoCo
 from diloco.core.rounds.called import Called
@@ -89,9 +90,43 @@ def test_a_dropped_contribution_of_a_round_without_a_result_is_not_waiting_for_i
     for learner in "abc":
         core.contributed(0.0, contribution(learner, 0))
     rejects = [action for action in core.abandoned(1.0, 0, "not finite") if isinstance(action, Reject)]
-    assert sorted((each.contribution.learner, each.reason) for each in rejects) == [
-        (learner, "not finite") for learner in "abc"
-    ]
+    reasons = {each.contribution.learner: each.reason for each in rejects}
+    assert reasons == {"a": ABANDONED, "b": ABANDONED, "c": "not finite"}
+    assert {learner: ledger(core, learner).pending for learner in "abc"} == {"a": 40, "b": 40, "c": 0}
+
+
+@pytest.mark.parametrize("leaves_out", ["drops", "is closed"])
+def test_a_learner_left_out_of_a_round_without_a_result_goes_on_with_its_work(leaves_out: str) -> None:
+    """The round is open again after the next send, and has the work of both learners."""
+    is_dropped = leaves_out == "drops"
+    core = dropping("a", "b") if is_dropped else SyncerCore(DiLoCo(sync_every=4).rules(1), [0])
+    learners = {name: LearnerCore(core.rules, [0]) for name in "ab"}
+
+    def send(name: str) -> list[Action]:
+        """4 steps of 10 tokens, then a contribution."""
+        it = learners[name]
+        [send] = [send for _ in range(4) for send in it.stepped(10)]
+        c = Contribution(
+            name, 1, 0, send.number, send.round, send.base, send.tokens, send.steps, it.tokens, step=it.step
+        )
+        return core.contributed(0.0, c)
+
+    if not is_dropped:
+        core.joined(0.0, "b", ready=True)
+        core.joined(0.0, "a")
+    for name in "ba":  # "a" is late, or dropped
+        send(name)
+    for action in core.abandoned(1.0, 0, "not finite"):
+        if isinstance(action, Reject):
+            learners[action.contribution.learner].rejected(0, action.contribution.number, action.reason)
+    assert all(it.waiting() == () for it in learners.values())
+    send("b")
+    merge = send("a")[1]
+    assert isinstance(merge, MergeRound)
+    publish(core)
+    assert ledger(core, "b").discarded == {"not finite": 40}
+    assert ledger(core, "a").discarded == {}
+    assert ledger(core, "a").pending + ledger(core, "a").merged == 80
 
 
 def test_a_contribution_that_would_be_dropped_is_merged_when_the_others_leave() -> None:
@@ -123,7 +158,7 @@ def refusing(method: Method) -> SyncerCore:
     for learner in "ab":
         core.joined(0.0, learner, ready=True)
     for learner in "ab":
-        core.heartbeat(0.0, learner, 1, step=4, tokens=40, step_s=1.0, waiting=False)
+        core.heartbeat(0.0, learner, 1, step=4, steps=4, tokens=40, step_s=1.0, waiting=False)
     for learner in "ab":
         core.contributed(0.0, contribution(learner, 0))
     core.merged(0, ["b"])

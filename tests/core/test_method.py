@@ -282,6 +282,7 @@ OWN_OVERLAP = {
     "delayed": (DelayedDiLoCo(sync_every=4), 4, "has no meaning"),
     "gradients": (DataParallel(), 0, "has no meaning"),
     "called": (DecoupledDiLoCo(sync_every=6), 2, "has no meaning"),
+    "changing H": (StreamingDiLoCo(sync_every=((0, 6), (24, 8))), 2, "needs one sync_every"),
     "longer than a period": (StreamingDiLoCo(sync_every=6), 7, "exceeds sync_every=6"),
     "nothing to keep": (replace(StreamingDiLoCo(sync_every=6), adopt=KeepDisplacement()), 0, "set overlap"),
 }

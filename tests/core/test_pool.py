@@ -38,6 +38,8 @@ def test_before_its_beginning_and_after_its_end_a_pool_has_the_size_of_these() -
     up, down = Pool("ramp up", 4, end_step=28, begin_step=20), Pool("ramp down", 4, end_step=28, begin_step=20)
     assert [up.size(step) for step in (0, 20, 22, 27, 28, 1000)] == [1, 1, 2, 4, 4, 4]
     assert [down.size(step) for step in (0, 20, 22, 27, 28, 1000)] == [4, 4, 3, 1, 1, 1]
+    assert [up.has_shrunk(step) for step in (0, 27, 1000)] == [False] * 3
+    assert [down.has_shrunk(step) for step in (0, 21, 22, 1000)] == [False, False, True, True]
     assert (up.smallest, down.smallest, Pool("doubling", 6, 10).smallest) == (1, 1, 3)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from diloco import errors
-from diloco.core.contribution import DROPPED, OUTLIER, CallForWork, Contribution, Rejected, Standing, Verdict
+from diloco.core.contribution import DROPPED, OUTLIER, CallForWork, Contribution, Drained, Rejected, Standing, Verdict
 from diloco.core.members import Deadlines
 from diloco.core.session import SessionCore, requests
 from diloco.core.session.ends import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
@@ -201,6 +201,18 @@ def test_a_run_that_has_a_model_is_not_initialised_again() -> None:
     it.answer(requests.Describe, it.core.described, initialised=True)
     assert isinstance(it.take(requests.Fail)[0].error, errors.AlreadyInitialisedError)
     assert not it.open
+
+
+def test_a_model_that_another_learner_uploaded_is_not_taken_for_ones_own() -> None:
+    """The first upload was refused for lack of room: it cannot have arrived."""
+    it = Script(initialises=True)
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, initialised=False)
+    it.fail(requests.Initialise, errors.NoRoomError("the disk is full."))
+    it.until(requests.Initialise)
+    it.fail(requests.Initialise, errors.AlreadyInitialisedError("the run has a model already."))
+    assert isinstance(it.take(requests.Fail)[0].error, errors.AlreadyInitialisedError)
+    assert requests.Join not in it.open
 
 
 @pytest.mark.parametrize("found", ["described", "refused"])
@@ -642,6 +654,23 @@ def test_a_replaced_learner_fails_and_stays_away() -> None:
     assert requests.Watch not in it.open
 
 
+def test_a_learner_that_had_no_place_at_first_is_replaced_as_any_other() -> None:
+    """Its first request to join was refused: it cannot arrive late."""
+    it = Script()
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.fail(requests.Join, errors.NoRoomError("the run's pool has no place."))
+    it.until(requests.Join)
+    it.join()
+    it.fetch(0, 0)
+    it.until(requests.Beat)
+    it.beat()
+    it.welcome()
+    it.do(it.core.evicted, it.open[requests.Watch], "replaced", replaced=True)
+    assert isinstance(it.take(requests.Fail)[0].error, errors.StaleIncarnationError)
+    assert requests.Join not in it.open
+
+
 def test_a_call_to_join_that_arrives_late_is_no_other_process() -> None:
     """It failed on the way, was made again, and replaces the incarnation of the second one."""
     it = Script()
@@ -726,6 +755,44 @@ def test_a_learner_without_a_place_in_the_pool_asks_again_and_says_so_once() -> 
     it.until(requests.Join)
     it.join()
     it.fetch(0, 0)
+
+
+def test_a_learner_that_is_evicted_and_has_no_place_now_says_so_and_asks_again() -> None:
+    it = Script().start()
+    it.do(it.core.evicted, it.open[requests.Watch], "nothing heard for 6.0 s", replaced=False)
+    it.take(requests.Warn)
+    full = errors.NoRoomError("the run's pool has places for 2 of 2 learners at step 9, taken by b, c.")
+    for _ in range(3):
+        it.until(requests.Join)
+        it.fail(requests.Join, full)
+    assert it.told == [requests.Warn(f"the syncer has no room yet, trying again: {full}")]
+
+
+DRAINED = errors.DrainedError("the run's pool has places for 1 of 2 learners at step 20, taken by b; it has shrunk.")
+
+
+def test_a_learner_that_is_evicted_and_has_lost_its_place_for_good_asks_no_more() -> None:
+    it = Script().start()
+    it.offer(1)
+    it.do(it.core.evicted, it.open[requests.Watch], "nothing heard for 6.0 s", replaced=False)
+    it.take(requests.Warn)
+    it.until(requests.Join)
+    it.fail(requests.Join, DRAINED)
+    assert it.told == [requests.Warn(str(DRAINED)), Drained(), requests.Close()]
+    assert it.core.wake_at == math.inf
+    it.do(it.core.leave)
+    assert requests.Join not in it.open
+
+
+def test_a_joiner_without_a_place_for_good_fails() -> None:
+    it = Script()
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.until(requests.Join)
+    it.fail(requests.Join, DRAINED)
+    assert it.take(requests.Fail) == [requests.Fail(DRAINED)]
+    it.sleep(60.0)
+    assert requests.Join not in it.open
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------

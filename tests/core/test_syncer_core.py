@@ -63,8 +63,8 @@ class Run:
         confirmed: tuple[int, ...] = (),
     ) -> list[Action]:
         return self.core.heartbeat(
-            now, learner, self.incarnation(learner), step=step, tokens=tokens, step_s=step_s, waiting=waiting,
-            confirmed=confirmed
+            now, learner, self.incarnation(learner), step=step, steps=step, tokens=tokens, step_s=step_s,
+            waiting=waiting, confirmed=confirmed
         )  # fmt: skip
 
     def c(
@@ -182,7 +182,7 @@ def test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time() -> N
 def test_a_learner_that_never_stepped_delays_nobody() -> None:
     run = Run("a")
     run.core.joined(0.5, "b")
-    run.core.heartbeat(0.9, "b", 1, step=0, tokens=0, step_s=None, waiting=False)
+    run.core.heartbeat(0.9, "b", 1, step=0, steps=0, tokens=0, step_s=None, waiting=False)
     assert kinds(run.send(1.0, "a", 0))[:2] == ["Acknowledge", "MergeRound"]
 
 
@@ -436,11 +436,11 @@ def test_a_finished_learner_is_neither_waited_for_nor_stalled() -> None:
     assert run.reason(2.0) == "no contribution yet"
     run.send(2.0, "a", 1)
     assert run.reason(2.0).startswith("waiting for b")  # type: ignore[attr-defined]
-    actions = run.core.heartbeat(3.0, "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    actions = run.core.heartbeat(3.0, "b", 1, step=10, steps=10, tokens=100, step_s=0.1, waiting=False, finished=True)
     assert [c.learner for c in only(MergeRound, actions).contributions] == ["a"]
     run.publish(3.5)
     for now in range(4, 400):
-        run.core.heartbeat(float(now), "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+        run.core.heartbeat(float(now), "b", 1, step=10, steps=10, tokens=100, step_s=0.1, waiting=False, finished=True)
         run.beat(float(now), "a", step=now, step_s=0.1)
         assert "Evict" not in kinds(run.core.tick(float(now)))
     assert not run.core.members["b"].healthy
@@ -856,7 +856,7 @@ def test_tokens_are_reported_per_incarnation_and_never_shrink() -> None:
 def test_a_finished_learner_stays_finished_over_a_restart() -> None:
     """Rounds wait for members that may come back, and it would not contribute any more."""
     run = Run("a", "b")
-    run.core.heartbeat(1.0, "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    run.core.heartbeat(1.0, "b", 1, step=10, steps=10, tokens=100, step_s=0.1, waiting=False, finished=True)
     run.restart(100.0, run.record(2.0))
     assert "MergeRound" in kinds(run.send(101.0, "a", 0))
     run.beat(102.0, "b", step=10, tokens=100)
@@ -866,12 +866,12 @@ def test_a_finished_learner_stays_finished_over_a_restart() -> None:
 def test_after_a_restart_a_round_waits_for_what_a_finished_learner_sends_again() -> None:
     run = Run("a", "b")
     run.send(1.0, "b", 0)
-    run.core.heartbeat(1.0, "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    run.core.heartbeat(1.0, "b", 1, step=10, steps=10, tokens=100, step_s=0.1, waiting=False, finished=True)
     run.restart(100.0, run.record(2.0))
     assert "MergeRound" not in kinds(run.send(101.0, "a", 0))
     merge = only(MergeRound, run.send(102.0, "b", 0))
     assert [c.learner for c in merge.contributions] == ["a", "b"]
-    run.core.heartbeat(102.0, "b", 1, step=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    run.core.heartbeat(102.0, "b", 1, step=10, steps=10, tokens=100, step_s=0.1, waiting=False, finished=True)
     run.merged()
     run.restart(200.0, run.core.saved(storing=0))
     assert not run.core.members["b"].ready
@@ -883,7 +883,7 @@ def test_after_a_restart_no_round_waits_for_a_joiner_that_has_not_trained() -> N
     run.core.joined(1.0, "b")
     run.restart(100.0, run.record(2.0))
     assert "MergeRound" not in kinds(run.send(101.0, "a", 0))
-    merge = only(MergeRound, run.core.heartbeat(102.0, "b", 1, step=0, tokens=0, step_s=None, waiting=False))
+    merge = only(MergeRound, run.core.heartbeat(102.0, "b", 1, step=0, steps=0, tokens=0, step_s=None, waiting=False))
     assert [c.learner for c in merge.contributions] == ["a"]
     run.publish(102.0)
     run.beat(103.0, "b", step=6, tokens=10)
@@ -1024,8 +1024,8 @@ def test_the_status_is_for_people_and_programs() -> None:
     status = status_of(run.core, 3.0)
     assert list(status["learners"]) == ["a", "b"]
     assert status["learners"]["a"] == {
-        "incarnation": 1, "step": 7, "tokens": 70, "live": True, "healthy": True, "waiting": False, "step_s": 0.5,
-        "silent_s": 2.0, "given_up_in_s": 8.0, "merged": 0, "versions_behind": None, "staleness": None,
+        "incarnation": 1, "step": 7, "tokens": 70, "live": True, "healthy": True, "waiting": False, "drained": False,
+        "step_s": 0.5, "silent_s": 2.0, "given_up_in_s": 8.0, "merged": 0, "versions_behind": None, "staleness": None,
     }  # fmt: skip
     assert status["fragments"][0]["contributed"] == ["b"]
     assert status["fragments"][0]["members"] == ["a", "b"]

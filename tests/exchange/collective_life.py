@@ -28,14 +28,16 @@ STREAMING = diloco.StreamingDiLoCo(sync_every=4, overlap=2, fragments=diloco.ByL
 class Trainer:
     """A model, its optimizer and its learner over a new Collective."""
 
-    def __init__(self, rank: int, method: Method, timeout_s: float = 60.0, steps: int = 0) -> None:
+    def __init__(
+        self, rank: int, method: Method, timeout_s: float = 60.0, steps: int = 0, overlap: int | None = None
+    ) -> None:
         scenario = Scenario("", method.to_dict())
         self.rank = rank
         self.step = 0
         self.model: Net = make_model(scenario, rank)
         self.optimizer = make_optimizer(scenario, self.model)
         self.exchange = Collective(timeout_s=timeout_s)
-        self.learner = Learner(self.model, self.optimizer, method=method, exchange=self.exchange)
+        self.learner = Learner(self.model, self.optimizer, method=method, exchange=self.exchange, overlap=overlap)
         self.train(steps)
 
     def train(self, steps: int) -> None:
@@ -64,6 +66,17 @@ def counts_the_same_run_tokens_at_every_step(rank: int) -> dict[str, Any]:
         sums.append(int(own))
     trainer.learner.close()
     return {"run_tokens": heard, "sums": sums}
+
+
+def counts_the_same_run_tokens_with_overlaps_of_their_own(rank: int) -> dict[str, Any]:
+    """Learner 0 has its answers earlier than the method says, and learner 1 later."""
+    trainer = Trainer(rank, STREAMING, overlap={0: 1, 1: 4}.get(rank))
+    heard = []
+    for _ in range(12):
+        trainer.train(1)
+        heard.append(trainer.learner.run_tokens)
+    trainer.learner.close()
+    return {"run_tokens": heard}
 
 
 def counts_bytes(rank: int) -> dict[str, Any]:
@@ -190,8 +203,8 @@ def notices_a_killed_learner(rank: int) -> dict[str, Any]:
 
 
 LIVES = [
-    counts_the_same_run_tokens_at_every_step, counts_bytes, refuses_methods_that_need_a_syncer,
-    refuses_to_be_used_twice,
+    counts_the_same_run_tokens_at_every_step, counts_the_same_run_tokens_with_overlaps_of_their_own, counts_bytes,
+    refuses_methods_that_need_a_syncer, refuses_to_be_used_twice,
     refuses_checkpoints_that_do_not_fit, trains_parts_of_many_tensors, notices_different_bits,
     notices_learners_out_of_step,
     notices_a_learner_that_stops_early, notices_a_silent_learner, finishes_what_others_wait_for,

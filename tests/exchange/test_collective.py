@@ -67,6 +67,14 @@ def test_every_rank_counts_the_same_run_tokens_at_every_step(world: dict[str, Fa
     assert [each["run_tokens"] for each in facts] == [expected] * WORLD_SIZE
 
 
+def test_with_overlaps_of_their_own_ranks_count_what_the_longest_overlap_has_waited_for(
+    world: dict[str, Facts],
+) -> None:
+    facts = world["counts_the_same_run_tokens_with_overlaps_of_their_own"]
+    expected = [(10 + 17 + 24) * t for t in (0, 0, 0, 0, 1, 1, 3, 4, 5, 5, 7, 8)]
+    assert [each["run_tokens"] for each in facts] == [expected] * WORLD_SIZE
+
+
 def test_the_users_own_collectives_are_not_disturbed(world: dict[str, Facts]) -> None:
     for facts in world["counts_the_same_run_tokens_at_every_step"]:
         assert facts["sums"] == [3 * step + 3 for step in range(1, 13)]

@@ -22,6 +22,7 @@ from tests.syncer.test_faults import QUICK, syncer_process, until
 import diloco
 from diloco import errors, events
 from diloco.core.members import Deadlines
+from diloco.core.rounds.called import CalledSyncer
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote import Remote
 from diloco.exchange.remote.entry import Initial
@@ -269,6 +270,25 @@ def test_a_finished_learner_that_was_given_up_comes_back_as_finished(tmp_path: P
             relay.resume()
             until(lambda: "a" in status_of(syncer)["learners"], "it does not join again")
             until(lambda: num_live(syncer) == 0, "it comes back as one that trains")
+
+
+def test_a_run_clock_counts_a_learners_own_steps(tmp_path: Path) -> None:
+    """Its first report may come after several steps, and the run is at a later step than 0."""
+    called = diloco.DecoupledDiLoCo(sync_every=100, fragments=diloco.Whole())
+
+    def clock(driver: Any) -> float:
+        assert isinstance(driver.core.rounds, CalledSyncer)
+        return driver.core.rounds.clock
+
+    with start(tmp_path, called) as syncer:
+        model = Net()
+        exchange = diloco.connect(syncer.address, run=RUN, learner="a", initialise=True, initial_step=50)
+        with diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange) as learner:
+            before = syncer.driver.ask(clock)
+            for _ in range(3):
+                learner.step(tokens=5)
+            until(lambda: status_of(syncer)["step"] == 53, "its steps are not heard")
+            assert syncer.driver.ask(clock) == before + 3
 
 
 def evictions(directory: Path) -> list[events.Evicted]:

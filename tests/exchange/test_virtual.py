@@ -12,8 +12,9 @@ from torch import Tensor
 
 import diloco
 from diloco.core.method import Method
+from diloco.core.pool import Pool, PoolSchedule
 from diloco.core.rounds import Called
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, DrainedError
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun, World
@@ -33,32 +34,38 @@ class Seen:
     steps: int
 
 
-def life(method: Method, steps: int) -> Callable[[int, Local], Seen]:
-    """Constant gradients of a learner's own, plain SGD."""
+def life(
+    method: Method, steps: int, *, bias: bool = False, overlaps: Sequence[int | None] = (None,) * 9
+) -> Callable[[int, Local], Seen]:
+    """Constant gradients of a learner's own, plain SGD. `overlaps`: of learners with an overlap of their own."""
 
     def live(index: int, exchange: Local) -> Seen:
-        model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=False)
-        torch.nn.init.zeros_(model.weight)
+        model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=bias)
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        times_s, parameters = [], []
-        with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
-            while learner.steps < steps:
-                model.weight.grad = torch.full_like(model.weight, 1.0 + index)
+        times_s, seen = [], []
+        overlap = overlaps[index]
+        with diloco.Learner(model, optimizer, method=method, exchange=exchange, overlap=overlap) as learner:
+            while learner.steps < steps and not learner.drained:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 1.0 + index)
                 optimizer.step()
                 learner.step(tokens=10)
                 times_s.append(exchange.now_s)
-                parameters.append(model.weight.detach().clone())
-            return Seen(times_s, parameters, learner.metrics(), learner.steps)
+                seen.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+            return Seen(times_s, seen, learner.metrics(), learner.steps)
 
     return live
 
 
 def world(
-    learners: int = 2, *, step_s: float = 1.0, bit_per_s: float = math.inf, latency_s: float = 0.0,
+    learners: int = 2, *, step_s: float = 1.0, bit_per_s: float | Sequence[float] = math.inf, latency_s: float = 0.0,
     faults: Sequence[Fault] = ()
 ) -> VirtualRun:  # fmt: skip
-    """Learners with links of their own."""
-    links = {f"{way}-{i}": bit_per_s for i in range(learners) for way in ("up", "down")}
+    """Learners with links of their own. `bit_per_s`: of all of them, or of each learner's."""
+    speeds = bit_per_s if isinstance(bit_per_s, Sequence) else [bit_per_s] * learners
+    links = {f"{way}-{i}": speed for i, speed in enumerate(speeds) for way in ("up", "down")}
     network = Network(links, [Path((f"up-{i}",), (f"down-{i}",), latency_s) for i in range(learners)])
     names = [f"learner-{i}" for i in range(learners)]
     return VirtualRun(World(names, lambda *_: step_s, [0.0] * learners, network, faults))
@@ -119,6 +126,41 @@ def test_a_network_changes_no_bit_of_a_synchronous_run(method: Method) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
 
 
+def test_a_network_changes_no_bit_where_one_learner_overlaps_a_whole_interval() -> None:
+    """While it fetches the large fragment, two versions of the small one are published."""
+    method = diloco.StreamingDiLoCo(
+        sync_every=4, overlap=1, fragments=diloco.Balanced(2), codec=("int4", "fp32"),
+        quorum=diloco.AllLive(at_least=2),  # they begin together
+    )  # fmt: skip
+    lives = life(method, 18, bias=True, overlaps=[None, 4])
+    far = world(bit_per_s=[math.inf, MODEL_BITS / 5])
+    for one, other in zip(diloco.run_local(lives, learners=2), run_virtual(lives, far), strict=True):
+        assert isinstance(other, Seen)
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
+
+
+def test_a_learner_knows_of_the_run_what_the_syncer_told_it_last() -> None:
+    """The other learner joins in its fourth step. Half a second is on the way between a report and its answer."""
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    network = Network({}, [Path((), (), 0.25)] * 2)
+
+    def live(index: int, exchange: Local) -> list[tuple[float, int, int | None]]:
+        model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=False)
+        told = []
+        with diloco.Learner(model, torch.optim.SGD(model.parameters()), method=method, exchange=exchange) as learner:
+            while learner.steps < 8:
+                learner.step(tokens=10)
+                told.append((exchange.now_s, exchange.overview.num_live, exchange.overview.run_tokens))
+        return told
+
+    first, second = run_virtual(live, VirtualRun(World(["a", "b"], lambda *_: 1.0, [0.0, 3.0], network)))
+    assert first == [
+        (4.0, 1, 0), (5.0, 1, 10), (6.0, 1, 20), (8.5, 2, 60),
+        (9.5, 2, 60), (10.5, 2, 70), (11.5, 2, 90), (13.5, 2, 140),
+    ]  # fmt: skip
+    assert second == [(6.5, 2, 20), (8.5, 2, 60), (9.5, 2, 60), (10.5, 2, 80), (11.5, 2, 100), (13.5, 2, 140)]
+
+
 def test_learners_of_called_rounds_are_never_blocked_however_slow_the_network() -> None:
     method = diloco.DecoupledDiLoCo(
         sync_every=4, overlap=2, fragments=diloco.Whole(), quorum=Called(at_least=1), **FP32
@@ -143,6 +185,26 @@ def test_a_killed_learner_is_waited_for_until_its_deadline_and_comes_back_to_the
     assert second.metrics["incarnation"] == 2
     assert second.steps == first.steps == 60
     assert len(second.times_s) < 60
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [("halving", [(1, 24), (1, 24), (1, 12), (1, 12)]), ("doubling", [(1, 24), (1, 24), (13, 24), (13, 24)])],
+)
+def test_a_pool_says_how_many_learners_of_a_process_train(schedule: PoolSchedule, steps: list[tuple[int, int]]) -> None:
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    runs = diloco.run_local(life(method, 24), learners=4, pool=diloco.Pool(schedule, 4, 24))
+    # A learner that waits for a place asks about once a second, so it may begin a step after the pool has grown.
+    for seen, (first, last) in zip(runs, steps, strict=True):
+        assert seen.steps == last
+        assert 0 <= last + 1 - len(seen.times_s) - first <= 2
+        assert seen.metrics["tokens"] == seen.metrics["ledger"][0]["merged"]  # type: ignore[index]
+
+
+def test_a_pool_that_is_too_small_for_a_round_is_refused() -> None:
+    method = diloco.DiLoCo(sync_every=4, quorum=diloco.AllLive(at_least=2))
+    with pytest.raises(ConfigError, match="1 of 2 learners at times, and a round needs 2"):
+        diloco.run_local(life(method, 24), learners=2, pool=diloco.Pool("ramp up", 2, 24))
 
 
 LIVE = {
@@ -176,7 +238,7 @@ def resuming(method: Method, steps: int, taken: Taken, saved: dict[int, Any]) ->
                 before = exchange.state_dict()
                 taken.exact.append(learner.load_state_dict(saved[index]["learner"]))
                 after = exchange.state_dict()
-                taken.moved += ["clock"] if after["rounds"]["run"] != before["rounds"]["run"] else []
+                taken.moved += ["clock"] if after["core"]["rounds"] != before["core"]["rounds"] else []
                 for key in ("version", "theta"):
                     old, new = (each["fragments"]["0"][key] for each in (before, after))
                     taken.moved += [] if torch.equal(torch.as_tensor(old), torch.as_tensor(new)) else [key]
@@ -249,6 +311,44 @@ def test_an_observer_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) 
     )
     assert [each.metrics["versions"] for each in seen if isinstance(each, Seen)] == [[5], [5]]
     assert caplog.text.count("BrokenObserver.published failed") == 1
+
+
+POOL = Pool("halving", 2, 40)
+
+
+def test_a_learner_that_was_cut_off_when_the_pool_shrank_ends_as_one_that_is_drained() -> None:
+    """Its eleventh step takes so long that it is evicted, and the other is past the middle of the run when it ends."""
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    names = ["learner-0", "learner-1"]
+    run = VirtualRun(World(names, lambda i, step: 20.0 if (i, step) == (1, 10) else 1.0, [0.0, 0.0], pool=POOL))
+
+    def live(index: int, exchange: Local) -> tuple[int, list[Any]]:
+        model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
+            while learner.steps < 40 and not learner.drained:
+                if (index, learner.steps) == (1, 10):
+                    run.wire(1).broke()
+                learner.step(tokens=10)
+            if index == 1:
+                with pytest.raises(ConfigError, match="has finished"):
+                    learner.step(tokens=10)
+            learner.finish()
+            learner.state_dict()
+            return learner.steps, learner.metrics()["ledger"]
+
+    first, second = run_virtual(live, run)
+    assert not isinstance(first, Lost)
+    assert not isinstance(second, Lost)
+    assert first[0] == 40
+    assert second == (11, [{"trained": 110, "merged": 80, "pending": 0, "lost": 30, "discarded": {}}])
+
+
+def test_a_learner_that_comes_back_when_the_pool_has_shrunk_fails() -> None:
+    method = diloco.DiLoCo(sync_every=4, **FP32)
+    run = VirtualRun(World(["first", "second"], lambda *_: 1.0, [0.0, 0.0], faults=[Fault(1, 10.5, 30.5)], pool=POOL))
+    with pytest.raises(DrainedError, match="taken by first; it has shrunk, so train without second"):
+        run_virtual(life(method, 40), run)
 
 
 def test_a_learner_that_does_not_come_back_ends_lost_and_the_others_go_on() -> None:

@@ -281,7 +281,7 @@ def test_a_learner_that_has_finished_says_so_and_takes_no_more_steps() -> None:
     step(learner, 1)
     assert not script.reports[-1].finished
     learner.finish()
-    assert script.reports[-1] == Report(1, 10, None, waiting=False, finished=True)
+    assert script.reports[-1] == Report(1, 10, None, waiting=False, finished=True, steps=1)
     with pytest.raises(ConfigError, match="has finished; make a new one"):
         learner.step(tokens=1)
     script.publish(1)

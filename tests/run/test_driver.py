@@ -513,6 +513,35 @@ def test_a_name_is_not_taken_back_from_a_newer_process() -> None:
     assert answers == [1, 2]
 
 
+@pytest.mark.parametrize("is_gone", [False, True], ids=["present", "gone"])
+def test_a_restarted_syncer_knows_the_newest_process_of_a_name(is_gone: bool) -> None:
+    scene = started()
+    for process in (1, 2**64 - 1):
+        scene.driver.join("a", LAYOUT, lambda _: None, process=process)
+    scene.settle()
+    if is_gone:
+        scene.driver.leave("a", 2, lambda: None, tokens=0)
+        scene.settle()
+    scene.restart()
+    with pytest.raises(StaleIncarnationError, match="another process"):
+        scene.driver.join("a", LAYOUT, lambda _: None, process=1, again=True)
+    scene.driver.join("a", LAYOUT, lambda _: None, process=2**64 - 1, again=True)
+    scene.settle()
+    assert scene.driver.core.accounting.accounts["a"].incarnation == 3
+
+
+def test_a_record_without_processes_can_be_opened() -> None:
+    scene = started("a")
+    saved = scene.store.load()
+    assert saved is not None
+    assert saved.record is not None
+    del saved.record["accounts"]["a"]["process"]
+    scene.restart()
+    scene.driver.join("a", LAYOUT, lambda _: None, process=3, again=True)
+    scene.settle()
+    assert scene.driver.core.accounting.accounts["a"].process == 3
+
+
 def test_an_evicted_learner_is_told_and_its_round_goes_on() -> None:
     scene = started("a", "b", method=scheduled(at_least=1), deadlines=Deadlines())
     lines: dict[str, Line] = {learner: scene.listen(learner) for learner in ("a", "b")}

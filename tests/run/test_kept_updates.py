@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.run.toy import Scene, contribution, scheduled, started
 from tests.syncer.runs import layout, method
 from torch import Tensor
 
@@ -23,13 +24,13 @@ def published(how: Method) -> GlobalModel[HeldFragment, Tensor]:
     """A model whose first fragment has had five rounds of one learner."""
     fragments = [HeldFragment.first(how, it.index, torch.randn(it.numel)) for it in layout().fragments]
     in_flight = how.rules(2).schedule.intervals_in_flight
-    model = GlobalModel[HeldFragment, Tensor](layout(), b"", fragments, [(), ()], intervals_in_flight=in_flight)
+    model = GlobalModel[HeldFragment, Tensor](layout(), b"", fragments, [(), ()])
     for round_ in range(VERSIONS):
         held, places = model.held(0), layout().fragments[0].tensors
         gradient = how.up.encode(torch.randn(held.theta.numel()))
         closed = close(how, held, [Encoded("a", (gradient,), 1.0)], places)
         action = MergeRound(0, round_, (), (), 1.0, frozenset("a"))
-        model.take(MergedRound(action, closed.update, closed.held, closed.payload, closed.payload.numel()))
+        model.take(MergedRound(action, closed.update, closed.held, closed.payload, closed.payload.numel()), in_flight)
     return model
 
 
@@ -49,6 +50,28 @@ def test_updates_are_kept_while_they_are_shorter_than_the_fragment(how: Method, 
     answers = [model.fetch(0, base).update for base in range(VERSIONS)]
     assert [answer.base for answer in answers[-kept:]] == list(range(VERSIONS - kept, VERSIONS))
     assert {(answer.version, answer.lossless) for answer in answers[:-kept]} == {(VERSIONS, True)}
+
+
+def kept(scene: Scene) -> list[int]:
+    """The bases of the updates that the driver has of fragment 0."""
+    model = scene.driver.state.model
+    return [base for base in range(model.versions[0]) if model.fetch(0, base).payload is not None]
+
+
+def test_updates_are_kept_for_the_longest_overlap_of_the_learners_that_are_there() -> None:
+    scene = started("a", method=scheduled(at_least=1))
+    scene.join("b", overlap=4)
+    for round_ in range(8):
+        match round_:
+            case 3:
+                scene.restart()
+                scene.driver.heartbeat("b", 1, step=0, steps=0, tokens=0, step_s=1.0, waiting=False)
+            case 6:
+                scene.driver.leave("b", 1, lambda: None, tokens=0)
+        scene.push(contribution("a", round_ + 1, round_=round_))
+        scene.settle()
+        newest = [base for base in (round_ - 1, round_) if base >= (3 if round_ >= 3 else 0)]
+        assert kept(scene) == (newest if round_ < 6 else [round_])
 
 
 def test_a_whole_fragment_is_the_newest_version_itself() -> None:

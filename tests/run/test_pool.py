@@ -6,7 +6,7 @@ import pytest
 from tests.run.toy import Scene, contribution, scheduled, started
 
 from diloco.core.pool import Pool
-from diloco.errors import NoRoomError
+from diloco.errors import DrainedError, NoRoomError
 
 UP, DOWN = Pool("ramp up", 2, 8), Pool("ramp down", 2, 8)
 
@@ -41,6 +41,20 @@ def test_a_place_is_free_when_its_learner_has_finished_left_or_comes_back_itself
         scene.join("c")
     scene.driver.leave("b", 1, lambda: None, tokens=0)
     assert scene.join("c") == 1
+
+
+def test_a_learner_without_a_place_in_a_pool_that_has_shrunk_is_refused_for_good() -> None:
+    scene = run(DOWN, "a", "b")
+    with pytest.raises(NoRoomError, match="c gets one when"):
+        scene.join("c")
+    scene.beat("a", 4)
+    for learner in ("b", "c"):  # b as another process of the learner that is being drained
+        with pytest.raises(DrainedError, match=f"1 of 2 learners at step 4, .* so train without {learner}"):
+            scene.join(learner)
+    with pytest.raises(NoRoomError):  # its place is not b's, which is there a little longer
+        scene.join("a")
+    scene.beat("b", 4, finished=True)
+    assert scene.join("a") == 2
 
 
 def test_the_newest_learners_are_drained_when_the_pool_shrinks() -> None:

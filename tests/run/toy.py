@@ -190,10 +190,10 @@ class Scene:
         self.settle()
         return answers[0]
 
-    def join(self, learner: str) -> int:
+    def join(self, learner: str, overlap: int | None = None) -> int:
         """A learner joins; returns its incarnation."""
         answers: list[int] = []
-        self.driver.join(learner, LAYOUT, answers.append)
+        self.driver.join(learner, LAYOUT, answers.append, overlap=overlap)
         self.settle()
         return answers[0]
 
@@ -205,8 +205,8 @@ class Scene:
 
     def beat(self, learner: str, step: int, incarnation: int = 1, **fields: Any) -> Standing:
         """A sign of life, at ten tokens a step."""
-        values = {"step": step, "tokens": 10 * step, "step_s": 1.0, "waiting": False, "boot": self.boot, **fields}
-        return self.driver.heartbeat(learner, incarnation, **values)
+        values = {"step": step, "steps": step, "tokens": 10 * step, "step_s": 1.0, "waiting": False, "boot": self.boot}
+        return self.driver.heartbeat(learner, incarnation, **{**values, **fields})
 
     def begin(self, c: Contribution, payload: int = 1) -> Upload[MemorySlot]:
         """A push that has come up whole."""

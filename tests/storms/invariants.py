@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco.core.contribution import Contribution
+from diloco.core.contribution import VERSION, Contribution
 from diloco.core.held import HeldFragment
 from diloco.core.layout import digest
 from diloco.core.learner import LearnerCore
@@ -97,7 +97,8 @@ class Ledger:
         )
 
     def rejected(self, learner: str, incarnation: int, fragment: int, number: int, reason: str) -> None:
-        """A learner counts a contribution as rejected: it is in no version."""
+        """A learner counts a contribution as rejected: it is in no version, and was measured from one that there is."""
+        require(reason != VERSION, f"{learner}'s contribution {number} to fragment {fragment} is of no known version")
         at = self.merged.get((learner, incarnation, fragment, number))
         require(at is None, f"{learner}'s contribution {number} to fragment {fragment}, {reason}, is in version {at}")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tests.storms.tensors import StormTensors
 from tests.storms.wire import StormWire, gone
-from torch import Tensor
 
 from diloco.core.contribution import CallForWork, Contribution, Rejected
 from diloco.core.in_flight import Send
@@ -42,9 +42,7 @@ class Process:
         self.name = learner.name
         self.is_alive, self.core = True, None  # type: tuple[bool, LearnerCore | None]
         self._learner, self._storm, self._checkpoint = learner, storm, checkpoint
-        self._rules = plan.method.rules(len(plan.sizes))
-        self._thetas: list[Tensor] = []
-        self._anchors: list[Tensor] = []
+        self._rules = plan.rules_of(learner.index)
         self._is_waiting = self._is_leaving = False
         self._frozen_until_s = 0.0
         self._incarnation = 0
@@ -59,7 +57,7 @@ class Process:
 
         self.client = SessionClient(
             core, self.wire, lambda ring: StormClock(storm, lambda: self._awake(ring)), plan.layout, storm.replicas,
-            initial=self._initial, ready=False, on_news=self._news,
+            initial=self._initial, ready=False, overlap=plan.overlaps[learner.index], on_news=self._news,
         )  # fmt: skip
         self.client.begin()
 
@@ -108,7 +106,8 @@ class Process:
                 self._storm.ledger.held(self.name, held)
                 for flight in self.core.received(fragment, version, merged):
                     self._storm.ledger.listed(self.name, self._incarnation, fragment, flight.number, version)
-                self._received[fragment, version] = held.theta
+                    self._tensors.merged(fragment, flight.number)
+                self._tensors.received[fragment, version] = held.theta
             case CallForWork(fragment=fragment, version=version):
                 assert self.core is not None
                 if (send := self.core.called(fragment, version)) is not None:
@@ -116,7 +115,8 @@ class Process:
             case Rejected(fragment=fragment, number=number, reason=reason):
                 assert self.core is not None
                 self._storm.ledger.rejected(self.name, self._incarnation, fragment, number, reason)
-                self.core.rejected(fragment, number, reason)
+                if self.core.rejected(fragment, number, reason) is not None:
+                    self._tensors.not_merged(fragment, number)
         if self._is_waiting:
             self._storm.after(0.0, lambda: self._awake(self._settle_again))
 
@@ -129,12 +129,11 @@ class Process:
         self.wire.cut()
 
     def _start(self, start: TellStart) -> None:
-        held = self.client.held
+        held = [each for each in self.client.held if each is not None]
         self._incarnation = start.who.incarnation
         for each in held:
-            assert each is not None
             self._storm.ledger.held(self.name, each)
-        self._received: dict[tuple[int, int], Tensor] = {}
+        self._tensors = StormTensors(self._storm.plan, self._learner.index, held)
         is_first = self.core is None
         if self.core is None:
             self.core = LearnerCore(self._rules, start.versions, step=start.step)
@@ -142,8 +141,6 @@ class Process:
             self.core.rejoined(start.versions, start.step, awaited=start.awaited)
         if is_first and self._checkpoint is not None:
             self._resume(start, self._checkpoint)
-        self._anchors = [each.theta for each in held if each is not None]
-        self._thetas = [each.clone() for each in self._anchors]
         self._is_waiting = False
         self._num_starts = getattr(self, "_num_starts", 0) + 1
         self._go_on()
@@ -152,7 +149,7 @@ class Process:
         """As `learner.state_dict.resume` does over a syncer."""
         assert self.core is not None
         newest = [work["version"] for work in checkpoint["core"]["fragments"]]
-        for fragment, version in checkpoint["received"]:
+        for fragment, version in checkpoint["tensors"]["received"]:
             newest[fragment] = max(newest[fragment], version)
         if tuple(newest) != start.versions:
             step = start.step if start.awaited else max(start.step, checkpoint["core"]["step"])
@@ -161,8 +158,8 @@ class Process:
         self.core.load_state_dict(deepcopy(checkpoint["core"]))
         self.core.forget_in_flight(keep_work=False)
         self.core.reincarnated()
-        self._received = dict(checkpoint["received"])
-        for fragment, version in self._received:
+        self._tensors.load(checkpoint["tensors"])
+        for fragment, version in self._tensors.received:
             self.core.received(fragment, version, 0)
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -191,8 +188,7 @@ class Process:
         if core is None or not self.is_alive:
             return
         draws = self._storm.draws
-        for theta in self._thetas:
-            theta.add_(torch.full_like(theta, draws.between(f"{self.name} change", -0.1, 0.1)))
+        self._tensors.step(draws.between(f"{self.name} change", -0.1, 0.1))
         standing = self.client.core.standing
         sync_every = None if standing is None else standing.sync_every
         for send in core.stepped(draws.whole(f"{self.name} tokens", 1, 100), sync_every=sync_every):
@@ -205,8 +201,8 @@ class Process:
     def _save(self) -> None:
         """A checkpoint; of scheduled rounds, once all answers in flight are here."""
         assert self.core is not None
-        if all(answer in self._received for answer in self.core.answers_on_their_way()):
-            state = {"core": deepcopy(self.core.state_dict()), "received": dict(self._received)}
+        if all(answer in self._tensors.received for answer in self.core.answers_on_their_way()):
+            state = {"core": deepcopy(self.core.state_dict()), "tensors": self._tensors.saved()}
             self._learner.checkpoints.append(state)
 
     def _send(self, send: Send) -> None:
@@ -214,16 +210,15 @@ class Process:
         assert core is not None
         c = Contribution(
             self.name, self._incarnation, f, send.number, send.round, send.base, send.tokens, send.steps, core.tokens,
-            send.discarded, step=core.step,
+            send.discarded, step=core.step, tensors=self._tensors.trains[f],
         )  # fmt: skip
-        payload = self._storm.plan.method.up.encode(self._anchors[f] - self._thetas[f])
-        self.client.offer(c, payload)
+        self.client.offer(c, self._tensors.encode(send))
 
     def _report(self, *, waiting: bool = False, finished: bool = False) -> None:
         core = self.core
         assert core is not None
         step_s = self._storm.plan.step_s[self._learner.index]
-        self.client.report(self._incarnation, Report(core.step, core.tokens, step_s, waiting, finished))
+        self.client.report(self._incarnation, Report(core.step, core.tokens, step_s, waiting, finished, core.steps))
 
     def _settle_again(self) -> None:
         if self._is_waiting and self.is_alive:
@@ -242,12 +237,10 @@ class Process:
             self._is_waiting = False
             self._report()
         for fragment, version in core.adoptions():
-            theta = self._received[fragment, version]
-            core.adopted(fragment, version)
-            self._anchors[fragment], self._thetas[fragment] = theta, theta.clone()
-            self._received = {
-                key: value for key, value in self._received.items() if key[0] != fragment or key[1] > version
-            }
+            self._tensors.adopt(fragment, version, keeps_own=core.keeps_own(fragment, version))
+            for flight in core.adopted(fragment, version):
+                if not flight.listed:
+                    self._tensors.not_merged(fragment, flight.number)
         self._go_on()
 
 
@@ -274,16 +267,22 @@ class LearnerProcess:
 
     @property
     def core(self) -> LearnerCore | None:
-        return self.processes[-1].core if self.processes and self.processes[-1].is_alive else None
+        return self._process.core if self._process is not None and self._process.is_alive else None
+
+    @property
+    def _process(self) -> Process | None:
+        """The newest that is alive. Of two that join at once either may be the one that gives up."""
+        alive = [each for each in self.processes if each.is_alive]
+        return (alive or self.processes or [None])[-1]
 
     @property
     def waits_for_others(self) -> bool:
         """It has not started, and waits until enough learners are there."""
-        return bool(self.processes) and self.processes[-1].client.core.phase == "starting"
+        return self._process is not None and self._process.client.core.phase == "starting"
 
     def told(self) -> str:
         """For the message of a failure."""
-        core, process = self.core, self.processes[-1] if self.processes else None
+        core, process = self.core, self._process
         phase = process.client.core.phase if process is not None else "gone"
         return f"{self.name}: {phase}, step {core.step if core else None}, waits for {core.waiting() if core else None}"
 
@@ -318,5 +317,5 @@ class LearnerProcess:
 
     def replace(self) -> None:
         """Another process joins by this name."""
-        if self.processes and self.processes[-1].is_alive and not self.has_finished:
+        if self._process is not None and self._process.is_alive and not self.has_finished:
             self.start()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from tests.run.memory import POINTS
@@ -12,9 +14,11 @@ from tests.storms.draws import Draws
 import diloco
 from diloco.core.codecs import CODECS
 from diloco.core.layout import Layout, TensorSpec, place
+from diloco.core.merges import MERGES
 from diloco.core.method import Method
 from diloco.core.outer import OUTER_OPTIMIZERS
 from diloco.core.rounds import QUORUMS
+from diloco.core.rounds.base import Rules
 from diloco.errors import ConfigError
 
 FAULTS_END_S = 25.0
@@ -61,6 +65,8 @@ class Plan:
         latency_s: of each learner's way, one way.
         sizes: elements of each fragment.
         starts_s: when each learner starts.
+        overlaps: each learner's own τ; None: the method's.
+        trains: of each learner, per fragment, the indices of the tensors that it trains; None: all.
     """
 
     seed: int
@@ -71,14 +77,24 @@ class Plan:
     sizes: tuple[int, ...]
     starts_s: tuple[float, ...]
     faults: tuple[Fault, ...]
+    overlaps: tuple[int | None, ...]
+    trains: tuple[tuple[tuple[int, ...] | None, ...], ...]
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
-        """Of the model: a fragment is one vector."""
-        return Layout(
-            tuple(place(index, [TensorSpec(f"w{index}", (size,), "float32")]) for index, size in enumerate(self.sizes)),
-            (),
-        )
+        """Of the model: a fragment is two vectors, or one number."""
+        return Layout(tuple(place(index, _tensors(index, size)) for index, size in enumerate(self.sizes)), ())
+
+    def rules_of(self, learner: int) -> Rules:
+        """The method as a learner's state machine knows it."""
+        overlap = self.overlaps[learner]
+        method = self.method if overlap is None else self.method.with_own_overlap(overlap)
+        return method.rules(len(self.sizes))
+
+
+def _tensors(fragment: int, size: int) -> list[TensorSpec]:
+    sizes = [size - size // 2, size // 2]
+    return [TensorSpec(f"w{fragment}.{index}", (each,), "float32") for index, each in enumerate(sizes) if each]
 
 
 def plan_of(seed: int) -> Plan:
@@ -88,19 +104,53 @@ def plan_of(seed: int) -> Plan:
     method = None
     while method is None:
         method = _method(draws, num_learners, num_fragments)
+    method = _refined(draws, method)
     each = range(num_learners)
+    sizes = tuple(draws.whole("size", 1, 9) for _ in range(num_fragments))
     return Plan(
         seed,
         method,
         steps=draws.whole("steps", 8, 30),
         step_s=tuple(draws.between("step_s", 0.15, 1.2) for _ in each),
         latency_s=tuple(draws.between("latency_s", 0.002, 0.2) for _ in each),
-        sizes=tuple(draws.whole("size", 1, 9) for _ in range(num_fragments)),
+        sizes=sizes,
         starts_s=tuple(0.0 if draws.unit("is late") < 0.7 else draws.between("starts_s", 0.0, 8.0) for _ in each),
         faults=tuple(
             sorted((_fault(draws, num_learners) for _ in range(draws.whole("faults", 0, 6))), key=lambda it: it.at_s)
         ),
+        overlaps=_overlaps(draws, method, num_learners),
+        trains=_trains(draws, method, num_learners, sizes),
     )
+
+
+def _overlaps(draws: Draws, method: Method, num_learners: int) -> tuple[int | None, ...]:
+    if draws.unit("own overlaps") < 0.5 or not isinstance(method.sync_every, int):
+        return (None,) * num_learners
+    choices = [None, *range(method.sync_every), *[method.sync_every] * method.sync_every]
+    return tuple(_if_allowed(method, draws.of("own overlap", choices)) for _ in range(num_learners))
+
+
+def _if_allowed(method: Method, overlap: int | None) -> int | None:
+    if overlap is not None:
+        try:
+            method.with_own_overlap(overlap)
+        except ConfigError:
+            return None
+    return overlap
+
+
+def _trains(
+    draws: Draws, method: Method, num_learners: int, sizes: Sequence[int]
+) -> tuple[tuple[tuple[int, ...] | None, ...], ...]:
+    everything: tuple[tuple[int, ...] | None, ...] = (None,) * len(sizes)
+    if isinstance(method.adopt, diloco.Eager) or draws.unit("learners train parts") < 0.7:
+        return (everything,) * num_learners
+    each = []
+    for _ in range(num_learners):
+        chosen = [tuple(index for index in range(min(size, 2)) if draws.unit("trains") < 0.6) for size in sizes]
+        parts = tuple(None if len(c) == min(size, 2) else c for c, size in zip(chosen, sizes, strict=True))
+        each.append(parts if any(chosen) else everything)
+    return tuple(each)
 
 
 def _fault(draws: Draws, num_learners: int) -> Fault:
@@ -117,14 +167,14 @@ def _method(draws: Draws, num_learners: int, num_fragments: int) -> Method | Non
     at_least = draws.whole("at_least", 1, num_learners)
     quorum = draws.of("quorum", sorted(kind.__name__ for kind in QUORUMS))
     options: dict[str, Any] = {"at_least": at_least}
-    if quorum == "AllLive":
-        if draws.unit("drops") < 0.2:
-            options |= {"drop": 0.3, "drop_seed": draws.whole("drop_seed", 1, 99)}
-    else:
+    takes = {each.name for kind in QUORUMS if kind.__name__ == quorum for each in fields(kind)}
+    if "drop" in takes and draws.unit("drops") < 0.2:
+        options |= {"drop": 0.3, "drop_seed": draws.whole("drop_seed", 1, 99)}
+    if "late" in takes:
         options["late"] = draws.of("late", ("merge", "merge", "drop"))
-    if quorum == "Called":
+    if "grace" in takes:
         options |= {"grace": draws.of("grace", (0.0, 0.8)), "grace_cap_s": draws.between("grace_cap_s", 0.1, 2.0)}
-    if quorum == "Pushed":
+    if "dynamic_steps" in takes:
         options["dynamic_steps"] = draws.unit("dynamic") < 0.3
     sync_every = draws.whole("sync_every", 1, 7)
     codecs = sorted(CODECS)
@@ -137,7 +187,7 @@ def _method(draws: Draws, num_learners: int, num_fragments: int) -> Method | Non
     try:
         method = Method(
             name="storm", paper="", sync_every=sync_every, overlap=draws.whole("overlap", 0, sync_every),
-            fragments=diloco.Named([[f"w{index}"] for index in range(num_fragments)]),
+            fragments=diloco.Named([[f"w{index}.*"] for index in range(num_fragments)]),
             wait=draws.unit("waits") < 0.6, up=CODECS[draws.of("up", codecs)],
             down=CODECS[draws.of("down", codecs)],
             weight=draws.of("weight", ("uniform", "tokens", "tokens^2/steps", "discounted")),
@@ -151,12 +201,38 @@ def _method(draws: Draws, num_learners: int, num_fragments: int) -> Method | Non
     return method
 
 
+def _refined(draws: Draws, method: Method) -> Method:
+    """With other answers to the questions of the arithmetic, each where the method can have it."""
+    merge = MERGES.read({"type": draws.of("merge", sorted(kind.__name__ for kind in MERGES))})
+    screen = draws.of("screen", (diloco.NormOutliers(1.5), diloco.NormZScore(0.8)))
+    adopt = draws.of("adopt", (diloco.Replace(), diloco.Replace(), diloco.Mix(0.5), diloco.KeepDisplacement()))
+    decay = draws.of("error_feedback", (0.0, 0.5, 1.0))
+    changes: list[dict[str, Any]] = [
+        {"merge": merge, "weight": method.weight if merge.weighted else "uniform"},
+        {"adopt": adopt},
+        {"error_feedback": decay},
+        {"screen": method.screen and screen},
+    ]
+    if draws.unit("eager") < 0.5:  # with outer steps on the learners
+        plain = {"merge": diloco.Mean(), "screen": None, "wait": True, "overlap": method.sync_every}
+        changes.append({"adopt": diloco.Eager(), **plain})
+    if draws.unit("H changes") < 0.15:
+        then = draws.whole("H changes after", 1, 20), draws.whole("sync_every then", 1, 7)
+        changes.append({"sync_every": ((0, method.sync_every), then)})
+    for each in changes:
+        with suppress(ConfigError):
+            method = replace(method, **each)
+    return method
+
+
 def told(plan: Plan, faults: Sequence[Fault]) -> str:
     """A plan in a few lines."""
     method = plan.method
     head = (
         f"seed {plan.seed}: {len(plan.step_s)} learners, {len(plan.sizes)} fragments, {plan.steps} steps, "
         f"{method.quorum.to_dict()}, sync_every={method.sync_every}, overlap={method.overlap}, wait={method.wait}, "
-        f"up={method.up.name}, down={method.down.name}, outer={type(method.outer).__name__} at {method.outer_at}"
+        f"up={method.up.name}, down={method.down.name}, error_feedback={method.error_feedback}, merge={method.merge}, "
+        f"screen={method.screen}, outer={type(method.outer).__name__} at {method.outer_at}, adopt={method.adopt}, "
+        f"overlaps={plan.overlaps}, trains={plan.trains}"
     )
     return "\n".join([head, *(f"  {fault}" for fault in faults)])

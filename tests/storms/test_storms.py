@@ -13,9 +13,12 @@ from tests.storms.plans import plan_of
 from tests.storms.runs import failures, quiet, run, run_seed, shortest
 from tests.storms.world import Storm
 
+from diloco.core.adopt import ADOPTIONS
+from diloco.core.merges import MERGES, SCREENS
 from diloco.core.rounds import QUORUMS
 from diloco.core.session.outbox import Outbox
 from diloco.core.syncer import SyncerCore
+from diloco.learner.error_feedback import ErrorFeedback
 
 NUM_SEEDS, PER_TEST = 240, 40
 
@@ -54,8 +57,13 @@ def test_a_storm_is_the_same_each_time() -> None:
 def test_seeds_differ_in_all_that_is_drawn() -> None:
     plans = [plan_of(seed) for seed in range(300)]
     assert {type(plan.method.quorum) for plan in plans} == set(QUORUMS)
-    for name in ("up", "down", "outer", "outer_at", "partial", "weight", "wait"):
+    assert {type(plan.method.merge) for plan in plans} == set(MERGES)
+    assert {type(plan.method.adopt) for plan in plans} == set(ADOPTIONS)
+    assert {type(plan.method.screen) for plan in plans} == {*SCREENS, type(None)}
+    for name in ("up", "down", "outer", "outer_at", "partial", "weight", "wait", "error_feedback"):
         assert len({str(getattr(plan.method, name)) for plan in plans}) > 1
+    assert sum(len(set(plan.overlaps)) > 1 for plan in plans) > 20
+    assert sum(len(set(plan.trains)) > 1 for plan in plans) > 20
     assert len({fault.kind for plan in plans for fault in plan.faults}) == 8
 
 
@@ -77,7 +85,19 @@ def saves_nothing_of_learners(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SyncerCore, "restore", restore)
 
 
-@pytest.mark.parametrize("break_it", [forgets_that_it_was_merged, never_sends_again, saves_nothing_of_learners])
+def keeps_what_a_rejected_contribution_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ErrorFeedback, "roll_back", lambda self, fragment, number: None)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        forgets_that_it_was_merged,
+        never_sends_again,
+        saves_nothing_of_learners,
+        keeps_what_a_rejected_contribution_lost,
+    ],
+)
 def test_a_defect_is_found_and_its_faults_are_few(
     break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

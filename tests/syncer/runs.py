@@ -115,8 +115,9 @@ class Raw:
 
     def beat(self, step: int = 1, tokens: int = 5, **fields: Any) -> pb.HeartbeatReply:
         request = pb.HeartbeatRequest(
-            run=RUN, learner=self.name, incarnation=self.incarnation, step=step, tokens=tokens, **fields
-        )
+            run=RUN, learner=self.name, incarnation=self.incarnation, step=step, steps=step, tokens=tokens,
+            **fields
+        )  # fmt: skip
         reply = self.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
         self.boot, self.heard = reply.boot, reply.standing
         return reply

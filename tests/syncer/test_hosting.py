@@ -111,7 +111,7 @@ def test_a_slow_disk_holds_up_no_sign_of_life(tmp_path: Path) -> None:
         assert writing.wait(30)
         joining = pool.submit(join, driver, "c")
         until(lambda: "c" in driver.ask(lambda it: it.status())["learners"], "c does not join")
-        driver.ask(lambda it: it.heartbeat("b", 1, step=1, tokens=5, step_s=0.1, waiting=False))
+        driver.ask(lambda it: it.heartbeat("b", 1, step=1, steps=1, tokens=5, step_s=0.1, waiting=False))
         gone = threading.Event()
         driver.ask(lambda it: it.leave("b", 1, gone.set, tokens=5))
         assert driver.ask(lambda it: it.state.step) == 2

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import diloco
 from diloco.cli.status import command
+from diloco.core.pool import Pool
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.server import Syncer
 
@@ -40,8 +41,8 @@ def joined(syncer: Syncer, name: str) -> Raw:
 
 def beat(raw: Raw, step: int, versions: tuple[int, ...] = (0, 0)) -> None:
     request = pb.HeartbeatRequest(
-        run=RUN, learner=raw.name, incarnation=raw.incarnation, step=step, tokens=5 * step, step_s=0.1,
-        versions=versions
+        run=RUN, learner=raw.name, incarnation=raw.incarnation, step=step, steps=step, tokens=5 * step,
+        step_s=0.1, versions=versions
     )  # fmt: skip
     raw.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
 
@@ -112,6 +113,23 @@ def test_whom_a_round_waits_for_and_who_is_lost(syncer: Syncer) -> None:
     assert "gone" in text
     assert "1 live, 1 healthy" in text
     first.connection.close()
+
+
+def test_which_learners_the_pool_has_drained(tmp_path: Path) -> None:
+    with start(tmp_path, method(), pool=Pool("halving", 2, 8)) as syncer:
+        first, second = joined(syncer, "first"), joined(syncer, "second")
+
+        def drained() -> list[bool]:
+            return [it["drained"] for it in json.loads(shown(syncer, "--json"))["learners"].values()]
+
+        beat(second, 3)
+        assert drained() == [False, False]
+        assert "  drained  " not in shown(syncer)
+        beat(first, 4)
+        assert drained() == [False, True]
+        assert re.search(r"second +drained +3", shown(syncer))
+        for raw in (first, second):
+            raw.connection.close()
 
 
 def test_a_reason_to_discard_that_is_not_known_is_shown_as_it_is(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_time_goes_into_steps_and_waiting(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_the_warm_start_takes_its_time_and_the_others_wait_for_it(tiny: Tiny, tmp_path: Path) -> None:
-    config = tiny(DILOCO, "warm_start.steps=4", "run.tokens=4_096")
+    config = tiny(DILOCO, "warm_start.steps=4", "run.steps=16", "run.tokens=1_000_000", "schedule.steps=16")
     done = play(tmp_path / "run", Scenario(lambda *_: 0.5), config, config)
     told = read_events(tmp_path / "run" / "syncer" / "events.jsonl")
     [given] = [e for e in told if isinstance(e, Initialised)]
@@ -309,6 +309,15 @@ def test_learners_come_and_go_by_the_schedule_of_the_pool(schedule: str, tiny: T
     assert reasons == Counter({"steps": 4 - num_drained, "drained": num_drained})
     ledgers = [each.metrics["ledger"][0] for each in done.summaries.values() if each is not None]
     assert all(each["merged"] == each["trained"] for each in ledgers)
+
+
+def test_a_learner_that_comes_back_to_a_pool_that_has_shrunk_takes_no_part(tiny: Tiny, tmp_path: Path) -> None:
+    steps = ("run.steps=48", "run.tokens=1_000_000", "schedule.steps=48")
+    config = tiny(DILOCO, "run.learners=2", *steps, "pool.schedule='halving'")
+    done = play(tmp_path / "played", Scenario(lambda *_: 1.0, faults=[Fault(1, 10.5, 40.0)]), config, config)
+    first, second = done.summaries.values()
+    assert first is not None
+    assert (first.reason, first.steps, second) == ("steps", 48, None)
 
 
 def test_a_pool_that_is_too_small_for_a_round_is_not_simulated(tiny: Tiny, tmp_path: Path) -> None:

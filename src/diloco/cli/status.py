@@ -22,8 +22,8 @@ MAX_NAMES = 6
 LEGEND = (
     "in newest merges: fragments whose newest merge has the learner; versions behind: of the fragment where that is "
     "most; work stale: versions between what its last contribution was measured from and the merge it went into; "
-    "silent: since it was last heard; sent, received: since this syncer started. Tokens trained = merged + pending + "
-    "discarded + lost with their learners."
+    "silent: since it was last heard; drained: the run's pool has no place for it any more; sent, received: since this "
+    "syncer started. Tokens trained = merged + pending + discarded + lost with their learners."
 )
 
 DISCARDED = {
@@ -131,6 +131,8 @@ def _state(it: dict[str, Any]) -> str:
     """The state of a learner in a word; only a healthy one is expected in a merge."""
     if not it["live"]:
         return f"lost, {it['given_up_in_s']:.0f} s left"
+    if it["drained"]:
+        return "drained"
     return "waiting" if it["waiting"] else "healthy" if it["healthy"] else "starting"
 
 

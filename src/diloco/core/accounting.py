@@ -39,6 +39,7 @@ class Account:
 
     Attributes:
         incarnation: the newest.
+        process: whose it is; None: a record without it, of an earlier version of this package.
         ledgers: one per fragment.
         earlier_tokens: trained by earlier incarnations.
         confirmed: per fragment, the newest incarnation knows the verdicts of all its contributions up to this number.
@@ -47,6 +48,7 @@ class Account:
 
     ledgers: list[Ledger]
     incarnation: int = 0
+    process: int | None = None
     earlier_tokens: int = 0
     confirmed: list[int] = field(default_factory=list)
     verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class Account:
         """Plain values (JSON)."""
         return {
             "incarnation": self.incarnation,
+            "process": self.process,
             "earlier_tokens": self.earlier_tokens,
             "confirmed": list(self.confirmed),
             "verdicts": [[it.fragment, it.number, it.reason, it.version] for it in self.verdicts.values()],
@@ -81,7 +84,10 @@ class Account:
         ]
         verdicts = [Verdict(*each) for each in values["verdicts"]]
         by_number = {(each.fragment, each.number): each for each in verdicts}
-        return cls(ledgers, values["incarnation"], values["earlier_tokens"], list(values["confirmed"]), by_number)
+        return cls(
+            ledgers, values["incarnation"], values.get("process"), values["earlier_tokens"],
+            list(values["confirmed"]), by_number,
+        )  # fmt: skip
 
 
 class Accounting:
@@ -107,10 +113,10 @@ class Accounting:
         """Tokens trained by all learners, present and past."""
         return sum(account.ledgers[0].trained for account in self.accounts.values())
 
-    def begin(self, learner: str) -> int:
-        """A new incarnation, which has trained nothing; returns its number."""
+    def begin(self, learner: str, process: int) -> int:
+        """A new incarnation, which has trained nothing, of this process; returns its number."""
         account = self.accounts.setdefault(learner, Account([Ledger() for _ in range(self._num_fragments)]))
-        account.incarnation += 1
+        account.incarnation, account.process = account.incarnation + 1, process
         account.earlier_tokens = account.ledgers[0].trained
         account.confirmed, account.verdicts = [0] * self._num_fragments, {}
         return account.incarnation
@@ -139,6 +145,11 @@ class Accounting:
                 acknowledged[c.fragment] += c.accounted
         for ledger, tokens in zip(ledgers, acknowledged, strict=True):
             ledger.lost += ledger.pending - tokens
+
+    def is_newest(self, learner: str, process: int) -> bool:
+        """Whether no other process is known to have joined since by this learner's name."""
+        account = self.accounts.get(learner)
+        return account is None or account.process in (None, process)
 
     # --- contributions ------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,10 @@ OUT_OF_STEP = "out of step"
 """Its learner is a round behind: it was sent no later than the contributions to the round before."""
 DROPPED = "dropped"
 """`AllLive(drop=…)` leaves it out."""
+ABANDONED = "abandoned"
+"""It was left out of a merge that has no finite result: there is no version to wait for."""
 
-KEPT = (OUT_OF_STEP, DROPPED)
+KEPT = (OUT_OF_STEP, DROPPED, ABANDONED)
 
 # Why a learner discards tokens by itself.
 OVERLAP = "overlap"
@@ -33,7 +35,7 @@ VERSION = "version"
 OUTLIER = "outlier"
 """The method's screen refused its norm."""
 NOT_FINITE = "not finite"
-"""Its round's merge has no finite result."""
+"""Its round's merge has no finite result, or that of a round before it."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,12 @@ class CallForWork:
 
     fragment: int
     version: int
+
+
+@dataclass(frozen=True)
+class Drained:
+    """This learner was evicted, and the run's pool has no place for it any more: what it had sent is void, and it takes
+    no more steps."""
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,12 @@ class FragmentWork:
         for flight in self.in_flight:
             flight.number = flight.tokens = 0
 
+    def lose(self) -> None:
+        """The learner is out of the run for good: contributions in flight are void, and pending tokens are lost."""
+        self.in_flight = []
+        self.pending_tokens = self.pending_steps = self.overwritten_tokens = 0
+        self.ledger.lose()
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "received": sorted(self.received)}

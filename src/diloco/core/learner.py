@@ -45,10 +45,15 @@ class LearnerCore:
         self._begin(versions, step)
 
     def _begin(self, versions: Sequence[int], step: int) -> None:
-        self.step = step
+        self.step = self._start_step = step
         self.tokens = 0
         self.fragments = [FragmentWork(version) for version in versions]
         self._rounds = self.rules.quorum.learner_rounds(self.rules, self.fragments, step)
+
+    @property
+    def steps(self) -> int:
+        """Inner steps taken since the start, or since `load_state_dict`."""
+        return self.step - self._start_step
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -177,6 +182,11 @@ class LearnerCore:
         """
         self._begin(versions, step if awaited else max(step, self.step))
 
+    def drained(self) -> None:
+        """The learner was evicted for good: it waits for no answer, and what is not merged is lost."""
+        for work in self.fragments:
+            work.lose()
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values from which `load_state_dict` continues exactly."""
         fragments = [work.as_dict() for work in self.fragments]
@@ -193,7 +203,8 @@ class LearnerCore:
                 f"the checkpoint has {len(state['fragments'])} fragments and this model {len(self.fragments)}; "
                 "load it with the method it was saved under."
             )
-        self.step, self.tokens = state["step"], state["tokens"]
+        self.step = self._start_step = state["step"]
+        self.tokens = state["tokens"]
         self.fragments[:] = [FragmentWork.from_dict(work) for work in state["fragments"]]
         self._rounds.load_state_dict(state["rounds"])
 

@@ -30,6 +30,10 @@ class Ledger:
         if total:
             self.discarded[reason] = total
 
+    def lose(self) -> None:
+        """Count all pending tokens as lost with the learner."""
+        self.lost += self.pending
+
     def as_dict(self) -> dict[str, int | dict[str, int]]:
         """Plain values, with pending."""
         return {"trained": self.trained, "pending": self.pending, "merged": self.merged, "lost": self.lost,

@@ -43,19 +43,23 @@ class Member:
         """Connected and ready."""
         return self.connected and self.ready
 
-    def heard(self, now: float, step: int, tokens: int) -> int:
-        """A message from the member, which is at this step. Returns the number of new steps. `tokens`: trained by this
-        incarnation."""
+    def heard(self, now: float, step: int, tokens: int, steps: int) -> int:
+        """A message from the member, which is at this step. Returns the number of new steps.
+
+        `tokens`, `steps`: trained and taken by this incarnation. Steps before those are of no interest: the member was
+        welcomed at a later step than it joined at, or has trained elsewhere.
+        """
         self.seen_at, self.connected, self.broken_at = now, True, None
         if self.presumed:
             self.presumed, self.ready = False, max(tokens, self.tokens) > 0
-        if self.tokens == 0 < tokens:  # its first steps, from wherever it started
-            self.step = min(self.step, step - 1)
-        if step > self.step or self.waiting:
+        if self.tokens == 0 < tokens:
+            self.step = step - steps
+        self.tokens = max(tokens, self.tokens)
+        new = max(0, step - self.step) if self.tokens > 0 else 0
+        if new > 0 or self.waiting:
             self.progressed_at = now
-        steps = max(0, step - self.step)
-        self.step, self.tokens = self.step + steps, max(tokens, self.tokens)
-        return steps
+        self.step += new
+        return new
 
     def trains(self, step: int) -> None:
         """The member has work that began after this step: rounds wait for it from now on, unless it has finished."""

@@ -209,8 +209,12 @@ class Method:
         if not self.quorum.has_own_overlaps or self.outer_at == "learners" or self.exchanged != "outer gradients":
             raise ConfigError(
                 f"overlap={overlap} of one learner's own has no meaning with {self.name}; drop it, or use a method "
-                "whose "
-                "rounds are scheduled and whose outer step is on the syncer."
+                "whose rounds are scheduled and whose outer step is on the syncer."
+            )
+        if not isinstance(self.sync_every, int):
+            raise ConfigError(
+                f"overlap={overlap} of one learner's own needs one sync_every, not {self.sync_every}: where H changes, "
+                "learners of different overlaps would contribute to a round after different steps; drop it."
             )
         return replace(self, overlap=overlap)
 

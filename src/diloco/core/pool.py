@@ -78,6 +78,10 @@ class Pool:
             case "ramp up" | "ramp down":
                 return 1 + at * self.learners // self.num_steps
 
+    def has_shrunk(self, step: int) -> bool:
+        """Whether the pool has fewer places after this inner step than it had: it never gets them back."""
+        return self.size(step) < self.size(self.begin_step)
+
     @classmethod
     def of(cls, values: Mapping[str, Any] | None) -> Self | None:
         """From plain values (`RunConfig.pool_values`). Raises ConfigError for a pool that cannot be."""

@@ -37,7 +37,7 @@ from diloco.core.members import Deadlines, Member
 from diloco.core.pool import Pool
 from diloco.core.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.core.weights import merge_weights, weights_of
-from diloco.errors import NoRoomError, StaleIncarnationError, VersionError
+from diloco.errors import DrainedError, NoRoomError, StaleIncarnationError, VersionError
 
 
 class SyncerCore:
@@ -136,24 +136,43 @@ class SyncerCore:
             self.rounds.restore_of(learner, saved["rounds"])
         self.rounds.restore(values["rounds"])
 
+    def saved_of(self, learner: str) -> dict[str, Any]:
+        """What a member's own checkpoint has of the run, as plain values (JSON); `rewound` goes back to it."""
+        return {
+            "step": self.members[learner].step,
+            "fragment_steps": [state.step for state in self.fragments],
+            "rounds": self.rounds.saved(None),
+            "own_rounds": self.rounds.saved_of(learner),
+            "ledgers": self.accounting.accounts[learner].as_dict()["ledgers"],
+        }
+
     # --- membership ---------------------------------------------------------------------------------------------------
 
     def joined(
-        self, now: float, learner: str, *, ready: bool = False, overlap: int | None = None
-    ) -> tuple[int, list[Action]]:
+        self, now: float, learner: str, *, process: int = 0, again: bool = False, ready: bool = False,
+        overlap: int | None = None,
+    ) -> tuple[int, list[Action]]:  # fmt: skip
         """A learner joins as a new incarnation; returns its number. An older live incarnation is replaced.
 
-        `ready`: rounds wait for it from the start (fixed membership), not only once it has trained. `overlap`: the
-        learner's own τ; None: the method's.
+        Arguments:
+            process: whose it is.
+            again: after an incarnation of the same process was evicted.
+            ready: rounds wait for it from the start (fixed membership), not only once it has trained.
+            overlap: the learner's own τ; None: the method's.
 
         Raises:
-            NoRoomError: the pool has no place for it now.
+            StaleIncarnationError: it joins again, but a newer process has its place.
+            NoRoomError: the pool has no place for it now. DrainedError: nor will it have one.
         """
+        if again and not self.accounting.is_newest(learner, process):
+            raise StaleIncarnationError(
+                f"another process has joined the run as {learner!r}; give every learner its own name."
+            )
         self._require_place(learner)
         actions: list[Action] = []
         if learner in self.members:
             actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
-        incarnation = self.accounting.begin(learner)
+        incarnation = self.accounting.begin(learner, process)
         self.members[learner] = Member(learner, incarnation, self.step, now, now, overlap, ready=ready)
         self.rounds.joined(learner)
         self._wants_record = True
@@ -173,14 +192,14 @@ class SyncerCore:
             )
 
     def heartbeat(
-        self, now: float, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None,
-        waiting: bool,
-        finished: bool = False, confirmed: Sequence[int] = (),
+        self, now: float, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
+        waiting: bool, finished: bool = False, confirmed: Sequence[int] = (),
     ) -> list[Action]:  # fmt: skip
         """A heartbeat.
 
         Arguments:
-            tokens: trained by this incarnation in all.
+            step: the inner step that the learner is at.
+            steps, tokens: taken and trained by this incarnation in all.
             step_s: seconds that an inner step takes; None: not measured.
             waiting: the learner is blocked on an answer.
             finished: the learner takes no more steps.
@@ -189,7 +208,7 @@ class SyncerCore:
         self.check(learner, incarnation)
         member = self.members[learner]
         member.waiting, member.step_s, was_ready = waiting, step_s or member.step_s, member.ready
-        look = self._alive(now, member, step, tokens)
+        look = self._alive(now, member, step, tokens, steps)
         if finished:
             member.finished, member.ready = True, False
         if tokens > 0:
@@ -210,7 +229,7 @@ class SyncerCore:
         """A learner leaves. Its acknowledged contributions stay; its pending tokens are lost."""
         self.check(learner, incarnation)
         member = self.members[learner]
-        self._alive(now, member, member.step, tokens)
+        self._alive(now, member, member.step, tokens, 0)
         self._remove(learner)
         return self._look_again(now)
 
@@ -252,7 +271,7 @@ class SyncerCore:
             )
         weights_of(self.rules.weight, [c.tokens], [c.steps], [0])
         member = self.members[c.learner]
-        self._alive(now, member, c.step, c.trained)
+        self._alive(now, member, c.step, c.trained, c.steps)
         member.trains(c.step - 1)
         if self.accounting.is_known(c):
             return [Acknowledge(c, duplicate=True), *self._look_again(now)]
@@ -276,12 +295,13 @@ class SyncerCore:
         state.closing, state.phase = replace(state.closing, contributions=kept, refused=outliers), "storing"
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The closed round has no finite result: keep the version, reject its contributions and those based on it."""
+        """The closed round has no finite result: keep the version, and reject its contributions, those left out of it
+        and those based on it."""
         state = self.fragments[fragment]
         assert state.closing is not None
         closed, state.closing, state.phase = state.closing, None, "open"
-        failed = [*closed.contributions, *self.rounds.abandoned(fragment, closed)]
-        return [*(self._reject(c, reason) for c in failed), *self._look_again(now)]
+        failed = [*((c, reason) for c in closed.contributions), *self.rounds.abandoned(fragment, closed)]
+        return [*(self._reject(c, why) for c, why in failed), *self._look_again(now)]
 
     def stored(self, now: float, fragment: int, serial: int) -> list[Action]:
         """The new version and its record are durable: publish it, and open the next round."""
@@ -312,7 +332,7 @@ class SyncerCore:
         return Standing(
             self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
             self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
-            self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self._drained(),
+            self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self.drained,
         )  # fmt: skip
 
     def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
@@ -324,6 +344,13 @@ class SyncerCore:
         """The inner step at which a new learner starts: the run's, or less where a round lacks learners."""
         start = self.rounds.start_step(learner) if self.members[learner].tokens == 0 else None
         return self.step if start is None else start
+
+    @property
+    def intervals_in_flight(self) -> int:
+        """How many answers to a fragment may be on their way to a member when it sends, by the method or its own τ."""
+        schedule = self.rules.schedule
+        own = [schedule.intervals_in(each.overlap) for each in self.members.values() if each.overlap is not None]
+        return max(schedule.intervals_in_flight, *own, 0)
 
     def decision(self, now: float, fragment: int) -> Decision | None:
         """Whether the fragment's open round is to be merged, and if not, why; None: no round is open."""
@@ -337,13 +364,18 @@ class SyncerCore:
 
     def _require_place(self, learner: str) -> None:
         others = [other for other in self._training if other != learner]
-        if self.pool is not None and len(others) >= (size := self.pool.size(self.step)):
-            raise NoRoomError(
-                f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, taken "
-                f"by {', '.join(others)}; {learner} gets one when the pool grows or one of them leaves."
-            )
+        if self.pool is None or len(others) < (size := self.pool.size(self.step)):
+            return
+        places = (
+            f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, taken by "
+            f"{', '.join(others)}"
+        )
+        if self.pool.has_shrunk(self.step) and learner not in self._training[:size]:
+            raise DrainedError(f"{places}; it has shrunk, so train without {learner}.")
+        raise NoRoomError(f"{places}; {learner} gets one when the pool grows or one of them leaves.")
 
-    def _drained(self) -> Sequence[str]:
+    @property
+    def drained(self) -> Sequence[str]:
         """The newest members, which the pool has no place for."""
         return () if self.pool is None else self._training[self.pool.size(self.step) :]
 
@@ -411,9 +443,27 @@ class SyncerCore:
         self.rounds.removed(learner)
         self._wants_record = True
 
-    def _alive(self, now: float, member: Member, step: int, tokens: int) -> bool:
+    def _alive(self, now: float, member: Member, step: int, tokens: int, steps: int) -> bool:
         """Take in a member's progress; returns whether it may change a round."""
         self.accounting.trained(member.learner, tokens)  # may refuse, before a number is counted
-        steps = member.heard(now, step, tokens)
+        num_new = member.heard(now, step, tokens, steps)
         self.step = max(self.step, member.step)
-        return self.rounds.heard(member, steps)
+        return self.rounds.heard(member, num_new)
+
+
+def rewound(
+    record: Mapping[str, Any], learner: str, saved: Mapping[str, Any], *, with_run: bool
+) -> Mapping[str, Any]:  # fmt: skip
+    """A record (`SyncerCore.saved`) in which a member is as its checkpoint (`SyncerCore.saved_of`) says.
+
+    `with_run`: the clock and the rounds of the run too.
+    """
+    member = {**record["members"][learner], "step": saved["step"], "rounds": saved["own_rounds"]}
+    account = {**record["accounts"][learner], "ledgers": saved["ledgers"]}
+    run = {key: saved[key] for key in ("step", "fragment_steps", "rounds")} if with_run else {}
+    return {
+        **record,
+        **run,
+        "members": {**record["members"], learner: member},
+        "accounts": {**record["accounts"], learner: account},
+    }

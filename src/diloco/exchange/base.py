@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Contribution, Rejected
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.method import Method
@@ -123,8 +123,15 @@ class Overview:
     sync_every: int | None = None
     drained: bool = False
 
+    @classmethod
+    def of(cls, standing: Standing | None) -> Overview:
+        """As a syncer told it; None: nothing yet."""
+        if standing is None:
+            return cls(run_tokens=0)
+        return cls(standing.num_live, standing.run_tokens, standing.sync_every, standing.drained)
 
-Event = Arrived | CallForWork | Rejected | Rejoined
+
+Event = Arrived | CallForWork | Rejected | Rejoined | Drained
 
 
 class Exchange(ABC):

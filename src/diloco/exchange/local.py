@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Contribution, Rejected
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
+from diloco.core.pool import Pool
 from diloco.core.session import SessionCore
 from diloco.core.session.requests import Fail, Identity, Report, TellStart
 from diloco.errors import ConfigError, DilocoError
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 def run_local(
     fn: Callable[[int, Exchange], T], *, learners: int, step_s: float | Sequence[float] | StepSeconds = 1.0,
-    starts_s: Sequence[float] | None = None,
+    starts_s: Sequence[float] | None = None, pool: Pool | None = None,
 ) -> list[T]:  # fmt: skip
     """Run `fn(index, exchange)` for each learner in this process and return the results in learner order.
 
@@ -47,9 +48,11 @@ def run_local(
         step_s: seconds of virtual time that an inner step takes: one number, one for each learner, or a function of the
             learner's index and its number of steps so far. `exchange.now_s` is the time.
         starts_s: when each learner starts; default: all at 0. One that starts later joins the run as it is then.
+        pool: how many of them may train at a time; None: all. One that the pool has no place for asks again about once
+            a second of virtual time; one that it drains has `learner.drained` and is to finish.
 
     Raises:
-        ConfigError: impossible numbers.
+        ConfigError: impossible numbers, or a pool that is at times too small for a round.
         The first exception that any learner raised; the others are stopped, one after the other.
 
     Example:
@@ -58,7 +61,8 @@ def run_local(
     if learners < 1:
         raise ConfigError(f"learners={learners}; a run needs at least one.")
     names = [f"learner-{index:03d}" for index in range(learners)]
-    ended = run_virtual(fn, VirtualRun(World(names, _step_seconds(step_s, learners), _starts(starts_s, learners))))
+    world = World(names, _step_seconds(step_s, learners), _starts(starts_s, learners), pool=pool)
+    ended = run_virtual(fn, VirtualRun(world))
     return [result for result in ended if not isinstance(result, Lost)]
 
 
@@ -219,7 +223,7 @@ class Local(Exchange):
                     self._inbox.append(Rejoined(opened, start.reason))
             case Fail(error=error):
                 self._failure = error
-            case Arrived() | CallForWork() | Rejected():
+            case Arrived() | CallForWork() | Rejected() | Drained():
                 self._inbox.append(news)
         self._run.time.news.add(self._index)
 
@@ -269,13 +273,7 @@ class Local(Exchange):
 
     @property
     def overview(self) -> Overview:
-        """Members and tokens are as the syncer has them now. Members that connect again after the run went back in time
-        are included."""
-        standing, driver = None if self._client is None else self._client.core.standing, self._run.driver
-        if standing is None or driver is None:
-            return Overview()
-        num_live = sum(not member.finished for member in driver.core.members.values())
-        return Overview(num_live, driver.state.run_tokens, standing.sync_every, standing.drained)
+        return Overview.of(None if self._client is None else self._client.core.standing)
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
@@ -286,21 +284,14 @@ class Local(Exchange):
     def state_dict(self) -> dict[str, Any]:
         """The global model as it stands, and what the syncer knows of this learner. Where the schedule calls rounds,
         all that was sent is in it; where not, what is in flight or in an open round is not, and its learner counts that
-        work as pending again."""
+        work as pending again. Empty for a learner that was drained after an eviction."""
         driver, name = self._run.driver, self._name
         assert driver is not None
-        core = driver.core
-        ledgers = core.accounting.accounts[name].ledgers
-        fragments = {
-            str(f): {
-                **driver.state.model.held(f).state_dict(),
-                "step": core.fragments[f].step,
-                "ledger": [ledger.trained, ledger.merged, ledger.lost, dict(ledger.discarded)],
-            }
-            for f, ledger in enumerate(ledgers)
-        }
-        rounds = {"run": core.rounds.saved(None), "learner": core.rounds.saved_of(name)}
-        return {"rounds": rounds, "step": core.members[name].step, "fragments": fragments}
+        if name not in driver.core.members:
+            return {}
+        held = [driver.state.model.held(f) for f in range(len(driver.state.versions))]
+        fragments = {str(f): each.state_dict() for f, each in enumerate(held)}
+        return {"fragments": fragments, "core": driver.core.saved_of(name)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Before any learner has trained, the run goes back to the state. Later its model and clock are the others' as
@@ -310,7 +301,7 @@ class Local(Exchange):
         assert run.driver is not None
         account = run.driver.core.accounting.accounts[name]
         comes_back = account.incarnation > 1 and account.ledgers[0].trained > 0
-        if comes_back or (run.has_trained and not run.stands_at(state)):
+        if not state or comes_back or (run.has_trained and not run.stands_at(state)):
             return False
         self._joined.restore(run.restore(name, state))
         return True

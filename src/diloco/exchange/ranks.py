@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Contribution, Rejected
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
 from diloco.core.fragments import Layout
 from diloco.core.held import HeldFragment
 from diloco.core.method import Method
@@ -230,7 +230,9 @@ def _empty(shape: list[int], dtype: str) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
-_KINDS = {kind.__name__: kind for kind in (Arrived, CallForWork, Rejected, Rejoined, Opened, HeldFragment, Update)}
+_KINDS = {
+    kind.__name__: kind for kind in (Arrived, CallForWork, Rejected, Rejoined, Drained, Opened, HeldFragment, Update)
+}
 
 
 def _out(value: Any, tensors: list[Tensor]) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from diloco.core.adopt import Eager, KeepDisplacement
-from diloco.core.contribution import KEPT, CallForWork, Contribution, Rejected
+from diloco.core.contribution import KEPT, CallForWork, Contribution, Drained, Rejected
 from diloco.core.fragments import Layout
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
@@ -38,6 +38,7 @@ class Boundary:
         eager: eager updates of this incarnation; None for other methods.
         received: versions received and not adopted, by (fragment, version).
         has_finished: the learner takes no more steps.
+        is_drained: it was evicted, and the run's pool has no place for it any more.
         updates, merges: versions received, and those among them that contain this learner's work.
     """
 
@@ -50,7 +51,7 @@ class Boundary:
         self.timing = Timing(lambda: exchange.now_s)
         self.received: dict[tuple[int, int], Arrived] = {}
         self.merges = self.updates = 0
-        self.has_finished = False
+        self.has_finished = self.is_drained = False
         self._trained = trained
         self._begin(opened)
 
@@ -97,7 +98,9 @@ class Boundary:
 
     def report(self, *, waiting: bool = False) -> None:
         """Report this learner's progress to the exchange."""
-        self.exchange.report(Report(self.core.step, self.core.tokens, self.timing.step_s, waiting, self.has_finished))
+        core = self.core
+        report = Report(core.step, core.tokens, self.timing.step_s, waiting, self.has_finished, core.steps)
+        self.exchange.report(report)
 
     @property
     def _keeps_origins(self) -> bool:
@@ -192,6 +195,9 @@ class Boundary:
                     self._rejected(event)
                 case Rejoined(opened=opened):
                     self.rejoin(opened)
+                case Drained():
+                    self.core.drained()
+                    self.has_finished = self.is_drained = True
 
     def _arrived(self, arrived: Arrived) -> None:
         update, fragment = arrived.update, arrived.update.fragment

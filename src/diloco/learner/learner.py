@@ -152,8 +152,10 @@ class Learner:
         fragment has no work that was not sent.
 
         The training loop ends on it. A fragment that is sent at other steps loses what was trained since its last send.
+        A learner that was evicted, and cannot join again, loses what is not merged, and takes no more steps.
         """
-        return self._exchange.overview.drained and any(work.pending_steps == 0 for work in self._core.fragments)
+        has_sent = any(work.pending_steps == 0 for work in self._core.fragments)
+        return self._boundary.is_drained or (self._exchange.overview.drained and has_sent)
 
     def global_state_dict(self) -> dict[str, Tensor]:
         """The global model at the versions that this learner holds: the model to evaluate and export.
@@ -193,7 +195,7 @@ class Learner:
         """This learner's part of a checkpoint: parameters, anchors, versions, counters, updates, error feedback.
 
         Blocks until the updates of scheduled rounds in flight have arrived, so that a resumed run continues with the
-        same bits. In called and pushed rounds, work in flight becomes pending again, or stays with the syncer over one.
+        same bits. In asynchronous rounds, work in flight becomes pending again, or stays with the syncer over one.
         Save the inner optimizer's state at the same boundary. The model's own `state_dict` is not needed.
 
         Returns:

@@ -47,7 +47,6 @@ from diloco.errors import (
     NoRoomError,
     PayloadError,
     RestartedError,
-    StaleIncarnationError,
     StoreError,
 )
 from diloco.run import sense
@@ -108,7 +107,6 @@ class Driver(Generic[H, S, P]):
         self._status = RunStatus()
         self._slots: dict[Contribution, S] = {}
         self._beginnings: deque[tuple[InitialModel[H], Callable[[DilocoError | None], None]]] = deque()
-        self._processes: dict[str, int] = {}  # the newest of each learner, since this driver started
         self._num_closing = 0
         self._num_standings = 0
         self._wake_at_s = math.inf
@@ -225,14 +223,13 @@ class Driver(Generic[H, S, P]):
         """A learner joins as a new incarnation. `done`: called with its number once that is durable.
 
         Arguments:
-            process: whose it is. again: after an incarnation of the same process was evicted.
-            ready, overlap: as in `SyncerCore.joined`.
+            process, again, ready, overlap: as in `SyncerCore.joined`.
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
             StaleIncarnationError: it joins again, but a newer process has its place.
             ConfigError: the run's method gives learners no overlap of their own, or not this one.
-            NoRoomError: the run's pool has no place for it now.
+            NoRoomError: the run's pool has no place for it now. DrainedError: nor will it have one.
         """
         core = self.core
         sense.check_name(learner)
@@ -240,12 +237,9 @@ class Driver(Generic[H, S, P]):
             self.state.method.with_own_overlap(overlap)
         if difference := layout.first_difference(self.state.model.layout):
             raise LayoutError(f"learner {learner!r} (here) does not hold the run's model (there): {difference}.")
-        if again and self._processes.get(learner, process) != process:
-            raise StaleIncarnationError(
-                f"another process has joined run {self.state.run!r} as {learner!r}; give every learner its own name."
-            )
-        incarnation, actions = core.joined(self._clock.now_s(), learner, ready=ready, overlap=overlap)
-        self._processes[learner] = process
+        incarnation, actions = core.joined(
+            self._clock.now_s(), learner, process=process, again=again, ready=ready, overlap=overlap
+        )
         self._observer.joined(learner, incarnation, core.step)
         self._writes.record(self._clock.now_s(), partial(done, incarnation))
         self._execute(actions)
@@ -255,8 +249,9 @@ class Driver(Generic[H, S, P]):
         self.core.check(learner, incarnation)
 
     def heartbeat(
-        self, learner: str, incarnation: int, *, step: int, tokens: int, step_s: float | None, waiting: bool,
-        finished: bool = False, boot: int = 0, versions: Sequence[int] = (), confirmed: Sequence[int] = (),
+        self, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
+        waiting: bool, finished: bool = False, boot: int = 0, versions: Sequence[int] = (),
+        confirmed: Sequence[int] = (),
     ) -> Standing:  # fmt: skip
         """A heartbeat; returns the learner's standing.
 
@@ -272,12 +267,12 @@ class Driver(Generic[H, S, P]):
         core = self.core
         core.check(learner, incarnation)
         sense.check_heartbeat(
-            learner, step=step, tokens=tokens, step_s=step_s, num_versions=len(versions), num_confirmed=len(confirmed),
-            num_fragments=len(self.state.versions), run_step=core.step,
+            learner, step=step, steps=steps, tokens=tokens, step_s=step_s, num_versions=len(versions),
+            num_confirmed=len(confirmed), num_fragments=len(self.state.versions), run_step=core.step,
         )  # fmt: skip
         actions = core.heartbeat(
-            self._clock.now_s(), learner, incarnation, step=step, tokens=tokens, step_s=step_s, waiting=waiting,
-            finished=finished and boot == self.boot, confirmed=tuple(confirmed),
+            self._clock.now_s(), learner, incarnation, step=step, steps=steps, tokens=tokens, step_s=step_s,
+            waiting=waiting, finished=finished and boot == self.boot, confirmed=tuple(confirmed),
         )  # fmt: skip
         self._status.heard(learner, incarnation, versions)
         self._execute(actions)
@@ -440,7 +435,7 @@ class Driver(Generic[H, S, P]):
         if write.merged is None:
             actions = self.core.recorded(now_s, serial)
         else:
-            self.state.model.take(write.merged)
+            self.state.model.take(write.merged, self.core.intervals_in_flight)
             self._observer.published(write.merged, len(self.core.members), now_s - write.wanted_at_s)
             actions = self.core.stored(now_s, write.merged.update.fragment, serial)
         self._execute(actions)

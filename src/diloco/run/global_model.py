@@ -14,7 +14,7 @@ from diloco.run.ports import H, MergedRound, ModelLayout, P
 
 KEPT_UPDATES = 3
 """Updates of a fragment kept encoded in memory at most, for learners that are behind: as many as together have fewer
-bytes than the fragment itself, but no fewer than a schedule lets learners be behind."""
+bytes than the fragment itself, but no fewer than the schedule, or a learner's own overlap, lets learners be behind."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,6 @@ class GlobalModel(Generic[H, P]):
 
     Arguments:
         fragments, contributors: the newest version of each fragment, and the learners whose work it merged.
-        intervals_in_flight: answers that a learner may have outstanding for a fragment when it sends the next
-            contribution.
 
     Attributes:
         layout: how it is cut.
@@ -56,24 +54,27 @@ class GlobalModel(Generic[H, P]):
     """
 
     def __init__(
-        self, layout: ModelLayout, static: bytes, fragments: Sequence[H], contributors: Sequence[tuple[str, ...]],
-        *, intervals_in_flight: int = 0,
-    ) -> None:  # fmt: skip
+        self, layout: ModelLayout, static: bytes, fragments: Sequence[H], contributors: Sequence[tuple[str, ...]]
+    ) -> None:
         self.layout = layout
         self.static = static
         self.newest: Update | None = None
-        self._num_due = 1 + intervals_in_flight
         self._fragments: list[_Fragment[H, P]] = [
             _Fragment(*each) for each in zip(fragments, contributors, strict=True)
         ]
 
-    def take(self, merged: MergedRound[H, P]) -> None:
-        """A new version is published."""
+    def take(self, merged: MergedRound[H, P], intervals_in_flight: int) -> None:
+        """A new version is published.
+
+        `intervals_in_flight`: answers that a learner may have outstanding for a fragment when it sends the next
+        contribution.
+        """
         fragment = self._fragments[merged.update.fragment]
         fragment.held, fragment.contributors = merged.held, merged.update.contributors
         fragment.updates.append((merged.update, merged.payload))
         num_shorter = (4 * self.layout.fragments[merged.update.fragment].numel - 1) // merged.num_bytes
-        if len(fragment.updates) > max(self._num_due, min(KEPT_UPDATES, num_shorter)):
+        num_kept = max(1 + intervals_in_flight, min(KEPT_UPDATES, num_shorter))
+        while len(fragment.updates) > num_kept:
             fragment.updates.popleft()
         self.newest = merged.update
 

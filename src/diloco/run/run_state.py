@@ -83,10 +83,7 @@ class RunState(Generic[H, P]):
     def begin(self, initial: InitialModel[H]) -> None:
         """The run begins with this model."""
         self._core = self.first_core(initial)
-        self._model = GlobalModel(
-            initial.layout, initial.static, initial.fragments, [()] * len(initial.fragments),
-            intervals_in_flight=self._core.rules.schedule.intervals_in_flight,
-        )  # fmt: skip
+        self._model = GlobalModel(initial.layout, initial.static, initial.fragments, [()] * len(initial.fragments))
         self.initial_tokens = initial.tokens
 
     def first_core(self, initial: InitialModel[Any]) -> SyncerCore:
@@ -128,7 +125,4 @@ class RunState(Generic[H, P]):
         if saved.record is not None:
             core.restore(now_s, saved.record)
         self._core, self.initial_tokens = core, saved.tokens
-        self._model = GlobalModel(
-            saved.layout, saved.static, saved.fragments, saved.contributors,
-            intervals_in_flight=rules.schedule.intervals_in_flight,
-        )  # fmt: skip
+        self._model = GlobalModel(saved.layout, saved.static, saved.fragments, saved.contributors)

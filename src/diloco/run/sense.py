@@ -41,12 +41,13 @@ def check_name(learner: str) -> None:
 
 
 def check_heartbeat(
-    learner: str, *, step: int, tokens: int, step_s: float | None, num_versions: int, num_confirmed: int,
-    num_fragments: int, run_step: int,
+    learner: str, *, step: int, steps: int, tokens: int, step_s: float | None, num_versions: int,
+    num_confirmed: int, num_fragments: int, run_step: int,
 ) -> None:  # fmt: skip
     """`run_step`: the highest inner step known. Versions newer than the run's are those of a syncer that was put back
     to an earlier state; they are shown and no more."""
     _within(learner, "inner steps", step, run_step + MAX_AHEAD)
+    _within(learner, "inner steps of its own", steps, step)
     _within(learner, "trained tokens", tokens, MAX_TOKENS)
     if step_s is not None and not (math.isfinite(step_s) and 0 <= step_s <= MAX_STEP_S):
         raise PayloadError(f"{learner!r} says that an inner step takes {step_s} s, which is no duration of a step.")

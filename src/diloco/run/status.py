@@ -68,6 +68,7 @@ class RunStatus:
             "live": member.connected,
             "healthy": member.healthy,
             "waiting": member.waiting,
+            "drained": learner in core.drained,
             "step_s": member.step_s,
             "silent_s": max(0.0, now_s - member.seen_at),
             "given_up_in_s": max(0.0, core.deadlines.ends_at(member) - now_s),

@@ -23,7 +23,7 @@ from diloco.config import RunConfig
 from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.presets import method_from_table
-from diloco.errors import ConfigError, ExchangeError
+from diloco.errors import ConfigError, DrainedError, ExchangeError
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.learner import Learner
@@ -65,10 +65,12 @@ class Simulated:
     """The result of a simulated run.
 
     Attributes:
-        summaries: what each learner's trainer says; None for one that was killed and did not come back.
+        summaries: what each learner's trainer says; None for one that was killed and did not come back, or found no
+            place in a pool that had shrunk.
         spans: what each learner did when.
         loss: held-out loss of the newest global model that a learner ended with, nats per token; None if none ended.
         duration_s: virtual seconds until the last learner ended.
+        tokens: trained by the run, as the syncer has counted them.
         losses: virtual time and held-out loss of the global model as the first learner held it, in order.
     """
 
@@ -76,12 +78,8 @@ class Simulated:
     spans: dict[str, list[Span]] = field(default_factory=dict)
     loss: float | None = None
     duration_s: float = 0.0
+    tokens: int = 0
     losses: list[tuple[float, float]] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        """Trained by the run, as far as a learner that ended knew."""
-        return max((each.run_tokens for each in self.summaries.values() if each is not None), default=0)
 
     def times(self) -> dict[str, LearnerTime]:
         """The time of each learner."""
@@ -202,7 +200,7 @@ class _Stage:
                 "back, or be killed later."
             ) from error
 
-    def _life(self, index: int, exchange: Local) -> Summary:
+    def _life(self, index: int, exchange: Local) -> Summary | Lost:
         """Train one learner as `diloco train` would."""
         config, name = self._configs[index], self._names[index]
         exchange.initialises = index == 0
@@ -231,7 +229,10 @@ class _Stage:
             config, part, attach, self._progress if first else None, clock=Clock(now_s, now_s, stepped_alone),
             shared=self._shared,
         )  # fmt: skip
-        summary = trainer.train()
+        try:
+            summary: Summary | Lost = trainer.train()
+        except DrainedError:  # when it came, or came back, the pool had shrunk
+            summary = Lost()
         self._ended_s[index] = exchange.now_s
         return summary
 
@@ -265,12 +266,13 @@ class _Stage:
 
     def _log_end(self, log: events.EventLog, done: Simulated) -> None:
         driver = self._run.driver
-        steps, tokens = (0, 0) if driver is None else (driver.state.step, done.tokens)
-        log.append(events.Finished(steps=steps, tokens=tokens, seconds=done.duration_s, reason="stopped"))
+        steps = 0 if driver is None else driver.state.step
+        log.append(events.Finished(steps=steps, tokens=done.tokens, seconds=done.duration_s, reason="stopped"))
 
     def _account(self, done: Simulated) -> None:
         """Fill in loss, duration and each learner's spans; time that is neither compute nor absence is waiting."""
         done.duration_s = max(self._ended_s)
+        done.tokens = 0 if self._run.driver is None else self._run.driver.state.run_tokens
         newest = [each for each in done.summaries.values() if each is not None]
         if newest:
             done.loss = max(newest, key=lambda each: sum(each.metrics["versions"])).held_out_loss

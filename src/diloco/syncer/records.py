@@ -50,7 +50,8 @@ def look(path: Path) -> tuple[int, bool]:
     """The format of the database of a store's directory, and whether it holds a run; 0 for one that is not there, or is
     empty.
 
-    Only reads: what is damaged stays as it is, and so does the log that SQLite would bring into it or remove.
+    Only reads: what is damaged stays as it is, and so does the log that SQLite would bring into it or remove. Where
+    there is no log, SQLite is told that the file is immutable: it would make a log to read even this.
 
     Raises:
         StoreError: it is damaged, or of another format.
@@ -58,8 +59,11 @@ def look(path: Path) -> tuple[int, bool]:
     database = path / DATABASE
     if not database.exists() or database.stat().st_size == 0:
         return 0, False
+    log = path / f"{DATABASE}-wal"
+    has_log = log.exists() and log.stat().st_size > 0
+    how = "mode=ro" if has_log else "mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as db:
+        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?{how}", uri=True)) as db:
             found = int(db.execute("PRAGMA user_version").fetchone()[0])
             verdict = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
             has_run = found == FORMAT and db.execute("SELECT 1 FROM run").fetchone() is not None

@@ -107,7 +107,7 @@ class Service:
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
             standing = driver.heartbeat(
-                request.learner, request.incarnation, step=request.step, tokens=request.tokens,
+                request.learner, request.incarnation, step=request.step, steps=request.steps, tokens=request.tokens,
                 step_s=request.step_s or None, waiting=request.waiting, finished=request.finished, boot=request.boot,
                 versions=tuple(request.versions), confirmed=tuple(request.confirmed),
             )  # fmt: skip

@@ -48,7 +48,7 @@ class Run:
                 self.steps[learner] += 1
                 step = self.steps[learner]
                 actions = self.core.heartbeat(
-                    self.now, learner, 1, step=step, tokens=step, step_s=step_s, waiting=False
+                    self.now, learner, 1, step=step, steps=step, tokens=step, step_s=step_s, waiting=False
                 )
         return self._settled(actions)
 

@@ -50,8 +50,9 @@ class Pair:
             for send in learner.stepped(10, sync_every=pace):
                 self.contribute(name, send)
             self.core.heartbeat(
-                self.now, name, 1, step=learner.step, tokens=learner.tokens, step_s=1.0, waiting=bool(learner.waiting())
-            )
+                self.now, name, 1, step=learner.step, steps=learner.steps, tokens=learner.tokens, step_s=1.0,
+                waiting=bool(learner.waiting()),
+            )  # fmt: skip
         for name, learner in self.learners.items():
             for fragment, version in self.core.standing(name).calls:
                 if (send := learner.called(fragment, version)) is not None:

@@ -195,8 +195,9 @@ class SyncerRounds(ABC):
         return ()
 
     @abstractmethod
-    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
-        """The closed round has no result; the fragment keeps its version. Returns the other contributions to reject."""
+    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
+        """The closed round has no result; the fragment keeps its version. Returns (contribution, reason) of the others
+        to reject."""
 
     @abstractmethod
     def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:

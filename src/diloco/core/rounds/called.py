@@ -236,7 +236,7 @@ class CalledSyncer(SyncerRounds):
         self._fragments[fragment].begun = None
         self.pace.measured(sync_s=now - closed.closed_at)
 
-    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
+    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
         self._fragments[fragment].begun = None
         return ()  # late work stays for the fragment's next turn
 
@@ -246,8 +246,8 @@ class CalledSyncer(SyncerRounds):
         return (sorted(turns.open.newest), late.ready(self._run)) if is_open and turns.open else ((), ())
 
     def heard(self, member: Member, steps: int) -> bool:
-        ready = [each for each in self._run.members.values() if each.ready]
-        if steps and ready:
+        ready = [each for each in self._run.members.values() if each.ready or each is member]
+        if steps:
             self.clock += steps / len(ready)
             step_times = [each.step_s for each in ready if each.step_s]
             if step_times:

@@ -128,7 +128,7 @@ class PushedSyncer(SyncerRounds):
     def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
         pass
 
-    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
+    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
         later = self._rounds[fragment]  # each moves to the number before
         self._rounds[fragment] = {number - 1: round_ for number, round_ in later.items()}
         return ()

@@ -29,7 +29,17 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from diloco.core.choices import fraction, whole_number
-from diloco.core.contribution import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, TWICE, VERSION, Contribution
+from diloco.core.contribution import (
+    ABANDONED,
+    DROPPED,
+    MISSED,
+    NOT_FINITE,
+    OUT_OF_STEP,
+    OUTLIER,
+    TWICE,
+    VERSION,
+    Contribution,
+)
 from diloco.core.in_flight import FragmentWork, InFlight
 from diloco.core.members import Member
 from diloco.core.rounds.base import (
@@ -88,7 +98,7 @@ class AllLive(Quorum):
     def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
         yield (
             answers.partial == "scale",
-            "partial='scale' is for Called() and Pushed(); a scheduled round takes the mean of those present.",
+            "partial='scale' is for asynchronous rounds; a scheduled round takes the mean of those present.",
         )
         yield (
             self.drop > 0 and answers.overlap > 0,
@@ -271,12 +281,13 @@ class ScheduledSyncer(SyncerRounds):
     def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
         del self._rounds[fragment][closed.number]
 
-    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[Contribution]:
-        """Contributions to later rounds of the fragment assume this one's result, so they are rejected too."""
+    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
+        """Contributions to later rounds of the fragment assume this one's result, so they are rejected too. The work of
+        those left out stays with their learners, which contribute to the round again."""
         rounds, self._rounds[fragment] = self._rounds[fragment], {}
-        left_out = [c for c, _ in rounds.pop(closed.number).left_out]
+        left_out = [(c, ABANDONED) for c, _ in rounds.pop(closed.number).left_out]
         later = [[*round_.contributions.values(), *(c for c, _ in round_.left_out)] for round_ in rounds.values()]
-        return [*left_out, *(c for each in later for c in each)]
+        return [*left_out, *((c, NOT_FINITE) for each in later for c in each)]
 
     def left_out(self, fragment: int) -> Sequence[tuple[Contribution, str]]:
         return self._rounds[fragment][self._run.fragments[fragment].version].left_out

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from diloco.core.contribution import CallForWork, Contribution, Rejected
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
 from diloco.errors import DilocoError
 
 
@@ -39,6 +39,7 @@ class Report:
         step_s: seconds of an inner step; None: not measured yet.
         waiting: it is blocked on an answer.
         finished: it takes no more steps.
+        steps: inner steps taken by this incarnation.
     """
 
     step: int = 0
@@ -46,6 +47,7 @@ class Report:
     step_s: float | None = None
     waiting: bool = False
     finished: bool = False
+    steps: int = 0
 
 
 # --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
@@ -228,5 +230,5 @@ class Fail:
 
 
 Request = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Leave
-News = TellStart | TellArrival | CallForWork | Rejected | Fail
+News = TellStart | TellArrival | CallForWork | Rejected | Drained | Fail
 SessionAction = Request | HangUp | Drop | Warn | Close | News

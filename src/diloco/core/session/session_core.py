@@ -6,7 +6,7 @@
     answers   requests to make and news for the learner: `core.session.requests`
 
     entering → joining → fetching → starting → running → leaving → parting → over
-    an evicted learner goes back to joining
+    an evicted learner goes back to joining; where the pool has no place for it any more, all is over
 
 Requests belong to lanes (control, watch, receive, send), and each lane has at most one under way. What is done next
 follows from what is known: the phase, the versions held and published, the contributions without a verdict, and which
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from diloco.core.contribution import CallForWork, Contribution, Rejected, Standing, Verdict
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing, Verdict
 from diloco.core.session import requests
 from diloco.core.session.ends import GONE_TIMEOUT_S, Departure, Entrance
 from diloco.core.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
@@ -36,6 +36,7 @@ from diloco.errors import (
     AlreadyInitialisedError,
     CorruptPayloadError,
     DilocoError,
+    DrainedError,
     NoRoomError,
     RestartedError,
     StaleIncarnationError,
@@ -317,10 +318,13 @@ class SessionCore:
             case requests.Describe(), UnreachableError() if self._entrance.is_late(now):
                 return self._fail(lane, error)
             case _, UnreachableError() | NoRoomError():
-                if isinstance(request, requests.Initialise):
-                    self._entrance.lost()
-                self._has_lost_join |= isinstance(request, requests.Join)
+                if isinstance(error, UnreachableError):  # it may have reached the syncer all the same
+                    if isinstance(request, requests.Initialise):
+                        self._entrance.lost()
+                    self._has_lost_join |= isinstance(request, requests.Join)
                 return self._lanes.failed(now, request, error)
+            case requests.Join(), DrainedError() if self._has_started:
+                return [requests.Warn(str(error)), Drained(), *self._over()]
             case requests.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
                 return []
             case requests.Push(boot=boot), RestartedError():

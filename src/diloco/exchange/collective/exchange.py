@@ -65,6 +65,7 @@ class Collective(Exchange):
         self._offers: deque[_Offer] = deque()
         self._heard: deque[tuple[int, int]] = deque()  # boundaries at the offer, run tokens at the offer
         self._boundaries = 0
+        self._longest_overlap = 0
         self._run_tokens = 0
         self._num_bytes = {"contributions": 0, "updates": 0, "joins": 0, "control": 0}
 
@@ -82,7 +83,7 @@ class Collective(Exchange):
         self._method = method
         joined = False
         try:
-            compare(self._group, layout, method)
+            self._longest_overlap = compare(self._group, layout, method, overlap)
             model = broadcast(self._group, self._num_bytes, layout, initial)
             joined = True
         finally:
@@ -118,9 +119,10 @@ class Collective(Exchange):
         wait([self._offers[0].result])
 
     def boundary(self) -> bool:
-        # What was sent τ boundaries ago has been waited for. Counting only that keeps the number the same on every
-        # rank, so that all of them stop after the same step when they train up to a number of tokens.
-        while self._heard and self._heard[0][0] + self._method.overlap <= self._boundaries:
+        # All ranks have waited for what was sent as many boundaries ago as the longest of their overlaps has. Counting
+        # only that keeps the number the same on every rank, so that all of them stop after the same step when they
+        # train up to a number of tokens.
+        while self._heard and self._heard[0][0] + self._longest_overlap <= self._boundaries:
             self._run_tokens = self._heard.popleft()[1]
         self._boundaries += 1
         return False

@@ -14,14 +14,20 @@ from diloco.exchange.collective.agreement import name_of
 from diloco.exchange.group import Group
 
 
-def compare(group: Group, layout: Layout, method: Method) -> None:
+def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -> int:
     """Compare every rank's method and model with rank 0's. Raises the same error on every rank.
+
+    `overlap`: this rank's own τ; None: the method's. Returns the longest overlap of all ranks.
 
     Raises:
         ConfigError: the methods differ, or a process group cannot run the method.
         LayoutError: the models differ; names the first tensor that differs.
     """
-    theirs = group.gather_values({"method": method.to_dict(), "layout": layout.to_dict()}, "opening the run")
+    said = {
+        "method": method.to_dict(), "layout": layout.to_dict(),
+        "overlap": method.overlap if overlap is None else overlap,
+    }  # fmt: skip
+    theirs = group.gather_values(said, "opening the run")
     methods = [Method.from_dict(each["method"]) for each in theirs]
     layouts = [Layout.from_dict(each["layout"]) for each in theirs]
     for rank in range(1, group.size):
@@ -38,6 +44,8 @@ def compare(group: Group, layout: Layout, method: Method) -> None:
             f"the quorum needs {method.quorum.at_least} learners and the process group has {group.size}; lower "
             "at_least."
         )
+    longest: int = max(each["overlap"] for each in theirs)
+    return longest
 
 
 def broadcast(group: Group, num_bytes: dict[str, int], layout: Layout, initial: Callable[[], Model]) -> Model:

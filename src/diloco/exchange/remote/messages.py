@@ -54,6 +54,7 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         learner=who.learner,
         incarnation=who.incarnation,
         step=report.step,
+        steps=report.steps,
         tokens=report.tokens,
         step_s=report.step_s or 0.0,
         waiting=report.waiting,

@@ -148,10 +148,7 @@ class Remote(Exchange):
 
     @property
     def overview(self) -> Overview:
-        it = self._opened.core.standing
-        if it is None:
-            return Overview(run_tokens=0)
-        return Overview(it.num_live, it.run_tokens, it.sync_every, it.drained)
+        return Overview.of(self._opened.core.standing)
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

@@ -13,7 +13,7 @@ from typing import TypeVar, get_args
 
 from google.protobuf.message import Message
 
-from diloco.core.contribution import CallForWork, Rejected
+from diloco.core.contribution import CallForWork, Drained, Rejected
 from diloco.core.session import SessionCore, requests
 from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.core.session.requests import SessionAction
@@ -133,7 +133,7 @@ class Session:
                 assert arriving is not None
                 assert arriving.advanced is not None
                 self.inbox.put(Arrived.of(arriving.update, arriving.advanced, merged))
-            case CallForWork() | Rejected():
+            case CallForWork() | Rejected() | Drained():
                 self.inbox.put(action)
             case _:
                 self._lanes[action.lane].put(action)

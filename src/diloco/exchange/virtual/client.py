@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Contribution, Rejected, Standing
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.session import SessionCore, requests
@@ -26,7 +26,7 @@ from diloco.run.ports import ClockPort, InitialModel
 
 log = logging.getLogger("diloco")
 
-News = requests.TellStart | Arrived | CallForWork | Rejected | requests.Fail
+News = requests.TellStart | Arrived | CallForWork | Rejected | Drained | requests.Fail
 """What a learner is told."""
 
 SimulatedDriver = Driver[HeldFragment, MemorySlot, Tensor]
@@ -156,7 +156,7 @@ class SessionClient:
                 case requests.TellArrival(merged=merged):
                     assert self._last is not None
                     self._on_news(Arrived.of(*self._last, merged))
-                case requests.TellStart() | CallForWork() | Rejected() | requests.Fail():
+                case requests.TellStart() | CallForWork() | Rejected() | Drained() | requests.Fail():
                     self._on_news(action)
                 case _:
                     self._call(action)
@@ -222,8 +222,9 @@ class SessionClient:
                 self._wire.on_break(call, lambda: driver.disconnected(who.learner, who.incarnation, stream))
             case requests.Beat(who=who, report=report):
                 standing = driver.heartbeat(
-                    who.learner, who.incarnation, step=report.step, tokens=report.tokens, step_s=report.step_s,
-                    waiting=report.waiting, finished=report.finished, boot=call.boot, versions=call.versions,
+                    who.learner, who.incarnation, step=report.step, steps=report.steps, tokens=report.tokens,
+                    step_s=report.step_s, waiting=report.waiting, finished=report.finished, boot=call.boot,
+                    versions=call.versions,
                     confirmed=call.confirmed,
                 )  # fmt: skip
                 reply((driver.boot, standing))

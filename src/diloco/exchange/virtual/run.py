@@ -15,6 +15,7 @@ from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.session import requests
+from diloco.core.syncer import rewound
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
@@ -102,9 +103,12 @@ class VirtualRun:
         """The run's syncer, by the method of the learner that comes first.
 
         Raises:
-            ConfigError: this learner has another method. LayoutError: it has another model.
+            ConfigError: this learner has another method, or the pool is at times too small for a round.
+            LayoutError: it has another model.
         """
         if self._syncer is None:
+            if self._pool is not None:
+                self._pool.require(method.quorum.at_least)
             self._first, self._layout, self.replicas = learner, layout, Replicas(method)
             self._syncer = VirtualSyncer(
                 RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY, pool=self._pool
@@ -162,23 +166,16 @@ class VirtualRun:
         model and rounds that the checkpoint says (`Local.state_dict`). Returns the run's fragments."""
         assert self._syncer is not None
         driver = self._syncer.driver
-        values = dict(driver.core.saved().values)
-        fragments = [driver.state.model.held(f) for f in range(len(driver.state.versions))]
-        saved = [state["fragments"][str(f)] for f in range(len(fragments))]
-        if not self.has_trained:
-            fragments = [HeldFragment.from_state_dict(f, each) for f, each in enumerate(saved)]
-            values |= {
-                "step": state["step"], "rounds": state["rounds"]["run"],
-                "fragment_steps": [each["step"] for each in saved],
-            }  # fmt: skip
-        values["members"][name] |= {"step": state["step"], "rounds": state["rounds"]["learner"]}
-        values["accounts"][name]["ledgers"] = [each["ledger"] for each in saved]
+        record = rewound(driver.core.saved().values, name, state["core"], with_run=not self.has_trained)
         model = driver.state.model
+        fragments = tuple(
+            model.held(f) if self.has_trained else HeldFragment.from_state_dict(f, state["fragments"][str(f)])
+            for f in range(len(model.versions))
+        )
         self._syncer.restart(
             SavedRun(
-                self._syncer.run, self._syncer.method, model.layout, tuple(fragments), tuple(model.contributors),
-                model.static,
-                source="checkpoint", step=values["step"], tokens=driver.state.initial_tokens, record=values,
+                self._syncer.run, self._syncer.method, model.layout, fragments, tuple(model.contributors), model.static,
+                source="checkpoint", step=record["step"], tokens=driver.state.initial_tokens, record=record,
             )
         )  # fmt: skip
         return fragments

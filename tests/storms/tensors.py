@@ -1,0 +1,95 @@
+"""The numbers that a learner of a storm trains, by the package's own codecs, error feedback and adoption."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tests.storms.invariants import require
+from torch import Tensor
+
+from diloco.learner.error_feedback import ErrorFeedback
+
+if TYPE_CHECKING:
+    from tests.storms.plans import Plan
+
+    from diloco.core.held import HeldFragment
+    from diloco.core.in_flight import Send
+
+
+class StormTensors:
+    """Of one incarnation of a learner.
+
+    Attributes:
+        received: versions that are here and not adopted, by fragment and version.
+    """
+
+    def __init__(self, plan: Plan, index: int, held: Sequence[HeldFragment]) -> None:
+        self._plan, self._method, self.trains = plan, plan.method, plan.trains[index]
+        self.received: dict[tuple[int, int], Tensor] = {}
+        self._anchors = [each.theta for each in held]
+        self._thetas = [each.theta.clone() for each in held]
+        self._origins = list(self._thetas)  # the parameters when they were sent or adopted last
+        self._residuals = ErrorFeedback(plan.method, len(held))
+        self._lost: dict[tuple[int, int], Tensor] = {}  # in encoding, by fragment and number
+        self._committed: list[Tensor | None] = [None] * len(held)
+
+    def step(self, change: float) -> None:
+        """An inner step."""
+        for theta, trains, fragment in zip(self._thetas, self.trains, self._plan.layout.fragments, strict=True):
+            for index, place in enumerate(fragment.tensors):
+                if trains is None or index in trains:
+                    theta[place.elements] += change
+
+    def encode(self, send: Send) -> Tensor:
+        """The payload of a contribution."""
+        fragment = send.fragment
+        change = self._anchors[fragment] - self._thetas[fragment]
+        payload = self._residuals.encode(self._residuals.offered(fragment, send.number), change)
+        if self._method.error_feedback:
+            self._lost[fragment, send.number] = change - self._method.up.decode(payload, change.numel())
+        self._origins[fragment] = self._thetas[fragment].clone()
+        return payload
+
+    def merged(self, fragment: int, number: int) -> None:
+        """A contribution is merged: what its encoding lost is in the next one."""
+        self._residuals.commit(fragment, number)
+        if (lost := self._lost.pop((fragment, number), None)) is not None:
+            before = self._committed[fragment]
+            self._committed[fragment] = lost if before is None else lost + self._method.error_feedback * before
+            self._check_residual(fragment)
+
+    def not_merged(self, fragment: int, number: int) -> None:
+        """A contribution was rejected, or its round was missed: it is as if it had never been encoded."""
+        self._residuals.roll_back(fragment, number)
+        if self._lost.pop((fragment, number), None) is not None:
+            self._check_residual(fragment)
+
+    def _check_residual(self, fragment: int) -> None:
+        """It is what merged contributions have lost, also where others are in flight."""
+        lost = self._committed[fragment]
+        kept = [self._residuals.state_dict().get(str(fragment))]
+        if all(each != fragment for each, _ in self._lost):
+            kept.append(self._residuals._residuals[fragment])  # where the next encoding begins
+        for each in kept:
+            is_right = lost is each if lost is None or each is None else torch.allclose(each, lost, 1e-3, 1e-3)
+            require(is_right, f"error feedback of fragment {fragment} holds {each}, and what is merged lost {lost}")
+
+    def adopt(self, fragment: int, version: int, *, keeps_own: bool) -> None:
+        """A version becomes the anchor, and the parameters follow it."""
+        new, own = self.received[fragment, version], self._thetas[fragment]
+        if not keeps_own:
+            own = self._method.adopt.adopt(own, new, self._origins[fragment]).clone()
+        self._anchors[fragment], self._thetas[fragment], self._origins[fragment] = new, own, own.clone()
+        self.received = {key: value for key, value in self.received.items() if key[0] != fragment or key[1] > version}
+
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"received": dict(self.received), "residuals": self._residuals.state_dict()}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Continue from `saved`."""
+        self.received = dict(saved["received"])
+        self._residuals.load_state_dict(saved["residuals"])
+        self._committed = [saved["residuals"].get(str(f)) for f in range(len(self._committed))]
