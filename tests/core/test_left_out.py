@@ -129,6 +129,26 @@ def test_a_learner_left_out_of_a_round_without_a_result_goes_on_with_its_work(le
     assert ledger(core, "a").pending + ledger(core, "a").merged == 80
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_work_that_was_left_out_is_lost_if_its_learner_is_gone_by_then(comes_back: bool, is_merged: bool) -> None:
+    """It cannot be given back. The round was closed while the learner was there."""
+    core = dropping("a", "b")
+    for learner in "ab":
+        core.contributed(0.0, contribution(learner, 0))
+    core.left(0.5, "a", 1, tokens=40)
+    if comes_back:
+        core.joined(0.6, "a")
+    if is_merged:
+        core.merged(1.0, 0)
+        written = core.saved(storing=0)
+        core.stored(1.0, 0, written.serial)
+        assert ledger(restarted(core, written, 2.0), "a").lost == 40
+    else:
+        core.abandoned(1.0, 0, "not finite")
+    assert ledger(core, "a").as_dict() == {"trained": 40, "pending": 0, "merged": 0, "lost": 40, "discarded": {}}
+
+
 def test_a_contribution_that_would_be_dropped_is_merged_when_the_others_leave() -> None:
     """Had it been sent back at once, the round would be empty, and its learner would wait for it without end."""
     core = dropping("a", "b")

@@ -212,6 +212,55 @@ def test_at_least_keeps_a_survivor_from_becoming_a_solo_run() -> None:
     assert "MergeRound" in kinds(run.send(9.0, "c", 0))
 
 
+def rounds_of_one(how: str) -> Run:
+    """Of two learners, "b" has ended at step 20 so; the rounds of the other one come after that."""
+    run = Run("a", "b", at_least=2)
+    for learner in "ab":
+        run.send(1.0, learner, 0)
+    run.publish(1.0)
+    run.beat(2.0, "b", step=20, tokens=200)
+    if how == "finished":
+        run.core.heartbeat(2.0, "b", 1, step=20, steps=20, tokens=200, step_s=0.1, waiting=False, finished=True)
+    elif how == "left":
+        run.core.left(2.0, "b", 1, tokens=200)
+    else:
+        run.core.tick(8.5)
+    return run
+
+
+@pytest.mark.parametrize("how", ["finished", "left"])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_learner_that_has_ended_counts_for_the_rounds_of_steps_that_it_took(how: str, restarts: bool) -> None:
+    """It counted steps ahead of the rounds, and the other one must come to its end too."""
+    run = rounds_of_one(how)
+    if restarts:
+        run.restart(3.0, run.record(3.0))
+    actions = run.send(4.0, "a", 1, step=20)
+    assert [c.learner for c in only(MergeRound, actions).contributions] == ["a"]
+    run.publish(4.0)
+    run.send(5.0, "a", 2, step=30)  # a run that goes on beyond it waits for another learner
+    assert run.reason(5.0) == "1 of at least 2 learners have contributed"
+
+
+def test_a_learner_that_was_lost_or_is_back_does_not_count_for_a_round() -> None:
+    run = rounds_of_one("lost")
+    assert "b" not in run.core.members
+    run.core.joined(9.0, "a")
+    run.send(9.0, "a", 1, step=20, number=1)
+    assert run.reason(9.0) == "1 of at least 2 learners have contributed"
+    run = rounds_of_one("left")
+    run.core.joined(3.0, "b")
+    run.core.left(3.5, "b", 2, tokens=0)  # and has not trained again
+    run.send(4.0, "a", 1, step=20)
+    assert run.reason(4.0) == "1 of at least 2 learners have contributed"
+
+
+def test_a_joiner_is_not_held_back_for_a_round_that_has_those_who_ended() -> None:
+    run = rounds_of_one("finished")
+    run.beat(3.0, "a", step=20, tokens=200)
+    assert starts_at(run) == 20
+
+
 def starts_at(run: Run, learner: str = "joiner") -> int:
     run.core.joined(50.0, learner)
     return run.core.start_step(learner)

@@ -530,12 +530,12 @@ def test_a_restarted_syncer_knows_the_newest_process_of_a_name(is_gone: bool) ->
     assert scene.driver.core.accounting.accounts["a"].incarnation == 3
 
 
-def test_a_record_without_processes_can_be_opened() -> None:
+def test_a_record_of_an_earlier_version_can_be_opened() -> None:
     scene = started("a")
     saved = scene.store.load()
     assert saved is not None
     assert saved.record is not None
-    del saved.record["accounts"]["a"]["process"]
+    del saved.record["accounts"]["a"]["process"], saved.record["accounts"]["a"]["ended_at"]
     scene.restart()
     scene.driver.join("a", LAYOUT, lambda _: None, process=3, again=True)
     scene.settle()

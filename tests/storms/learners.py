@@ -278,7 +278,7 @@ class LearnerProcess:
     @property
     def waits_for_others(self) -> bool:
         """It has not started, and waits until enough learners are there."""
-        return self._process is not None and self._process.client.core.phase == "starting"
+        return any(each.is_alive and each.client.core.phase == "starting" for each in self.processes)
 
     def told(self) -> str:
         """For the message of a failure."""

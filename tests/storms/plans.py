@@ -124,7 +124,7 @@ def plan_of(seed: int) -> Plan:
 
 
 def _overlaps(draws: Draws, method: Method, num_learners: int) -> tuple[int | None, ...]:
-    if draws.unit("own overlaps") < 0.5 or not isinstance(method.sync_every, int):
+    if draws.unit("own overlaps") < 0.5:
         return (None,) * num_learners
     choices = [None, *range(method.sync_every), *[method.sync_every] * method.sync_every]
     return tuple(_if_allowed(method, draws.of("own overlap", choices)) for _ in range(num_learners))
@@ -216,9 +216,6 @@ def _refined(draws: Draws, method: Method) -> Method:
     if draws.unit("eager") < 0.5:  # with outer steps on the learners
         plain = {"merge": diloco.Mean(), "screen": None, "wait": True, "overlap": method.sync_every}
         changes.append({"adopt": diloco.Eager(), **plain})
-    if draws.unit("H changes") < 0.15:
-        then = draws.whole("H changes after", 1, 20), draws.whole("sync_every then", 1, 7)
-        changes.append({"sync_every": ((0, method.sync_every), then)})
     for each in changes:
         with suppress(ConfigError):
             method = replace(method, **each)

@@ -28,6 +28,9 @@ FOUND = {
     59: "learners that push several fragments at paces of their own, and wait, waited for each other for good",
     377: "the same, after a restart under the same name",
     3322: "learners in a circle of scheduled rounds were not seen to be in one where another learner was behind them",
+    2027: "the last rounds of learners that count steps behind the others lacked those that had ended",
+    2529: "the same, after a torn write",
+    1581: "a contribution that was dropped after its learner had left stayed pending for good",
     2636: "a joiner started behind the second of two open rounds, which then lacked a learner",
 }
 """Seeds that found a defect."""

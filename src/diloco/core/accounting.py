@@ -39,8 +39,10 @@ class Account:
 
     Attributes:
         incarnation: the newest.
-        process: whose it is; None: a record without it, of an earlier version of this package.
+        process: whose it is; None: unknown, from a record of an earlier version of this package.
         ledgers: one per fragment.
+        ended_at: the inner step at which the newest incarnation finished or left; None: it did neither.
+        is_gone: the newest incarnation is no member any more.
         earlier_tokens: trained by earlier incarnations.
         confirmed: per fragment, the newest incarnation knows the verdicts of all its contributions up to this number.
         verdicts: of the newest incarnation, those not confirmed, by fragment and number.
@@ -49,6 +51,8 @@ class Account:
     ledgers: list[Ledger]
     incarnation: int = 0
     process: int | None = None
+    ended_at: int | None = None
+    is_gone: bool = False
     earlier_tokens: int = 0
     confirmed: list[int] = field(default_factory=list)
     verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
@@ -62,6 +66,8 @@ class Account:
             ledger.merged += c.tokens
         elif reason not in KEPT:
             ledger.discard(c.tokens, reason)
+        elif self.is_gone or c.incarnation != self.incarnation:  # the work cannot be given back
+            ledger.lost += c.tokens
         if c.incarnation == self.incarnation:
             self.verdicts[c.fragment, c.number] = Verdict(c.fragment, c.number, reason, version)
 
@@ -70,6 +76,7 @@ class Account:
         return {
             "incarnation": self.incarnation,
             "process": self.process,
+            "ended_at": self.ended_at,
             "earlier_tokens": self.earlier_tokens,
             "confirmed": list(self.confirmed),
             "verdicts": [[it.fragment, it.number, it.reason, it.version] for it in self.verdicts.values()],
@@ -85,8 +92,8 @@ class Account:
         verdicts = [Verdict(*each) for each in values["verdicts"]]
         by_number = {(each.fragment, each.number): each for each in verdicts}
         return cls(
-            ledgers, values["incarnation"], values.get("process"), values["earlier_tokens"],
-            list(values["confirmed"]), by_number,
+            ledgers, values["incarnation"], values.get("process"), values.get("ended_at"),
+            earlier_tokens=values["earlier_tokens"], confirmed=list(values["confirmed"]), verdicts=by_number,
         )  # fmt: skip
 
 
@@ -117,6 +124,7 @@ class Accounting:
         """A new incarnation, which has trained nothing, of this process; returns its number."""
         account = self.accounts.setdefault(learner, Account([Ledger() for _ in range(self._num_fragments)]))
         account.incarnation, account.process = account.incarnation + 1, process
+        account.ended_at, account.is_gone = None, False
         account.earlier_tokens = account.ledgers[0].trained
         account.confirmed, account.verdicts = [0] * self._num_fragments, {}
         return account.incarnation
@@ -138,12 +146,13 @@ class Accounting:
 
     def end(self, learner: str) -> None:
         """The learner is gone: its acknowledged contributions stay, and its other pending tokens are lost."""
-        ledgers = self.accounts[learner].ledgers
+        account = self.accounts[learner]
+        account.is_gone = True
         acknowledged = [0] * self._num_fragments
         for c in self.open.values():
             if c.learner == learner:
                 acknowledged[c.fragment] += c.accounted
-        for ledger, tokens in zip(ledgers, acknowledged, strict=True):
+        for ledger, tokens in zip(account.ledgers, acknowledged, strict=True):
             ledger.lost += ledger.pending - tokens
 
     def is_newest(self, learner: str, process: int) -> bool:
@@ -258,5 +267,6 @@ class Accounting:
         self.accounts = {learner: Account.from_dict(each) for learner, each in values.items()}
         living = set(alive)
         for learner, account in self.accounts.items():
+            account.is_gone = learner not in living
             for ledger, void in zip(account.ledgers, values[learner]["void_on_restart"], strict=True):
-                ledger.lost += void if learner in living else ledger.pending
+                ledger.lost += ledger.pending if account.is_gone else void

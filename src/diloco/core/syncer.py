@@ -211,6 +211,7 @@ class SyncerCore:
         look = self._alive(now, member, step, tokens, steps)
         if finished:
             member.finished, member.ready = True, False
+            self.accounting.accounts[learner].ended_at = step
         if tokens > 0:
             member.trains(member.step)
         if confirmed:
@@ -230,6 +231,8 @@ class SyncerCore:
         self.check(learner, incarnation)
         member = self.members[learner]
         self._alive(now, member, member.step, tokens, 0)
+        if member.tokens > 0:
+            self.accounting.accounts[learner].ended_at = member.step
         self._remove(learner)
         return self._look_again(now)
 
@@ -359,6 +362,11 @@ class SyncerCore:
     def pending_tokens(self, learner: str, fragment: int) -> int:
         """Tokens of a learner whose work on a fragment is neither merged, discarded nor lost."""
         return self.accounting.accounts[learner].ledgers[fragment].pending
+
+    def ended(self, step: int) -> set[str]:
+        """Learners that finished or left at this inner step or a later one: they will not contribute to its rounds."""
+        accounts = self.accounting.accounts.items()
+        return {learner for learner, account in accounts if account.ended_at is not None and account.ended_at >= step}
 
     # --- the pool -----------------------------------------------------------------------------------------------------
 

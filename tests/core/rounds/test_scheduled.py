@@ -43,6 +43,16 @@ def test_decisions(
     assert decision.reason == reason
 
 
+def test_learners_that_have_ended_count_for_at_least() -> None:
+    decision = decide(NOW, "b", "b", DEADLINES, 3, {"d", "c"})
+    assert decision.merge == ("b",)
+    assert decision.reason == "all 1 learners of the round have contributed; c, d ended at its step or later"
+    decision = decide(NOW, "b", "b", DEADLINES, 3, {"c"})
+    assert decision.merge is None
+    assert decision.reason == "1 of at least 3 learners have contributed; c ended at its step or later"
+    assert decide(NOW, "b", "ab", DEADLINES, 2, {"c"}).merge is None  # it waits for a member all the same
+
+
 def test_the_order_of_arrival_never_matters() -> None:
     answers = {decide(NOW, order, "abc", DEADLINES) for order in itertools.permutations("abc")}
     assert {answer.merge for answer in answers} == {("a", "b", "c")}

@@ -162,6 +162,9 @@ class RunView(Protocol):
     def pending_tokens(self, learner: str, fragment: int) -> int:
         """Tokens whose work on a fragment is on its way into the global model."""
 
+    def ended(self, step: int) -> set[str]:
+        """Learners that finished or left at this inner step or a later one."""
+
 
 class SyncerRounds(ABC):
     """The syncer's half. After each event, `SyncerCore` calls `update`, then `decision` for all `open_fragments`."""

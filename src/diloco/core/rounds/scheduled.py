@@ -61,7 +61,8 @@ class AllLive(Quorum):
 
     Attributes:
         at_least: never merge fewer contributions than this. 1 lets a lone survivor go on by itself; a higher number
-            makes it wait for others instead of silently becoming a solo run.
+            makes it wait for others instead of silently becoming a solo run. Learners that ended at the round's step
+            or a later one count for it: they will not contribute any more.
         drop: probability with which a contribution is left out, to study unreliable links; its learner goes on from its
             own parameters and is measured from the new global model next (DiLoCo, arXiv 2311.08105, section 3.1). Never
             drops below `at_least`.
@@ -122,6 +123,7 @@ def decide(
     members: Collection[str],
     deadlines: Mapping[str, float],
     at_least: int = 1,
+    ended: Collection[str] = (),
 ) -> Decision:
     """Merge a scheduled round, or say which learners it waits for.
 
@@ -131,6 +133,7 @@ def decide(
         members: learners the round waits for; evicted and departed ones have been taken out.
         deadlines: for each live learner, when it is evicted if nothing more is heard of it.
         at_least: the fewest learners to merge.
+        ended: learners without a contribution that count for `at_least`.
 
     Returns:
         A `Decision`; contributions are merged in learner-id order whatever order they came in.
@@ -144,9 +147,11 @@ def decide(
             deadlines[first],
             f"waiting for {names}; {first} is given up in {max(0.0, deadlines[first] - now):.1f} s",
         )
-    if len(contributed) < at_least:
-        return Decision(None, None, f"{len(contributed)} of at least {at_least} learners have contributed")
-    return Decision(tuple(sorted(contributed)), None, f"all {len(contributed)} learners of the round have contributed")
+    which = f"; {', '.join(sorted(ended))} ended at its step or later" if ended else ""
+    if len(contributed) + len(ended) < at_least:
+        return Decision(None, None, f"{len(contributed)} of at least {at_least} learners have contributed{which}")
+    reason = f"all {len(contributed)} learners of the round have contributed{which}"
+    return Decision(tuple(sorted(contributed)), None, reason)
 
 
 @dataclass
@@ -260,7 +265,7 @@ class ScheduledSyncer(SyncerRounds):
         if round_ is None:
             return None
         deadlines = {learner: self._run.deadlines.ends_at(member) for learner, member in self._run.members.items()}
-        return decide(now, round_.contributions, round_.members, deadlines, self._quorum.at_least)
+        return decide(now, round_.contributions, round_.members, deadlines, self._quorum.at_least, self._ended(round_))
 
     def close(self, now: float, fragment: int) -> ClosedRound:
         """`AllLive(drop=…)` rejects contributions here, but never so many that fewer than K remain.
@@ -324,7 +329,7 @@ class ScheduledSyncer(SyncerRounds):
                     step, present = round_.step, round_.contributions.keys() | (round_.members & connected)
                 if step > run.step:
                     break
-                if len(present) < at_least:
+                if len(present | run.ended(step)) < at_least:
                     starts.append(schedule.last_send(before=step))
                     break
                 number += 1
@@ -337,7 +342,13 @@ class ScheduledSyncer(SyncerRounds):
     def _lacks_learners(self, round_: _Round) -> bool:
         """Whether a round has contributions of all its members, and they are not enough."""
         is_complete = round_.contributions.keys() >= round_.members
-        return is_complete and len(round_.contributions) < self._quorum.at_least
+        return is_complete and len(round_.contributions) + len(self._ended(round_)) < self._quorum.at_least
+
+    def _ended(self, round_: _Round) -> set[str]:
+        """Learners that count for a round's `at_least` without a contribution, where it has too few contributions."""
+        if len(round_.contributions) >= self._quorum.at_least:
+            return set()
+        return self._run.ended(round_.step) - round_.contributions.keys()
 
     def _open(self, fragment: int) -> _Round | None:
         """The open round that follows the fragment's version."""
