@@ -140,7 +140,7 @@ def test_work_that_was_left_out_is_lost_if_its_learner_is_gone_by_then(comes_bac
     if comes_back:
         core.joined(0.6, "a")
     if is_merged:
-        core.merged(1.0, 0)
+        core.merged(0)
         written = core.saved(storing=0)
         core.stored(1.0, 0, written.serial)
         assert ledger(restarted(core, written, 2.0), "a").lost == 40
