@@ -39,6 +39,7 @@ from diloco.exchange.base import (
     Opened,
     Rejected,
     Rejoined,
+    SyncerExchange,
     required_method,
 )
 from diloco.exchange.virtual.client import News, SessionClient
@@ -155,7 +156,7 @@ def _step_seconds(step_s: float | Sequence[float] | StepSeconds, learners: int) 
     return lambda index, _: each[index]
 
 
-class Local(Exchange):
+class Local(SyncerExchange):
     """One learner's end of a run in one process; `run_local` makes them.
 
     Attributes:
@@ -304,24 +305,8 @@ class Local(Exchange):
         return self._run.time.linger(self._index)
 
     @property
-    def _standing(self) -> Standing | None:
+    def standing(self) -> Standing | None:
         return None if self._client is None else self._client.core.standing
-
-    @property
-    def num_live(self) -> int:
-        return 1 if self._standing is None else self._standing.num_live
-
-    @property
-    def sync_every(self) -> int | None:
-        return None if self._standing is None else self._standing.sync_every
-
-    @property
-    def drained(self) -> bool:
-        return self._standing is not None and self._standing.drained
-
-    @property
-    def run_tokens(self) -> int | None:
-        return 0 if self._standing is None else self._standing.run_tokens
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
