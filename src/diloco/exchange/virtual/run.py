@@ -147,7 +147,9 @@ class VirtualRun:
         self._awaiting.clear()
 
     def is_founder(self, index: int) -> bool:
-        """Whether a learner was there when the run began: rounds wait for it from the start."""
+        """Whether a learner was there when the run began: rounds wait for it from the start. (Learners in step would
+        merge a round after their first step without those whose first report comes a moment later; over a network
+        `at_least` prevents that.)"""
         return self.starts_s[index] <= self._began_s and self.back_s[index] is None
 
     def next_process(self) -> int:
