@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.core.contribution import Contribution
+from diloco.core.contribution import Contribution, Standing
 from diloco.core.fragments import Layout
 from diloco.core.held import HeldFragment
 from diloco.core.method import Method
@@ -228,6 +228,31 @@ class Exchange(ABC):
     @abstractmethod
     def close(self) -> None:
         """Say goodbye and release threads and connections. Idempotent."""
+
+
+class SyncerExchange(Exchange):
+    """An exchange with a syncer: a learner knows of the run what its last `Standing` said."""
+
+    @property
+    @abstractmethod
+    def standing(self) -> Standing | None:
+        """The last one received; None: none yet."""
+
+    @property
+    def num_live(self) -> int:
+        return 1 if self.standing is None else self.standing.num_live
+
+    @property
+    def run_tokens(self) -> int | None:
+        return 0 if self.standing is None else self.standing.run_tokens
+
+    @property
+    def sync_every(self) -> int | None:
+        return None if self.standing is None else self.standing.sync_every
+
+    @property
+    def drained(self) -> bool:
+        return self.standing is not None and self.standing.drained
 
 
 def required_method(given: Method | None) -> Method:

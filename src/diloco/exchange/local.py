@@ -39,6 +39,7 @@ from diloco.exchange.base import (
     Opened,
     Rejected,
     Rejoined,
+    SyncerExchange,
     required_method,
 )
 from diloco.exchange.virtual.client import News, SessionClient
@@ -69,7 +70,8 @@ def run_local(
             learner's index and its number of steps so far. `exchange.now_s` is the time.
         starts_s: when each learner starts; default: all at 0. One that starts later joins the run as it is then.
         pool: how many of them may train at a time; None: all. One that the pool has no place for asks again about once
-            a second of virtual time; one that it drains has `learner.drained` and is to finish.
+            a second of virtual time; one that it drains has `learner.drained` and is to finish; one that comes when it
+            has shrunk fails (`DrainedError`).
 
     Raises:
         ConfigError: impossible numbers, or a pool that is at times too small for a round.
@@ -155,7 +157,7 @@ def _step_seconds(step_s: float | Sequence[float] | StepSeconds, learners: int) 
     return lambda index, _: each[index]
 
 
-class Local(Exchange):
+class Local(SyncerExchange):
     """One learner's end of a run in one process; `run_local` makes them.
 
     Attributes:
@@ -304,24 +306,8 @@ class Local(Exchange):
         return self._run.time.linger(self._index)
 
     @property
-    def _standing(self) -> Standing | None:
+    def standing(self) -> Standing | None:
         return None if self._client is None else self._client.core.standing
-
-    @property
-    def num_live(self) -> int:
-        return 1 if self._standing is None else self._standing.num_live
-
-    @property
-    def sync_every(self) -> int | None:
-        return None if self._standing is None else self._standing.sync_every
-
-    @property
-    def drained(self) -> bool:
-        return self._standing is not None and self._standing.drained
-
-    @property
-    def run_tokens(self) -> int | None:
-        return 0 if self._standing is None else self._standing.run_tokens
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

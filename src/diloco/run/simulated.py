@@ -78,11 +78,12 @@ class MemoryStore(Generic[H, P]):
     Arguments:
         at: is told each of `POINTS`. OSError from it is a disk that refuses; whatever else it raises is the end of the
             process there.
+        saved: what is durable already; None: nothing.
     """
 
-    def __init__(self, at: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, at: Callable[[str], None] = lambda _: None, saved: SavedRun[H] | None = None) -> None:
         self._at = at
-        self._saved: SavedRun[H] | None = None
+        self._saved = saved
 
     def load(self) -> SavedRun[H] | None:
         """The run as it was last made durable; None before `initialise`."""

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from diloco.core.contribution import Contribution
+from diloco.core.contribution import Contribution, Standing
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
 from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.base import Event, Exchange, Model, Opened, Rejoined
+from diloco.exchange.base import Event, Model, Opened, Rejoined, SyncerExchange
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry, Initial, describe
 from diloco.exchange.remote.receiver import Receiver
@@ -73,7 +73,7 @@ def connect(
     )
 
 
-class Remote(Exchange):
+class Remote(SyncerExchange):
     """One learner's end of a run that a syncer serves; `connect` makes it."""
 
     gradients = False
@@ -147,24 +147,8 @@ class Remote(Exchange):
         session.enter(partial(session.core.report, incarnation=self._incarnation, report=report))
 
     @property
-    def run_tokens(self) -> int | None:
-        standing = self._opened.core.standing
-        return 0 if standing is None else standing.run_tokens
-
-    @property
-    def num_live(self) -> int:
-        standing = self._opened.core.standing
-        return 1 if standing is None else standing.num_live
-
-    @property
-    def sync_every(self) -> int | None:
-        standing = self._opened.core.standing
-        return None if standing is None else standing.sync_every
-
-    @property
-    def drained(self) -> bool:
-        standing = self._opened.core.standing
-        return standing is not None and standing.drained
+    def standing(self) -> Standing | None:
+        return self._opened.core.standing
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

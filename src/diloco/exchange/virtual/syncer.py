@@ -1,4 +1,4 @@
-"""The driver of a run in one process: jobs and writes take no time, and nothing is kept."""
+"""The driver of a run in one process: jobs and writes take no time."""
 
 from __future__ import annotations
 
@@ -13,28 +13,9 @@ from diloco.core.pool import Pool
 from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.delivery import Alarm, Delivery
 from diloco.run.driver import Driver
-from diloco.run.ports import Done, InitialModel, Json, MergedRound, Observer, Ports, RunMethod, SavedRun
-from diloco.run.simulated import Later, MemorySlot, MemorySpool, SimulatedWorker
+from diloco.run.ports import Observer, Ports, SavedRun
+from diloco.run.simulated import MemorySlot, MemorySpool, MemoryStore, SimulatedDisk, SimulatedWorker
 from diloco.run.tensor_jobs import TensorJobs
-
-
-class VolatileDisk:
-    """Keeps nothing: a run in one process is over with it."""
-
-    def __init__(self, later: Later) -> None:
-        self._later = later
-
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment], done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._later("written", None, lambda: done(None))
-
-    def persist_version(self, merged: MergedRound[HeldFragment, Tensor], record: Json, done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._later("written", merged.update.fragment, lambda: done(None))
-
-    def persist_record(self, record: Json, done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._later("written", None, lambda: done(None))
 
 
 class VirtualSyncer:
@@ -43,6 +24,7 @@ class VirtualSyncer:
     Attributes:
         driver: serves the run.
         jobs: its tensor jobs.
+        store: what is durable of the run.
     """
 
     def __init__(
@@ -53,18 +35,20 @@ class VirtualSyncer:
         self.jobs = TensorJobs(method, seconds=None)
         self._delivery, self._observer, self._deadlines = delivery, observer, deadlines
         self._pool = pool
+        self.store = MemoryStore[HeldFragment, Tensor]()
         self._boot = 0
         self._alarm = Alarm(delivery, lambda: None)
-        self.driver = self._start(None)
+        self.driver = self._start()
 
     def restart(self, saved: SavedRun[HeldFragment]) -> None:
         """Another driver serves the run from here on, as it was saved; learners connect to it."""
         before = self.driver
         self._alarm.stop()
-        self.driver = self._start(saved)
+        self.store = MemoryStore(saved=saved)
+        self.driver = self._start()
         before.end()
 
-    def _start(self, saved: SavedRun[HeldFragment] | None) -> SimulatedDriver:
+    def _start(self) -> SimulatedDriver:
         self._boot += 1
         boot = self._boot
 
@@ -73,5 +57,8 @@ class VirtualSyncer:
 
         self._alarm = Alarm(self._delivery, lambda: self.driver.tick())  # noqa: PLW0108 - of the driver as it is then
         worker = SimulatedWorker[HeldFragment, MemorySlot, Tensor](self.jobs, later)
-        ports = Ports(self._alarm, MemorySpool(), worker, VolatileDisk(later), self._observer)
-        return Driver(self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=saved, pool=self._pool)
+        ports = Ports(self._alarm, MemorySpool(), worker, SimulatedDisk(self.store, later), self._observer)
+        return Driver(
+            self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=self.store.load(),
+            pool=self._pool,
+        )  # fmt: skip
