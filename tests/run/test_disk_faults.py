@@ -15,10 +15,10 @@ from typing import Any, Literal, Protocol
 
 import pytest
 import torch
-from tests.run.memory import POINTS, MemoryStore
 from tests.syncer.test_store import LAYOUT, METHOD, STATIC, held_of, merged_of, theta_of
 
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
+from diloco.run.memory import POINTS, MemoryStore
 from diloco.run.ports import InitialModel, SavedRun
 from diloco.syncer.store import Store
 

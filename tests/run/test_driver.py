@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.run.memory import POINTS, LimitedSpool
+from tests.run.memory import LimitedSpool
 from tests.run.toy import (
     LAYOUT,
     NUM_BYTES,
@@ -38,6 +38,7 @@ from diloco.errors import (
     StoreError,
     UnknownRunError,
 )
+from diloco.run.memory import POINTS
 from diloco.run.ports import InitialModel, NullObserver
 from diloco.run.writes import RETRY_S
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.run.memory import LaterWorker, LimitedSpool, MemoryStore
+from tests.run.memory import LaterWorker, LimitedSpool
 
 import diloco
 from diloco.core.actions import MergeRound
@@ -20,7 +20,7 @@ from diloco.core.pool import Pool
 from diloco.core.update import Update
 from diloco.errors import DilocoError, NonFiniteError, PayloadError
 from diloco.run.driver import Driver, Upload
-from diloco.run.memory_spool import MemorySlot
+from diloco.run.memory import MemorySlot, MemoryStore
 from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports
 
 RUN = "toy"

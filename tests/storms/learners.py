@@ -267,13 +267,16 @@ class LearnerProcess:
 
     @property
     def core(self) -> LearnerCore | None:
-        return self._process.core if self._process is not None and self._process.is_alive else None
+        process = self._process
+        return process.core if process is not None and process.is_alive else None
 
     @property
     def _process(self) -> Process | None:
         """The newest that is alive. Of two that join at once either may be the one that gives up."""
-        alive = [each for each in self.processes if each.is_alive]
-        return (alive or self.processes or [None])[-1]
+        for each in reversed(self.processes):
+            if each.is_alive:
+                return each
+        return self.processes[-1] if self.processes else None
 
     @property
     def waits_for_others(self) -> bool:

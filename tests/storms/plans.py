@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from tests.run.memory import POINTS
 from tests.storms.draws import Draws
 
 import diloco
@@ -20,6 +19,7 @@ from diloco.core.outer import OUTER_OPTIMIZERS
 from diloco.core.rounds import QUORUMS
 from diloco.core.rounds.base import Rules
 from diloco.errors import ConfigError
+from diloco.run.memory import POINTS
 
 FAULTS_END_S = 25.0
 """Virtual time by which the last fault has happened."""

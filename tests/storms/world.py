@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
-from tests.run.memory import POINTS, LaterWorker, MemoryStore
+from tests.run.memory import LaterWorker
 from tests.storms.draws import Draws
 from tests.storms.invariants import BrokenInvariantError, Ledger, check_learner, check_syncer, require
 from tests.storms.learners import LearnerProcess
@@ -18,10 +18,11 @@ from tests.storms.plans import Fault, Plan
 from torch import Tensor
 
 from diloco.core.held import HeldFragment
+from diloco.core.rounds import AllLive
 from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.run.driver import Driver
-from diloco.run.memory_spool import MemorySpool
+from diloco.run.memory import POINTS, MemorySpool, MemoryStore
 from diloco.run.ports import InitialModel, Json, MergedRound, NullObserver, Observer, Ports, RunMethod
 from diloco.run.tensor_jobs import TensorJobs
 
@@ -63,6 +64,7 @@ class Storm:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned = 0
         self._look_s = 0.0
+        self._is_stranded = False
         self._still: dict[object, tuple[object, float]] = {}
         """What stands still: the learner or fragment, the step or version that it is at, and since when."""
         self._calm_s = max((fault.at_s + fault.seconds for fault in self.faults), default=0.0) + max(plan.starts_s)
@@ -104,10 +106,21 @@ class Storm:
 
     @property
     def _is_over(self) -> bool:
-        """When the others have finished, those that are left may be too few to begin."""
+        """When the others have finished, those that are left may be too few to begin, or to end a scheduled round where
+        the syncer did not hear of the others' end."""
         left = [learner for learner in self.learners if not learner.has_finished]
         are_too_few = len(left) < self.plan.method.quorum.at_least
-        return not left or (are_too_few and all(learner.waits_for_others for learner in left))
+        return not left or self._is_stranded or (are_too_few and all(learner.waits_for_others for learner in left))
+
+    @property
+    def _lacks_a_goodbye(self) -> bool:
+        """Whether a learner has finished while the syncer was away, and fewer than `at_least` are left or known to have
+        ended."""
+        if self.driver is None or not isinstance(self.plan.method.quorum, AllLive):
+            return False
+        ended = self.driver.core.ended(0)
+        num_known = sum(not learner.has_finished or learner.name in ended for learner in self.learners)
+        return num_known < self.plan.method.quorum.at_least
 
     def _standstill(self) -> str:
         rounds = "no syncer" if self.driver is None else str(self.driver.status()["fragments"])
@@ -139,6 +152,9 @@ class Storm:
         if at is None or at != before:
             self._still[what] = at, self.now_s
         elif self.now_s - max(since_s, self._calm_s) > PATIENCE_S:
+            if self._lacks_a_goodbye:
+                self._is_stranded = True
+                return
             raise BrokenInvariantError(f"{what} does not go on: {self._standstill()}")
 
     # --- the syncer's process -----------------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ def run_local(
             learner's index and its number of steps so far. `exchange.now_s` is the time.
         starts_s: when each learner starts; default: all at 0. One that starts later joins the run as it is then.
         pool: how many of them may train at a time; None: all. One that the pool has no place for asks again about once
-            a second of virtual time; one that it drains has `learner.drained` and is to finish.
+            a second of virtual time; one that it drains has `learner.drained` and is to finish; one that comes when it
+            has shrunk fails (`DrainedError`).
 
     Raises:
         ConfigError: impossible numbers, or a pool that is at times too small for a round.

@@ -21,7 +21,7 @@ from diloco.exchange.base import Arrived
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.run.driver import Driver, Upload
 from diloco.run.global_model import Fetched
-from diloco.run.memory_spool import MemorySlot
+from diloco.run.memory import MemorySlot
 from diloco.run.ports import ClockPort, InitialModel
 
 log = logging.getLogger("diloco")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.exchange.virtual.syncer import VirtualSyncer
 from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
-from diloco.run.ports import NullObserver, Observer, SavedRun
+from diloco.run.ports import NullObserver, Observer
 
 RUN = "local"
 
@@ -147,7 +147,9 @@ class VirtualRun:
         self._awaiting.clear()
 
     def is_founder(self, index: int) -> bool:
-        """Whether a learner was there when the run began: rounds wait for it from the start."""
+        """Whether a learner was there when the run began: rounds wait for it from the start. (Learners in step would
+        merge a round after their first step without those whose first report comes a moment later; over a network
+        `at_least` prevents that.)"""
         return self.starts_s[index] <= self._began_s and self.back_s[index] is None
 
     def next_process(self) -> int:
@@ -165,19 +167,16 @@ class VirtualRun:
         """Go on from here with what a learner's checkpoint says of it, and before any learner has trained with the
         model and rounds that the checkpoint says (`Local.state_dict`). Returns the run's fragments."""
         assert self._syncer is not None
-        driver = self._syncer.driver
-        record = rewound(driver.core.saved().values, name, state["core"], with_run=not self.has_trained)
-        model = driver.state.model
+        core, model = self._syncer.driver.core, self._syncer.driver.state.model
+        saved = self._syncer.store.load()
+        assert saved is not None
+        record = rewound(core.saved().values, name, state["core"], with_run=not self.has_trained)
         fragments = tuple(
             model.held(f) if self.has_trained else HeldFragment.from_state_dict(f, state["fragments"][str(f)])
             for f in range(len(model.versions))
         )
-        self._syncer.restart(
-            SavedRun(
-                self._syncer.run, self._syncer.method, model.layout, fragments, tuple(model.contributors), model.static,
-                source="checkpoint", step=record["step"], tokens=driver.state.initial_tokens, record=record,
-            )
-        )  # fmt: skip
+        contributors = tuple(model.contributors)
+        self._syncer.restart(replace(saved, fragments=fragments, contributors=contributors, record=record))
         return fragments
 
     def stands_at(self, state: Mapping[str, Any]) -> bool:

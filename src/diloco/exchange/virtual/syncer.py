@@ -1,4 +1,4 @@
-"""The driver of a run in one process: jobs and writes take no time, and nothing is kept."""
+"""The driver of a run in one process: jobs and writes take no time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,9 @@ from diloco.core.pool import Pool
 from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.delivery import Alarm, Delivery
 from diloco.run.driver import Driver
-from diloco.run.memory_spool import MemorySpool
-from diloco.run.ports import InitialModel, Json, MergedRound, Observer, Ports, RunMethod, SavedRun, T, Work
+from diloco.run.memory import MemorySpool, MemoryStore
+from diloco.run.ports import Observer, Ports, SavedRun, T, Work
 from diloco.run.tensor_jobs import TensorJobs
-
-
-class VolatileStore:
-    """Keeps nothing: a run in one process is over with it."""
-
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
-        """As `ports.StorePort`."""
-
-    def publish(self, merged: MergedRound[HeldFragment, Tensor], record: Json) -> None:
-        """As `ports.StorePort`."""
-
-    def save_record(self, record: Json) -> None:
-        """As `ports.StorePort`."""
 
 
 class InstantWorker:
@@ -48,6 +35,7 @@ class VirtualSyncer:
     Attributes:
         driver: serves the run.
         jobs: its tensor jobs.
+        store: what is durable of the run.
     """
 
     def __init__(
@@ -58,21 +46,26 @@ class VirtualSyncer:
         self.jobs = TensorJobs(method, seconds=None)
         self._delivery, self._observer, self._deadlines = delivery, observer, deadlines
         self._pool = pool
+        self.store = MemoryStore[HeldFragment, Tensor]()
         self._boot = 0
         self._alarm = Alarm(delivery, lambda: None)
-        self.driver = self._start(None)
+        self.driver = self._start()
 
     def restart(self, saved: SavedRun[HeldFragment]) -> None:
         """Another driver serves the run from here on, as it was saved; learners connect to it."""
         before = self.driver
         self._alarm.stop()
-        self.driver = self._start(saved)
+        self.store = MemoryStore(saved=saved)
+        self.driver = self._start()
         before.end()
 
-    def _start(self, saved: SavedRun[HeldFragment] | None) -> SimulatedDriver:
+    def _start(self) -> SimulatedDriver:
         self._boot += 1
         boot = self._boot
         self._alarm = Alarm(self._delivery, lambda: self.driver.tick())  # noqa: PLW0108 - of the driver as it is then
         worker = InstantWorker(self._delivery, lambda: boot == self._boot)
-        ports = Ports(self._alarm, MemorySpool(), self.jobs, VolatileStore(), worker, self._observer)
-        return Driver(self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=saved, pool=self._pool)
+        ports = Ports(self._alarm, MemorySpool(), self.jobs, self.store, worker, self._observer)
+        return Driver(
+            self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=self.store.load(),
+            pool=self._pool,
+        )  # fmt: skip
