@@ -392,6 +392,9 @@ class Driver(Generic[H, S, P]):
         self._num_closing += 1
         slots = [self._slots.pop(c) for c in action.contributions]
         held = self.state.model.held(action.fragment)
+        bases = {c.learner: c.base for c in action.contributions}
+        if self.core.members.keys() <= bases.keys():  # every learner has the base of what it sent
+            self.state.model.drop_updates(action.fragment, min(bases.values()))
         self._ports.worker.close(action, self.state.model.layout, held, slots, partial(self._closed, action, slots))
 
     def _closed(self, action: MergeRound, slots: Sequence[S], merged: MergedRound[H, P] | PayloadError) -> None:

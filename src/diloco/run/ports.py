@@ -199,7 +199,11 @@ class WorkerPort(Protocol[H_worker, S_contra, P]):
         done: Callable[[MergedRound[H_worker, P] | PayloadError], None],
     ) -> None:  # fmt: skip
         """Merge a round's contributions into the next version of a fragment. `slots`: one per contribution of the
-        action."""
+        action.
+
+        `held` may be closed in place: a driver uses it only to answer fetches, and again for the next round if this
+        one is refused. The next round of the fragment begins after this version is durable.
+        """
 
 
 Done = Callable[[StoreError | None], None]

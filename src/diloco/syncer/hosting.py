@@ -175,7 +175,7 @@ class HostedDriver:
         self._asking: set[Future[Any]] = set()
         self._is_stopped = False
         self._failure: BaseException | None = None
-        self.jobs = TensorJobs(method)
+        self.jobs = TensorJobs(method, in_place=True)
         self._threads = [
             Threads(f"syncer-{name}", num_threads, self._event, self._failed)
             for name, num_threads in (("check", min(NUM_CHECKERS, os.cpu_count() or 1)), ("merge", 1), ("store", 1))
