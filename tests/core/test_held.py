@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
+from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec, Int4
+from diloco.core.codecs.codec import Scratch
 from diloco.core.elementwise import flush_denormals
 from diloco.core.fragments import digest
 from diloco.core.held import Closed, HeldFragment, advance, close, published_mean
@@ -208,6 +209,83 @@ def test_inputs_stay_as_they_are_whatever_comes_of_it(bad: str, outer: Outer, do
         with pytest.raises((NonFiniteError, CorruptPayloadError)):
             close(how, held, brought(contributions), places(64))
     assert bits(values) == before
+
+
+MANY = 33 * SEGMENT_ELEMENTS + 5
+"""Elements of more than one run, however they are taken."""
+
+
+def all_of(held: HeldFragment) -> list[Tensor]:
+    return [held.theta, *held.outer_state.values(), *([] if held.residual is None else [held.residual])]
+
+
+def methods(down: str) -> dict[str, Method]:
+    return {
+        **{type(outer).__name__: method("int8", down, outer) for outer in OUTERS},
+        "on the learners": replace(method("int8", down), outer_at="learners"),
+        "gradients": DataParallel(codec=("int8", down)),
+    }
+
+
+@pytest.mark.parametrize("down", ["fp32", "bf16", "int4"])
+@pytest.mark.parametrize("kind", methods("fp32"))
+def test_in_place_gives_the_same_bits_in_the_same_memory(kind: str, down: str) -> None:
+    """Of the version before, what learners fetch stays: Θ, and the outer state where they take the outer step."""
+    how = methods(down)[kind]
+    held = other = HeldFragment.first(how, 0, torch.randn(MANY))
+    for _ in range(2):
+        contributions = brought(payloads(how.up, MANY))
+        fetched = [held.theta, *(held.outer_state.values() if how.outer_at == "learners" else [])]
+        before = bits(fetched)
+        closed = close(how, held, contributions, places(MANY))
+        in_place = close(how, other, contributions, places(MANY), in_place=True)
+        assert in_place.update == closed.update
+        assert bits([in_place.payload, *all_of(in_place.held)]) == bits([closed.payload, *all_of(closed.held)])
+        assert bits([other.theta, *(other.outer_state.values() if how.outer_at == "learners" else [])]) == before
+        if other.residual is not None:
+            assert in_place.held.residual is other.residual
+        if how.outer_at == "syncer" and "momentum" in other.outer_state:
+            assert in_place.held.outer_state["momentum"] is other.outer_state["momentum"]
+        held, other = closed.held, in_place.held
+
+
+@pytest.mark.parametrize("down", ["fp32", "fp16", "int4"])
+@pytest.mark.parametrize(
+    ("bad", "value"),
+    [("nan", torch.nan), ("merge", 3e38), ("outer step", 3e37), ("codec", 1e6)],
+    ids=str,
+)
+def test_a_round_that_is_refused_at_its_end_leaves_the_version_whole(bad: str, value: float, down: str) -> None:
+    """In place too: only the last element cannot be used."""
+    how = method("fp32", down, Nesterov(lr=1e3 if bad == "outer step" else 1.0))
+    held = HeldFragment.first(how, 0, torch.randn(MANY))
+    held = close(how, held, brought(payloads(how.up, MANY, scale=1e-6)), places(MANY)).held
+    before = bits(all_of(held))
+    contributions = payloads(how.up, MANY, scale=1e-6)
+    for each in contributions:
+        each.view(torch.float32)[-1] = value
+    if bad == "codec" and down != "fp16":
+        assert close(how, held, brought(contributions), places(MANY), in_place=True).held.theta.isfinite().all()
+        return
+    with pytest.raises((NonFiniteError, CorruptPayloadError)):
+        close(how, held, brought(contributions), places(MANY), in_place=True)
+    assert bits(all_of(held)) == before
+
+
+@dataclass(frozen=True)
+class Unreadable(Int4):
+    """Cannot decode what it encodes."""
+
+    def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
+        raise CorruptPayloadError("unreadable")
+
+
+def test_a_failure_after_the_last_refusal_is_none_itself() -> None:
+    """The version may be overwritten in part by then, and must not be used as if the round had been refused."""
+    how = DiLoCo(codec=("fp32", Unreadable()))
+    held = HeldFragment.first(how, 0, torch.randn(64))
+    with pytest.raises(AssertionError, match="int4 cannot decode what it has encoded"):
+        close(how, held, brought(payloads(how.up, 64)), places(64), in_place=True)
 
 
 @pytest.mark.parametrize("down", ["fp32", "e3m0"])

@@ -162,6 +162,32 @@ def test_a_round_without_a_usable_result_costs_its_own_contributions_only(monkey
     assert scene.driver.state.versions == (1, 0)
 
 
+def test_an_update_is_kept_until_every_learner_has_sent_work_on_its_version() -> None:
+    scene = started("a", "b")
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.settle()
+    scene.push(contribution("a", 2))
+    assert scene.driver.fetch(0, 0).payload is not None
+    scene.push(contribution("b", 2))  # the round is closed, and the next version not yet durable
+    assert scene.driver.state.versions == (1, 0)
+    assert scene.driver.fetch(0, 0).payload is None
+    scene.settle()
+    assert scene.driver.fetch(0, 1).payload is not None
+
+
+def test_an_update_is_kept_for_a_learner_that_is_not_in_the_round() -> None:
+    scene = started("a", "b")
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    scene.settle()
+    scene.join("c")
+    for learner in ("a", "b"):
+        scene.push(contribution(learner, 2))
+    assert scene.driver.state.versions == (1, 0)
+    assert scene.driver.fetch(0, 0).payload is not None
+
+
 def test_a_stopped_driver_ends_what_is_under_way_and_begins_nothing() -> None:
     scene = started("a", "b")
     for learner in ("a", "b"):

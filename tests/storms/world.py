@@ -59,7 +59,7 @@ class Storm:
         self.ledger = Ledger()
         self.driver: SimulatedDriver | None = None
         self.replicas = Replicas(plan.method)
-        self.jobs = TensorJobs(plan.method, seconds=None)
+        self.jobs = TensorJobs(plan.method, seconds=None, in_place=True)
         self.boot = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned = 0
@@ -255,17 +255,17 @@ class _RecordingStore(MemoryStore[HeldFragment, Tensor]):
         self._ledger = ledger
 
     def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
-        before = self.load()
+        before = self._saved
         try:
             super().initialise(run, method, model)
         finally:
-            if self.load() is not before:
+            if self._saved is not before:
                 self._ledger.initial(model.fragments)
 
     def publish(self, merged: MergedRound[HeldFragment, Tensor], record: Json) -> None:
-        before = self.load()
+        before = self._saved
         try:
             super().publish(merged, record)
         finally:
-            if self.load() is not before:
+            if self._saved is not before:
                 self._ledger.durable(merged)

@@ -11,15 +11,15 @@ gradient itself is published, and every holder of the fragment takes the same ou
     payload = encode(Δ̄ + e);  Δ̄' = decode(payload);  Θ' = OuterOpt(Θ, Δ̄');  e' = Δ̄ + e − Δ̄'
 
 Both compute Θ' from the payload, so all holders of a version hold the same bits. Both go run by run of whole segments
-(`codecs.SEGMENT_ELEMENTS`): besides the old and the new version they need memory for a run. All tensors are flat fp32
-on the host: a whole fragment, or a shard of it that starts at a segment boundary. Every operation is elementwise or
-within a segment, so shards give the bits of the whole.
+(`codecs.SEGMENT_ELEMENTS`): besides the old and the new version they need memory for a run. Closed in place, only Θ has
+an old and a new version. All tensors are flat fp32 on the host: a whole fragment, or a shard of it that starts at a
+segment boundary. Every operation is elementwise or within a segment, so shards give the bits of the whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -35,13 +35,13 @@ from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DigestError, NonFiniteError, VersionError
 
-_RUN_ELEMENTS = 8 * SEGMENT_ELEMENTS
-"""What `advance` decodes at once: enough to spread the cost of a call, few enough for a processor's cache."""
+_RUN_ELEMENTS = 32 * SEGMENT_ELEMENTS
+"""What is decoded at once of an update: enough to spread the cost of a call, few enough for a processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeldFragment:
-    """A global fragment at a version, or a shard of one. Its tensors are never written to.
+    """A global fragment at a version, or a shard of one. Its tensors are not written to, but by `close` in place.
 
     Attributes:
         fragment: index of the fragment.
@@ -137,6 +137,8 @@ def close(
     contributions: Sequence[Encoded],
     places: Sequence[Placement],
     scale: float = 1.0,
+    *,
+    in_place: bool = False,
 ) -> Closed:
     """Merge, take the outer step and encode the answer.
 
@@ -145,8 +147,12 @@ def close(
         places: the tensors of the fragment, or of the shard (`core.merges.shard_of`).
         scale: multiplies the merged outer gradient once, before the outer step: the part of the live weight that is in
             `contributions`. It falls with those that the screen refuses.
+        in_place: once nothing can refuse the round any more, the residual is overwritten by the next one, and so is the
+            outer state where the outer optimizer is on the syncer. Of `held`, the caller may then use only what
+            learners fetch; the rest belongs to the new version. Without it, `held` stays as it is. The bits are the
+            same.
 
-    Raises:
+    Raises (`held` is as before then, in place too):
         CorruptPayloadError: a contribution that cannot be decoded.
         NonFiniteError: a result that fp32 or `method.down` cannot hold.
     """
@@ -157,11 +163,16 @@ def close(
     kept = [each for each in contributions if each.learner not in refused]
     scale = _scale_without(method, contributions, kept, scale)
     momentum = method.outer.momentum_of(held.outer_state)
-    closing = _Closing(method, held)
+    closing = _Closing(method, held, in_place=in_place)
     for run, merged in merged_runs(method.merge, method.up, kept, places, num_elements, momentum, out=closing.theta):
         if scale != 1.0:
             merged.mul_(scale)
-        closing.close(run)
+        closing.encode(run)
+    try:
+        for run in _runs(num_elements):
+            closing.close(run)
+    except CorruptPayloadError as error:  # not a refusal: what is held may be overwritten
+        raise AssertionError(f"{method.down.name} cannot decode what it has encoded.") from error
     new = closing.made(held.version + 1)
     learners, weights = tuple(each.learner for each in kept), tuple(each.weight for each in kept)
     update = Update(
@@ -222,8 +233,7 @@ def advance(
     _require_size(update, payload, method.down.encoded_bytes(num_elements))
     next_ = _NextVersion(method, held, steps=method.outer_at == "learners")
     mean = torch.empty_like(held.theta) if method.outer_at == "learners" else None
-    for start in range(0, num_elements, _RUN_ELEMENTS):
-        run = slice(start, min(start + _RUN_ELEMENTS, num_elements))
+    for run in _runs(num_elements):
         if mean is not None:
             next_.step(run, next_.decode(payload, run, mean[run]))
         elif method.exchanged == "gradients":  # the update is the mean itself, a change from nothing
@@ -286,43 +296,76 @@ class _NextVersion:
 
 
 class _Closing(_NextVersion):
-    """The next version from merged outer gradients, with the payload that says so."""
+    """The next version from merged outer gradients, with the payload that says so.
 
-    def __init__(self, method: Method, held: HeldFragment) -> None:
+    All runs are encoded, each of which may be refused, before the first is closed. In place, the outer step of a run is
+    taken twice, first in scratch: that takes less time than the memory of another state.
+    """
+
+    def __init__(self, method: Method, held: HeldFragment, *, in_place: bool) -> None:
         super().__init__(method, held, steps=method.exchanged != "gradients")
         down = method.down
         self._encoding = Scratch(held.theta.device)
-        self._residual = None if down.lossless else torch.empty_like(held.theta)
+        self._steps = method.outer_at == "syncer" and method.exchanged != "gradients"
+        self._drafts = in_place and self._steps
+        if self._drafts:
+            self._outer_state = {name: each if each.dim() else each.clone() for name, each in held.outer_state.items()}
+        if down.lossless:
+            self._residual = None
+        elif held.residual is None or not in_place:
+            self._residual = torch.empty_like(held.theta)
         if _sends_theta(method):
             self.payload = self.theta.view(torch.uint8)
         else:
             self.payload = torch.empty(down.encoded_bytes(held.theta.numel()), dtype=torch.uint8)
 
-    def close(self, run: slice) -> None:
-        """One run, whose merged outer gradient is in `theta`."""
-        method, held, new = self._method, self._held.theta[run], self.theta[run]
-        if method.outer_at == "learners":
-            self.step(run, self._send(run, new))
-        elif method.exchanged == "gradients":  # the answer is the mean itself, a change from nothing
-            if not _sends_theta(method):
-                new.copy_(self._send(run, new))
+    def encode(self, run: slice) -> None:
+        """Encode a run, whose merged outer gradient is in `theta`. Nothing is written to what is held."""
+        if self._drafts:
+            change = self._scratch.take("draft", (run.stop - run.start,), torch.float32)
+            self._change(run, change, self._draft_state(run))
         else:
-            self.step(run, new)
-            if _sends_theta(method):
-                self._require_finite(new)
-            else:
-                torch.add(self._send(run, new.sub_(held)), held, out=new)
+            change = self._change(run, self.theta[run], _within(self._outer_state, run))
+        if _sends_theta(self._method):
+            self._require_finite(change)
+        else:
+            self._method.down.encode(change, self.payload[self._span(run)], self._encoding)
+
+    def close(self, run: slice) -> None:
+        """Close a run that has been encoded."""
+        new = self.theta[run]
+        if self._drafts:
+            self._change(run, new, _within(self._outer_state, run))
+        if not _sends_theta(self._method):
+            sent = self.decode(self.payload, run, self._scratch.take("sent", (new.numel(),), torch.float32))
+            if self._residual is not None:
+                torch.sub(new, sent, out=self._residual[run])
+            if self._steps:
+                torch.add(sent, self._held.theta[run], out=new)
+            elif self._method.outer_at == "learners":
+                self.step(run, sent)
+            else:  # the answer is the mean itself, a change from nothing
+                new.copy_(sent)
         self.finish(run)
 
-    def _send(self, run: slice, change: Tensor) -> Tensor:
-        """Encode a run of the change, and of what earlier updates left out of it; returns it as decoded."""
-        if (earlier := self._held.residual) is not None:
-            change.add_(earlier[run])
-        self._method.down.encode(change, self.payload[self._span(run)], self._encoding)
-        sent = self.decode(self.payload, run, self._scratch.take("sent", (change.numel(),), torch.float32))
-        if self._residual is not None:
-            torch.sub(change, sent, out=self._residual[run])
-        return sent
+    def _change(self, run: slice, out: Tensor, new_state: dict[str, Tensor]) -> Tensor:
+        """What is sent of a run: new elements or their change, or the merged outer gradient; and what earlier updates
+        left out of it."""
+        held, delta = self._held, self.theta[run]
+        if self._steps:
+            theta = held.theta[run]
+            self._method.outer.step(_within(held.outer_state, run), theta, delta, out=out, new_state=new_state)
+            if not _sends_theta(self._method):
+                out.sub_(theta)
+        if held.residual is not None:
+            out.add_(held.residual[run])
+        return out
+
+    def _draft_state(self, run: slice) -> dict[str, Tensor]:
+        return {
+            name: self._scratch.take(name, (run.stop - run.start,), each.dtype) if each.dim() else each.clone()
+            for name, each in self._held.outer_state.items()
+        }
 
     def _require_finite(self, new: Tensor) -> None:
         low, high = torch.aminmax(new)
@@ -331,6 +374,11 @@ class _Closing(_NextVersion):
                 f"the outer step of fragment {self._held.fragment} from version {self._held.version} overflows fp32; "
                 "find the learner that diverged, or lower the outer learning rate."
             )
+
+
+def _runs(num_elements: int) -> Iterator[slice]:
+    for start in range(0, num_elements, _RUN_ELEMENTS):
+        yield slice(start, min(start + _RUN_ELEMENTS, num_elements))
 
 
 def _like(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

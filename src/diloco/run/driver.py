@@ -394,6 +394,9 @@ class Driver(Generic[H, S, P]):
         self._num_closing += 1
         slots = [self._slots.pop(c) for c in action.contributions]
         model = self.state.model
+        bases = {c.learner: c.base for c in action.contributions}
+        if self.core.members.keys() <= bases.keys():  # every learner has the base of what it sent
+            model.drop_updates(action.fragment, min(bases.values()))
         close = partial(self._ports.jobs.close, action, model.layout, model.held(action.fragment), slots)
         self._ports.worker.submit("close", action.fragment, close, partial(self._closed, action, slots))
 

@@ -14,7 +14,8 @@ from diloco.run.ports import H, MergedRound, ModelLayout, P
 
 KEPT_UPDATES = 3
 """Updates of a fragment kept encoded in memory at most, for learners that are behind: as many as together have fewer
-bytes than the fragment itself, but no fewer than the schedule, or a learner's own overlap, lets learners be behind."""
+bytes than the fragment itself, but no fewer than the schedule, or a learner's own overlap, lets learners be behind. An
+update is dropped earlier once all learners have sent work that is based on its version."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,12 @@ class GlobalModel(Generic[H, P]):
         while len(fragment.updates) > num_kept:
             fragment.updates.popleft()
         self.newest = merged.update
+
+    def drop_updates(self, index: int, version: int) -> None:
+        """Drop the updates of a fragment up to this version, which all learners have."""
+        updates = self._fragments[index].updates
+        while updates and updates[0][0].version <= version:
+            updates.popleft()
 
     def held(self, index: int) -> H:
         """The newest version of a fragment.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
@@ -45,7 +46,8 @@ class MemorySpool:
 
 
 class MemoryStore(Generic[H, P]):
-    """What is durable of a run, in memory: a driver that is gone leaves it behind for the next one.
+    """What is durable of a run, in memory: a driver that is gone leaves it behind for the next one. As on a disk, what
+    is written and what is read are copies.
 
     Arguments:
         at: is told each of `POINTS`. OSError from it is a disk that refuses; whatever else it raises is the end of the
@@ -59,7 +61,7 @@ class MemoryStore(Generic[H, P]):
 
     def load(self) -> SavedRun[H] | None:
         """The run as it was last made durable; None before `initialise`."""
-        return self._saved
+        return None if self._saved is None else replace(self._saved, fragments=deepcopy(self._saved.fragments))
 
     def initialise(self, run: str, method: RunMethod, model: InitialModel[H]) -> None:
         """Version 0 of every fragment. Raises AlreadyInitialisedError, StoreError."""
@@ -68,8 +70,8 @@ class MemoryStore(Generic[H, P]):
         self._commit(
             POINTS,
             SavedRun(
-                run, method, model.layout, model.fragments, ((),) * len(model.fragments), model.static, model.source,
-                model.step, model.tokens, record=None,
+                run, method, model.layout, deepcopy(model.fragments), ((),) * len(model.fragments), model.static,
+                model.source, model.step, model.tokens, record=None,
             ),
         )  # fmt: skip
 
@@ -82,7 +84,7 @@ class MemoryStore(Generic[H, P]):
                 f"{saved.fragments[index].version}."
             )
         fragments, contributors = list(saved.fragments), list(saved.contributors)
-        fragments[index], contributors[index] = merged.held, merged.update.contributors
+        fragments[index], contributors[index] = deepcopy(merged.held), merged.update.contributors
         self._commit(
             POINTS,
             replace(saved, fragments=tuple(fragments), contributors=tuple(contributors), record=_plain(record)),

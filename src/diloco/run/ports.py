@@ -196,7 +196,11 @@ class JobsPort(Protocol[H, S_contra, P]):
         self, action: MergeRound, layout: Any, held: H, slots: Sequence[S_contra]
     ) -> MergedRound[H, P] | PayloadError:
         """Merge a round's contributions into the next version of a fragment, or say why that has no usable result.
-        `slots`: one per contribution of the action."""
+        `slots`: one per contribution of the action.
+
+        `held` may be closed in place: a driver uses it only to answer fetches, and again for the next round if this
+        one is refused. The next round of the fragment begins after this version is durable.
+        """
 
 
 class StorePort(Protocol[H, P]):

@@ -31,10 +31,15 @@ class TensorJobs:
     Arguments:
         method: the run's.
         seconds: tells the time for `MergedRound.merge_s`; None: it takes none.
+        in_place: rounds are closed in place (`core.held.close`), which takes less memory. The run's disk must keep
+            bytes of its own, and nothing but `StorePort` may read residuals and the syncer's outer states.
     """
 
-    def __init__(self, method: Method, seconds: Callable[[], float] | None = time.monotonic) -> None:
+    def __init__(
+        self, method: Method, seconds: Callable[[], float] | None = time.monotonic, *, in_place: bool = False
+    ) -> None:
         self._method = method
+        self._in_place = in_place
         self._seconds = seconds or (lambda: 0.0)
 
     def contribution_bytes(self, num_elements: int) -> int:
@@ -65,7 +70,7 @@ class TensorJobs:
         encoded = encoded_of(action.contributions, action.weights, [slot.tensor for slot in slots], action.round)
         places = layout.fragments[action.fragment].tensors
         try:
-            closed = close(self._method, held, encoded, places, action.scale)
+            closed = close(self._method, held, encoded, places, action.scale, in_place=self._in_place)
         except PayloadError as error:
             return error
         merge_s = self._seconds() - began_s

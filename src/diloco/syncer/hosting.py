@@ -125,7 +125,7 @@ class HostedDriver:
         self._asking: set[Future[Any]] = set()
         self._is_stopped = False
         self._failure: BaseException | None = None
-        self.jobs = TensorJobs(method)
+        self.jobs = TensorJobs(method, in_place=True)
         self._threads = Threads(self._event, self._failed)
         self._ticker = Ticker(lambda late_s: self._event(lambda: self._driver.tick(late_s)))
         ports = Ports(_Clock(self._ticker), spool, self.jobs, store, self._threads, journal)
