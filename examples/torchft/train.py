@@ -45,7 +45,10 @@ def main() -> None:
             optimizer.zero_grad()
             learner.step(tokens=len(x))
             if learner.steps % 100 == 0:
-                say(chosen.replica, f"step {learner.steps}, loss {loss.item():.4f}, learners: {exchange.num_live}")
+                say(
+                    chosen.replica,
+                    f"step {learner.steps}, loss {loss.item():.4f}, learners: {exchange.overview.num_live}",
+                )
     say(chosen.replica, f"done; blocked for {learner.metrics()['blocked_s']:.1f} s")
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from diloco.core.actions import Action, PersistVersion, Record
+from diloco.core.actions import Action, Record
 from diloco.core.contribution import Verdict
+from diloco.core.layout import Layout
 from diloco.core.ledger import Ledger
 from diloco.core.syncer import SyncerCore
+from diloco.run.global_model import GlobalModel
+from diloco.run.status import RunStatus
 
+LAYOUT = Layout((), ())
 A = TypeVar("A", bound=Action)
 
 
@@ -33,8 +37,14 @@ def record(core: SyncerCore, now: float = 0.0) -> tuple[Record, list[Action]]:
 
 def publish(core: SyncerCore, now: float = 0.0, fragment: int = 0, refused: Sequence[str] = ()) -> list[Action]:
     """The merge under way is done and stored, with the record that belongs to it."""
-    assert core.merged(now, fragment, refused) == [PersistVersion(fragment, core.fragments[fragment].version + 1)]
+    core.merged(fragment, refused)
     return core.stored(now, fragment, core.saved(storing=fragment).serial)
+
+
+def status_of(core: SyncerCore, now: float) -> dict[str, Any]:
+    """Its part of what `diloco status` shows, where no learner has said which versions it has."""
+    model = GlobalModel[Any, Any](LAYOUT, b"", core.fragments, [()] * len(core.fragments))
+    return RunStatus().as_dict(core, model, now)
 
 
 def restarted(core: SyncerCore, written: Record, now: float, versions: Sequence[int] | None = None) -> SyncerCore:

@@ -172,7 +172,7 @@ class Life:
                     else frozenset()
                 )
                 self.closing[fragment] = action, refused
-                self.act(self.core.merged(self.now, fragment, sorted(refused)))
+                self.core.merged(fragment, sorted(refused))
                 return
 
     def abandon(self, _: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.core.driving import kinds, ledger, publish, restarted, verdicts
 
-from diloco.core.actions import Acknowledge, Action, MergeRound, PersistVersion, Publish, Reject
+from diloco.core.actions import Acknowledge, Action, MergeRound, Publish, Reject
 from diloco.core.contribution import ABANDONED, DROPPED, OUTLIER, Contribution, Verdict
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
@@ -45,7 +45,7 @@ def test_dropped_contributions_are_left_out_when_their_round_closes() -> None:
     assert isinstance(accept, Acknowledge)
     assert isinstance(merge, MergeRound)
     assert merge.contributions == (contribution("c", 0),)
-    assert core.merged(0.0, 0) == [PersistVersion(0, 1)]
+    core.merged(0)
     written = core.saved(storing=0)
     assert verdicts(core, "a") == ()
     *rejects, published, _ = core.stored(1.0, 0, written.serial)
@@ -73,7 +73,7 @@ def test_after_a_crash_before_its_version_is_stored_a_dropped_contribution_is_se
     written = core.saved()
     for learner in "abc":
         core.contributed(0.0, contribution(learner, 0))
-    core.merged(0.0, 0)
+    core.merged(0)
     assert verdicts(core, "a") == ()
     again = restarted(core, written, 1.0)
     actions = [again.contributed(1.0, contribution(learner, 0)) for learner in "abc"]
@@ -140,7 +140,7 @@ def test_work_that_was_left_out_is_lost_if_its_learner_is_gone_by_then(comes_bac
     if comes_back:
         core.joined(0.6, "a")
     if is_merged:
-        core.merged(1.0, 0)
+        core.merged(0)
         written = core.saved(storing=0)
         core.stored(1.0, 0, written.serial)
         assert ledger(restarted(core, written, 2.0), "a").lost == 40
@@ -181,7 +181,7 @@ def refusing(method: Method) -> SyncerCore:
         core.heartbeat(0.0, learner, 1, step=4, steps=4, tokens=40, step_s=1.0, waiting=False)
     for learner in "ab":
         core.contributed(0.0, contribution(learner, 0))
-    assert core.merged(0.0, 0, ["b"]) == [PersistVersion(0, 1)]
+    core.merged(0, ["b"])
     return core
 
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import pytest
 
 from diloco import errors
-from diloco.core.contribution import DROPPED, OUTLIER, Contribution, Standing, Verdict
+from diloco.core.contribution import DROPPED, OUTLIER, CallForWork, Contribution, Drained, Rejected, Standing, Verdict
 from diloco.core.members import Deadlines
 from diloco.core.session import SessionCore, requests
-from diloco.core.session.departure import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
+from diloco.core.session.ends import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.core.session.heartbeat import ANSWER_FLOOR_S, HEARTBEAT_S, SHORTEST_S
 from diloco.core.session.lanes import FIRST_RETRY_S
 from diloco.core.session.requests import Identity, Report
@@ -361,7 +361,7 @@ def test_a_rejection_that_a_broken_stream_swallowed_is_heard_with_the_next_heart
     it.fail(requests.Watch)
     it.until(requests.Beat)
     assert it.beat().confirmed == (0, 0)
-    assert it.take(requests.TellRejection) == [requests.TellRejection(Verdict(0, 1, OUTLIER, 0))]
+    assert it.take(Rejected) == [Rejected(0, 1, OUTLIER)]
     it.until(requests.Beat)
     assert it.beat().confirmed == (1, 0)
 
@@ -391,8 +391,8 @@ def test_a_rejection_that_is_heard_again_and_again_is_told_once() -> None:
         it.beat()
     it.notice(versions=(1, 0))
     it.answer(requests.Fetch, it.core.fetched, 1, (rejected,))
-    news = it.take(requests.TellRejection | requests.TellArrival)  # type: ignore[arg-type]
-    assert news == [requests.TellRejection(rejected), requests.TellArrival(0, 1, merged=0)]
+    news = it.take(Rejected | requests.TellArrival)  # type: ignore[arg-type]
+    assert news == [Rejected(0, 1, DROPPED), requests.TellArrival(0, 1, merged=0)]
 
 
 def test_an_unheard_rejection_comes_with_the_version_and_before_it() -> None:
@@ -405,8 +405,8 @@ def test_an_unheard_rejection_comes_with_the_version_and_before_it() -> None:
     it.notice(versions=(1, 0))
     fetched = (Verdict(0, 1, OUTLIER, 0), Verdict(0, 2, None, 1))
     it.answer(requests.Fetch, it.core.fetched, 1, fetched)
-    news = it.take(requests.TellRejection | requests.TellArrival)  # type: ignore[arg-type]
-    assert news == [requests.TellRejection(fetched[0]), requests.TellArrival(0, 1, merged=2)]
+    news = it.take(Rejected | requests.TellArrival)  # type: ignore[arg-type]
+    assert news == [Rejected(0, 1, OUTLIER), requests.TellArrival(0, 1, merged=2)]
 
 
 def test_a_verdict_heard_before_its_version_counts_when_that_arrives() -> None:
@@ -479,12 +479,12 @@ def test_a_call_is_told_once_and_again_when_it_is_made_again() -> None:
     it.notice(calls=((0, 0),))
     it.notice(calls=((0, 0),))
     it.notice(calls=())
-    assert it.take(requests.TellCall) == [requests.TellCall(0, 0)]
+    assert it.take(CallForWork) == [CallForWork(0, 0)]
     it.notice(calls=((0, 0),))  # its round could not be merged
-    assert it.take(requests.TellCall) == [requests.TellCall(0, 0)]
+    assert it.take(CallForWork) == [CallForWork(0, 0)]
     it.notice(calls=(), versions=(1, 0))
     it.notice(calls=((0, 0),))  # delayed
-    assert it.take(requests.TellCall) == []
+    assert it.take(CallForWork) == []
 
 
 def test_a_call_that_stands_before_the_start_is_told_after_it() -> None:
@@ -496,7 +496,7 @@ def test_a_call_that_stands_before_the_start_is_told_after_it() -> None:
     it.fetch(0, 0)
     it.beat()
     it.welcome()
-    assert [type(each) for each in it.told] == [requests.TellStart, requests.TellCall]
+    assert [type(each) for each in it.told] == [requests.TellStart, CallForWork]
 
 
 # --- heartbeats -------------------------------------------------------------------------------------------------------
@@ -778,7 +778,7 @@ def test_a_learner_that_is_evicted_and_has_lost_its_place_for_good_asks_no_more(
     it.take(requests.Warn)
     it.until(requests.Join)
     it.fail(requests.Join, DRAINED)
-    assert it.told == [requests.Warn(str(DRAINED)), requests.TellDrained(), requests.Close()]
+    assert it.told == [requests.Warn(str(DRAINED)), Drained(), requests.Close()]
     assert it.core.wake_at == math.inf
     it.do(it.core.leave)
     assert requests.Join not in it.open

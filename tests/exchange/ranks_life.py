@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import diloco
 from diloco import Collective, Learner, Method
 from diloco.errors import DilocoError, UnknownRunError
+from diloco.exchange.base import Overview
 
 STEPS = 10
 METHODS = {
@@ -170,8 +171,8 @@ class NoPlace(Collective):
     """An exchange whose rank 0 hears that the run's pool has no place for its learner."""
 
     @property
-    def drained(self) -> bool:
-        return dist.get_rank() == 0
+    def overview(self) -> Overview:
+        return replace(super().overview, drained=dist.get_rank() == 0)
 
 
 def is_drained(groups: Groups) -> Result:

@@ -10,9 +10,10 @@ from tests.exchange.scenarios import Result, Scenario, finish, make_model, make_
 from tests.exchange.worlds import read, start_processes
 
 import diloco
+from diloco.core.contribution import Rejected
 from diloco.core.held import HeldFragment
 from diloco.core.update import Update
-from diloco.exchange.base import Arrived, Event, Exchange, Opened, Rejected, Rejoined
+from diloco.exchange.base import Arrived, Event, Exchange, Opened, Rejoined
 from diloco.exchange.ranks import _in, _out
 
 pytestmark = pytest.mark.timeout(300)  # includes a world of processes

@@ -150,7 +150,7 @@ def test_a_learner_knows_of_the_run_what_the_syncer_told_it_last() -> None:
         with diloco.Learner(model, torch.optim.SGD(model.parameters()), method=method, exchange=exchange) as learner:
             while learner.steps < 8:
                 learner.step(tokens=10)
-                told.append((exchange.now_s, exchange.num_live, exchange.run_tokens))
+                told.append((exchange.now_s, exchange.overview.num_live, exchange.overview.run_tokens))
         return told
 
     first, second = run_virtual(live, VirtualRun(World(["a", "b"], lambda *_: 1.0, [0.0, 3.0], network)))

@@ -14,19 +14,18 @@ from torch import Tensor, nn
 import diloco
 from diloco import Learner, Method
 from diloco.core.codecs import codec_from_name, compress
-from diloco.core.contribution import MISSED, OUT_OF_STEP, Contribution
+from diloco.core.contribution import MISSED, OUT_OF_STEP, CallForWork, Contribution, Rejected
 from diloco.core.fragments import Layout, digest
 from diloco.core.held import HeldFragment
 from diloco.core.update import Update
 from diloco.errors import ConfigError
 from diloco.exchange.base import (
     Arrived,
-    CallForWork,
     Event,
     Exchange,
     Model,
     Opened,
-    Rejected,
+    Overview,
     Rejoined,
     Report,
     required_method,
@@ -349,7 +348,7 @@ def test_an_answer_that_was_fetched_whole_is_saved_whole() -> None:
 class EagerScript(Script):
     """Two learners that take outer steps of their own; means and outer states come as the test says."""
 
-    num_live = 2
+    overview = Overview(num_live=2)
 
     def opened(self, incarnation: int, step: int, version: int) -> Opened:
         zeros = torch.zeros(self.num_elements)
@@ -402,7 +401,7 @@ def test_an_eager_learner_takes_away_what_it_added_whatever_the_mean_lists(contr
     down = eager(script)
     down(1.0)
     assert down(3.0) == outer.step(4.0 / 2)  # Δ = 4, and two are live
-    script.num_live = 4
+    script.overview = Overview(num_live=4)
     script.publish_mean(1, 16.0, *contributors)
     down(1.0)
     assert down(7.0) == outer.step(16.0 - 4.0 / 2 + 8.0 / 4)

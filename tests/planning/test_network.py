@@ -31,7 +31,7 @@ def test_a_transfer_takes_its_bits_over_the_rate_and_the_latency() -> None:
     assert network.next_s == 3.0  # leaves the link
     assert network.arrived(3.0) == []
     assert network.next_s == 3.25
-    assert network.arrived(3.25) == [Transfer(number, 0, "up", 2e6, 1.0, 1.0, 3.0, 3.25)]
+    assert network.arrived(3.25) == [Transfer(number, 0, "up", 2e6, 1.0, 3.0, 3.25)]
     assert network.next_s == math.inf
 
 

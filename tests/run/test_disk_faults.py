@@ -18,8 +18,8 @@ import torch
 from tests.syncer.test_store import LAYOUT, METHOD, STATIC, held_of, merged_of, theta_of
 
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
+from diloco.run.memory import POINTS, MemoryStore
 from diloco.run.ports import InitialModel, SavedRun
-from diloco.run.simulated import POINTS, MemoryStore
 from diloco.syncer.store import Store
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.run.memory import LimitedSpool
 from tests.run.toy import (
     LAYOUT,
     NUM_BYTES,
@@ -37,8 +38,8 @@ from diloco.errors import (
     StoreError,
     UnknownRunError,
 )
+from diloco.run.memory import POINTS
 from diloco.run.ports import InitialModel, NullObserver
-from diloco.run.simulated import POINTS, MemorySpool
 from diloco.run.writes import RETRY_S
 
 # --- effects, one at a time -------------------------------------------------------------------------------------------
@@ -621,7 +622,7 @@ def test_a_defect_in_what_observes_stops_nothing() -> None:
 
 
 def test_a_spool_counts_what_it_holds() -> None:
-    spool = MemorySpool(10)
+    spool = LimitedSpool(10)
     slot = spool.allocate(8)
     with pytest.raises(NoRoomError):
         spool.allocate(8)

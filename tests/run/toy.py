@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.run.memory import LaterWorker, LimitedSpool
+
 import diloco
 from diloco.core.actions import MergeRound
 from diloco.core.contribution import Contribution, Standing
@@ -18,8 +20,8 @@ from diloco.core.pool import Pool
 from diloco.core.update import Update
 from diloco.errors import DilocoError, NonFiniteError, PayloadError
 from diloco.run.driver import Driver, Upload
+from diloco.run.memory import MemorySlot, MemoryStore
 from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports
-from diloco.run.simulated import MemorySlot, MemorySpool, MemoryStore, SimulatedDisk, SimulatedWorker
 
 RUN = "toy"
 LAYOUT = Layout(tuple(place(index, [TensorSpec(f"w{index}", (2,), "float32")]) for index in range(2)), ())
@@ -122,7 +124,7 @@ class Scene:
         self.done: list[tuple[str, int | None]] = []
         self.refuse: Callable[[str], bool] = lambda _: False
         self.store = MemoryStore[Number, int](self._at)
-        self.spool = MemorySpool()
+        self.spool = LimitedSpool()
         self.boot = 0
         self.driver = self.restart()
 
@@ -144,10 +146,9 @@ class Scene:
         """The driver is gone with all that was under way; the next one continues from the disk."""
         self.todo.clear()
         self.boot += 1
-        self.spool = MemorySpool()
-        worker = SimulatedWorker[Number, MemorySlot, int](Sums(), self._later)
+        self.spool = LimitedSpool()
         ports = Ports[Number, MemorySlot, int](
-            self, self.spool, worker, SimulatedDisk(self.store, self._later), self.observer
+            self, self.spool, Sums(), self.store, LaterWorker(self._later), self.observer
         )
         self.driver = Driver(
             RUN, self.method, ports, boot=self.boot, deadlines=self.deadlines, saved=self.store.load(), pool=self.pool

@@ -11,12 +11,13 @@ import torch
 from tests.storms.tensors import StormTensors
 from tests.storms.wire import StormWire, gone
 
-from diloco.core.contribution import Contribution
+from diloco.core.contribution import CallForWork, Contribution, Rejected
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
 from diloco.core.session import SessionCore, requests
-from diloco.core.session.requests import Identity, Report, TellArrival, TellCall, TellRejection, TellStart
+from diloco.core.session.requests import Identity, Report, TellStart
 from diloco.errors import AlreadyInitialisedError, StaleIncarnationError, StoreError
+from diloco.exchange.base import Arrived
 from diloco.exchange.virtual.client import News, SessionClient
 from diloco.run.ports import InitialModel
 
@@ -92,33 +93,30 @@ class Process:
     def _news(self, news: News) -> None:
         if not self.is_alive:
             return
-        match news.told:
+        match news:
             case TellStart() as start:
                 self._start(start)
                 return
             case requests.Fail(error=error):
                 self._failed(error)
                 return
-            case TellArrival(fragment=fragment, version=version, merged=merged):
+            case Arrived(held=held, merged=merged):
                 assert self.core is not None
-                assert news.advanced is not None
-                self._storm.ledger.held(self.name, news.advanced.held)
+                fragment, version = held.fragment, held.version
+                self._storm.ledger.held(self.name, held)
                 for flight in self.core.received(fragment, version, merged):
                     self._storm.ledger.listed(self.name, self._incarnation, fragment, flight.number, version)
                     self._tensors.merged(fragment, flight.number)
-                self._tensors.received[fragment, version] = news.advanced.held.theta
-            case TellCall(fragment=fragment, version=version):
+                self._tensors.received[fragment, version] = held.theta
+            case CallForWork(fragment=fragment, version=version):
                 assert self.core is not None
                 if (send := self.core.called(fragment, version)) is not None:
                     self._send(send)
-            case TellRejection(verdict=verdict):
+            case Rejected(fragment=fragment, number=number, reason=reason):
                 assert self.core is not None
-                assert verdict.reason is not None
-                self._storm.ledger.rejected(
-                    self.name, self._incarnation, verdict.fragment, verdict.number, verdict.reason
-                )
-                if self.core.rejected(verdict.fragment, verdict.number, verdict.reason) is not None:
-                    self._tensors.not_merged(verdict.fragment, verdict.number)
+                self._storm.ledger.rejected(self.name, self._incarnation, fragment, number, reason)
+                if self.core.rejected(fragment, number, reason) is not None:
+                    self._tensors.not_merged(fragment, number)
         if self._is_waiting:
             self._storm.after(0.0, lambda: self._awake(self._settle_again))
 

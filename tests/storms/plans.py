@@ -19,7 +19,7 @@ from diloco.core.outer import OUTER_OPTIMIZERS
 from diloco.core.rounds import QUORUMS
 from diloco.core.rounds.base import Rules
 from diloco.errors import ConfigError
-from diloco.run.simulated import POINTS
+from diloco.run.memory import POINTS
 
 FAULTS_END_S = 25.0
 """Virtual time by which the last fault has happened."""

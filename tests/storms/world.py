@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
+from tests.run.memory import LaterWorker
 from tests.storms.draws import Draws
 from tests.storms.invariants import BrokenInvariantError, Ledger, check_learner, check_syncer, require
 from tests.storms.learners import LearnerProcess
@@ -21,8 +22,8 @@ from diloco.core.rounds import AllLive
 from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.run.driver import Driver
+from diloco.run.memory import POINTS, MemorySpool, MemoryStore
 from diloco.run.ports import InitialModel, Json, MergedRound, NullObserver, Observer, Ports, RunMethod
-from diloco.run.simulated import POINTS, MemorySlot, MemorySpool, MemoryStore, SimulatedDisk, SimulatedWorker
 from diloco.run.tensor_jobs import TensorJobs
 
 PATIENCE_S = 120.0
@@ -174,10 +175,9 @@ class Storm:
         saved = self._store.load()
         if saved is not None:
             self.ledger.restored(saved)
-        worker = SimulatedWorker[HeldFragment, MemorySlot, Tensor](self.jobs, later)
         observer: Observer = NullObserver()
         clock = StormClock(self, lambda: self.driver.tick() if self.driver is not None and self.boot == boot else None)
-        ports = Ports(clock, MemorySpool(), worker, SimulatedDisk(self._store, later), observer)
+        ports = Ports(clock, MemorySpool(), self.jobs, self._store, LaterWorker(later), observer)
         self.driver = Driver(RUN, self.plan.method, ports, boot=boot, saved=saved)
 
     def _kill_syncer(self, back_s: float) -> None:

@@ -30,7 +30,8 @@ class Reject:
 
 @dataclass(frozen=True)
 class MergeRound:
-    """Close the round: merge these contributions and take the outer step; then call `merged`, or `abandoned`.
+    """Close the round: merge these contributions and take the outer step; then call `merged`, or `abandoned`. After
+    `merged`, make the new version durable together with the record `saved(storing=fragment)`, and call `stored`.
 
     Contributions come in learner-id order; a learner may have several, the late ones first, which are added up.
 
@@ -46,14 +47,6 @@ class MergeRound:
     weights: tuple[float, ...]
     scale: float
     members: frozenset[str]
-
-
-@dataclass(frozen=True)
-class PersistVersion:
-    """Make the new version durable, together with the record `saved(storing=fragment)`; then call `stored`."""
-
-    fragment: int
-    version: int
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ class WakeAt:
     at: float
 
 
-Action = Acknowledge | Reject | MergeRound | PersistVersion | PersistRecord | Publish | Tell | Evict | WakeAt
+Action = Acknowledge | Reject | MergeRound | PersistRecord | Publish | Tell | Evict | WakeAt
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Contributions and verdicts, as the state machines see them: plain values, without the tensors.
+"""Contributions, verdicts and calls, as the state machines see them: plain values, without the tensors.
 
 Each contribution has a number, ascending per incarnation and fragment. Verdicts name it, and a retransmission is
 recognised by it. A syncer sends a learner's whole `Standing` on every connection and with every heartbeat. So the next
@@ -90,6 +90,29 @@ class Verdict:
     number: int
     reason: str | None
     version: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A contribution of this learner's will not be merged."""
+
+    fragment: int
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CallForWork:
+    """The syncer calls for this learner's work on a fragment that is at this version."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Drained:
+    """This learner was evicted, and the run's pool has no place for it any more: what it had sent is void, and it takes
+    no more steps."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     events    of learners: joined · heartbeat · contributed · disconnected · left
               of the driver: merged · abandoned · stored · recorded · tick
-    actions   Acknowledge · Reject · MergeRound · PersistVersion · PersistRecord · Publish · Tell · Evict · WakeAt
+    actions   Acknowledge · Reject · MergeRound · PersistRecord · Publish · Tell · Evict · WakeAt
 
 Every event comes with the time, and returns actions (`core.actions`) for the driver to execute. The method says how
 rounds are called (`core.rounds`): the syncer's half of that decides which round a contribution goes into, and when a
@@ -26,7 +26,6 @@ from diloco.core.actions import (
     Evict,
     MergeRound,
     PersistRecord,
-    PersistVersion,
     Publish,
     Record,
     Reject,
@@ -287,8 +286,8 @@ class SyncerCore:
         self.accounting.acknowledge(c)
         return [Acknowledge(c, duplicate=False), *self._look_again(now)]
 
-    def merged(self, now: float, fragment: int, refused: Sequence[str] = ()) -> list[Action]:
-        """The driver has merged the fragment's closed round.
+    def merged(self, fragment: int, refused: Sequence[str] = ()) -> None:
+        """The driver has merged the fragment's closed round, and makes the new version durable next.
 
         `refused`: learners whose contributions the method's screen left out.
         """
@@ -297,7 +296,6 @@ class SyncerCore:
         kept = tuple(c for c in state.closing.contributions if c.learner not in refused)
         outliers = tuple(c for c in state.closing.contributions if c.learner in refused)
         state.closing, state.phase = replace(state.closing, contributions=kept, refused=outliers), "storing"
-        return [PersistVersion(fragment, state.version + 1)]
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
         """The closed round has no finite result: keep the version, and reject its contributions, those left out of it

@@ -19,15 +19,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
-from diloco.core.contribution import Contribution, Standing
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing
 from diloco.core.fragments import Layout
-from diloco.core.held import HeldFragment
+from diloco.core.held import Advanced, HeldFragment
 from diloco.core.method import Method
-from diloco.core.session.requests import Report
+from diloco.core.session.requests import Report, TellStart
 from diloco.core.update import Update
 from diloco.errors import ConfigError
 
@@ -61,6 +61,12 @@ class Opened:
     run_tokens: int = 0
     awaited: bool = False
 
+    @classmethod
+    def of(cls, start: TellStart, fragments: Sequence[HeldFragment], static: Mapping[str, Tensor]) -> Self:
+        """A start as a session tells it, with what was fetched for it."""
+        who = start.who
+        return cls(who.learner, who.incarnation, start.step, tuple(fragments), static, start.run_tokens, start.awaited)
+
     @property
     def versions(self) -> tuple[int, ...]:
         """Of each fragment."""
@@ -85,22 +91,11 @@ class Arrived:
     merged: int
     mean: Tensor | None = None
 
-
-@dataclass(frozen=True)
-class CallForWork:
-    """The syncer calls for this learner's work on a fragment that is at this version."""
-
-    fragment: int
-    version: int
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A contribution of this learner's will not be merged."""
-
-    fragment: int
-    number: int
-    reason: str
+    @classmethod
+    def of(cls, update: Update, advanced: Advanced, merged: int) -> Self:
+        """What an update has led to."""
+        held = advanced.held if advanced.mean is None else advanced.held.bare
+        return cls(update, held, merged, advanced.mean)
 
 
 @dataclass(frozen=True)
@@ -112,9 +107,28 @@ class Rejoined:
 
 
 @dataclass(frozen=True)
-class Drained:
-    """This learner was evicted, and the run's pool has no place for it any more: what it had sent is void, and it takes
-    no more steps."""
+class Overview:
+    """The run as a learner last heard of it.
+
+    Attributes:
+        num_live: learners that take part.
+        run_tokens: tokens trained by the whole run; None: they are not counted.
+        sync_every: where learners push at a pace of their own, inner steps to this one's next push; None: the method's
+            H.
+        drained: the run's pool has no place for this learner any more.
+    """
+
+    num_live: int = 1
+    run_tokens: int | None = None
+    sync_every: int | None = None
+    drained: bool = False
+
+    @classmethod
+    def of(cls, standing: Standing | None) -> Overview:
+        """As a syncer told it; None: nothing yet."""
+        if standing is None:
+            return cls(run_tokens=0)
+        return cls(standing.num_live, standing.run_tokens, standing.sync_every, standing.drained)
 
 
 Event = Arrived | CallForWork | Rejected | Rejoined | Drained
@@ -183,28 +197,13 @@ class Exchange(ABC):
         return time.monotonic()
 
     @property
-    def num_live(self) -> int:
-        """Learners that take part, as last heard."""
-        return 1
-
-    @property
-    def sync_every(self) -> int | None:
-        """Where learners push at a pace of their own: inner steps to this one's next push. None: the method's H."""
-        return None
-
-    @property
-    def drained(self) -> bool:
-        """Whether the run's pool has no place for this learner any more, as last heard."""
-        return False
+    def overview(self) -> Overview:
+        """The run as last heard."""
+        return Overview()
 
     def sum_tokens(self, tokens: int) -> int:
         """Tokens of one step over all ranks of this learner."""
         return tokens
-
-    @property
-    def run_tokens(self) -> int | None:
-        """Tokens trained by the whole run as last heard, or None where they are not counted."""
-        return None
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
@@ -228,31 +227,6 @@ class Exchange(ABC):
     @abstractmethod
     def close(self) -> None:
         """Say goodbye and release threads and connections. Idempotent."""
-
-
-class SyncerExchange(Exchange):
-    """An exchange with a syncer: a learner knows of the run what its last `Standing` said."""
-
-    @property
-    @abstractmethod
-    def standing(self) -> Standing | None:
-        """The last one received; None: none yet."""
-
-    @property
-    def num_live(self) -> int:
-        return 1 if self.standing is None else self.standing.num_live
-
-    @property
-    def run_tokens(self) -> int | None:
-        return 0 if self.standing is None else self.standing.run_tokens
-
-    @property
-    def sync_every(self) -> int | None:
-        return None if self.standing is None else self.standing.sync_every
-
-    @property
-    def drained(self) -> bool:
-        return self.standing is not None and self.standing.drained
 
 
 def required_method(given: Method | None) -> Method:

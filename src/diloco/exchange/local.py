@@ -12,36 +12,15 @@ from typing import Any, TypeVar
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.core.contribution import Contribution, Standing
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.session import SessionCore
-from diloco.core.session.requests import (
-    Fail,
-    Identity,
-    Report,
-    TellArrival,
-    TellCall,
-    TellDrained,
-    TellRejection,
-    TellStart,
-)
+from diloco.core.session.requests import Fail, Identity, Report, TellStart
 from diloco.errors import ConfigError, DilocoError
-from diloco.exchange.base import (
-    Arrived,
-    CallForWork,
-    Drained,
-    Event,
-    Exchange,
-    Model,
-    Opened,
-    Rejected,
-    Rejoined,
-    SyncerExchange,
-    required_method,
-)
+from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Overview, Rejoined, required_method
 from diloco.exchange.virtual.client import News, SessionClient
 from diloco.exchange.virtual.delivery import Alarm
 from diloco.exchange.virtual.run import RUN, VirtualRun, World
@@ -157,7 +136,7 @@ def _step_seconds(step_s: float | Sequence[float] | StepSeconds, learners: int) 
     return lambda index, _: each[index]
 
 
-class Local(SyncerExchange):
+class Local(Exchange):
     """One learner's end of a run in one process; `run_local` makes them.
 
     Attributes:
@@ -235,7 +214,7 @@ class Local(SyncerExchange):
         """What the state machine tells this learner."""
         if self._is_over:
             return
-        match news.told:
+        match news:
             case TellStart() as start:
                 self._inbox.clear()
                 opened = self._opened_by(start)
@@ -243,28 +222,16 @@ class Local(SyncerExchange):
                     self._opened = opened
                 else:
                     self._inbox.append(Rejoined(opened, start.reason))
-            case TellArrival(merged=merged):
-                assert news.fetched is not None
-                assert news.advanced is not None
-                held, mean = news.advanced.held, news.advanced.mean
-                new = held if mean is None else held.bare
-                self._inbox.append(Arrived(news.fetched.update, new, merged, mean))
-            case TellCall(fragment=fragment, version=version):
-                self._inbox.append(CallForWork(fragment, version))
-            case TellRejection(verdict=verdict):
-                assert verdict.reason is not None
-                self._inbox.append(Rejected(verdict.fragment, verdict.number, verdict.reason))
-            case TellDrained():
-                self._inbox.append(Drained())
             case Fail(error=error):
                 self._failure = error
+            case Arrived() | CallForWork() | Rejected() | Drained():
+                self._inbox.append(news)
         self._run.time.news.add(self._index)
 
     def _opened_by(self, start: TellStart) -> Opened:
         client = self._joined
-        held = tuple(each for each in client.held if each is not None)
         static = load(client.static) if client.static else {}
-        return Opened(self._name, start.who.incarnation, start.step, held, static, start.run_tokens, start.awaited)
+        return Opened.of(start, [each for each in client.held if each is not None], static)
 
     @property
     def _joined(self) -> SessionClient:
@@ -306,8 +273,8 @@ class Local(SyncerExchange):
         return self._run.time.linger(self._index)
 
     @property
-    def standing(self) -> Standing | None:
-        return None if self._client is None else self._client.core.standing
+    def overview(self) -> Overview:
+        return Overview.of(None if self._client is None else self._client.core.standing)
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.core.contribution import Contribution
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
 from diloco.core.fragments import Layout
 from diloco.core.held import HeldFragment
 from diloco.core.method import Method
 from diloco.core.session.requests import Report
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError, DilocoError
-from diloco.exchange.base import Arrived, CallForWork, Drained, Event, Exchange, Model, Opened, Rejected, Rejoined
+from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Overview, Rejoined
 from diloco.exchange.group import Group, error_of, to_bytes, to_tensor
 
 TIMEOUT_S = 24 * 3600.0
@@ -56,10 +56,7 @@ class Ranks(Exchange):
         self._failure: DilocoError | None = None
         self._message = _QUIET  # the news as they will be broadcast
         self._announced: int | None = None  # size of the message, where all ranks know it already
-        self._run_tokens: int | None = None
-        self._num_live = 1
-        self._sync_every: int | None = None
-        self._drained = False
+        self._overview = Overview()
         self._closed = False
 
     # --- joining ------------------------------------------------------------------------------------------------------
@@ -82,24 +79,21 @@ class Ranks(Exchange):
             return _out(self._exchange.open(layout, method, initial, overlap=overlap), tensors), tensors
 
         opened: Opened = _in(*self._decide("the run's model", join))
-        self._run_tokens = opened.run_tokens
+        self._overview = replace(self._overview, run_tokens=opened.run_tokens)
         return opened
 
     # --- one boundary -------------------------------------------------------------------------------------------------
 
     def sum_tokens(self, tokens: int) -> int:
         self._collect_news()
-        run_tokens = self._exchange.run_tokens if self._first else None
-        num_live = self._exchange.num_live if self._first else 0
-        sync_every = (self._exchange.sync_every or 0) if self._first else 0
-        drained = self._first and self._exchange.drained
-        run_tokens_plus_1 = 0 if run_tokens is None else run_tokens + 1
-        numbers = [tokens, len(self._message.raw), run_tokens_plus_1, num_live, sync_every, int(drained)]
-        total, self._announced, run_tokens_plus_1, self._num_live, sync_every, num_drained = self._group.sum(
+        it = self._exchange.overview if self._first else Overview(num_live=0)
+        run_tokens_plus_1 = 0 if it.run_tokens is None else it.run_tokens + 1
+        numbers = [tokens, len(self._message.raw), run_tokens_plus_1, it.num_live, it.sync_every or 0, int(it.drained)]
+        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained = self._group.sum(
             numbers, "the tokens of a step"
         )
-        self._run_tokens = run_tokens_plus_1 - 1 if run_tokens_plus_1 else None
-        self._sync_every, self._drained = sync_every or None, bool(num_drained)
+        run_tokens = run_tokens_plus_1 - 1 if run_tokens_plus_1 else None
+        self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained))
         return total
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
@@ -131,20 +125,8 @@ class Ranks(Exchange):
         return False
 
     @property
-    def num_live(self) -> int:
-        return self._num_live
-
-    @property
-    def sync_every(self) -> int | None:
-        return self._sync_every
-
-    @property
-    def drained(self) -> bool:
-        return self._drained
-
-    @property
-    def run_tokens(self) -> int | None:
-        return self._run_tokens
+    def overview(self) -> Overview:
+        return self._overview
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
@@ -163,10 +145,10 @@ class Ranks(Exchange):
             if set(state) == {"rank"}:
                 raise CheckpointError(f"the checkpoint is of rank {state['rank']} of its learner; give rank 0 its own.")
             loaded = self._exchange.load_state_dict(state)
-            return {"loaded": loaded, "run_tokens": self._exchange.run_tokens}, []
+            return {"loaded": loaded, "run_tokens": self._exchange.overview.run_tokens}, []
 
         said, _ = self._decide("the loading of a checkpoint", load)
-        self._run_tokens = said["run_tokens"]
+        self._overview = replace(self._overview, run_tokens=said["run_tokens"])
         return bool(said["loaded"])
 
     def close(self) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from diloco.core.adopt import Eager, KeepDisplacement
-from diloco.core.contribution import KEPT, Contribution
+from diloco.core.contribution import KEPT, CallForWork, Contribution, Drained, Rejected
 from diloco.core.fragments import Layout
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
 from diloco.core.session.requests import Report
-from diloco.exchange.base import Arrived, CallForWork, Drained, Exchange, Opened, Rejected, Rejoined
+from diloco.exchange.base import Arrived, Exchange, Opened, Rejoined
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
 from diloco.learner.tensors import LearnerTensors
@@ -77,7 +77,7 @@ class Boundary:
 
     def after_step(self, tokens: int) -> None:
         """The boundary after an inner step: send outer gradients, adopt global fragments."""
-        for send in self.core.stepped(tokens, sync_every=self.exchange.sync_every):
+        for send in self.core.stepped(tokens, sync_every=self.exchange.overview.sync_every):
             self._send(send, self.tensors.parameters)
         self.report()
         self._settle()
@@ -166,7 +166,7 @@ class Boundary:
     def _step_eagerly(self, eager: EagerSteps, fragment: int, arrived: Arrived | None) -> None:
         """Take the learner's own outer step and adopt its anchor. Work that was not sent is added to the new anchor."""
         send, before = self._sent.get(fragment), eager.anchors[fragment]
-        anchor = eager.step(fragment, send, arrived, self.exchange.num_live)
+        anchor = eager.step(fragment, send, arrived, self.exchange.overview.num_live)
         if send is not None:
             self.tensors.write(fragment, anchor)
         else:

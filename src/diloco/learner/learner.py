@@ -143,7 +143,7 @@ class Learner:
     @property
     def run_tokens(self) -> int:
         """Tokens trained by the whole run as last reported; this learner's own if the exchange counts none."""
-        known = self._exchange.run_tokens
+        known = self._exchange.overview.run_tokens
         return self._core.tokens if known is None else known
 
     @property
@@ -155,7 +155,7 @@ class Learner:
         A learner that was evicted, and cannot join again, loses what is not merged, and takes no more steps.
         """
         has_sent = any(work.pending_steps == 0 for work in self._core.fragments)
-        return self._boundary.is_drained or (self._exchange.drained and has_sent)
+        return self._boundary.is_drained or (self._exchange.overview.drained and has_sent)
 
     def global_state_dict(self) -> dict[str, Tensor]:
         """The global model at the versions that this learner holds: the model to evaluate and export.

@@ -36,13 +36,12 @@ class Path:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer that has arrived: learner, size, and when it was sent, began, left the last link and arrived."""
+    """A transfer that has arrived: learner, size, and when it began, left the last link and arrived."""
 
     number: int
     learner: int
     direction: Direction
     num_bytes: float
-    sent_s: float
     began_s: float
     ended_s: float
     arrived_s: float
@@ -56,7 +55,6 @@ class _Flow:
     learner: int
     direction: Direction
     num_bytes: float
-    sent_s: float
     links: tuple[str, ...]
     left_bits: float
     began_s: float = math.nan
@@ -96,7 +94,7 @@ class Network:
         self._advance(now_s)
         path = self._paths[learner]
         links = path.up if direction == "up" else path.down
-        flow = _Flow(self._num_sent, learner, direction, num_bytes, now_s, links, 8.0 * num_bytes)
+        flow = _Flow(self._num_sent, learner, direction, num_bytes, links, 8.0 * num_bytes)
         self._num_sent += 1
         queue = self._queues.setdefault((learner, direction), deque())
         queue.append(flow)
@@ -155,9 +153,7 @@ class Network:
 
     def _end(self, flow: _Flow, at: float) -> None:
         arrives = at + self._paths[flow.learner].latency_s
-        done = Transfer(
-            flow.number, flow.learner, flow.direction, flow.num_bytes, flow.sent_s, flow.began_s, at, arrives
-        )
+        done = Transfer(flow.number, flow.learner, flow.direction, flow.num_bytes, flow.began_s, at, arrives)
         heapq.heappush(self._arriving, (arrives, flow.number, done))
 
     def _begin(self, flows: Iterable[_Flow]) -> None:

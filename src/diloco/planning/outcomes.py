@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from diloco.core.codecs.formats import wire_format
+from diloco.core.members import Deadlines
 from diloco.planning.candidates import Candidate
 from diloco.planning.penalty import Penalty, Term, expected_penalty
 from diloco.planning.site import Site, SiteLearner
@@ -21,7 +22,7 @@ from diloco.planning.star import Prediction, exchange_of, predict
 from diloco.planning.stations import ExchangePlan
 from diloco.planning.workload import Workload
 
-LOST_STEPS, LOST_FLOOR_S, LOST_CAP_S = 20.0, 6.0, 120.0
+DEADLINES = Deadlines()
 """When a syncer gives up a silent learner, by the defaults of a run file's `[syncer]`."""
 
 KEEPS_UP = 0.9
@@ -253,12 +254,7 @@ def slowdown_by_failures(case: Case, candidate: Candidate, step_s: float) -> flo
     absent = 1 + faults.repair / faults.mtbf
     if candidate.setting.method == "decoupled" or num == 1:
         return absent
-    return absent * (1 + num * given_up_after_s(step_s) / faults.mtbf)
-
-
-def given_up_after_s(step_s: float) -> float:
-    """How long a syncer waits for a silent learner."""
-    return min(LOST_CAP_S, max(LOST_FLOOR_S, LOST_STEPS * step_s))
+    return absent * (1 + num * DEADLINES.lost_after_s(step_s) / faults.mtbf)
 
 
 def cost_usd(case: Case, hours: float, up_bytes: float, down_bytes: float) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diloco.core.codecs.formats import wire_format
-from diloco.planning.outcomes import Case, Outcome, given_up_after_s
+from diloco.planning.outcomes import DEADLINES, Case, Outcome
 from diloco.planning.units import PRICE_PER_BYTE, RATE, SIZE, TIME, significant
 
 ROUNDING = 1e-9
@@ -102,7 +102,8 @@ def _slowdown(case: Case, outcome: Outcome) -> str:
     absent = f"1 + {repair} / {mtbf}: absent"
     if method == "decoupled" or num == 1:
         return absent
-    return f"{absent}; × 1 + {num} × {TIME.show(given_up_after_s(outcome.step_s))} / {mtbf}: waited for until given up"
+    given_up_s = DEADLINES.lost_after_s(outcome.step_s)
+    return f"{absent}; × 1 + {num} × {TIME.show(given_up_s)} / {mtbf}: waited for until given up"
 
 
 def _bytes(case: Case, outcome: Outcome) -> str:

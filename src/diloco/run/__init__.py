@@ -7,7 +7,7 @@
     sense.py         checks of what a learner says, before a number of it is counted
     status.py        what `diloco status` shows
     tensor_jobs.py   the tensor jobs behind every worker: check a payload, close a round
-    simulated.py     worker, disk and spool without threads and files
+    memory.py        a spool and a store in memory
 
 No module but tensor_jobs.py imports tensor code.
 """

@@ -6,14 +6,14 @@
     from the worker      a payload is checked, a round is closed
     from the disk        a write is durable, or refused
 
-Each call is an event, and none blocks: tensor and disk work goes to a port, whose answer is an event of its own. So a
+Each call is an event, and none blocks: tensor and disk work goes to a worker, whose result is an event of its own. So a
 driver can be stopped between any two effects, and another driver, made from the durable state (`saved`), continues. The
 caller must ensure that one event is over before the next begins. Events that wait for the disk (initialisation, join,
 leave) are answered by a call of `done`.
 
 The life of a contribution: a push is begun, which makes room for it, and completed, which has its content checked;
-`SyncerCore` acknowledges or rejects it; its round is closed (`WorkerPort.close`), made durable
-(`DiskPort.persist_version`), and only then visible. A refused write is tried again after `writes.RETRY_S`. Until it
+`SyncerCore` acknowledges or rejects it; its round is closed (`JobsPort.close`), made durable
+(`StorePort.publish`), and only then visible. A refused write is tried again after `writes.RETRY_S`. Until it
 succeeds the version is not visible, and contributions wait in the spool.
 """
 
@@ -32,7 +32,6 @@ from diloco.core.actions import (
     Evict,
     MergeRound,
     PersistRecord,
-    PersistVersion,
     Publish,
     Reject,
     Tell,
@@ -56,7 +55,7 @@ from diloco.run.global_model import Fetched
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
 from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
-from diloco.run.writes import Write, Writes
+from diloco.run.writes import Write, Writes, refusal_of
 from diloco.watching import only_watching
 
 STOOD_STILL_S = 1.0
@@ -199,7 +198,9 @@ class Driver(Generic[H, S, P]):
             self._write_beginning()
 
     def _write_beginning(self) -> None:
-        self._ports.disk.initialise(self.state.run, self.state.method, self._beginnings[0][0], self._initialised)
+        state, (model, _) = self.state, self._beginnings[0]
+        persist = partial(self._ports.store.initialise, state.run, state.method, model)
+        self._ports.worker.submit("write", None, partial(refusal_of, persist), self._initialised)
 
     def _initialised(self, error: StoreError | None) -> None:
         model, done = self._beginnings.popleft()
@@ -330,7 +331,7 @@ class Driver(Generic[H, S, P]):
         sense.check_contribution(c, self.core.step)
         self.state.model.held(c.fragment)
         fragment = self.state.model.layout.fragments[c.fragment]
-        sense.check_size(c, num_bytes, self._ports.worker.contribution_bytes(fragment.numel), len(fragment.tensors))
+        sense.check_size(c, num_bytes, self._ports.jobs.contribution_bytes(fragment.numel), len(fragment.tensors))
         try:
             return Upload(c, num_bytes, self._ports.spool.allocate(num_bytes))
         except NoRoomError as error:
@@ -360,7 +361,8 @@ class Driver(Generic[H, S, P]):
         """
         index = push.contribution.fragment
         num_elements = self.state.model.layout.fragments[index].numel
-        self._ports.worker.check(push.slot, index, num_elements, partial(self._checked, push, done))
+        check = partial(self._ports.jobs.check, push.slot, num_elements)
+        self._ports.worker.submit("check", index, check, partial(self._checked, push, done))
 
     def _checked(self, push: Upload[S], done: Callable[[DilocoError | None], None], error: PayloadError | None) -> None:
         actions: list[Action] = []
@@ -391,11 +393,12 @@ class Driver(Generic[H, S, P]):
             return
         self._num_closing += 1
         slots = [self._slots.pop(c) for c in action.contributions]
-        held = self.state.model.held(action.fragment)
+        model = self.state.model
         bases = {c.learner: c.base for c in action.contributions}
         if self.core.members.keys() <= bases.keys():  # every learner has the base of what it sent
-            self.state.model.drop_updates(action.fragment, min(bases.values()))
-        self._ports.worker.close(action, self.state.model.layout, held, slots, partial(self._closed, action, slots))
+            model.drop_updates(action.fragment, min(bases.values()))
+        close = partial(self._ports.jobs.close, action, model.layout, model.held(action.fragment), slots)
+        self._ports.worker.submit("close", action.fragment, close, partial(self._closed, action, slots))
 
     def _closed(self, action: MergeRound, slots: Sequence[S], merged: MergedRound[H, P] | PayloadError) -> None:
         self._num_closing -= 1
@@ -409,19 +412,19 @@ class Driver(Generic[H, S, P]):
         self._observer.merged(merged)
         self._status.merged(action)
         self._writes.version(now_s, merged)
-        self._execute(self.core.merged(now_s, action.fragment, merged.refused))
+        self.core.merged(action.fragment, merged.refused)
+        self._execute([])
 
     def _write(self) -> None:
         """Begin the next write that is due."""
         if (write := self._writes.begin(self._clock.now_s())) is None:
             return
-        disk, merged = self._ports.disk, write.merged
-        record = self.core.saved(storing=None if merged is None else merged.update.fragment)
+        store, merged = self._ports.store, write.merged
+        fragment = None if merged is None else merged.update.fragment
+        record = self.core.saved(storing=fragment)
+        persist = partial(store.save_record if merged is None else partial(store.publish, merged), record.values)
         done = partial(self._written, write, record.serial)
-        if merged is None:
-            disk.persist_record(record.values, done)
-        else:
-            disk.persist_version(merged, record.values, done)
+        self._ports.worker.submit("write", fragment, partial(refusal_of, persist), done)
 
     def _written(self, write: Write[H, P], serial: int, error: StoreError | None) -> None:
         now_s = self._clock.now_s()
@@ -493,7 +496,7 @@ class Driver(Generic[H, S, P]):
                     self._evict(action)
                 case WakeAt(at=at):
                     self._wake_at_s = at
-                case Acknowledge() | PersistVersion():
+                case Acknowledge():
                     pass
         self._write()
         self._tell(told)

@@ -1,14 +1,15 @@
-"""The ports of a driver: clock, connections, spool, worker, disk, observer. Tensors are opaque values to the driver.
+"""The ports of a driver: clock, connections, spool, jobs, store, worker, observer. Tensors are opaque values to the
+driver.
 
-Worker and disk do their jobs asynchronously, and end each with one call of `done`, which is an event of the driver like
-any other. No port may call the driver from within a call of the driver.
+Jobs and the store block. The worker does what they are asked for asynchronously, and ends each job with one call of
+`done`, which is an event of the driver like any other. No port may call the driver from within a call of the driver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from diloco.core.actions import Evict, MergeRound, Reject
 from diloco.core.contribution import Contribution, Standing
@@ -179,48 +180,51 @@ class SpoolPort(Protocol[S]):
         """The payload is not needed any more."""
 
 
-H_worker = TypeVar("H_worker", bound=FragmentVersion)
 S_contra = TypeVar("S_contra", contravariant=True)
 
 
-class WorkerPort(Protocol[H_worker, S_contra, P]):
-    """Tensor jobs."""
+class JobsPort(Protocol[H, S_contra, P]):
+    """Tensor work: `run.tensor_jobs.TensorJobs`, or what stands for it where there are no tensors."""
 
     def contribution_bytes(self, num_elements: int) -> int:
         """Bytes of a contribution to a fragment of this many elements."""
 
-    def check(
-        self, slot: S_contra, fragment: int, num_elements: int, done: Callable[[PayloadError | None], None]
-    ) -> None:
-        """Whether the payload of a contribution to this fragment can be decoded and is finite."""
+    def check(self, slot: S_contra, num_elements: int) -> PayloadError | None:
+        """What is wrong with the payload of a contribution to a fragment of this many elements; None: nothing is."""
 
     def close(
-        self, action: MergeRound, layout: ModelLayout, held: H_worker, slots: Sequence[S_contra],
-        done: Callable[[MergedRound[H_worker, P] | PayloadError], None],
-    ) -> None:  # fmt: skip
-        """Merge a round's contributions into the next version of a fragment. `slots`: one per contribution of the
-        action.
+        self, action: MergeRound, layout: Any, held: H, slots: Sequence[S_contra]
+    ) -> MergedRound[H, P] | PayloadError:
+        """Merge a round's contributions into the next version of a fragment, or say why that has no usable result.
+        `slots`: one per contribution of the action.
 
         `held` may be closed in place: a driver uses it only to answer fetches, and again for the next round if this
         one is refused. The next round of the fragment begins after this version is durable.
         """
 
 
-Done = Callable[[StoreError | None], None]
-"""Called with None once a write is durable, or with the error if the disk refused it as a whole."""
+class StorePort(Protocol[H, P]):
+    """Makes a run durable. There is one write at a time; each raises StoreError if the disk refused it as a whole."""
 
-
-class DiskPort(Protocol[H, P]):
-    """Makes a run durable. There is one write at a time."""
-
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[H], done: Done) -> None:
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[H]) -> None:
         """Version 0 of every fragment."""
 
-    def persist_version(self, merged: MergedRound[H, P], record: Json, done: Done) -> None:
+    def publish(self, merged: MergedRound[H, P], record: Json) -> None:
         """A version together with the record that belongs to it."""
 
-    def persist_record(self, record: Json, done: Done) -> None:
+    def save_record(self, record: Json) -> None:
         """A record alone; the versions stay."""
+
+
+Work = Literal["check", "close", "write"]
+T = TypeVar("T")
+
+
+class WorkerPort(Protocol):
+    """Does jobs outside of the driver: writes one after the other, and so the closing of rounds."""
+
+    def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
+        """Do a job, and call `done` with its result. `fragment`: that it is about; None: no single one."""
 
 
 class Observer(Protocol):
@@ -279,6 +283,7 @@ class Ports(Generic[H, S, P]):
 
     clock: ClockPort
     spool: SpoolPort[S]
-    worker: WorkerPort[H, S, P]
-    disk: DiskPort[H, P]
+    jobs: JobsPort[H, S, P]
+    store: StorePort[H, P]
+    worker: WorkerPort
     observer: Observer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.core.actions import MergeRound
-from diloco.core.status import status_of
+from diloco.core.ledger import total
 from diloco.core.syncer import SyncerCore
 from diloco.run.global_model import GlobalModel
 
@@ -51,18 +51,51 @@ class RunStatus:
         newest version contains its work), `versions_behind` (by how many versions its oldest fragment is behind; None:
         not reported yet), `staleness` (of its last merged contribution, in versions; None: none yet).
         """
-        status = status_of(core, now_s)
-        for fragment, contributors in zip(status["fragments"], model.contributors, strict=True):
-            fragment["last_contributors"] = list(contributors)
-        for learner, it in status["learners"].items():
-            member = core.members[learner]
-            seen = self._seen_of(learner, member.incarnation)
-            behind = [newest - version for newest, version in zip(model.versions, seen.versions, strict=False)]
-            it["live"] = member.connected
-            it["merged"] = sum(learner in contributors for contributors in model.contributors)
-            it["versions_behind"] = max(0, *behind) if behind else None
-            it["staleness"] = seen.staleness
-        return {"learners": status["learners"], "fragments": status["fragments"], "newest_merge": _newest_merge(model)}
+        return {
+            "learners": {learner: self._learner(core, model, now_s, learner) for learner in sorted(core.members)},
+            "fragments": [_fragment(core, model, now_s, index) for index in range(len(core.fragments))],
+            "newest_merge": _newest_merge(model),
+        }
+
+    def _learner(self, core: SyncerCore, model: GlobalModel[Any, Any], now_s: float, learner: str) -> dict[str, Any]:
+        member = core.members[learner]
+        seen = self._seen_of(learner, member.incarnation)
+        behind = [newest - version for newest, version in zip(model.versions, seen.versions, strict=False)]
+        return {
+            "incarnation": member.incarnation,
+            "step": member.step,
+            "tokens": core.accounting.accounts[learner].ledgers[0].trained,
+            "live": member.connected,
+            "healthy": member.healthy,
+            "waiting": member.waiting,
+            "drained": learner in core.drained,
+            "step_s": member.step_s,
+            "silent_s": max(0.0, now_s - member.seen_at),
+            "given_up_in_s": max(0.0, core.deadlines.ends_at(member) - now_s),
+            "merged": sum(learner in contributors for contributors in model.contributors),
+            "versions_behind": max(0, *behind) if behind else None,
+            "staleness": seen.staleness,
+        }
+
+
+def _fragment(core: SyncerCore, model: GlobalModel[Any, Any], now_s: float, index: int) -> dict[str, Any]:
+    """A fragment's round with the reason why it waits, and where the tokens of all learners went."""
+    state, decision = core.fragments[index], core.decision(now_s, index)
+    contributed, members = core.rounds.roster(index)
+    if state.closing is not None:
+        contributed = list(dict.fromkeys(c.learner for c in state.closing.contributions))
+        members = sorted(state.closing.members)
+    waits = "no contribution yet" if state.phase == "open" else state.phase
+    return {
+        "fragment": index,
+        "version": state.version,
+        "phase": state.phase,
+        "contributed": list(contributed),
+        "members": list(members),
+        "reason": decision.reason if decision else waits,
+        "ledger": total(account.ledgers[index] for account in core.accounting.accounts.values()).as_dict(),
+        "last_contributors": list(model.contributors[index]),
+    }
 
 
 def _newest_merge(model: GlobalModel[Any, Any]) -> dict[str, Any] | None:

@@ -43,7 +43,7 @@ class TensorJobs:
         self._seconds = seconds or (lambda: 0.0)
 
     def contribution_bytes(self, num_elements: int) -> int:
-        """As `ports.WorkerPort.contribution_bytes`."""
+        """As `ports.JobsPort`."""
         return self._method.up.encoded_bytes(num_elements)
 
     def initial(

@@ -7,20 +7,19 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from diloco.core.actions import MergeRound
 from diloco.core.held import HeldFragment
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.pool import Pool
-from diloco.errors import DilocoError, PayloadError, StoreError, UnreachableError
+from diloco.errors import DilocoError, UnreachableError
 from diloco.run.driver import Driver
-from diloco.run.ports import Done, InitialModel, Json, MergedRound, Ports, RunMethod
+from diloco.run.ports import Ports, Work
 from diloco.run.tensor_jobs import TensorJobs
 from diloco.syncer.journal import Journal
 from diloco.syncer.spool import Slot, Spool
@@ -38,7 +37,7 @@ NUM_CHECKERS = 4
 
 
 class Threads:
-    """Runs jobs on threads; what a job has found is an event of the driver.
+    """Does jobs on threads; what a job has found is an event of the driver.
 
     Arguments:
         event: enters the driver, one event at a time.
@@ -48,17 +47,18 @@ class Threads:
         is_stopping: nothing more is begun.
     """
 
-    def __init__(
-        self, name: str, num_threads: int, event: Callable[[Callable[[], None]], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:  # fmt: skip
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    def __init__(self, event: Callable[[Callable[[], None]], None], failed: Callable[[BaseException], None]) -> None:
+        num_threads: dict[Work, int] = {"check": min(NUM_CHECKERS, os.cpu_count() or 1), "close": 1, "write": 1}
+        self._pools = {
+            what: ThreadPoolExecutor(number, thread_name_prefix=f"syncer-{what}")
+            for what, number in num_threads.items()
+        }
         self._event = event
         self._failed = failed
         self.is_stopping = False
 
-    def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
-        """Do this, and tell the driver."""
+    def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
+        """As `ports.WorkerPort`."""
 
         def run() -> None:
             try:
@@ -69,62 +69,12 @@ class Threads:
                 self._failed(error)
 
         if not self.is_stopping:
-            self._pool.submit(run)
+            self._pools[what].submit(run)
 
     def stop(self) -> None:
         """Finish what has been started."""
-        self._pool.shutdown(wait=True)
-
-
-class ThreadedWorker:
-    """Checks payloads on a few threads, and closes rounds on one."""
-
-    def __init__(self, jobs: TensorJobs, checkers: Threads, merger: Threads) -> None:
-        self._jobs, self._checkers, self._merger = jobs, checkers, merger
-
-    def contribution_bytes(self, num_elements: int) -> int:
-        """As `ports.WorkerPort`."""
-        return self._jobs.contribution_bytes(num_elements)
-
-    def check(self, slot: Slot, fragment: int, num_elements: int, done: Callable[[PayloadError | None], None]) -> None:
-        """As `ports.WorkerPort`."""
-        self._checkers.submit(lambda: self._jobs.check(slot, num_elements), done)
-
-    def close(
-        self, action: MergeRound, layout: Any, held: HeldFragment, slots: Sequence[Slot],
-        done: Callable[[MergedRound[HeldFragment, Tensor] | PayloadError], None],
-    ) -> None:  # fmt: skip
-        """As `ports.WorkerPort`."""
-        self._merger.submit(lambda: self._jobs.close(action, layout, held, slots), done)
-
-
-class ThreadedDisk:
-    """Writes to a store on a thread of its own."""
-
-    def __init__(self, store: Store, threads: Threads) -> None:
-        self._store, self._threads = store, threads
-
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment], done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._write(lambda: self._store.initialise(run, method, model), done)
-
-    def persist_version(self, merged: MergedRound[HeldFragment, Tensor], record: Json, done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._write(lambda: self._store.publish(merged, record), done)
-
-    def persist_record(self, record: Json, done: Done) -> None:
-        """As `ports.DiskPort`."""
-        self._write(lambda: self._store.save_record(record), done)
-
-    def _write(self, write: Callable[[], None], done: Done) -> None:
-        def job() -> StoreError | None:
-            try:
-                write()
-            except StoreError as error:
-                return error
-            return None
-
-        self._threads.submit(job, done)
+        for pool in self._pools.values():
+            pool.shutdown(wait=True)
 
 
 class _Clock:
@@ -176,13 +126,9 @@ class HostedDriver:
         self._is_stopped = False
         self._failure: BaseException | None = None
         self.jobs = TensorJobs(method, in_place=True)
-        self._threads = [
-            Threads(f"syncer-{name}", num_threads, self._event, self._failed)
-            for name, num_threads in (("check", min(NUM_CHECKERS, os.cpu_count() or 1)), ("merge", 1), ("store", 1))
-        ]
+        self._threads = Threads(self._event, self._failed)
         self._ticker = Ticker(lambda late_s: self._event(lambda: self._driver.tick(late_s)))
-        worker = ThreadedWorker(self.jobs, *self._threads[:2])
-        ports = Ports(_Clock(self._ticker), spool, worker, ThreadedDisk(store, self._threads[2]), journal)
+        ports = Ports(_Clock(self._ticker), spool, self.jobs, store, self._threads, journal)
         saved = store.load()
         with understood(store.path):
             self._driver = SyncerDriver(
@@ -258,15 +204,13 @@ class HostedDriver:
         self._ticker.stop()
         with self._changed:
             self._is_stopped = True
-            for threads in self._threads:
-                threads.is_stopping = True
+            self._threads.is_stopping = True
             self._driver.end()
             for future in self._asking:
                 if not future.done():  # its caller has not taken the answer yet
                     future.set_exception(_stopped())
             self._asking.clear()
-        for threads in self._threads:
-            threads.stop()
+        self._threads.stop()
 
     def raise_failure(self) -> None:
         """Raise what ended the driver, if a defect did."""

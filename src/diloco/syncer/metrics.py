@@ -66,9 +66,7 @@ class SyncerMetrics:
         self._joins = self._counter("joins", "Incarnations that joined.", "learner")
         self._evictions = self._counter("evictions", "Incarnations that were evicted.", "learner")
         self._missing_events = Gauge(
-            "diloco_missing_events",
-            "Events that this syncer could not write to its event log.",
-            registry=self.registry,
+            "diloco_missing_events", "Events that this syncer could not write to its event log.", registry=self.registry
         )
         self._snapshots = _Snapshots()
         self.registry.register(self._snapshots)

@@ -11,7 +11,7 @@ from torch import nn
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.presets import DataParallel
-from diloco.exchange.base import Model, Opened
+from diloco.exchange.base import Model, Opened, Overview
 from diloco.exchange.collective import Collective
 from diloco.learner import Learner
 from diloco.training.alone import AnyLearner
@@ -34,8 +34,9 @@ class Continued(Collective):
         return replace(opened, step=self._step, run_tokens=self._tokens_before)
 
     @property
-    def run_tokens(self) -> int | None:
-        return self._tokens_before + (super().run_tokens or 0)
+    def overview(self) -> Overview:
+        overview = super().overview
+        return replace(overview, run_tokens=self._tokens_before + (overview.run_tokens or 0))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of `Collective`, with the tokens that came before."""

@@ -60,11 +60,7 @@ SCREENS: Registry[Screen] = Registry("screen", NormOutliers, NormZScore)
 
 
 def refused_by(
-    screen: Screen,
-    codec: Codec,
-    contributions: Sequence[Encoded],
-    places: Sequence[Placement],
-    num_elements: int,
+    screen: Screen, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int
 ) -> tuple[str, ...]:
     """The learners whose contributions the screen refuses, in one pass over the contributions; arguments as of
     `merged_runs`.

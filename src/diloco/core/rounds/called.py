@@ -20,16 +20,7 @@ from diloco.core.contribution import LATE, VERSION, Contribution
 from diloco.core.in_flight import FragmentWork, InFlight
 from diloco.core.members import Member
 from diloco.core.rounds import late
-from diloco.core.rounds.base import (
-    Answers,
-    ClosedRound,
-    Decision,
-    LearnerRounds,
-    Quorum,
-    Rules,
-    RunView,
-    SyncerRounds,
-)
+from diloco.core.rounds.base import Answers, ClosedRound, Decision, LearnerRounds, Quorum, Rules, RunView, SyncerRounds
 from diloco.core.rounds.late import Late, OpenRound
 
 EMA = 0.2
@@ -234,14 +225,12 @@ class CalledSyncer(SyncerRounds):
 
     def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
         """An absent learner is weighted by the pending work of its last heartbeat."""
-        work = {
-            member.learner: (
-                self._run.pending_tokens(member.learner, fragment),
-                self._last.steps_since(member, fragment),
-            )
-            for member in late.absent(self._run, closed)
-        }
-        return late.scale(self._run, closed, weights, work)
+
+        def work_of(member: Member) -> tuple[int, int]:
+            tokens = self._run.pending_tokens(member.learner, fragment)
+            return tokens, self._last.steps_since(member, fragment)
+
+        return late.scale(self._run, closed, weights, work_of)
 
     def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
         self._fragments[fragment].begun = None

@@ -7,7 +7,7 @@ and steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,11 +67,6 @@ class OpenRound:
 
 def _when_sent(c: Contribution) -> tuple[int, int]:
     return c.incarnation, c.number
-
-
-def renumbered(rounds: Mapping[int, OpenRound]) -> dict[int, OpenRound]:
-    """Renumber the rounds after one that was abandoned: each moves to the number before."""
-    return {number - 1: round_ for number, round_ in rounds.items()}
 
 
 def ready(run: RunView) -> list[str]:
@@ -166,24 +161,19 @@ class LastContributions:
 
 
 def scale(
-    run: RunView, closed: ClosedRound, weights: Sequence[float], absent_work: Mapping[str, tuple[int, int]]
+    run: RunView, closed: ClosedRound, weights: Sequence[float], work_of: Callable[[Member], tuple[int, int]]
 ) -> float:
     """Contributing ÷ live weight of a round; 1 for `partial="full"`.
 
-    `absent_work`: by absent member, the tokens and steps that it would have contributed.
+    `work_of`: the tokens and steps that an absent member would have contributed.
     """
     if run.rules.partial == "full":
         return 1.0
-    work = list(absent_work.values())
+    absent = sorted(closed.members - {c.learner for c in closed.contributions})
+    work = [work_of(run.members[learner]) for learner in absent if learner in run.members]
     kind, tokens, steps = run.rules.weight, [each for each, _ in work], [each for _, each in work]
     contributed = sum(weights)
     return contributed / (contributed + sum(weights_of(kind, tokens, steps, [0] * len(work))))
-
-
-def absent(run: RunView, closed: ClosedRound) -> list[Member]:
-    """The members without a contribution to a closed round."""
-    contributors = {c.learner for c in closed.contributions}
-    return [run.members[learner] for learner in sorted(closed.members - contributors) if learner in run.members]
 
 
 def is_answered(work: FragmentWork) -> bool:

@@ -16,16 +16,7 @@ from diloco.core.contribution import LATE, VERSION, Contribution
 from diloco.core.in_flight import FragmentWork, InFlight
 from diloco.core.members import Member
 from diloco.core.rounds import late
-from diloco.core.rounds.base import (
-    Answers,
-    ClosedRound,
-    Decision,
-    LearnerRounds,
-    Quorum,
-    Rules,
-    RunView,
-    SyncerRounds,
-)
+from diloco.core.rounds.base import Answers, ClosedRound, Decision, LearnerRounds, Quorum, Rules, RunView, SyncerRounds
 from diloco.core.rounds.late import Late, OpenRound
 from diloco.errors import ConfigError
 
@@ -126,9 +117,7 @@ class PushedSyncer(SyncerRounds):
 
     def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
         """An absent learner is weighted by its pending work at the last heartbeat, or its last push if that is more."""
-        members = late.absent(self._run, closed)
-        work = {member.learner: self._work(member, fragment) for member in members}
-        return late.scale(self._run, closed, weights, work)
+        return late.scale(self._run, closed, weights, lambda member: self._work(member, fragment))
 
     def _work(self, member: Member, fragment: int) -> tuple[int, int]:
         tokens, last = self._run.pending_tokens(member.learner, fragment), self._last.of(member.learner, fragment)
@@ -140,7 +129,8 @@ class PushedSyncer(SyncerRounds):
         pass
 
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
-        self._rounds[fragment] = late.renumbered(self._rounds[fragment])
+        later = self._rounds[fragment]  # each moves to the number before
+        self._rounds[fragment] = {number - 1: round_ for number, round_ in later.items()}
         return ()
 
     def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
@@ -234,11 +224,7 @@ class PushedLearner(LearnerRounds):
         return max(work.received, default=work.version)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "push_at": list(self._push_at),
-            "push_every": list(self._push_every),
-            "answered": list(self._answered),
-        }
+        return {"push_at": list(self._push_at), "push_every": list(self._push_every), "answered": list(self._answered)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._push_at, self._push_every = list(state["push_at"]), list(state["push_every"])

@@ -134,14 +134,8 @@ class Lanes:
 
     def of(self, request: requests.Request) -> Lane:
         """The lane of a request."""
-        match request:
-            case requests.Describe() | requests.Beat():
-                return self.control
-            case requests.Watch():
-                return self.watch
-            case requests.Push():
-                return self.send
-        return self.receive
+        lanes = {"control": self.control, "watch": self.watch, "receive": self.receive, "send": self.send}
+        return lanes[request.lane]
 
     def answered(self, request: requests.Describe | requests.Beat) -> list[requests.HangUp]:
         """A control request was answered."""

@@ -7,8 +7,9 @@ fetched fragments under (fragment, version).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from diloco.core.contribution import Contribution, Verdict
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
 from diloco.errors import DilocoError
 
 
@@ -51,10 +52,15 @@ class Report:
 
 # --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
 
+LaneName = Literal["control", "watch", "receive", "send", "leave"]
+"""Requests of one lane are made one at a time."""
+
 
 @dataclass(frozen=True)
 class Describe:
     """Ask over this control connection whether the run has a model; then call `described`."""
+
+    lane: ClassVar[LaneName] = "control"
 
     connection: int
     timeout_s: float
@@ -64,12 +70,16 @@ class Describe:
 class Initialise:
     """Upload this learner's model as the run's; then call `initialised`."""
 
+    lane: ClassVar[LaneName] = "receive"
+
     who: Identity
 
 
 @dataclass(frozen=True)
 class Join:
     """Ask for a new incarnation; then call `joined`. `again`: after an eviction; must not replace another process."""
+
+    lane: ClassVar[LaneName] = "receive"
 
     who: Identity
     again: bool
@@ -85,6 +95,8 @@ class Fetch:
         joining: the learner is not part of the run yet.
     """
 
+    lane: ClassVar[LaneName] = "receive"
+
     who: Identity
     fragment: int | None
     base: int
@@ -95,6 +107,8 @@ class Fetch:
 class Watch:
     """Open a stream of notices over this control connection. Call `welcomed`, `heard` and `evicted` for the notices,
     and `failed` or `ended` once the stream is over."""
+
+    lane: ClassVar[LaneName] = "watch"
 
     who: Identity
     connection: int
@@ -111,6 +125,8 @@ class Beat:
         confirmed: by fragment, the verdicts on all contributions up to this number are known.
     """
 
+    lane: ClassVar[LaneName] = "control"
+
     who: Identity
     connection: int
     timeout_s: float
@@ -124,6 +140,8 @@ class Beat:
 class Push:
     """Upload a contribution, which is meant for this process of the syncer; then call `pushed`."""
 
+    lane: ClassVar[LaneName] = "send"
+
     who: Identity
     contribution: Contribution
     boot: int
@@ -132,6 +150,8 @@ class Push:
 @dataclass(frozen=True)
 class Leave:
     """Say goodbye over this control connection; then call `left`, or `failed` after `timeout_s` without an answer."""
+
+    lane: ClassVar[LaneName] = "leave"
 
     who: Identity
     connection: int
@@ -203,26 +223,6 @@ class TellArrival:
 
 
 @dataclass(frozen=True)
-class TellCall:
-    """The syncer calls for work on a fragment, which is at this version."""
-
-    fragment: int
-    version: int
-
-
-@dataclass(frozen=True)
-class TellRejection:
-    """A contribution will not be merged."""
-
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
-class TellDrained:
-    """The learner, which has started before, is out of the run: the pool has no place for it any more."""
-
-
-@dataclass(frozen=True)
 class Fail:
     """What was asked cannot be had: raise this in the learner."""
 
@@ -230,5 +230,5 @@ class Fail:
 
 
 Request = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Leave
-News = TellStart | TellArrival | TellCall | TellRejection | TellDrained | Fail
+News = TellStart | TellArrival | CallForWork | Rejected | Drained | Fail
 SessionAction = Request | HangUp | Drop | Warn | Close | News

@@ -24,10 +24,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing, Verdict
 from diloco.core.session import requests
-from diloco.core.session.departure import GONE_TIMEOUT_S, Departure
-from diloco.core.session.entrance import Entrance
+from diloco.core.session.ends import GONE_TIMEOUT_S, Departure, Entrance
 from diloco.core.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
 from diloco.core.session.lanes import Lane, Lanes
 from diloco.core.session.model_cache import NOTHING, ModelCache
@@ -293,11 +292,11 @@ class SessionCore:
         for verdict, contribution in self._outbox.take(verdicts):
             actions.append(requests.Drop(contribution))
             if verdict.reason is not None:
-                actions.append(requests.TellRejection(verdict))
+                actions.append(Rejected(verdict.fragment, verdict.number, verdict.reason))
         return actions
 
     def _tell_calls(self, standing: Standing) -> Actions:
-        return [requests.TellCall(fragment, version) for fragment, version in self._cache.called(standing.calls)]
+        return [CallForWork(fragment, version) for fragment, version in self._cache.called(standing.calls)]
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
@@ -325,7 +324,7 @@ class SessionCore:
                     self._has_lost_join |= isinstance(request, requests.Join)
                 return self._lanes.failed(now, request, error)
             case requests.Join(), DrainedError() if self._has_started:
-                return [requests.Warn(str(error)), requests.TellDrained(), *self._over()]
+                return [requests.Warn(str(error)), Drained(), *self._over()]
             case requests.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
                 return []
             case requests.Push(boot=boot), RestartedError():

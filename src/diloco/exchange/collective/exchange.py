@@ -15,7 +15,7 @@ from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
+from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, required_method
 from diloco.exchange.collective.agreement import name_of
 from diloco.exchange.collective.joining import broadcast, compare
 from diloco.exchange.collective.rounds import Round, ShardedRounds
@@ -128,12 +128,8 @@ class Collective(Exchange):
         return False
 
     @property
-    def num_live(self) -> int:
-        return self._group.size
-
-    @property
-    def run_tokens(self) -> int | None:
-        return self._run_tokens
+    def overview(self) -> Overview:
+        return Overview(self._group.size, self._run_tokens)
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

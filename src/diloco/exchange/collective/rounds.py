@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from diloco.core.contribution import OUTLIER, Contribution
+from diloco.core.contribution import OUTLIER, Contribution, Rejected
 from diloco.core.held import advance, close
 from diloco.core.merges import encoded_of
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.core.weights import merge_weights
 from diloco.errors import DilocoError
-from diloco.exchange.base import Arrived, Event, Rejected
+from diloco.exchange.base import Arrived, Event
 from diloco.exchange.collective.agreement import agree, attempt, name_of, require_same_digest
 from diloco.exchange.collective.shards import Held, Shards
 from diloco.exchange.group import FRAME_BYTES, Group, split
@@ -75,10 +75,7 @@ class ShardedRounds:
         new, mean = advanced.held.bare, advanced.mean
         events: tuple[Event, ...] = (Arrived(update, new, c.number, mean),)
         if name_of(self._group.rank) in refused:
-            events = (
-                Rejected(c.fragment, c.number, OUTLIER),
-                Arrived(update, new, c.number - 1, mean),
-            )
+            events = (Rejected(c.fragment, c.number, OUTLIER), Arrived(update, new, c.number - 1, mean))
         return Round(events, sum(each.trained for each in contributions))
 
     def _greet(self, c: Contribution, held: Held, place: str, error: DilocoError | None) -> list[Contribution]:

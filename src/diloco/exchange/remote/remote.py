@@ -18,17 +18,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from diloco.core.contribution import Contribution, Standing
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
 from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.base import Event, Model, Opened, Rejoined, SyncerExchange
+from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry, Initial, describe
-from diloco.exchange.remote.receiver import Receiver
 from diloco.exchange.remote.session import Session
+from diloco.exchange.remote.transfers import Receiver
 
 
 def connect(
@@ -73,7 +73,7 @@ def connect(
     )
 
 
-class Remote(SyncerExchange):
+class Remote(Exchange):
     """One learner's end of a run that a syncer serves; `connect` makes it."""
 
     gradients = False
@@ -147,8 +147,8 @@ class Remote(SyncerExchange):
         session.enter(partial(session.core.report, incarnation=self._incarnation, report=report))
 
     @property
-    def standing(self) -> Standing | None:
-        return self._opened.core.standing
+    def overview(self) -> Overview:
+        return Overview.of(self._opened.core.standing)
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

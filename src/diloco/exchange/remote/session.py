@@ -9,35 +9,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from google.protobuf.message import Message
 
+from diloco.core.contribution import CallForWork, Drained, Rejected
 from diloco.core.session import SessionCore, requests
-from diloco.core.session.departure import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
+from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.core.session.requests import SessionAction
 from diloco.errors import DilocoError, ExchangeError
-from diloco.exchange.base import CallForWork, Drained, Opened, Rejected, Rejoined
+from diloco.exchange.base import Arrived, Opened, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
 from diloco.exchange.remote.messages import heartbeat_request, leave_request, standing_of, watch_request
-from diloco.exchange.remote.receiver import Download, Receiver
-from diloco.exchange.remote.sender import Sender
+from diloco.exchange.remote.transfers import Download, Receiver, Sender
 from diloco.exchange.wire import syncer_pb2 as pb
 
 log = logging.getLogger("diloco")
 
 Input = Callable[[float], Sequence[SessionAction]]
 """An event of `SessionCore`, all but the time given."""
-
-_LANES: dict[str, tuple[type, ...]] = {
-    "control": (requests.Describe, requests.Beat),
-    "watch": (requests.Watch,),
-    "receive": (requests.Initialise, requests.Join, requests.Fetch),
-    "send": (requests.Push,),
-    "leave": (requests.Leave,),
-}
 
 R = TypeVar("R", bound=Message)
 RequestQueue = queue.SimpleQueue[requests.Request | None]
@@ -66,7 +58,7 @@ class Session:
         self._changed = threading.Condition()
         self._is_over = False
         self._arriving: Download | None = None
-        self._lanes: dict[str, RequestQueue] = {name: queue.SimpleQueue() for name in _LANES}
+        self._lanes: dict[str, RequestQueue] = {name: queue.SimpleQueue() for name in get_args(requests.LaneName)}
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
@@ -139,29 +131,16 @@ class Session:
             case requests.TellArrival(merged=merged):
                 arriving, self._arriving = self._arriving, None
                 assert arriving is not None
-                self.inbox.put(arriving.arrived(merged))
-            case requests.TellCall(fragment=fragment, version=version):
-                self.inbox.put(CallForWork(fragment, version))
-            case requests.TellRejection(verdict=verdict):
-                assert verdict.reason is not None
-                self.inbox.put(Rejected(verdict.fragment, verdict.number, verdict.reason))
-            case requests.TellDrained():
-                self.inbox.put(Drained())
+                assert arriving.advanced is not None
+                self.inbox.put(Arrived.of(arriving.update, arriving.advanced, merged))
+            case CallForWork() | Rejected() | Drained():
+                self.inbox.put(action)
             case _:
-                name = next(name for name, kinds in _LANES.items() if isinstance(action, kinds))
-                self._lanes[name].put(action)
+                self._lanes[action.lane].put(action)
 
     def _tell_start(self, start: requests.TellStart) -> None:
         self._connection.close_channel("joins")
-        opened = Opened(
-            start.who.learner,
-            start.who.incarnation,
-            start.step,
-            self._receiver.fragments,
-            self._receiver.static,
-            start.run_tokens,
-            awaited=start.awaited,
-        )
+        opened = Opened.of(start, self._receiver.fragments, self._receiver.static)
         self.inbox.clear()
         if start.reason is None:
             self.inbox.start(opened)

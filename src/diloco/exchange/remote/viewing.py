@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from diloco.core.fragments import Layout, scatter
 from diloco.errors import NotInitialisedError
 from diloco.exchange.connection import Connection
-from diloco.exchange.remote.receiver import whole_of
+from diloco.exchange.remote.transfers import whole_of
 from diloco.exchange.wire import syncer_pb2 as pb
 
 
@@ -25,8 +26,7 @@ def fetch_model(
     Raises:
         ExchangeError: no syncer answers. NotInitialisedError: there is no model yet. AuthError: the token may not read.
     """
-    connection = Connection(address, token=token, ca=ca, insecure=insecure)
-    try:
+    with closing(Connection(address, token=token, ca=ca, insecure=insecure)) as connection:
         description = connection.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
         if not description.initialised:
             raise NotInitialisedError(f"run {run!r} has no model yet; start one learner with --initialise.")
@@ -40,18 +40,13 @@ def fetch_model(
                 model[name] = value.to(getattr(torch, spec.dtype))
         _, static = connection.pull("joins", pb.PullRequest(run=run, static=True, base=-1))
         return {**model, **load(bytes(static))}
-    finally:
-        connection.close()
 
 
 def fetch_status(
     address: str, *, run: str, token: str | None = None, ca: str | Path | None = None, insecure: bool = False
 ) -> dict[str, object]:
     """What the syncer knows of its run, as plain values. For viewers. Raises as `fetch_model`."""
-    connection = Connection(address, token=token, ca=ca, insecure=insecure)
-    try:
+    with closing(Connection(address, token=token, ca=ca, insecure=insecure)) as connection:
         reply = connection.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
         status: dict[str, object] = json.loads(reply.status)
         return status
-    finally:
-        connection.close()

@@ -14,7 +14,7 @@ from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, ExchangeError
-from diloco.exchange.base import Event, Exchange, Model, Opened, required_method
+from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, required_method
 from diloco.exchange.group import to_bytes, to_tensor
 from diloco.exchange.torchft.quorum import QuorumClient
 from diloco.exchange.torchft.rounds import ElasticRounds
@@ -92,9 +92,9 @@ class TorchFT(Exchange):
         wait([self._offers[0]])
 
     @property
-    def num_live(self) -> int:
+    def overview(self) -> Overview:
         group = self._quorum.group
-        return 1 if group is None else group.size
+        return Overview() if group is None else Overview(group.size)
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

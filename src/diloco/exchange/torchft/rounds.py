@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.core.contribution import MISSED, OUTLIER, Contribution
+from diloco.core.contribution import MISSED, OUTLIER, Contribution, Rejected
 from diloco.core.fragments import Layout
 from diloco.core.held import close, published_mean
 from diloco.core.merges import encoded_of
 from diloco.core.method import Method
 from diloco.core.weights import merge_weights
 from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
-from diloco.exchange.base import Arrived, Event, Rejected
+from diloco.exchange.base import Arrived, Event
 from diloco.exchange.group import Group, split
 from diloco.exchange.torchft.healing import adopt_first, heal
 from diloco.exchange.torchft.quorum import HEARTBEAT_S, QuorumClient

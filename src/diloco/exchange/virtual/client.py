@@ -11,18 +11,23 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from diloco.core.contribution import Contribution, Standing
+from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.session import SessionCore, requests
+from diloco.core.update import Update
 from diloco.errors import DilocoError, UnreachableError
+from diloco.exchange.base import Arrived
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.run.driver import Driver, Upload
 from diloco.run.global_model import Fetched
+from diloco.run.memory import MemorySlot
 from diloco.run.ports import ClockPort, InitialModel
-from diloco.run.simulated import MemorySlot
 
 log = logging.getLogger("diloco")
+
+News = requests.TellStart | Arrived | CallForWork | Rejected | Drained | requests.Fail
+"""What a learner is told."""
 
 SimulatedDriver = Driver[HeldFragment, MemorySlot, Tensor]
 Reply = Callable[..., None]
@@ -46,15 +51,6 @@ class Wire(Protocol):
 
     def ended(self, call: requests.Request) -> None:
         """The call is over at the learner."""
-
-
-@dataclass(frozen=True)
-class News:
-    """What a `SessionCore` tells its learner; with an arrival, what has arrived."""
-
-    told: requests.News
-    fetched: Fetched[HeldFragment, Tensor] | None = None
-    advanced: Advanced | None = None
 
 
 @dataclass(eq=False)
@@ -103,7 +99,7 @@ class SessionClient:
         self._open: list[_Open] = []
         self._hung_up: list[_Open] = []
         self._pushes: dict[_Open, tuple[SimulatedDriver, Upload[MemorySlot]]] = {}  # begun at the syncer
-        self._last: tuple[Fetched[HeldFragment, Tensor], Advanced] | None = None  # what was fetched last
+        self._last: tuple[Update, Advanced] | None = None  # what was fetched last
 
     # --- the learner, and time ----------------------------------------------------------------------------------------
 
@@ -157,17 +153,11 @@ class SessionClient:
                     log.warning("%s", text)
                 case requests.Close():
                     self.is_closed = True
-                case requests.TellArrival():
+                case requests.TellArrival(merged=merged):
                     assert self._last is not None
-                    self._on_news(News(action, *self._last))
-                case (
-                    requests.TellStart()
-                    | requests.TellCall()
-                    | requests.TellRejection()
-                    | requests.TellDrained()
-                    | requests.Fail()
-                ):
-                    self._on_news(News(action))
+                    self._on_news(Arrived.of(*self._last, merged))
+                case requests.TellStart() | CallForWork() | Rejected() | Drained() | requests.Fail():
+                    self._on_news(action)
                 case _:
                     self._call(action)
         while self._hung_up:
@@ -318,7 +308,7 @@ class SessionClient:
         except DilocoError as error:
             return self.core.failed(self._now, call, error)
         self.held[call.fragment] = advanced.held
-        self._last = fetched, advanced
+        self._last = fetched.update, advanced
         return self.core.fetched(self._now, call, advanced.held.version, fetched.verdicts)
 
     # --- notices ------------------------------------------------------------------------------------------------------

@@ -13,9 +13,20 @@ from diloco.core.pool import Pool
 from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.delivery import Alarm, Delivery
 from diloco.run.driver import Driver
-from diloco.run.ports import Observer, Ports, SavedRun
-from diloco.run.simulated import MemorySlot, MemorySpool, MemoryStore, SimulatedDisk, SimulatedWorker
+from diloco.run.memory import MemorySpool, MemoryStore
+from diloco.run.ports import Observer, Ports, SavedRun, T, Work
 from diloco.run.tensor_jobs import TensorJobs
+
+
+class InstantWorker:
+    """Does jobs in no time, each as an event of its own, while its driver serves the run."""
+
+    def __init__(self, delivery: Delivery, is_serving: Callable[[], bool]) -> None:
+        self._delivery, self._is_serving = delivery, is_serving
+
+    def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
+        """As `ports.WorkerPort`."""
+        self._delivery.at(self._delivery.now_s(), lambda: done(job()) if self._is_serving() else None)
 
 
 class VirtualSyncer:
@@ -51,13 +62,9 @@ class VirtualSyncer:
     def _start(self) -> SimulatedDriver:
         self._boot += 1
         boot = self._boot
-
-        def later(what: str, fragment: int | None, do: Callable[[], None]) -> None:
-            self._delivery.at(self._delivery.now_s(), lambda: do() if boot == self._boot else None)
-
         self._alarm = Alarm(self._delivery, lambda: self.driver.tick())  # noqa: PLW0108 - of the driver as it is then
-        worker = SimulatedWorker[HeldFragment, MemorySlot, Tensor](self.jobs, later)
-        ports = Ports(self._alarm, MemorySpool(), worker, SimulatedDisk(self.store, later), self._observer)
+        worker = InstantWorker(self._delivery, lambda: boot == self._boot)
+        ports = Ports(self._alarm, MemorySpool(), self.jobs, self.store, worker, self._observer)
         return Driver(
             self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=self.store.load(),
             pool=self._pool,

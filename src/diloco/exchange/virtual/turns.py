@@ -98,13 +98,7 @@ class VirtualTime:
         failed: the learner that raised first.
     """
 
-    def __init__(
-        self,
-        starts_s: Sequence[float],
-        step_s: StepSeconds,
-        sources: Sequence[Source],
-        watch: Watch,
-    ) -> None:
+    def __init__(self, starts_s: Sequence[float], step_s: StepSeconds, sources: Sequence[Source], watch: Watch) -> None:
         self.now = min(starts_s)
         self.failed: int | None = None
         self.news: set[int] = set()
