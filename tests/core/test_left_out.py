@@ -6,7 +6,7 @@ import pytest
 from tests.core.driving import kinds, ledger, publish, restarted, verdicts
 
 from diloco.core.actions import Acknowledge, Action, MergeRound, Publish, Reject
-from diloco.core.contribution import ABANDONED, DROPPED, OUTLIER, Contribution, Verdict
+from diloco.core.contribution import ABANDONED, DROPPED, MISSED, OUTLIER, Contribution, Verdict
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
 from diloco.core.presets import DecoupledDiLoCo, DiLoCo
@@ -165,6 +165,34 @@ def test_a_dropped_contribution_that_is_sent_again_is_not_taken_into_the_next_ro
     for _ in range(2):
         assert core.contributed(0.0, contribution("a", 0))[0] == Acknowledge(contribution("a", 0), duplicate=True)
     assert ledger(core, "a").as_dict() == {"trained": 40, "pending": 40, "merged": 0, "lost": 0, "discarded": {}}
+
+
+def test_a_contribution_that_comes_too_late_is_missed_and_not_dropped() -> None:
+    """Its learner adopts the round's version before it hears of the contribution, and discards the work."""
+    core = dropping("a", "b")
+    for learner in "ab":
+        core.contributed(0.0, contribution(learner, 0))
+    core.joined(0.0, "c")
+    late = contribution("c", 0)
+    assert core.contributed(0.0, late)[0] == Acknowledge(late, duplicate=False)
+    assert Reject(late, MISSED) in publish(core)
+    assert ledger(core, "c").discarded == {MISSED: late.tokens}
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_dropped_work_of_a_learner_that_is_gone_is_lost(comes_back: bool) -> None:
+    """It left after its round was closed, and before it was told."""
+    core = dropping("a", "b")
+    core.contributed(0.0, contribution("a", 0))
+    core.contributed(0.0, contribution("b", 0))
+    core.left(0.0, "a", 1, tokens=40)
+    if comes_back:
+        core.joined(0.0, "a")
+    core.merged(0)
+    written = core.saved(storing=0)
+    core.stored(0.0, 0, written.serial)
+    for each in (core, restarted(core, written, 1.0)):
+        assert ledger(each, "a").as_dict() == {"trained": 40, "pending": 0, "merged": 0, "lost": 40, "discarded": {}}
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

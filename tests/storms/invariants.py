@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco.core.contribution import VERSION, Contribution
+from diloco.core.accounting import Key, key_of
+from diloco.core.contribution import VERSION
 from diloco.core.held import HeldFragment
 from diloco.core.layout import digest
 from diloco.core.learner import LearnerCore
-from diloco.core.syncer import SyncerCore
+from diloco.run.global_model import Fetched
 from diloco.run.ports import MergedRound, SavedRun
 
 
@@ -17,7 +18,7 @@ class BrokenInvariantError(AssertionError):
 
 
 def require(holds: bool, sentence: str) -> None:
-    """Raises BrokenInvariantError."""
+    """Raises BrokenInvariantError. What is looked at after every event raises it itself: sentences take their time."""
     if not holds:
         raise BrokenInvariantError(sentence)
 
@@ -30,12 +31,22 @@ class Ledger:
         digests: of each fragment's versions that were durable, by (fragment, version).
         shown: the newest version of each fragment that a driver has published.
         merged: contributions that are in a durable version, with that version.
+        verdicts: that are durable: why a contribution is rejected; None: it is merged.
     """
 
     digests: dict[tuple[int, int], str] = field(default_factory=dict)
     shown: dict[int, int] = field(default_factory=dict)
-    merged: dict[tuple[str, int, int, int], int] = field(default_factory=dict)
+    merged: dict[Key, int] = field(default_factory=dict)
+    verdicts: dict[Key, str | None] = field(default_factory=dict)
     num_rounds: int = 0
+    _first: dict[int, int] = field(default_factory=dict)
+    """The version of each fragment that the driver which is there has begun with."""
+
+    def recorded(self, verdicts: dict[Key, str | None]) -> None:
+        """These verdicts are on the disk."""
+        for key, reason in verdicts.items():
+            before = self.verdicts.setdefault(key, reason)
+            require(before == reason, f"the verdict on {key} was {before}, and is {reason}")
 
     def durable(self, merged: MergedRound[HeldFragment, object]) -> None:
         """A version is on the disk: it follows the one before, and no contribution is in two."""
@@ -53,7 +64,7 @@ class Ledger:
         for c in merged.action.contributions:
             if c.learner in merged.refused:
                 continue
-            key = _key(c)
+            key = key_of(c)
             require(key not in self.merged, f"{key} is merged in versions {self.merged.get(key)} and {held.version}")
             self.merged[key] = held.version
 
@@ -62,6 +73,7 @@ class Ledger:
         for held in fragments:
             require((held.fragment, 0) not in self.digests, "the run was initialised twice")
             self.digests[held.fragment, 0] = held.digest
+            self._first[held.fragment] = 0
 
     def published(self, fragment: int, version: int) -> None:
         """A driver shows a version: it is durable, and shown versions never go back."""
@@ -79,6 +91,20 @@ class Ledger:
             require(
                 self.digests[held.fragment, newest] == held.digest, f"fragment {held.fragment} has changed on the disk"
             )
+            self._first[held.fragment] = newest
+
+    def fetched(self, fragment: int, base: int, fetched: Fetched[HeldFragment, object], num_due: int) -> None:
+        """A driver answers a fetch: an update, if it has published so few after `base`."""
+        newest = fetched.held.version
+        is_kept = max(self._first[fragment], newest - num_due) <= base < newest
+        require(
+            fetched.payload is not None or not is_kept,
+            f"the update of fragment {fragment} from {base} to {base + 1} is not kept at {newest}",
+        )
+        require(
+            fetched.payload is None or (fetched.update.base, fetched.update.version) == (base, base + 1),
+            f"the update that follows version {base} of fragment {fragment} is {fetched.update}",
+        )
 
     def held(self, learner: str, held: HeldFragment) -> None:
         """A learner holds the bits that were published."""
@@ -101,36 +127,23 @@ class Ledger:
         require(reason != VERSION, f"{learner}'s contribution {number} to fragment {fragment} is of no known version")
         at = self.merged.get((learner, incarnation, fragment, number))
         require(at is None, f"{learner}'s contribution {number} to fragment {fragment}, {reason}, is in version {at}")
+        self.told(learner, incarnation, fragment, number, reason)
 
-
-def check_syncer(core: SyncerCore) -> None:
-    """The ledger of every learner balances: nothing is counted twice, and no token is made up."""
-    for learner, account in core.accounting.accounts.items():
-        for fragment, ledger in enumerate(account.ledgers):
-            acknowledged = sum(
-                c.accounted for c in core.accounting.open.values() if c.learner == learner and c.fragment == fragment
-            )
-            require(
-                ledger.pending >= acknowledged,
-                f"{learner}, fragment {fragment}: {ledger} has less pending than the {acknowledged} acknowledged",
-            )
-            if learner not in core.members:
-                require(
-                    ledger.pending == acknowledged,
-                    f"{learner} is gone, and has {ledger.pending} tokens pending of {acknowledged}",
-                )
+    def told(self, learner: str, incarnation: int, fragment: int, number: int, reason: str | None) -> None:
+        """A learner is told a verdict: it is durable."""
+        key = learner, incarnation, fragment, number
+        require(
+            key in self.verdicts and self.verdicts[key] == reason,
+            f"{key} is told the verdict {reason}, and {self.verdicts.get(key, 'none')} is on the disk",
+        )
 
 
 def check_learner(name: str, core: LearnerCore) -> None:
     """The learner's ledger balances: what is pending is in its hands or in flight."""
     for fragment, work in enumerate(core.fragments):
         in_flight = sum(flight.tokens for flight in work.in_flight if not flight.listed and not flight.is_rejected)
-        require(
-            work.ledger.pending == work.pending_tokens + in_flight,
-            f"{name}, fragment {fragment}: {work.ledger} has not {work.pending_tokens} pending and "
-            f"{in_flight} in flight",
-        )
-
-
-def _key(c: Contribution) -> tuple[str, int, int, int]:
-    return c.learner, c.incarnation, c.fragment, c.number
+        if work.ledger.pending != work.pending_tokens + in_flight:
+            raise BrokenInvariantError(
+                f"{name}, fragment {fragment}: {work.ledger} has not {work.pending_tokens} pending and "
+                f"{in_flight} in flight"
+            )

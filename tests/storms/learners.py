@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tests.storms.drivers import StormClient
 from tests.storms.tensors import StormTensors
 from tests.storms.wire import StormWire, gone
 
@@ -18,7 +19,7 @@ from diloco.core.session import SessionCore, requests
 from diloco.core.session.requests import Identity, Report, TellStart
 from diloco.errors import AlreadyInitialisedError, StaleIncarnationError, StoreError
 from diloco.exchange.base import Arrived
-from diloco.exchange.virtual.client import News, SessionClient
+from diloco.exchange.virtual.client import News
 from diloco.run.ports import InitialModel
 
 if TYPE_CHECKING:
@@ -55,11 +56,21 @@ class Process:
         )  # fmt: skip
         from tests.storms.world import StormClock
 
-        self.client = SessionClient(
+        self.client = StormClient(
             core, self.wire, lambda ring: StormClock(storm, lambda: self._awake(ring)), plan.layout, storm.replicas,
             initial=self._initial, ready=False, overlap=plan.overlaps[learner.index], on_news=self._news,
         )  # fmt: skip
+        self.client.accounts = storm.accounts
         self.client.begin()
+
+    @property
+    def incarnation(self) -> int:
+        """That its core has started as."""
+        return self._incarnation
+
+    def touched(self) -> None:
+        """Something happens here."""
+        self._storm.touched(self._learner)
 
     def _awake(self, event: Callable[[], None]) -> None:
         """Do something, if the process is alive; later, if it is frozen."""
@@ -68,6 +79,7 @@ class Process:
         if self._storm.now_s < self._frozen_until_s:
             self._storm.at(self._frozen_until_s, lambda: self._awake(event))
             return
+        self.touched()
         event()
 
     def freeze(self, seconds: float) -> None:
@@ -267,11 +279,11 @@ class LearnerProcess:
 
     @property
     def core(self) -> LearnerCore | None:
-        process = self._process
+        process = self.process
         return process.core if process is not None and process.is_alive else None
 
     @property
-    def _process(self) -> Process | None:
+    def process(self) -> Process | None:
         """The newest that is alive. Of two that join at once either may be the one that gives up."""
         for each in reversed(self.processes):
             if each.is_alive:
@@ -285,7 +297,7 @@ class LearnerProcess:
 
     def told(self) -> str:
         """For the message of a failure."""
-        core, process = self.core, self._process
+        core, process = self.core, self.process
         phase = process.client.core.phase if process is not None else "gone"
         return f"{self.name}: {phase}, step {core.step if core else None}, waits for {core.waiting() if core else None}"
 
@@ -320,5 +332,5 @@ class LearnerProcess:
 
     def replace(self) -> None:
         """Another process joins by this name."""
-        if self._process is not None and self._process.is_alive and not self.has_finished:
+        if self.process is not None and self.process.is_alive and not self.has_finished:
             self.start()

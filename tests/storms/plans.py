@@ -67,6 +67,8 @@ class Plan:
         starts_s: when each learner starts.
         overlaps: each learner's own τ; None: the method's.
         trains: of each learner, per fragment, the indices of the tensors that it trains; None: all.
+        spool_fits: how many contributions the spool takes until `room_at_s`; None: all.
+        repeats: how often a push, heartbeat or notice arrives twice.
     """
 
     seed: int
@@ -79,6 +81,9 @@ class Plan:
     faults: tuple[Fault, ...]
     overlaps: tuple[int | None, ...]
     trains: tuple[tuple[tuple[int, ...] | None, ...], ...]
+    spool_fits: int | None
+    room_at_s: float
+    repeats: float
 
     @cached_property
     def layout(self) -> Layout:
@@ -105,7 +110,7 @@ def plan_of(seed: int) -> Plan:
     while method is None:
         method = _method(draws, num_learners, num_fragments)
     method = _refined(draws, method)
-    each = range(num_learners)
+    each, has_room = range(num_learners), draws.unit("has room") < 0.8
     sizes = tuple(draws.whole("size", 1, 9) for _ in range(num_fragments))
     return Plan(
         seed,
@@ -120,6 +125,9 @@ def plan_of(seed: int) -> Plan:
         ),
         overlaps=_overlaps(draws, method, num_learners),
         trains=_trains(draws, method, num_learners, sizes),
+        spool_fits=None if has_room else draws.whole("spool fits", 1, 3),
+        room_at_s=0.0 if has_room else draws.between("room at", 2.0, 12.0),
+        repeats=0.0 if draws.unit("repeats") < 0.7 else 0.1,
     )
 
 

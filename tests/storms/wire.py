@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.core.session import requests
-from diloco.errors import UnreachableError
+from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.virtual.client import SimulatedDriver
 
 if TYPE_CHECKING:
@@ -61,9 +61,13 @@ class StormWire:
                 and driver is not None
                 and self._storm.boot == connection.boot
             ):
+                self._storm.touched()
+                self._storm.progress.heard_s[self._process.name] = self._storm.now_s
                 arrive(driver)
 
         self._carry(connection, "up", num_bytes, arrives)
+        if self._repeats(call, num_bytes):
+            self._storm.after(self._delay("again", 0), lambda: self._again(connection.boot, call, arrive))
 
     def down(self, call: requests.Request, num_bytes: int, arrive: Callable[[], None]) -> None:
         connection = self._of.get(id(call))
@@ -72,9 +76,35 @@ class StormWire:
 
         def arrives() -> None:
             if connection.is_open and not connection.is_silent and self._process.is_alive:
+                self._process.touched()
                 arrive()
 
         self._carry(connection, "down", num_bytes, arrives)
+        if isinstance(call, requests.Watch) and self._repeats(call, num_bytes):
+            self._storm.after(self._delay("again", 0), arrives)
+
+    def _repeats(self, call: requests.Request, num_bytes: int) -> bool:
+        """Whether a message arrives once more. Of a push that is its end, which comes with its payload."""
+        is_one = isinstance(call, requests.Beat | requests.Watch) or (isinstance(call, requests.Push) and num_bytes > 0)
+        repeats = self._storm.plan.repeats
+        return is_one and repeats > 0 and self._storm.draws.unit(f"{self._name} repeats") < repeats
+
+    def _again(self, boot: int, call: requests.Request, arrive: Callable[[SimulatedDriver], None]) -> None:
+        """A request arrives once more, be it from a connection that is broken by now."""
+        driver = self._storm.driver
+        if driver is None or self._storm.boot != boot:
+            return
+        self._storm.touched()
+        if not isinstance(call, requests.Push):
+            arrive(driver)
+            return
+        payload = self._storm.accounts.payload(call.contribution)
+        try:
+            upload = driver.begin_push(call.contribution, payload.numel(), boot=call.boot)
+        except DilocoError:
+            return
+        upload.slot.payload = payload
+        driver.complete_push(upload, lambda _: None)
 
     def _carry(self, connection: _Connection, direction: str, num_bytes: int, arrives: Callable[[], None]) -> None:
         at_s = max(self._storm.now_s, self._frozen_until_s) + self._delay(direction, num_bytes)
@@ -131,6 +161,7 @@ class StormWire:
 
         def tell() -> None:
             if self._storm.driver is not None and self._storm.boot == boot:
+                self._storm.touched()
                 for each in broken:
                     each()
 

@@ -10,25 +10,28 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
-from tests.run.memory import LaterWorker
+from tests.run.memory import LimitedSpool
+from tests.storms.accounts import Accounts
 from tests.storms.draws import Draws
-from tests.storms.invariants import BrokenInvariantError, Ledger, check_learner, check_syncer, require
+from tests.storms.drivers import RecordingStore, RecordingWorker, StormDriver, StormJobs
+from tests.storms.invariants import BrokenInvariantError, Ledger, check_learner, require
 from tests.storms.learners import LearnerProcess
 from tests.storms.plans import Fault, Plan
-from torch import Tensor
+from tests.storms.progress import LOOK_S, Progress
+from tests.storms.wire import STALL_S
 
-from diloco.core.held import HeldFragment
+from diloco.core.accounting import Key
+from diloco.core.contribution import OUTLIER
 from diloco.core.rounds import AllLive
-from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
-from diloco.run.driver import Driver
-from diloco.run.memory import POINTS, MemorySpool, MemoryStore
-from diloco.run.ports import InitialModel, Json, MergedRound, NullObserver, Observer, Ports, RunMethod
-from diloco.run.tensor_jobs import TensorJobs
+from diloco.run.memory import POINTS
+from diloco.run.ports import Ports
 
-PATIENCE_S = 120.0
-"""Bound of what may take time after the last fault: a learner's next step, and the end of a round that has enough
-contributions."""
+END_S = 60.0
+"""By then all is over after the last learner has left: what it left behind has its deadlines behind it."""
+
+MOST_AT_ONCE = 1000
+"""Events without time between them."""
 
 DURATIONS_S = {"check": (0.0, 0.03), "close": (0.0, 0.3), "write": (0.0, 0.1), "written": (0.0, 0.03)}
 """Of the syncer's jobs and writes."""
@@ -46,7 +49,12 @@ class Storm:
     Attributes:
         now_s: virtual time.
         driver: of the syncer's process; None: it is not there.
+        began_s: when that process began.
+        quiet_s: when the last fault was over.
+        calm_s: when the last one of all will be.
         ledger: what is durable.
+        accounts: where the tokens are.
+        progress: what goes on.
         num_events: that have happened.
     """
 
@@ -57,25 +65,31 @@ class Storm:
         self.now_s = 0.0
         self.num_events = 0
         self.ledger = Ledger()
-        self.driver: SimulatedDriver | None = None
+        self.accounts = Accounts(self.ledger)
+        self.driver: StormDriver | None = None
         self.replicas = Replicas(plan.method)
-        self.jobs = TensorJobs(plan.method, seconds=None, in_place=True)
+        self.jobs = StormJobs(plan.method, self.accounts)
         self.boot = 0
+        self.began_s = self.quiet_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned = 0
         self._look_s = 0.0
-        self._is_stranded = False
-        self._still: dict[object, tuple[object, float]] = {}
-        """What stands still: the learner or fragment, the step or version that it is at, and since when."""
-        self._calm_s = max((fault.at_s + fault.seconds for fault in self.faults), default=0.0) + max(plan.starts_s)
+        self._num_at_once = 0
+        self._is_driver_touched = False
+        self._touched: dict[LearnerProcess, None] = {}
+        self.progress = Progress(self)
+        ends_s = (*(fault.at_s + fault.seconds for fault in self.faults), plan.room_at_s)
+        self.calm_s = max(ends_s) + max(plan.starts_s)
         self._tears_at: int | None = None
         self._refuses_until_s = -math.inf
-        self._store = _RecordingStore(self.ledger, self._at_point)
+        self._store = RecordingStore(self.ledger, self._at_point)
+        self._spool = LimitedSpool()
         self.learners = [LearnerProcess(self, index) for index in range(len(plan.step_s))]
         for learner, at_s in zip(self.learners, plan.starts_s, strict=True):
             self.at(at_s, learner.start)
         for fault in self.faults:
             self.at(fault.at_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+        self.at(plan.room_at_s, self._make_room)
         self._start_syncer()
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -93,27 +107,52 @@ class Storm:
         """Until every learner has finished and left; raises AssertionError where something does not hold."""
         while not self._is_over:
             require(bool(self._events), "nothing will ever happen again")
-            self.now_s, _, event = heapq.heappop(self._events)
-            self.num_events += 1
-            try:
-                event()
-            except ProcessKilled:
-                self._kill_syncer(1.0)
-            self._check()
-            if self.now_s >= self._look_s:
-                self._look_s = self.now_s + 1.0
-                self._check_progress()
+            self._happen()
+        if all(learner.has_finished for learner in self.learners):
+            self._wind_up()
+
+    def _happen(self) -> None:
+        """The next event."""
+        before_s = self.now_s
+        self.now_s, _, event = heapq.heappop(self._events)
+        self.num_events += 1
+        self._num_at_once = self._num_at_once + 1 if self.now_s == before_s else 0
+        if self._num_at_once >= MOST_AT_ONCE:
+            raise BrokenInvariantError(f"something happens again and again: {self.standstill()}")
+        try:
+            event()
+        except ProcessKilled:
+            self._kill_syncer(1.0)
+        self._check()
+        if self.now_s >= self._look_s:
+            self._look_s = self.now_s + LOOK_S
+            self.progress.look()
+
+    def _wind_up(self) -> None:
+        """What learners have left behind ends too."""
+        end_s = max(self.now_s, self.calm_s) + END_S
+        while self._events and self._events[0][0] <= end_s:
+            self._happen()
+        assert self.driver is not None
+        there = {learner.name for learner in self.learners if any(each.is_alive for each in learner.processes)}
+        gone = self.driver.core.members.keys() - there
+        require(not gone, f"{gone} are members to the end")
+        num_bytes = sum(self.jobs.contribution_bytes(self.plan.sizes[c.fragment]) for c in self.accounts.open.values())
+        require(
+            self._spool.held_bytes == num_bytes,
+            f"the spool holds {self._spool.held_bytes} bytes, and {num_bytes} are of open contributions",
+        )
 
     @property
     def _is_over(self) -> bool:
         """When the others have finished, those that are left may be too few to begin, or to end a scheduled round where
         the syncer did not hear of the others' end."""
         left = [learner for learner in self.learners if not learner.has_finished]
-        are_too_few = len(left) < self.plan.method.quorum.at_least
-        return not left or self._is_stranded or (are_too_few and all(learner.waits_for_others for learner in left))
+        is_stuck = len(left) < self.plan.method.quorum.at_least and all(learner.waits_for_others for learner in left)
+        return not left or self.progress.is_stranded or is_stuck
 
     @property
-    def _lacks_a_goodbye(self) -> bool:
+    def lacks_a_goodbye(self) -> bool:
         """Whether a learner has finished while the syncer was away, and fewer than `at_least` are left or known to have
         ended."""
         if self.driver is None or not isinstance(self.plan.method.quorum, AllLive):
@@ -122,40 +161,31 @@ class Storm:
         num_known = sum(not learner.has_finished or learner.name in ended for learner in self.learners)
         return num_known < self.plan.method.quorum.at_least
 
-    def _standstill(self) -> str:
+    def standstill(self) -> str:
+        """For the message of a failure."""
         rounds = "no syncer" if self.driver is None else str(self.driver.status()["fragments"])
         return "; ".join([*(learner.told() for learner in self.learners), rounds])
 
+    def touched(self, learner: LearnerProcess | None = None) -> None:
+        """Something happens at a learner; None: at the syncer."""
+        if learner is None:
+            self._is_driver_touched = True
+        else:
+            self._touched[learner] = None
+
     def _check(self) -> None:
-        if self.driver is not None and self.driver.state.is_initialised:
-            check_syncer(self.driver.core)
+        """What the event has changed is as it must be."""
+        is_touched, self._is_driver_touched = self._is_driver_touched, False
+        if is_touched and self.driver is not None and self.driver.state.is_initialised:
+            self.accounts.take_events(self.now_s)
+            self.accounts.check(self.driver.core)
             for fragment, version in enumerate(self.driver.state.versions):
                 self.ledger.published(fragment, version)
-        for learner in self.learners:
+        for learner in self._touched:
             if learner.core is not None:
                 check_learner(learner.name, learner.core)
-
-    def _check_progress(self) -> None:
-        """Learners go on, and rounds that have enough contributions end."""
-        for learner in self.learners:
-            core = learner.core
-            self._moves(learner.name, None if learner.has_finished else (id(core), core.step if core else 0))
-        if self.driver is None or not self.driver.state.is_initialised:
-            return
-        rounds, at_least = self.driver.core.rounds, self.plan.method.quorum.at_least
-        for fragment, version in enumerate(self.driver.state.versions):
-            self._moves(fragment, version if len(rounds.roster(fragment)[0]) >= at_least else None)
-
-    def _moves(self, what: object, at: object) -> None:
-        """`at`: where it is; None: it need not go on."""
-        before, since_s = self._still.get(what, (None, 0.0))
-        if at is None or at != before:
-            self._still[what] = at, self.now_s
-        elif self.now_s - max(since_s, self._calm_s) > PATIENCE_S:
-            if self._lacks_a_goodbye:
-                self._is_stranded = True
-                return
-            raise BrokenInvariantError(f"{what} does not go on: {self._standstill()}")
+                self.accounts.check_learner(learner.name, learner.process.incarnation, learner.core)
+        self._touched.clear()
 
     # --- the syncer's process -----------------------------------------------------------------------------------------
 
@@ -170,20 +200,48 @@ class Storm:
 
         def later(what: str, fragment: int | None, do: Callable[[], None]) -> None:
             low, high = DURATIONS_S[what]
-            self.after(self.draws.between(f"{what} {fragment}", low, high), lambda: do() if self.boot == boot else None)
+            self.after(self.draws.between(f"{what} {fragment}", low, high), lambda: at_syncer(do))
+
+        def at_syncer(do: Callable[[], None]) -> None:
+            if self.driver is not None and self.boot == boot:
+                self.touched()
+                do()
+
+        def recorded_with(fragment: int | None) -> dict[Key, str | None]:
+            assert self.driver is not None
+            self.accounts.take_events(self.now_s)
+            if fragment is None:
+                return self.accounts.recorded_with((), ())
+            core = self.driver.core
+            closing = core.fragments[fragment].closing
+            assert closing is not None
+            refused = [(c, OUTLIER) for c in closing.refused]
+            return self.accounts.recorded_with(closing.contributions, [*refused, *core.rounds.left_out(fragment)])
 
         saved = self._store.load()
         if saved is not None:
             self.ledger.restored(saved)
-        observer: Observer = NullObserver()
-        clock = StormClock(self, lambda: self.driver.tick() if self.driver is not None and self.boot == boot else None)
-        ports = Ports(clock, MemorySpool(), self.jobs, self._store, LaterWorker(later), observer)
-        self.driver = Driver(RUN, self.plan.method, ports, boot=boot, saved=saved)
+        self.accounts.restarted()
+        worker = RecordingWorker(self._store, later, recorded_with)
+        clock = StormClock(self, lambda: at_syncer(self.driver.tick) if self.driver is not None else None)
+        is_small = self.plan.spool_fits is not None and self.now_s < self.plan.room_at_s
+        room_bytes = (self.plan.spool_fits or 0) * self.jobs.contribution_bytes(max(self.plan.sizes))
+        self._spool = LimitedSpool(room_bytes if is_small else None)
+        ports = Ports(clock, self._spool, self.jobs, self._store, worker, self.accounts)
+        self.began_s = self.quiet_s = max(self.now_s, self.quiet_s)
+        self.driver = StormDriver(RUN, self.plan.method, ports, boot=boot, saved=saved)
+        self.driver.ledger, self.driver.accounts = self.ledger, self.accounts
+        self.touched()
+
+    def _make_room(self) -> None:
+        self._spool.budget_bytes = None
+        self.quiet_s = max(self.quiet_s, self.now_s)
 
     def _kill_syncer(self, back_s: float) -> None:
         if self.driver is None:
             return
         self.driver = None
+        self.quiet_s = max(self.quiet_s, self.now_s + back_s)
         self.boot += 1
         for learner in self.learners:
             for process in learner.processes:
@@ -202,6 +260,8 @@ class Storm:
 
     def _strike(self, fault: Fault) -> None:
         learner = self.learners[fault.learner]
+        stall_s = STALL_S if fault.kind == "half open" else 0.0
+        self.quiet_s = max(self.quiet_s, self.now_s + fault.seconds + stall_s)
         match fault.kind:
             case "kill syncer":
                 self._kill_syncer(fault.seconds)
@@ -245,27 +305,3 @@ class StormClock:
         if at_s == self._at_s:
             self._at_s = math.inf
             self._ring()
-
-
-class _RecordingStore(MemoryStore[HeldFragment, Tensor]):
-    """Tells the ledger what is durable, also where the process dies at that very step."""
-
-    def __init__(self, ledger: Ledger, at: Callable[[str], None]) -> None:
-        super().__init__(at)
-        self._ledger = ledger
-
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
-        before = self._saved
-        try:
-            super().initialise(run, method, model)
-        finally:
-            if self._saved is not before:
-                self._ledger.initial(model.fragments)
-
-    def publish(self, merged: MergedRound[HeldFragment, Tensor], record: Json) -> None:
-        before = self._saved
-        try:
-            super().publish(merged, record)
-        finally:
-            if self._saved is not before:
-                self._ledger.durable(merged)

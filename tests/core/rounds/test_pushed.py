@@ -18,6 +18,7 @@ from diloco.core.method import Method
 from diloco.core.outer import DelayedNesterov
 from diloco.core.presets import AsyncDiLoCo, DelayedDiLoCo, method_from_table
 from diloco.core.rounds import QUORUMS
+from diloco.core.rounds.late import Late
 from diloco.core.rounds.pushed import Pushed
 from diloco.core.rounds.scheduled import AllLive
 from diloco.errors import ConfigError
@@ -155,8 +156,8 @@ def test_dynamic_steps_follow_the_measured_speed() -> None:
 # --- the learner's half -----------------------------------------------------------------------------------------------
 
 
-def learner_of(*, wait: bool = False, keeps_pending: bool = False) -> LearnerCore:
-    rules = replace(method(Pushed()).rules(1), wait=wait, keeps_pending=keeps_pending)
+def learner_of(*, wait: bool = False, keeps_pending: bool = False, late: Late = "merge") -> LearnerCore:
+    rules = replace(method(Pushed(late=late)).rules(1), wait=wait, keeps_pending=keeps_pending)
     return LearnerCore(rules, [0])
 
 
@@ -214,6 +215,21 @@ def test_a_learner_whose_push_was_rejected_adopts_the_newest_version() -> None:
     assert core.adoptions() == ((0, 1),)
     core.adopted(0, 1)
     assert core.fragments[0].ledger.discarded == {"outlier": 20}
+
+
+@pytest.mark.parametrize(("late", "bases"), [("merge", [0]), ("drop", [])])
+def test_where_late_pushes_are_dropped_a_newer_version_is_adopted_before_the_next_push(
+    late: Late, bases: list[int]
+) -> None:
+    """The verdict and the version have come when the next push is due. Sent before it is adopted, that push would be
+    late too, and so on: the learner's work would never be merged."""
+    core = learner_of(late=late)
+    for _ in range(7):
+        core.stepped(5)
+    core.received(0, 1, 0)
+    core.rejected(0, 1, "late")
+    assert [send.base for send in core.stepped(5)] == bases
+    assert core.adoptions() == (() if bases else ((0, 1),))
 
 
 def test_a_pace_of_its_own_sets_the_next_push() -> None:

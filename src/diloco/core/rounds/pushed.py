@@ -62,7 +62,7 @@ class Pushed(Quorum):
         return PushedSyncer(self, run)
 
     def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> PushedLearner:
-        return PushedLearner(rules, fragments, step)
+        return PushedLearner(self, rules, fragments, step)
 
 
 class PushedSyncer(SyncerRounds):
@@ -169,8 +169,9 @@ class PushedSyncer(SyncerRounds):
 class PushedLearner(LearnerRounds):
     """The learner's half: the newest version is adopted once the learner's last push is merged or rejected."""
 
-    def __init__(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> None:
+    def __init__(self, quorum: Pushed, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> None:
         self._rules, self.fragments = rules, fragments
+        self._sends_late = quorum.late == "merge"
         self._push_at = [rules.schedule.next_send(fragment, step) for fragment in range(len(fragments))]
         self._push_every = [0] * len(fragments)
         """Inner steps from the last push to `_push_at`."""
@@ -181,9 +182,11 @@ class PushedLearner(LearnerRounds):
         return [fragment for fragment, at in enumerate(self._push_at) if at <= step]
 
     def next_round(self, fragment: int) -> int | None:
-        """The adopted version, unless a push that was measured from it is still unanswered."""
+        """The adopted version, unless a push that was measured from it is still unanswered. Where late pushes are
+        dropped, a newer version that may be adopted is adopted first."""
         work = self.fragments[fragment]
-        return None if late.is_answered(work) else work.version
+        is_late = self._answered[fragment] and bool(work.received) and not self._sends_late
+        return None if is_late or late.is_answered(work) else work.version
 
     def sent(self, fragment: int, step: int, sync_every: int | None) -> None:
         self._push_every[fragment] = sync_every or self._rules.schedule.sync_every_at(step + 1)

@@ -205,11 +205,11 @@ class ScheduledSyncer(SyncerRounds):
         return schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
 
     def _too_late(self, c: Contribution) -> str | None:
-        """A contribution to a closed round."""
-        reason = DROPPED if self._quorum.drops(c.learner, c.fragment, c.round) else MISSED
+        """A contribution to a closed round. It is missed where it would have been dropped, too: its learner may have
+        adopted the round's version by now, and discarded the work."""
         if c.round < self._run.fragments[c.fragment].version:
-            return reason
-        self._rounds[c.fragment][c.round].left_out.append((c, reason))
+            return MISSED
+        self._rounds[c.fragment][c.round].left_out.append((c, MISSED))
         return None
 
     def update(self, now: float) -> set[str]:

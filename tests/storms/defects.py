@@ -1,0 +1,220 @@
+"""Defects that are put in on purpose. Storms find each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco.core.accounting import Account, Accounting
+from diloco.core.contribution import MISSED, OUT_OF_STEP, Contribution, Verdict
+from diloco.core.learner import LearnerCore
+from diloco.core.members import Deadlines
+from diloco.core.rounds import Called, Pushed, late
+from diloco.core.rounds.called import CalledLearner, CalledSyncer
+from diloco.core.rounds.pushed import PushedLearner
+from diloco.core.session.model_cache import ModelCache
+from diloco.core.session.outbox import Outbox
+from diloco.core.syncer import SyncerCore
+from diloco.learner.error_feedback import ErrorFeedback
+from diloco.run.driver import Driver
+from diloco.run.global_model import GlobalModel
+
+Defect = Callable[[pytest.MonkeyPatch], None]
+
+
+# --- contributions ----------------------------------------------------------------------------------------------------
+
+
+def forgets_that_it_was_merged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Accounting, "is_known", lambda self, c: False)
+
+
+def never_sends_again(patch: pytest.MonkeyPatch) -> None:
+    take = Outbox.next
+    patch.setattr(Outbox, "next", lambda self, boot: c if (c := take(self, 1)) is not None and boot == 1 else None)
+
+
+def sends_again_under_a_new_number(patch: pytest.MonkeyPatch) -> None:
+    acknowledged = Outbox.acknowledged
+
+    def renumbered(self: Outbox, c: Contribution, boot: int) -> None:
+        acknowledged(self, c, boot)
+        if boot > 1 and c.number < 100:
+            self.add(replace(c, number=c.number + 100, tokens=0, discarded=()))
+
+    patch.setattr(Outbox, "acknowledged", renumbered)
+
+
+def mixes_payloads_up(patch: pytest.MonkeyPatch) -> None:
+    close = Driver._close
+
+    def swapped(self: Driver[Any, Any, Any], action: Any) -> None:
+        keys = action.contributions
+        slots = [self._slots[c] for c in keys]
+        self._slots.update(zip(keys, reversed(slots), strict=True))
+        close(self, action)
+
+    patch.setattr(Driver, "_close", swapped)
+
+
+def keeps_what_was_cut(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Driver, "cut_push", lambda self, push, no_room=None: None)
+
+
+def keeps_what_a_rejected_contribution_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ErrorFeedback, "roll_back", lambda self, fragment, number: None)
+
+
+# --- calls and rounds -------------------------------------------------------------------------------------------------
+
+
+def never_calls(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CalledSyncer, "calls", lambda self, learner: ())
+
+
+def loses_calls(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ModelCache, "called", lambda self, calls: [])
+
+
+def ignores_calls(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CalledLearner, "called", lambda self, fragment, version: False)
+
+
+def repeats_calls_that_are_answered(patch: pytest.MonkeyPatch) -> None:
+    def calls(self: CalledSyncer, learner: str) -> tuple[tuple[int, int], ...]:
+        return tuple((fragment, self._run.fragments[fragment].version) for fragment in sorted(self._called))
+
+    patch.setattr(CalledSyncer, "calls", calls)
+
+
+def scales_too_much(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CalledSyncer, "scale", lambda self, fragment, closed, weights: 7.0)
+
+
+def never_scales(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(late, "scale", lambda *_: 1.0)
+
+
+def pushes_only_once(patch: pytest.MonkeyPatch) -> None:
+    due = PushedLearner.due
+    patch.setattr(
+        PushedLearner, "due", lambda self, step: [f for f in due(self, step) if self.fragments[f].number == 0]
+    )
+
+
+# --- tokens and verdicts ----------------------------------------------------------------------------------------------
+
+
+def counts_merged_tokens_as_discarded(patch: pytest.MonkeyPatch) -> None:
+    count = Account.count
+    patch.setattr(Account, "count", lambda self, c, reason, version: count(self, c, reason or MISSED, version))
+
+
+def discards_nothing(patch: pytest.MonkeyPatch) -> None:
+    count = Account.count
+
+    def kept(self: Account, c: Contribution, reason: str | None, version: int) -> None:
+        count(self, c, reason and OUT_OF_STEP, version)
+
+    patch.setattr(Account, "count", kept)
+
+
+def books_nothing_as_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Accounting, "end", lambda self, learner: None)
+
+
+def books_acknowledged_work_as_lost(patch: pytest.MonkeyPatch) -> None:
+    def end(self: Accounting, learner: str) -> None:
+        self.accounts[learner].is_gone = True
+        for ledger in self.accounts[learner].ledgers:
+            ledger.lose()
+
+    patch.setattr(Accounting, "end", end)
+
+
+def keeps_verdicts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Accounting, "confirm", lambda self, learner, confirmed: None)
+
+
+def confirms_what_has_no_verdict(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Outbox, "confirmed", property(lambda self: tuple(self._newest)))
+
+
+def tells_verdicts_before_they_are_durable(patch: pytest.MonkeyPatch) -> None:
+    def verdicts(self: Accounting, learner: str) -> tuple[Verdict, ...]:
+        return tuple(verdict for _, verdict in sorted(self.accounts[learner].verdicts.items()))
+
+    patch.setattr(Accounting, "verdicts", verdicts)
+
+
+def hears_no_rejection(patch: pytest.MonkeyPatch) -> None:
+    take = Outbox.take
+
+    def merged(self: Outbox, verdicts: Iterable[Verdict]) -> Sequence[tuple[Verdict, Contribution]]:
+        return take(self, [replace(each, reason=None) for each in verdicts])
+
+    patch.setattr(Outbox, "take", merged)
+
+
+def misses_what_was_merged(patch: pytest.MonkeyPatch) -> None:
+    received = LearnerCore.received
+    patch.setattr(LearnerCore, "received", lambda self, fragment, version, merged: received(self, fragment, version, 0))
+
+
+# --- members and versions ---------------------------------------------------------------------------------------------
+
+
+def saves_nothing_of_learners(patch: pytest.MonkeyPatch) -> None:
+    def restore(self: SyncerCore, now: float, values: Any) -> None:
+        self.step = values["step"]
+
+    patch.setattr(SyncerCore, "restore", restore)
+
+
+def never_evicts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Deadlines, "ends_at", lambda self, member: member.seen_at + 1e6)
+
+
+def keeps_too_few_updates(patch: pytest.MonkeyPatch) -> None:
+    take = GlobalModel.take
+
+    def fewer(self: GlobalModel[Any, Any], *taken: Any) -> None:
+        take(self, *taken)
+        for fragment in self._fragments:
+            if len(fragment.updates) > 1:
+                fragment.updates.popleft()
+
+    patch.setattr(GlobalModel, "take", fewer)
+
+
+DEFECTS: dict[Defect, type | None] = {
+    forgets_that_it_was_merged: None,
+    never_sends_again: None,
+    sends_again_under_a_new_number: None,
+    mixes_payloads_up: None,
+    keeps_what_was_cut: None,
+    keeps_what_a_rejected_contribution_lost: None,
+    never_calls: Called,
+    loses_calls: Called,
+    ignores_calls: Called,
+    repeats_calls_that_are_answered: Called,
+    scales_too_much: Called,
+    never_scales: None,
+    pushes_only_once: Pushed,
+    counts_merged_tokens_as_discarded: None,
+    discards_nothing: None,
+    books_nothing_as_lost: None,
+    books_acknowledged_work_as_lost: None,
+    keeps_verdicts: None,
+    confirms_what_has_no_verdict: None,
+    tells_verdicts_before_they_are_durable: None,
+    hears_no_rejection: None,
+    misses_what_was_merged: None,
+    saves_nothing_of_learners: None,
+    never_evicts: None,
+    keeps_too_few_updates: None,
+}
+"""Each with the quorum that it needs; None: any."""

@@ -1,0 +1,137 @@
+"""The driver of a storm, its jobs, store and worker, and the client of a learner, which tell what they do to what
+checks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tests.run.memory import Later, LaterWorker
+from tests.storms.accounts import Accounts
+from tests.storms.invariants import Ledger
+from torch import Tensor
+
+from diloco.core.accounting import Key
+from diloco.core.actions import MergeRound
+from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.held import HeldFragment
+from diloco.core.layout import Layout
+from diloco.core.method import Method
+from diloco.errors import PayloadError
+from diloco.exchange.virtual.client import SessionClient
+from diloco.run.driver import Driver
+from diloco.run.global_model import Fetched
+from diloco.run.memory import MemorySlot, MemoryStore
+from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, T, Work
+from diloco.run.tensor_jobs import TensorJobs, TensorSlot
+
+
+class StormDriver(Driver[HeldFragment, MemorySlot, Tensor]):
+    """What learners hear and fetch, and what is closed, is looked at. `ledger` and `accounts` are set at once."""
+
+    ledger: Ledger
+    accounts: Accounts
+
+    def standing(self, learner: str) -> Standing:
+        standing = super().standing(learner)
+        self._told(learner, standing.verdicts)
+        return standing
+
+    def fetch(self, fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Fetched[HeldFragment, Tensor]:
+        fetched = super().fetch(fragment, base, learner, incarnation)
+        overlap, schedule = self.core.members[learner].overlap, self.core.rules.schedule
+        in_flight = schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
+        self.ledger.fetched(fragment, base, fetched, num_due=1 + in_flight)
+        self._told(learner, fetched.verdicts)
+        return fetched
+
+    def _close(self, action: MergeRound) -> None:
+        absent = sorted(action.members.difference(c.learner for c in action.contributions))
+        tokens = [self.core.pending_tokens(learner, action.fragment) for learner in absent]
+        self.accounts.scaled(self.state.method, action, tokens)
+        super()._close(action)
+
+    def _told(self, learner: str, verdicts: Sequence[Verdict]) -> None:
+        incarnation = self.core.members[learner].incarnation
+        for it in verdicts:
+            self.ledger.told(learner, incarnation, it.fragment, it.number, it.reason)
+
+
+class StormClient(SessionClient):
+    """What a learner offers is noted. `accounts` is set before anything is offered."""
+
+    accounts: Accounts
+
+    def offer(self, c: Contribution, payload: Tensor) -> None:
+        self.accounts.sent(c, payload)
+        super().offer(c, payload)
+
+
+class StormJobs(TensorJobs):
+    """What is merged is looked at."""
+
+    def __init__(self, method: Method, accounts: Accounts) -> None:
+        super().__init__(method, seconds=None, in_place=True)
+        self._accounts = accounts
+
+    def close(
+        self, action: MergeRound, layout: Layout, held: HeldFragment, slots: Sequence[TensorSlot]
+    ) -> MergedRound[HeldFragment, Tensor] | PayloadError:
+        self._accounts.closing(action, [slot.tensor for slot in slots])
+        return super().close(action, layout, held, slots)
+
+
+class RecordingStore(MemoryStore[HeldFragment, Tensor]):
+    """Tells the ledger what is durable, also where the process dies at that very step.
+
+    Attributes:
+        verdicts: that become durable with the write which is under way.
+    """
+
+    def __init__(self, ledger: Ledger, at: Callable[[str], None]) -> None:
+        super().__init__(at)
+        self.verdicts: dict[Key, str | None] = {}
+        self._ledger = ledger
+
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
+        before = self._saved
+        try:
+            super().initialise(run, method, model)
+        finally:
+            if self._saved is not before:
+                self._ledger.initial(model.fragments)
+
+    def publish(self, merged: MergedRound[HeldFragment, Tensor], record: Json) -> None:
+        before = self._saved
+        try:
+            super().publish(merged, record)
+        finally:
+            if self._saved is not before:
+                self._ledger.durable(merged)
+                self._ledger.recorded(self.verdicts)
+
+    def save_record(self, record: Json) -> None:
+        before = self._saved
+        try:
+            super().save_record(record)
+        finally:
+            if self._saved is not before:
+                self._ledger.recorded(self.verdicts)
+
+
+class RecordingWorker(LaterWorker):
+    """Knows which verdicts are in a record, which is taken when its write begins.
+
+    Arguments:
+        recorded_with: the verdicts of a write that begins now; with it comes a version of this fragment, if any.
+    """
+
+    def __init__(
+        self, store: RecordingStore, later: Later, recorded_with: Callable[[int | None], dict[Key, str | None]]
+    ) -> None:
+        super().__init__(later)
+        self._store, self._recorded_with = store, recorded_with
+
+    def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
+        if what == "write":
+            self._store.verdicts = self._recorded_with(fragment)
+        super().submit(what, fragment, job, done)

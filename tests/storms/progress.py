@@ -1,0 +1,136 @@
+"""That a storm goes on: learners take steps, rounds are closed, versions rise, and members that are gone are evicted.
+
+It is looked at once a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tests.storms.invariants import BrokenInvariantError, require
+
+from diloco.core.members import Deadlines
+from diloco.core.rounds import AllLive
+from diloco.core.rounds.late import num_needed
+
+if TYPE_CHECKING:
+    from tests.storms.world import Storm
+
+PATIENCE_S = 120.0
+"""Bound of what may take time after the last fault: a learner's next step, and the end of a round that has enough
+contributions."""
+
+RISES_S = 12.0
+"""Bound, together with a number of inner steps, of the time to the next version of a fragment, while no fault happens
+and the syncer knows who trains: that a call is heard and answered, that the grace window ends, that work is merged and
+stored, with messages that take up to two seconds more than others."""
+
+LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Quiet:
+    """A time without faults and changes of the members.
+
+    Attributes:
+        at: version of the fragment, and the learners that train.
+        since_s: when it began.
+        steps: of each learner, then.
+    """
+
+    at: tuple[object, ...]
+    since_s: float
+    steps: dict[str, int]
+
+
+class Progress:
+    """Of one storm.
+
+    Attributes:
+        is_stranded: of a scheduled run those that are left are too few to end a round.
+        heard_s: when anything of a learner's newest process arrived last.
+    """
+
+    def __init__(self, storm: Storm) -> None:
+        self.is_stranded = False
+        self.heard_s: dict[str, float] = {}
+        self._storm = storm
+        self._quorum = storm.plan.method.quorum
+        self._still: dict[object, tuple[object, float]] = {}
+        """What stands still: the learner or fragment, the step or version that it is at, and since when."""
+        self._quiet: dict[int, _Quiet] = {}
+        rules = storm.plan.method.rules(len(storm.plan.sizes))
+        overlaps = [rules.schedule.overlap, *(overlap for overlap in storm.plan.overlaps if overlap is not None)]
+        self._rise_steps = 2 * storm.plan.method.sync_every + max(overlaps) + 2
+        """Inner steps of the slowest learner in which each fragment gets a version."""
+
+    def look(self) -> None:
+        """Raises BrokenInvariantError."""
+        storm = self._storm
+        for learner in storm.learners:
+            core = learner.core
+            self._moves(learner.name, None if learner.has_finished else (id(core), core.step if core else 0))
+        if storm.driver is None or not storm.driver.state.is_initialised:
+            self._quiet.clear()
+            return
+        core = storm.driver.core
+        running = {
+            learner.name: learner.core.step
+            for learner in storm.learners
+            if learner.core is not None and learner.process.client.core.phase == "running"
+        }
+        for fragment, version in enumerate(storm.driver.state.versions):
+            contributors, members = core.rounds.roster(fragment)
+            at_least = self._quorum.at_least
+            needed = at_least if isinstance(self._quorum, AllLive) else num_needed(at_least, members)
+            self._moves(fragment, version if len(contributors) >= needed else None)
+            self._rises(fragment, version, running)
+        storm.accounts.check_confirmed(core, storm.now_s, storm.quiet_s, tuple(running))
+        self.check_members()
+
+    def check_members(self) -> None:
+        """Members of which nothing was heard for longer than their deadline have been evicted."""
+        storm, deadlines = self._storm, Deadlines()
+        assert storm.driver is not None
+        for member in storm.driver.core.members:
+            heard_s = max(self.heard_s.get(member, 0.0), storm.began_s)
+            lost_s = deadlines.lost_after_s(storm.plan.step_s[int(member.removeprefix("learner-"))])
+            require(
+                storm.now_s - heard_s <= lost_s + 2 * LOOK_S,
+                f"{member} is a member, and nothing was heard of it since {heard_s:.1f} s",
+            )
+
+    def _rises(self, fragment: int, version: int, running: dict[str, int]) -> None:
+        """While all learners train, versions rise."""
+        storm = self._storm
+        assert storm.driver is not None
+        ready = {learner for learner, member in storm.driver.core.members.items() if member.ready}
+        is_scheduled = isinstance(self._quorum, AllLive)
+        if not running or ready != running.keys() or (is_scheduled and len(running) < self._quorum.at_least):
+            self._quiet.pop(fragment, None)
+            return
+        at = version, id(storm.driver), *sorted(running)
+        quiet = self._quiet.get(fragment)
+        if quiet is None or quiet.at != at or storm.quiet_s > quiet.since_s:
+            if storm.quiet_s <= storm.now_s:
+                self._quiet[fragment] = _Quiet(at, storm.now_s, running)
+            return
+        steps = min(step - quiet.steps[learner] for learner, step in running.items())
+        if steps >= self._rise_steps and storm.now_s - quiet.since_s >= RISES_S:
+            raise BrokenInvariantError(
+                f"fragment {fragment} is at version {version} since {quiet.since_s:.1f} s, and all learners have taken "
+                f"{steps} steps or more: {storm.standstill()}"
+            )
+
+    def _moves(self, what: object, at: object) -> None:
+        """`at`: where it is; None: it need not go on."""
+        storm = self._storm
+        before, since_s = self._still.get(what, (None, 0.0))
+        if at is None or at != before:
+            self._still[what] = at, storm.now_s
+        elif storm.now_s - max(since_s, storm.calm_s) > PATIENCE_S:
+            if storm.lacks_a_goodbye:
+                self.is_stranded = True
+                return
+            raise BrokenInvariantError(f"{what} does not go on: {storm.standstill()}")
