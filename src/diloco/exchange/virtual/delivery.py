@@ -70,6 +70,11 @@ class Delivery:
         self._events: list[tuple[float, int, int | None, Event]] = []
         self._num_events = 0
 
+    @property
+    def takes_time(self) -> bool:
+        """Whether not everything arrives at once."""
+        return self._links is not None
+
     def carry(self, learner: int, direction: Direction, num_bytes: int, arrive: Event) -> None:
         """`arrive` is called when this many bytes have arrived; a few bytes wait for no transfer."""
         if self._links is None:
