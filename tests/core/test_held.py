@@ -292,13 +292,13 @@ def test_an_outer_state_or_a_step_of_the_learners_that_overflows_is_refused(
     how = replace(method("fp32", down, outer), outer_at=outer_at)
     held = HeldFragment.first(how, 0, torch.randn(MANY))
     held = close(how, held, brought(payloads(how.up, MANY, scale=1e-6)), places(MANY)).held
-    before = bits(all_of(held))
     bad = payloads(how.up, MANY, scale=1e-6)[:1]
     bad[0].view(torch.float32)[-1] = value
+    if isinstance(outer, DelayedNesterov):  # it gathers outer gradients: the second one is too much
+        held = close(how, held, brought(bad), places(MANY), in_place=in_place).held
+    before = bits(all_of(held))
     with pytest.raises(NonFiniteError, match="overflows fp32"):
-        for _ in range(2):  # the second one only, where outer gradients are gathered
-            new = close(how, held, brought(bad), places(MANY), in_place=in_place).held
-            held, before = new, bits(all_of(new))
+        close(how, held, brought(bad), places(MANY), in_place=in_place)
     assert bits(all_of(held)) == before
 
 

@@ -298,8 +298,8 @@ class _NextVersion:
 class _Closing(_NextVersion):
     """The next version from merged outer gradients, with the payload that says so.
 
-    All runs are encoded, each of which may be refused, before the first is closed. In place, and where learners take it,
-    the outer step of a run is taken twice, first in scratch: that takes less time than the memory of another state.
+    All runs are encoded, each of which may be refused, before the first is closed. In place, and where learners take
+    it, the outer step of a run is taken twice, first in scratch: that takes less time than the memory of another state.
     """
 
     def __init__(self, method: Method, held: HeldFragment, *, in_place: bool) -> None:
