@@ -18,7 +18,7 @@ from diloco.core.held import Closed, HeldFragment, advance, close, published_mea
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merges import Encoded, Mean, NormOutliers
 from diloco.core.method import Method, OuterAt, Partial
-from diloco.core.outer import SGD, Adam, Nesterov, Outer
+from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov, Outer
 from diloco.core.presets import DataParallel, DecoupledDiLoCo, DiLoCo, LocalSGD
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DigestError, NonFiniteError, VersionError
@@ -269,6 +269,36 @@ def test_a_round_that_is_refused_at_its_end_leaves_the_version_whole(bad: str, v
         return
     with pytest.raises((NonFiniteError, CorruptPayloadError)):
         close(how, held, brought(contributions), places(MANY), in_place=True)
+    assert bits(all_of(held)) == before
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("down", ["fp32", "int8", "e3m0"])
+@pytest.mark.parametrize(
+    ("outer_at", "outer", "value"),
+    [
+        ("learners", SGD(lr=100.0), 3e37),
+        ("learners", Nesterov(lr=100.0), 3e37),
+        ("syncer", Adam(lr=0.1), 1e20),
+        ("learners", Adam(lr=0.1), 1e20),
+        ("syncer", DelayedNesterov(lr=1e-3, buffer=4), 2.5e38),
+    ],
+    ids=str,
+)
+def test_an_outer_state_or_a_step_of_the_learners_that_overflows_is_refused(
+    outer_at: OuterAt, outer: Outer, value: float, down: str, in_place: bool
+) -> None:
+    """Adam's second moment holds no more than 1e38: its step is finite even then, and zero from then on."""
+    how = replace(method("fp32", down, outer), outer_at=outer_at)
+    held = HeldFragment.first(how, 0, torch.randn(MANY))
+    held = close(how, held, brought(payloads(how.up, MANY, scale=1e-6)), places(MANY)).held
+    bad = payloads(how.up, MANY, scale=1e-6)[:1]
+    bad[0].view(torch.float32)[-1] = value
+    if isinstance(outer, DelayedNesterov):  # it gathers outer gradients: the second one is too much
+        held = close(how, held, brought(bad), places(MANY), in_place=in_place).held
+    before = bits(all_of(held))
+    with pytest.raises(NonFiniteError, match="overflows fp32"):
+        close(how, held, brought(bad), places(MANY), in_place=in_place)
     assert bits(all_of(held)) == before
 
 

@@ -298,8 +298,8 @@ class _NextVersion:
 class _Closing(_NextVersion):
     """The next version from merged outer gradients, with the payload that says so.
 
-    All runs are encoded, each of which may be refused, before the first is closed. In place, the outer step of a run is
-    taken twice, first in scratch: that takes less time than the memory of another state.
+    All runs are encoded, each of which may be refused, before the first is closed. In place, and where learners take
+    it, the outer step of a run is taken twice, first in scratch: that takes less time than the memory of another state.
     """
 
     def __init__(self, method: Method, held: HeldFragment, *, in_place: bool) -> None:
@@ -321,15 +321,24 @@ class _Closing(_NextVersion):
 
     def encode(self, run: slice) -> None:
         """Encode a run, whose merged outer gradient is in `theta`. Nothing is written to what is held."""
+        change, new_state = self.theta[run], _within(self._outer_state, run)
         if self._drafts:
-            change = self._scratch.take("draft", (run.stop - run.start,), torch.float32)
-            self._change(run, change, self._draft_state(run))
-        else:
-            change = self._change(run, self.theta[run], _within(self._outer_state, run))
+            change, new_state = self._draft(run), self._draft_state(run)
+        self._change(run, change, new_state)
         if _sends_theta(self._method):
             self._require_finite(change)
         else:
             self._method.down.encode(change, self.payload[self._span(run)], self._encoding)
+        if self._method.outer_at == "learners":  # where theirs overflows, so does the one that `close` takes
+            held, sent = self._held, self.decode(self.payload, run, self._draft(run))
+            self._method.outer.step(
+                _within(held.outer_state, run), held.theta[run], sent, out=sent, new_state=new_state
+            )
+            self._require_finite(sent)
+        if self._steps or self._method.outer_at == "learners":
+            for each in new_state.values():  # one that overflows stays so, even where this step is finite
+                if each.dim():
+                    self._require_finite(each)
 
     def close(self, run: slice) -> None:
         """Close a run that has been encoded."""
@@ -360,6 +369,9 @@ class _Closing(_NextVersion):
         if held.residual is not None:
             out.add_(held.residual[run])
         return out
+
+    def _draft(self, run: slice) -> Tensor:
+        return self._scratch.take("draft", (run.stop - run.start,), torch.float32)
 
     def _draft_state(self, run: slice) -> dict[str, Tensor]:
         return {
