@@ -1,0 +1,114 @@
+"""A `for` loop: what is marked "diloco" is all that a user adds.
+
+    diloco syncer …                                                              docs/two-machines.md
+    python examples/integrations/plain/train.py HOST:PORT --shard 0 --initialise
+    python examples/integrations/plain/train.py HOST:PORT --shard 1              and again with --resume after a crash
+
+Gradients of two micro-batches are accumulated. Batches come from two worker processes through torchdata's
+`StatefulDataLoader`, which a checkpoint resumes in the middle of an epoch.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import diloco  # diloco
+
+MICRO_BATCHES = 2
+
+
+class Windows(Dataset[Tensor]):
+    """Windows of 17 bytes of a text: this learner's half of those of this file."""
+
+    def __init__(self, shard: int) -> None:
+        text = Path(__file__).read_bytes()
+        self.windows = torch.tensor([list(text[at : at + 17]) for at in range(0, len(text) - 17, 16)])[shard::2]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.windows[index]
+
+
+class Model(nn.Module):
+    """Predicts a byte from the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.hidden, self.head = nn.Embedding(256, 16), nn.Linear(16, 32), nn.Linear(32, 256)
+        self.dropout = nn.Dropout(0.1)  # takes random numbers, which a checkpoint has to resume too
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.dropout(torch.tanh(self.hidden(self.embed(tokens[:, :-1])))))
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("syncer", help="its address, HOST:PORT")
+    parser.add_argument("--shard", type=int, default=0, help="which half of the data")
+    parser.add_argument("--initialise", action="store_true", help="give the run this learner's model; one does, once")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
+    parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--output", type=Path, default=Path("runs/plain"))
+    chosen = parser.parse_args()
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    checkpoint = chosen.output / "checkpoint.pt"
+
+    torch.manual_seed(chosen.shard)
+    torch.set_num_threads(1)  # such small tensors gain nothing from more
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = Windows(chosen.shard)
+    order = torch.Generator().manual_seed(chosen.shard)
+    loader = StatefulDataLoader(data, batch_size=8, shuffle=True, generator=order, num_workers=2, drop_last=True)
+    name = f"learner-{chosen.shard}"
+    exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
+    learner = diloco.Learner(model, optimizer, exchange=exchange)  # diloco
+    if chosen.resume and checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        optimizer.load_state_dict(saved["optimizer"])
+        loader.load_state_dict(saved["loader"])
+        torch.set_rng_state(saved["random"])
+        learner.load_state_dict(saved["learner"])  # diloco
+
+    batches = endless(loader)
+    while learner.steps < chosen.steps:
+        tokens = 0
+        for _ in range(MICRO_BATCHES):
+            batch = next(batches)
+            (model(batch) / MICRO_BATCHES).backward()
+            tokens += batch[:, 1:].numel()
+        optimizer.step()
+        optimizer.zero_grad()
+        learner.step(tokens=tokens)  # diloco
+        if learner.steps % chosen.save_every == 0:
+            saved = {
+                "optimizer": optimizer.state_dict(),
+                "loader": loader.state_dict(),
+                "random": torch.get_rng_state(),
+            }
+            saved["learner"] = learner.state_dict()  # diloco
+            torch.save(saved, checkpoint.with_suffix(".new"))
+            checkpoint.with_suffix(".new").rename(checkpoint)
+
+    save_file(learner.global_state_dict(), chosen.output / "model.safetensors")  # diloco
+    learner.close()  # diloco
+
+
+def endless(loader: StatefulDataLoader[Tensor]) -> Iterator[Tensor]:
+    while True:
+        yield from loader
+
+
+if __name__ == "__main__":
+    main()

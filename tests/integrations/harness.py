@@ -1,0 +1,207 @@
+"""What the tests of all integrations share: a real syncer, scripts that run as processes, and models that are compared.
+
+Every example in `examples/integrations` takes the same arguments (`Example.learner`), so that one suite
+(`test_stacks.py`) tries each of them: two learners, checkpoints, SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import diloco
+from diloco.syncer.server import Options, Syncer
+
+ROOT = Path(__file__).parents[2]
+RUN = "tiny"
+STEPS, SAVE_EVERY = 13, 6
+"""Inner steps of a run, and after how many the examples save. After the last step all that was sent is adopted, so that
+what a learner saves is the run's newest model."""
+
+TIMEOUT_S = 100.0
+
+METHOD = diloco.StreamingDiLoCo(
+    sync_every=4,
+    overlap=1,
+    fragments=diloco.Balanced(2),
+    codec="int4",
+    error_feedback=1.0,
+    quorum=diloco.AllLive(at_least=2),
+)
+"""Asks more of a checkpoint than DiLoCo does: answers on their way, mixed adoption and error feedback. Two learners
+are in every merge, so that a run waits for the one that was killed."""
+
+
+@contextmanager
+def serve(directory: Path, method: diloco.Method = METHOD) -> Iterator[Syncer]:
+    """A syncer in this process."""
+    with Syncer(RUN, method, Options("127.0.0.1:0", directory)) as syncer:
+        yield syncer
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _zygote() -> subprocess.Popen[str]:
+    """It ends with this process, which closes its standard input."""
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("zygote.py"))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+
+
+def _ask(request: Mapping[str, object]) -> int:
+    zygote = _zygote()
+    assert zygote.stdin is not None
+    assert zygote.stdout is not None
+    zygote.stdin.write(json.dumps(request) + "\n")
+    return int(zygote.stdout.readline())
+
+
+@dataclass
+class Process:
+    """A script that runs."""
+
+    pid: int
+    log: Path
+    _code: int | None = field(default=None, init=False)
+
+    def end(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for its end. Returns its exit code, negative for a signal."""
+        if self._code is None:
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                ended, _, _ = select.select([descriptor], [], [], timeout_s)
+            finally:
+                os.close(descriptor)
+            assert ended, f"still runs after {timeout_s:g} s; it has said:\n{self.said}"
+            self._code = _ask({"wait": self.pid})
+        return self._code
+
+    def kill(self) -> None:
+        """Kill it with its children, and wait."""
+        if self._code is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.end()
+
+    @property
+    def said(self) -> str:
+        """Its standard output and standard error so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+def end_all(processes: Sequence[Process], expect: int = 0) -> None:
+    """Wait for the end of all of them."""
+    for process in processes:
+        code = process.end()
+        assert code == expect, f"{process.log.name} ended with {code}, not {expect}; it said:\n{process.said}"
+
+
+@contextmanager
+def running() -> Iterator[Scripts]:
+    """Starts scripts, and kills those that still run in the end."""
+    scripts = Scripts()
+    try:
+        yield scripts
+    finally:
+        for process in scripts.started:
+            process.kill()
+
+
+class Scripts:
+    """Starts scripts as processes, forked from one that has imported their libraries."""
+
+    def __init__(self) -> None:
+        self.started: list[Process] = []
+
+    def start(
+        self, script: Path, *arguments: str, log: Path, imports: Sequence[str] = (), kill_after: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Process:  # fmt: skip
+        """What `python script ARGUMENTS` does.
+
+        Arguments:
+            log: gets its output.
+            imports: modules that the zygote imports first, once for all scripts.
+            kill_after: it is killed with SIGKILL at the end of this optimizer step.
+            environment: additions.
+        """
+        pid = _ask({
+            "imports": ["torch._dynamo", *imports], "script": str(script), "arguments": arguments, "log": str(log),
+            "kill_after": kill_after, "environment": dict(environment or {}),
+        })  # fmt: skip
+        process = Process(pid, log)
+        self.started.append(process)
+        return process
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Example:
+    """An example in `examples/integrations`, as the suite runs it.
+
+    Attributes:
+        stack: its name in the table of docs/integrations.md.
+        name: its directory.
+        imports: modules that its processes are forked with.
+        tokens_per_step: tokens that a learner trains on between two optimizer steps.
+    """
+
+    stack: str
+    name: str
+    imports: tuple[str, ...]
+    tokens_per_step: int
+
+    @property
+    def script(self) -> Path:
+        return ROOT / "examples" / "integrations" / self.name / "train.py"
+
+    def learner(
+        self, scripts: Scripts, syncer: Syncer, index: int, output: Path, *arguments: str, kill_after: int | None = None
+    ) -> Process:
+        """Start learner `index` of two.
+
+        It trains on its own half of the data up to the run's step `STEPS`, saves a checkpoint every `SAVE_EVERY` steps
+        below `output`, and in the end the global model as `output/model.safetensors`. `arguments`: "--initialise",
+        or "--resume" for the newest checkpoint.
+        """
+        output.mkdir(parents=True, exist_ok=True)
+        log = output.with_name(f"{output.name}-{len(scripts.started)}.log")
+        return scripts.start(
+            self.script, syncer.address, "--shard", str(index), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY),
+            "--output", str(output), *arguments, log=log, imports=self.imports, kill_after=kill_after,
+        )  # fmt: skip
+
+    @property
+    def num_lines(self) -> int:
+        """Lines that a user adds to a script of the stack, which the example marks."""
+        return sum(line.endswith("# diloco") for line in self.script.read_text().splitlines())
+
+
+def model_of(output: Path) -> dict[str, Tensor]:
+    """The model that an example has saved."""
+    return load_file(output / "model.safetensors")
+
+
+def assert_same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    """The same tensors, to the bit."""
+    assert a.keys() == b.keys()
+    differ = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not differ, differ

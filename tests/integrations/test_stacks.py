@@ -1,0 +1,111 @@
+"""Every stack: two learners over a real syncer train and agree, resume exactly, and come back after SIGKILL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.integrations.harness import (
+    ROOT,
+    RUN,
+    SAVE_EVERY,
+    STEPS,
+    Example,
+    Process,
+    Scripts,
+    assert_same,
+    end_all,
+    model_of,
+    running,
+    serve,
+)
+from tests.syncer.runs import versions_of
+
+from diloco.events import Left, Merged, read_events
+from diloco.exchange.remote import fetch_model
+from diloco.syncer.server import Syncer
+
+pytestmark = pytest.mark.timeout(240)  # processes that import what the stacks import
+
+EXAMPLES = (
+    Example("`for` loop", "plain", ("torchdata.stateful_dataloader",), tokens_per_step=2 * 8 * 16),
+)  # fmt: skip
+
+SIGKILLED = -9
+
+
+def test_the_table_has_a_row_for_every_stack() -> None:
+    """Each row says yes to what the tests below find, and how many lines the example marks."""
+    rows = [line.split("|")[1:-1] for line in (ROOT / "docs" / "integrations.md").read_text().splitlines()]
+    cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows if len(row) == 8}
+    for example in EXAMPLES:
+        link = f"[{example.name}](../{example.script.relative_to(ROOT)})"
+        assert cells[example.stack][1:] == [link, "yes", "yes", "yes", "yes", str(example.num_lines)]
+    assert len(cells) == len(EXAMPLES) + 2  # the head, and the line below it
+
+
+def start_both(
+    example: Example, scripts: Scripts, syncer: Syncer, directory: Path, *, kill_after: int | None = None
+) -> list[Process]:
+    """The two learners of a new run."""
+    return [
+        example.learner(
+            scripts, syncer, index, directory / f"learner-{index}", *["--initialise"][index:], kill_after=kill_after
+        )
+        for index in range(2)
+    ]
+
+
+def assert_agree(directory: Path, syncer: Syncer) -> None:
+    """Both learners have saved the run's newest model, to the bit."""
+    for index in range(2):
+        assert_same(model_of(directory / f"learner-{index}"), fetch_model(syncer.address, run=RUN))
+
+
+@pytest.fixture(scope="module", params=EXAMPLES, ids=lambda example: example.name)
+def example(request: pytest.FixtureRequest) -> Example:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def whole(example: Example, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without an interruption."""
+    directory = tmp_path_factory.mktemp(example.name)
+    with serve(directory / "syncer") as syncer, running() as scripts:
+        end_all(start_both(example, scripts, syncer, directory))
+        assert_agree(directory, syncer)
+    return directory
+
+
+def test_two_learners_train_and_agree_to_the_bit(example: Example, whole: Path) -> None:
+    """Both are in every merge, and have counted the optimizer steps and the tokens of all micro-batches."""
+    events = list(read_events(whole / "syncer" / "events.jsonl"))
+    merged = [(e.fragment, e.version, e.contributors) for e in events if isinstance(e, Merged)]
+    assert sorted(merged) == [(f, v, ("learner-0", "learner-1")) for f in (0, 1) for v in (1, 2, 3)]
+    tokens = {e.learner: e.tokens for e in events if isinstance(e, Left)}
+    assert tokens == dict.fromkeys(("learner-0", "learner-1"), STEPS * example.tokens_per_step)
+
+
+def test_resume_is_exact(example: Example, whole: Path, tmp_path: Path) -> None:
+    """Both learners are killed in the step after their checkpoint, and resumed in the stack's own order."""
+    with serve(tmp_path / "syncer") as syncer, running() as scripts:
+        end_all(start_both(example, scripts, syncer, tmp_path, kill_after=SAVE_EVERY + 1), expect=SIGKILLED)
+        end_all([
+            example.learner(scripts, syncer, index, tmp_path / f"learner-{index}", "--resume") for index in range(2)
+        ])  # fmt: skip
+        assert_agree(tmp_path, syncer)
+    assert_same(model_of(whole / "learner-0"), model_of(tmp_path / "learner-0"))
+
+
+@pytest.mark.parametrize("resume", [True, False], ids=["from its checkpoint", "without a checkpoint"])
+def test_a_killed_learner_returns(example: Example, resume: bool, tmp_path: Path) -> None:
+    """The run has gone on since the checkpoint; the other learner is never interrupted."""
+    with serve(tmp_path / "syncer") as syncer, running() as scripts:
+        first, _ = (tmp_path / f"learner-{index}" for index in range(2))
+        stays = example.learner(scripts, syncer, 0, first, "--initialise")
+        killed = example.learner(scripts, syncer, 1, tmp_path / "learner-1", kill_after=STEPS - 1)
+        end_all([killed], expect=SIGKILLED)
+        returns = example.learner(scripts, syncer, 1, tmp_path / "learner-1", *["--resume"][: int(resume)])
+        end_all([stays, returns])
+        assert versions_of(syncer) == [3, 3]
+        assert_agree(tmp_path, syncer)
