@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from diloco.core.fragments import Layout, make_layout
 from diloco.core.learner import LearnerCore
@@ -73,6 +74,11 @@ class Learner:
 
             exchange = island = Ranks(exchange, model.process_group)
             model, group = model.module, island.group
+        elif any(isinstance(p, DTensor) for p in model.parameters()):
+            from diloco.exchange.island import Ranks
+
+            exchange = island = Ranks(exchange, None)
+            group = island.group
         self.model = model
         self.inner_optimizer = inner_optimizer
         self.method = exchange.method(method)
