@@ -138,11 +138,9 @@ def live(model: nn.Module, exchange: Any, given: diloco.Method | None, number: i
 
 def main(directory: Path, process: int) -> None:
     run: dict[str, Any] = json.loads((directory / "islands.json").read_text())
-    first = 0
-    for number, shape in enumerate(run["shapes"]):
-        if process < first + SHAPES[shape]:
-            break
-        first += SHAPES[shape]
+    of_process = [(number, shape) for number, shape in enumerate(run["shapes"]) for _ in range(SHAPES[shape])]
+    number, shape = of_process[process]
+    first = of_process.index((number, shape))
     place = directory / f"island-{number}"
     place.mkdir(exist_ok=True)
     join_world(place, process - first, SHAPES[shape])

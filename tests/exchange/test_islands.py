@@ -60,7 +60,7 @@ def singles(name: str, initialises: int) -> list[Result]:
     """The same updates by three learners of one process each, in this process."""
 
     def life(index: int, exchange: Exchange) -> Result:
-        return live(Net(seed=index if index else initialises), exchange, METHODS[name], index, STEPS)
+        return live(Net(seed=index or initialises), exchange, METHODS[name], index, STEPS)
 
     return diloco.run_local(life, learners=LEARNERS)
 

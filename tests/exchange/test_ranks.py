@@ -132,5 +132,3 @@ def test_a_lost_learner_is_an_error_on_every_rank(world: Results) -> None:
     first, second = (result.facts["error"] for result in world["loses_the_other_learner"])
     assert first == second
     assert first[0] == "ExchangeError"
-
-

@@ -213,7 +213,7 @@ class Divided(Partition):
             yield block, raw.view(dtypes[block.name]).view(block.box.sizes)
 
     def _route(self, fragment: Fragment, *, once: bool) -> _Route:
-        """`once`: of the replicas of a box only one sends to an owner: the owner's own, or one that its rank chooses."""
+        """`once`: of the replicas of a box only one is taken: the owner's own, or the one that its rank chooses."""
         num_ranks, rank = len(self._boxes), self._rank
         shards = self._shards[fragment.index]
         route = _Route([[] for _ in range(num_ranks)], [[] for _ in range(num_ranks)])

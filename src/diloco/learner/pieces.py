@@ -61,7 +61,7 @@ def read_dtensor(name: str, tensor: Tensor) -> Piece:
                 "can be exchanged; redistribute it, or describe what each rank holds with gather=…."
             )
     sizes, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-    local = tensor.detach().to_local()
+    local = tensor.to_local().detach()
     assert tuple(local.shape) == tuple(sizes)
     if local.numel() == 0:
         offsets = (0,) * len(shape)
