@@ -27,6 +27,7 @@ from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout, TensorSpec, digest, place
 from diloco.core.outer import OUTER_OPTIMIZERS, Adam
 from diloco.core.update import Update
+from diloco.learner.partition import Undivided
 from diloco.learner.tensors import LearnerTensors
 from diloco.run.ports import InitialModel, MergedRound
 from diloco.syncer.store import Store
@@ -84,7 +85,8 @@ def _cases(theta: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
 def _values(num_elements: int, dtype: torch.dtype, how: Any, origin: Tensor) -> LearnerTensors:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(num_elements // WIDTH, WIDTH, dtype=dtype))
-    values = LearnerTensors(model, make_layout(model, diloco.Whole()), replace(METHOD, adopt=how))
+    layout = make_layout(model, diloco.Whole())
+    values = LearnerTensors(model, layout, replace(METHOD, adopt=how), Undivided(layout))
     values.anchors = [origin]
     return values
 

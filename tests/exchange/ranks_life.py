@@ -95,25 +95,15 @@ def trains(groups: Groups, method: Method) -> Result:
     return result
 
 
-def resumes(groups: Groups, method: Method, rank_0s_checkpoint: bool) -> Result:
-    """After step 5, every rank from its own checkpoint, or both ranks of the job from rank 0's."""
+def resumes(groups: Groups, method: Method) -> Result:
+    """After step 5, every rank from its own checkpoint."""
     trainer = Trainer(groups, method)
     trainer.train(5)
-    saved = [
-        {
-            "learner": trainer.learner.state_dict(),
-            "model": trainer.module.state_dict(),
-            "optimizer": trainer.optimizer.state_dict(),
-        }
-    ]
-    if rank_0s_checkpoint and trainer.rank < 2:
-        dist.broadcast_object_list(saved, src=0, group=groups.job)
+    saved, optimizer = trainer.learner.state_dict(), trainer.optimizer.state_dict()
     trainer.learner.close()
     other = Trainer(groups, method)
-    if not rank_0s_checkpoint:  # else every rank has its parameters from rank 0's learner
-        other.module.load_state_dict(saved[0]["model"])
-    other.optimizer.load_state_dict(saved[0]["optimizer"])
-    other.learner.load_state_dict(saved[0]["learner"])
+    other.optimizer.load_state_dict(optimizer)
+    other.learner.load_state_dict(saved)
     other.step = 5
     other.train(STEPS - 5)
     result = finish(other.module, other.learner)
@@ -216,8 +206,7 @@ def main(directory: Path, rank: int, world_size: int) -> None:
     groups = Groups()
     for name, method in METHODS.items():
         write(directory, name, rank, trains(groups, method))
-    write(directory, "resumed, own", rank, resumes(groups, METHODS[RESUMED], rank_0s_checkpoint=False))
-    write(directory, "resumed, shared", rank, resumes(groups, METHODS[RESUMED], rank_0s_checkpoint=True))
+    write(directory, "resumed", rank, resumes(groups, METHODS[RESUMED]))
     for life in (refuses, diverges, is_drained, dials_from_rank_0_only, loses_the_other_learner):
         write(directory, life.__name__, rank, life(groups))
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import diloco
 from diloco.core.fragments import make_layout
+from diloco.learner.partition import Undivided
 from diloco.learner.snapshots import Snapshots
 
 DEVICES = [
@@ -28,16 +29,16 @@ def test_displacement_from_the_anchor_rounded_to_the_parameters_dtype(dtype: tor
     model = make_model(dtype, device)
     layout = make_layout(model, diloco.Whole())
     (fragment,) = layout.fragments
-    snapshots = Snapshots(layout)
+    snapshots = Snapshots(layout, Undivided(layout))
     anchor = torch.randn(fragment.numel)
     expected = anchor.to(dtype).float() - flat_of(model)
 
-    snapshot = snapshots.take(fragment, dict(model.named_parameters()))
+    snapshot = snapshots.take(0, dict(model.named_parameters()))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # training goes on
     kept = anchor.clone()
-    displacement = snapshots.displacement(fragment, anchor, snapshot)
+    displacement = snapshots.displacement(0, anchor, snapshot)
 
     assert displacement.dtype == torch.float32
     assert displacement.device.type == "cpu"
@@ -50,32 +51,31 @@ def test_parameters_of_several_dtypes() -> None:
     model[1].to(torch.bfloat16)
     layout = make_layout(model, diloco.Whole())
     (fragment,) = layout.fragments
-    snapshots = Snapshots(layout)
+    snapshots = Snapshots(layout, Undivided(layout))
     anchor = torch.randn(fragment.numel)
     rounded = torch.cat([anchor[:18], anchor[18:].bfloat16().float()])
-    snapshot = snapshots.take(fragment, dict(model.named_parameters()))
-    assert torch.equal(snapshots.displacement(fragment, anchor, snapshot), rounded - flat_of(model))
+    snapshot = snapshots.take(0, dict(model.named_parameters()))
+    assert torch.equal(snapshots.displacement(0, anchor, snapshot), rounded - flat_of(model))
 
 
 def test_without_an_anchor_it_is_the_tensors_themselves() -> None:
     model = make_model(torch.bfloat16)
     layout = make_layout(model, diloco.Whole())
-    (fragment,) = layout.fragments
-    snapshots = Snapshots(layout)
-    snapshot = snapshots.take(fragment, dict(model.named_parameters()))
-    assert torch.equal(snapshots.displacement(fragment, None, snapshot), flat_of(model))
+    snapshots = Snapshots(layout, Undivided(layout))
+    snapshot = snapshots.take(0, dict(model.named_parameters()))
+    assert torch.equal(snapshots.displacement(0, None, snapshot), flat_of(model))
 
 
 def test_buffers_are_reused_once_given_back() -> None:
     model = make_model(torch.float32)
     layout = make_layout(model, diloco.Balanced(2))
-    snapshots = Snapshots(layout)
+    snapshots = Snapshots(layout, Undivided(layout))
     tensors = dict(model.named_parameters())
-    first = snapshots.take(layout.fragments[0], tensors)
-    second = snapshots.take(layout.fragments[0], tensors)  # two in flight
-    other = snapshots.take(layout.fragments[1], tensors)
+    first = snapshots.take(0, tensors)
+    second = snapshots.take(0, tensors)  # two in flight
+    other = snapshots.take(1, tensors)
     addresses = {s.host.data_ptr() for s in (first, second, other)}
     assert len(addresses) == 3
     snapshots.give_back(second)
-    assert snapshots.take(layout.fragments[0], tensors).host is second.host
-    assert snapshots.take(layout.fragments[0], tensors).host.data_ptr() not in addresses
+    assert snapshots.take(0, tensors).host is second.host
+    assert snapshots.take(0, tensors).host.data_ptr() not in addresses

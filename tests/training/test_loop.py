@@ -259,8 +259,9 @@ def test_a_checkpoint_holds_what_is_trained_once_and_the_global_model(tiny: Tiny
     (_, model), _ = run_pair(config)
     [checkpoint] = list_checkpoints(config.dir / "pair-0" / "checkpoints")
     saved = load_checkpoint(checkpoint)
-    assert saved["learner"]["parameters"]
-    assert not saved["learner"]["parameters"].keys() & saved["model"].keys()
+    [learner] = saved["learners"]
+    assert learner["parameters"]
+    assert not learner["parameters"].keys() & saved["model"].keys()
     exported = checkpoint_state(checkpoint)
     assert exported.keys() <= model.keys()  # a tied head has a name of its own in a state dict
     for name, value in exported.items():

@@ -29,12 +29,13 @@ from diloco.core.held import Advanced, HeldFragment
 from diloco.core.method import Method
 from diloco.core.session.requests import Report, TellStart
 from diloco.core.update import Update
-from diloco.errors import ConfigError
+from diloco.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
 class Model:
-    """A learner's own model: one flat fp32 host vector per fragment, and the tensors that training leaves alone."""
+    """A learner's own model: one flat fp32 host vector per fragment, and the tensors that training leaves alone. In a
+    learner of several ranks the vectors are this rank's shards."""
 
     fragments: tuple[Tensor, ...]
     static: Mapping[str, Tensor]
@@ -140,9 +141,6 @@ class Exchange(ABC):
     gradients = True
     """Whether gradients can be exchanged (`Method.exchanged == "gradients"`) besides outer gradients."""
 
-    sends = True
-    """Whether this process sends its learner's contributions; in a learner of several ranks only one does."""
-
     @abstractmethod
     def method(self, given: Method | None) -> Method:
         """The run's method.
@@ -206,6 +204,11 @@ class Exchange(ABC):
         return tokens
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Which rank of its learner this process is, and of how many."""
+        return 0, 1
+
+    @property
     def num_bytes(self) -> Mapping[str, int]:
         """Payload bytes by kind ("contributions", "updates", "joins", "control") that this learner has sent and
         received."""
@@ -214,6 +217,11 @@ class Exchange(ABC):
     def state_dict(self) -> dict[str, Any]:
         """State that lives with this exchange and not elsewhere: tensors and plain values, possibly nested in dicts."""
         return {}
+
+    def require_rank(self, saved: Sequence[int]) -> None:
+        """Raises CheckpointError unless a learner's checkpoint is of this `rank`."""
+        if tuple(saved) != self.rank:
+            raise CheckpointError(wrong_rank(saved, self.rank))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Continue from `state_dict`. Returns False, with nothing loaded, where the others train already and the run is
@@ -227,6 +235,14 @@ class Exchange(ABC):
     @abstractmethod
     def close(self) -> None:
         """Say goodbye and release threads and connections. Idempotent."""
+
+
+def wrong_rank(saved: Sequence[int], here: tuple[int, int]) -> str:
+    """What to say of a checkpoint of another rank."""
+    return (
+        f"the checkpoint is of rank {saved[0]} of {saved[1]} of its learner, and this is rank {here[0]} of {here[1]}; "
+        "give every rank its own, as many as before."
+    )
 
 
 def required_method(given: Method | None) -> Method:

@@ -114,11 +114,8 @@ class Boundary:
     def _send(self, send: Send, tensors: Mapping[str, Tensor]) -> None:
         self._sent[send.fragment] = send
         self.tensors.frozen.check(send.fragment, len(self.layout.fragments))
-        if not self.exchange.sends and self.eager is None:
-            return
-        fragment = self.layout.fragments[send.fragment]
         snapshots = self.tensors.snapshots
-        snapshot = snapshots.take(fragment, tensors)
+        snapshot = snapshots.take(send.fragment, tensors)
         measured = self._measured_from(send.fragment)
         contribution = Contribution(
             self.name, self.incarnation, send.fragment, send.number, send.round, send.base, send.tokens, send.steps,
@@ -129,7 +126,7 @@ class Boundary:
         tentative = residuals.offered(send.fragment, send.number)
 
         def payload() -> Tensor:
-            outer_gradient = snapshots.displacement(fragment, measured, snapshot)
+            outer_gradient = snapshots.displacement(send.fragment, measured, snapshot)
             encoded = residuals.encode(tentative, outer_gradient)
             snapshots.give_back(snapshot)
             return encoded
@@ -138,7 +135,7 @@ class Boundary:
             self.exchange.offer(contribution, payload)
         else:  # the learner's own outer step takes it at this boundary
             encoded = payload()
-            self.eager.sent(send, encoded, fragment.numel)
+            self.eager.sent(send, encoded, snapshot.host.numel())
             self.exchange.offer(contribution, lambda: encoded)
 
     def _measured_from(self, fragment: int) -> Tensor | None:

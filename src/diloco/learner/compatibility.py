@@ -18,17 +18,7 @@ def check_compatible(model: nn.Module, optimizer: torch.optim.Optimizer, method:
     Raises:
         ConfigError: what does not fit, and what to use instead.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise ConfigError("FullyShardedDataParallel (FSDP1) is not supported; use DistributedDataParallel.")
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"parameter {name!r} is sharded (FSDP2), which is not supported; use DistributedDataParallel."
-            )
     optimized = [p for group in optimizer.param_groups for p in group["params"]]
     if strangers := [p for p in optimized if id(p) not in trainable]:
         raise ConfigError(

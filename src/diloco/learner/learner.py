@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from diloco.core.fragments import Layout, make_layout
 from diloco.core.learner import LearnerCore
@@ -20,6 +21,8 @@ from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, Opened
 from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible
+from diloco.learner.partition import Partition, Undivided, divided
+from diloco.learner.pieces import read_dtensor
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
 
@@ -65,17 +68,28 @@ class Learner:
         trains: Sequence[str] | None = None,
         overlap: int | None = None,
     ) -> None:
+        group = None
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            from diloco.exchange.ranks import Ranks
+            from diloco.exchange.island import Ranks
 
-            exchange, model = Ranks(exchange, model.process_group), model.module
+            exchange = island = Ranks(exchange, model.process_group)
+            model, group = model.module, island.group
+        elif any(isinstance(p, DTensor) for p in model.parameters()):
+            from diloco.exchange.island import Ranks
+
+            exchange = island = Ranks(exchange, None)
+            group = island.group
         self.model = model
         self.inner_optimizer = inner_optimizer
         self.method = exchange.method(method)
         self._exchange = exchange
         check_compatible(model, inner_optimizer, self.method, exchange)
         self.layout: Layout = make_layout(model, self.method.fragments)
-        self._tensors = LearnerTensors(model, self.layout, self.method)
+        partition: Partition = Undivided(self.layout)
+        if group is not None:
+            trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            partition = divided(self.layout, trainable, read_dtensor, group)
+        self._tensors = LearnerTensors(model, self.layout, self.method, partition)
         trained = trained_tensors(self.layout, trains, self.method)
         own = self.method if overlap is None else self.method.with_own_overlap(overlap)
         opened = exchange.open(self.layout, self.method, self._tensors.own_model, overlap=overlap)

@@ -13,7 +13,7 @@ from diloco.exchange.base import Arrived, Opened
 from diloco.learner.boundary import Boundary
 
 KEYS = (
-    *("layout", "method", "core", "anchors", "origins", "parameters", "counters"),
+    *("rank", "layout", "method", "core", "anchors", "origins", "parameters", "counters"),
     *("received", "eager", "residuals", "exchange"),
 )
 
@@ -26,6 +26,7 @@ def learner_state(learner: Boundary) -> dict[str, Any]:
     learner.receive()
     learner.wait_while(lambda: not _all_answered(learner))
     return {
+        "rank": list(learner.exchange.rank),
         "layout": learner.layout.digest(),
         "method": learner.method.to_dict(),
         "core": learner.core.state_dict(),
@@ -75,6 +76,7 @@ def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint (there) was saved under another method: {difference}; use the method it was saved with."
         )
+    learner.exchange.require_rank(state["rank"])
 
 
 def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:

@@ -2,48 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from diloco.core.adopt import Adopt, Eager
 from diloco.core.elementwise import blocks
-from diloco.core.fragments import Layout, gather, scatter
+from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Model
 from diloco.learner.frozen import FrozenState
+from diloco.learner.partition import Partition
 from diloco.learner.snapshots import Snapshots
 
 
 class LearnerTensors:
-    """The tensors that one learner holds of its model.
+    """The tensors that one process of a learner holds of its model.
 
     Attributes:
         parameters: the trainable parameters of the model, by their names in the layout.
-        anchors: per fragment, the newest value adopted, flat fp32 on the host; outer gradients are measured from it.
-        origins: by fragment, the parameters as they were last sent, flat fp32 on the host; only of fragments that were
-            sent since their last adoption.
+        anchors: per fragment, the newest value adopted of the part that this process exchanges, flat fp32 on the host;
+            outer gradients are measured from it.
+        origins: by fragment, that part of the parameters as it was last sent, flat fp32 on the host; only of fragments
+            that were sent since their last adoption.
         snapshots: takes snapshots of what is sent.
         frozen: frozen parameters and buffers.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, method: Method) -> None:
-        self._model, self._layout, self._adopt = model, layout, method.adopt
+    def __init__(self, model: nn.Module, layout: Layout, method: Method, partition: Partition) -> None:
+        self._model, self._layout, self._adopt, self._partition = model, layout, method.adopt, partition
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
-        self.snapshots = Snapshots(layout)
+        self.snapshots = Snapshots(layout, partition)
         self.frozen = FrozenState(model, layout)
         self._aliases = _aliases(model)
 
     def own_model(self) -> Model:
         """The model as it is here; the learner that initialises the run gives it to all."""
-        fragments = tuple(gather(fragment, self.parameters).cpu() for fragment in self._layout.fragments)
+        fragments = tuple(self._here(fragment.index) for fragment in self._layout.fragments)
         return Model(fragments, self.frozen.values())
+
+    def _here(self, fragment: int) -> Tensor:
+        return self._partition.gather(fragment, self.parameters).cpu()
 
     def load_model(self, thetas: Sequence[Tensor], static: Mapping[str, Tensor], *, write: bool) -> None:
         """Start a new incarnation: load the run's anchors, frozen tensors and, with `write`, parameters."""
@@ -92,11 +98,10 @@ class LearnerTensors:
             origin: what `how` takes for the values at the last send; None: the present values.
         """
         tensors = self.parameters if tensors is None else tensors
-        layout = self._layout.fragments[fragment]
-        device = tensors[layout.names[0]].device
-        origins = {} if origin is None else scatter(layout, origin.to(device))
-        for name, value in scatter(layout, flat.to(device)).items():
-            own = tensors[name]
+        device = next(iter(tensors.values())).device
+        origins = {} if origin is None else self._partition.spread(fragment, origin, device)
+        for name, value in self._partition.spread(fragment, flat, device).items():
+            own = self._partition.local(name, tensors[name])
             if how is None:
                 own.copy_(value)
             else:
@@ -111,19 +116,22 @@ class LearnerTensors:
         """Measure the next outer gradients of these fragments from the present parameters (`here`) or the anchors."""
         for fragment in fragments:
             if here:
-                self.origins[fragment] = gather(self._layout.fragments[fragment], self.parameters).cpu()
+                self.origins[fragment] = self._here(fragment)
             else:
                 self.origins.pop(fragment, None)
 
     def model_state_dict(self, fragments: Sequence[Tensor] | None) -> dict[str, Tensor]:
-        """The model's `state_dict` with the values of these flat fragments, on the host; None: with its own values."""
+        """The model's `state_dict` with the values of these flat parts, on the host; None: with its own values.
+
+        Sharded tensors are sharded as in the model.
+        """
         values: dict[str, Tensor] = {}
-        for layout, flat in zip(self._layout.fragments, fragments or (), strict=fragments is not None):
-            values.update(scatter(layout, flat))
+        for fragment, part in enumerate(fragments or ()):
+            values.update(self._partition.spread(fragment, part, torch.device("cpu")))
         state = {}
         for name, own in self._model.state_dict().items():
             source = values.get(self._aliases.get(name, name))
-            state[name] = own.to("cpu", copy=True) if source is None else source.to(own.dtype, copy=True)
+            state[name] = own.to("cpu", copy=True) if source is None else _like(own, source.to(own.dtype, copy=True))
         return state
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,7 +139,7 @@ class LearnerTensors:
         return {
             "anchors": {str(f): anchor for f, anchor in enumerate(self.anchors)},
             "origins": {str(f): origin for f, origin in self.origins.items()},
-            "parameters": {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()},
+            "parameters": {name: own.to("cpu", copy=True) for name, own in self._local_parameters()},
             "counters": self.frozen.counters(),
         }
 
@@ -140,9 +148,22 @@ class LearnerTensors:
         """Restore what `state_dict` returned."""
         self.anchors = [state["anchors"][str(f)] for f in range(len(self.anchors))]
         self.origins = {int(f): origin for f, origin in state["origins"].items()}
-        for name, parameter in self.parameters.items():
-            parameter.copy_(state["parameters"][name])
+        for name, own in self._local_parameters():
+            own.copy_(state["parameters"][name])
         self.frozen.load_counters(state["counters"])
+
+    def _local_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """What this process holds of every parameter, by name."""
+        return ((name, self._partition.local(name, parameter)) for name, parameter in self.parameters.items())
+
+
+def _like(own: Tensor, local: Tensor) -> Tensor:
+    """The local values as a tensor that is sharded as `own`."""
+    if not isinstance(own, DTensor):
+        return local
+    return DTensor.from_local(
+        local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+    )
 
 
 def _adopt_into(own: Tensor, how: Adopt, value: Tensor, origin: Tensor | None) -> None:

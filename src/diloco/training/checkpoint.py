@@ -23,7 +23,7 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError, StoreError
 
-FORMAT = 3
+FORMAT = 4
 _MANIFEST = "manifest.json"
 _TENSORS = "tensors.safetensors"
 
@@ -190,7 +190,7 @@ def random_state() -> dict[str, Any]:
 
 
 def to_bytes(state: dict[str, Any]) -> Tensor:
-    """A small state (as `save_checkpoint` takes it) as one vector of uint8, to be sent; `from_bytes` reads it."""
+    """A state (as `save_checkpoint` takes it) as one vector of uint8, to be sent; `from_bytes` reads it."""
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(_pack(state, tensors, ""))
     return torch.frombuffer(bytearray(save_tensors(_separate(tensors), metadata={"state": plain})), dtype=torch.uint8)

@@ -118,9 +118,9 @@ class Judge:
         """The loss of the learner's present global model, if it was evaluated before."""
         return self._losses.get(self._key(learner))
 
-    def loss(self, learner: AnyLearner) -> float:
-        """The held-out loss in nats per token; the model being trained stays as it is."""
-        return evaluate(self._model, learner.global_state_dict(), self._batches)
+    def loss(self, state: Mapping[str, Tensor]) -> float:
+        """The held-out loss of a global model in nats per token; the model being trained stays as it is."""
+        return evaluate(self._model, state, self._batches)
 
     def remember(self, learner: AnyLearner, loss: float) -> None:
         """Remember the loss of the learner's present global model."""
@@ -131,13 +131,13 @@ class Judge:
     def _key(self, learner: AnyLearner) -> Hashable:
         return digest_of(learner.global_state_dict()) if self._shared else (learner.steps, learner.versions)
 
-    def sample(self, learner: AnyLearner) -> str:
-        """Text that the global model writes after the run's prompt; empty where its tokens are not bytes."""
+    def sample(self, state: Mapping[str, Tensor]) -> str:
+        """Text that a global model writes after the run's prompt; empty where its tokens are not bytes."""
         if not (self._is_bytes and self._table.sample_bytes):
             return ""
         return sample_bytes(
             self._model,
-            learner.global_state_dict(),
+            state,
             prompt=self._table.prompt,
             num_bytes=self._table.sample_bytes,
             context=self._context,

@@ -137,13 +137,20 @@ class Island:
             "run_tokens": self.tokens_at(self.step) if warming_up else self.run_tokens,
             "budget": self._budget.state_dict(),
             "layout": None if layout is None else layout.to_dict(),
-            "learner": learner,
+            "learners": self._of_all_ranks(learner),
             "model": model,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self._config.schedule.model_dump(),
             "cursor": self.stream.state_dict(),
             "random": self._job.gathered(to_bytes(random_state())),  # of every rank
         }
+
+    def _of_all_ranks(self, learner: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's state of the learner, on the first rank."""
+        if self._job.size == 1:
+            return [learner]
+        gathered = self._job.gathered(to_bytes(learner))
+        return [from_bytes(raw) for raw in gathered] if self._job.first else []
 
     def take_over(self, saved: dict[str, Any], path: Path) -> None:
         """A checkpoint's global model, inner optimizer, step and tokens: what an initialising learner gives the run.
@@ -167,7 +174,8 @@ class Island:
 
     def load(self, saved: dict[str, Any]) -> bool:
         """After `take_over`: continue exactly (True), or with the newest model of a run that went on (False)."""
-        exact = self.learner.load_state_dict(saved["learner"])
+        states, rank = saved["learners"], self._job.rank
+        exact = self.learner.load_state_dict(states[rank] if rank < len(states) else states[0])
         if self.learner.layout is None:  # else the learner has restored what it trains, and the rest is the run's
             self.model.load_state_dict(saved["model"])
         self.stream.load_state_dict(saved["cursor"])

@@ -57,7 +57,8 @@ class Monitor:
         """The last step was taken: evaluate, and say what the part comes to."""
         island = self._island
         loss = self._evaluate()
-        sample = self._judge.sample(island.learner) if self._job.first else ""
+        state = island.learner.global_state_dict()  # every rank has a part in it
+        sample = self._judge.sample(state) if self._job.first else ""
         step, tokens = island.step, island.tokens
         if sample:
             self._reporter.append(ev.Sampled(step=step, prompt=self._config.evaluate.prompt, text=sample))
@@ -101,7 +102,8 @@ class Monitor:
         loss = self._judge.known(learner)
         if loss is not None:
             return loss
-        loss = self._job.shared(self._judge.loss(learner) if self._job.first else 0.0)
+        state = learner.global_state_dict()  # every rank has a part in it
+        loss = self._job.shared(self._judge.loss(state) if self._job.first else 0.0)
         self._judge.remember(learner, loss)
         step = self._island.step
         self._reporter.append(

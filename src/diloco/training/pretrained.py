@@ -76,11 +76,11 @@ def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     state: dict[str, Tensor] = saved["model"]
     if saved["layout"] is None:
         return state
-    learner = saved["learner"]
-    if learner["method"]["exchanged"] == "gradients":
-        return {**state, **learner["parameters"]}
+    ranks = saved["learners"]
+    if ranks[0]["method"]["exchanged"] == "gradients":
+        return {**state, **ranks[0]["parameters"]}
     layout = Layout.from_dict(saved["layout"])
-    thetas = [learner["anchors"][str(fragment.index)] for fragment in layout.fragments]
+    thetas = [torch.cat([rank["anchors"][str(fragment.index)] for rank in ranks]) for fragment in layout.fragments]
     return merge_fragments(layout, thetas, state)
 
 

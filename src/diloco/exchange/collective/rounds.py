@@ -12,12 +12,13 @@ from diloco.core.contribution import OUTLIER, Contribution, Rejected
 from diloco.core.held import advance, close
 from diloco.core.merges import encoded_of
 from diloco.core.method import Method
+from diloco.core.shards import Shards
 from diloco.core.update import Update
 from diloco.core.weights import merge_weights
 from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Event
 from diloco.exchange.collective.agreement import agree, attempt, name_of, require_same_digest
-from diloco.exchange.collective.shards import Held, Shards
+from diloco.exchange.collective.shards import Held
 from diloco.exchange.group import FRAME_BYTES, Group, split
 
 

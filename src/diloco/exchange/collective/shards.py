@@ -1,4 +1,4 @@
-"""How a fragment is divided over ranks, and what each rank keeps of it."""
+"""What a rank keeps of a fragment: all of it as a learner, and its shard as the shard's syncer."""
 
 from __future__ import annotations
 
@@ -6,40 +6,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Fragment, Placement
 from diloco.core.merges import shard_of
 from diloco.core.method import Method
-
-
-@dataclass(frozen=True)
-class Shards:
-    """How a vector is divided over ranks: rank r owns a run of whole segments, which may be empty.
-
-    `owner`: the one rank that owns all of it, where a merge needs whole fragments.
-    """
-
-    num_elements: int
-    num_shards: int
-    owner: int | None = None
-
-    def segments(self, rank: int) -> tuple[int, int]:
-        """First segment, and the one behind the last."""
-        num_segments = -(-self.num_elements // SEGMENT_ELEMENTS)
-        if self.owner is not None:
-            return (0, num_segments) if rank == self.owner else (num_segments, num_segments)
-        return rank * num_segments // self.num_shards, (rank + 1) * num_segments // self.num_shards
-
-    def elements(self, rank: int) -> slice:
-        """Of the fp32 vector."""
-        start, stop = (min(segment * SEGMENT_ELEMENTS, self.num_elements) for segment in self.segments(rank))
-        return slice(start, stop)
-
-    def sizes_bytes(self, codec: Codec) -> list[int]:
-        """Of every rank's part of the payload."""
-        spans = (codec.segment_span(self.num_elements, *self.segments(rank)) for rank in range(self.num_shards))
-        return [span.stop - span.start for span in spans]
+from diloco.core.shards import Shards
 
 
 @dataclass

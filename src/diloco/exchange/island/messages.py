@@ -1,0 +1,132 @@
+"""What rank 0 tells the other ranks: JSON of plain values, and tensors, of which each rank gets all or its shard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.core.contribution import CallForWork, Drained, Rejected
+from diloco.core.held import HeldFragment
+from diloco.core.shards import Shards
+from diloco.core.update import Update
+from diloco.errors import DilocoError
+from diloco.exchange.base import Arrived, Opened, Rejoined
+from diloco.exchange.group import Group, as_bytes, error_of, to_bytes, to_tensor
+
+_KINDS = {
+    kind.__name__: kind for kind in (Arrived, CallForWork, Rejected, Rejoined, Drained, Opened, HeldFragment, Update)
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """A tensor of a message. `fragment`: each rank gets its shard of it, which is a vector of this fragment; None: each
+    rank gets all of it."""
+
+    tensor: Tensor
+    fragment: int | None
+
+
+@dataclass(frozen=True)
+class Message:
+    """JSON with plain values, an error or the shapes of the tensors that follow it; empty: there is nothing to say."""
+
+    raw: bytes = b""
+    told: tuple[Told, ...] = ()
+
+    @classmethod
+    def of(cls, value: Any = None, error: DilocoError | None = None) -> Message:
+        """Of plain values, events, and what is in them."""
+        told: list[Told] = []
+        said = _out(value, told, None)
+        specs = [
+            [list(each.tensor.shape), str(each.tensor.dtype).removeprefix("torch."), each.fragment] for each in told
+        ]
+        named = None if error is None else [type(error).__name__, str(error)]
+        return cls(json.dumps({"said": said, "error": named, "tensors": specs}).encode(), tuple(told))
+
+
+def share(
+    group: Group, message: Message, num_bytes: int, shards: Sequence[Shards], what: str, failure: DilocoError | None
+) -> Any:
+    """Rank 0's message, of a size that all ranks know, on every rank: the value, or the error in it, raised.
+
+    Arguments:
+        message: on rank 0; not read elsewhere.
+        shards: of every fragment.
+        failure: the error itself, on rank 0.
+    """
+    first = group.rank == 0
+    raw = to_tensor(message.raw) if first else torch.empty(num_bytes, dtype=torch.uint8)
+    group.broadcast(raw, what)
+    values = json.loads(to_bytes(raw))
+    if values["error"] is not None:
+        raise failure if failure is not None else error_of(*values["error"])
+    tensors = []
+    for index, (shape, dtype, fragment) in enumerate(values["tensors"]):
+        mine = message.told[index].tensor.contiguous() if first else None
+        if fragment is None:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype)) if mine is None else mine
+            group.broadcast(tensor, what)
+        else:
+            tensor = scatter(group, mine, shards[fragment], what)
+        tensors.append(tensor)
+    return _in(values["said"], tensors)
+
+
+def scatter(group: Group, whole: Tensor | None, shards: Shards, what: str) -> Tensor:
+    """This rank's shard of an fp32 vector that rank 0 has."""
+    sizes = [4 * (run.stop - run.start) for run in map(shards.elements, range(group.size))]
+    send = torch.empty(0, dtype=torch.uint8) if whole is None else as_bytes(whole)
+    receive = [sizes[group.rank] if rank == 0 else 0 for rank in range(group.size)]
+    return group.all_to_all(send, [0] * group.size if whole is None else sizes, receive, what).view(torch.float32)
+
+
+def collect(group: Group, part: Tensor, sizes_bytes: Sequence[int], what: str) -> Tensor:
+    """On rank 0 every rank's part (uint8, of these sizes), joined in rank order; elsewhere nothing."""
+    send = [part.numel() if rank == 0 else 0 for rank in range(group.size)]
+    return group.all_to_all(part, send, sizes_bytes if group.rank == 0 else [0] * group.size, what)
+
+
+def _out(value: Any, told: list[Told], fragment: int | None) -> Any:
+    """A value as JSON can say it; its tensors are appended to `told`, and their places stand for them.
+
+    `fragment`: whose the tensors in it are, if any.
+    """
+    match value:
+        case Tensor():
+            told.append(Told(value, fragment if value.dim() else None))
+            return {"tensor": len(told) - 1}
+        case Mapping():
+            return {"mapping": {key: _out(each, told, fragment) for key, each in value.items()}}
+        case tuple() | list():
+            return [_out(each, told, fragment) for each in value]
+        case None | bool() | int() | float() | str():
+            return value
+        case HeldFragment():
+            fragment = value.fragment
+        case Arrived():
+            fragment = value.update.fragment
+    name = type(value).__name__
+    assert name in _KINDS
+    return {name: {key: _out(each, told, fragment) for key, each in vars(value).items()}}
+
+
+def _in(said: Any, tensors: Sequence[Tensor]) -> Any:
+    """What `_out` was given."""
+    match said:
+        case {"tensor": place}:
+            return tensors[place]
+        case {"mapping": values}:
+            return {key: _in(each, tensors) for key, each in values.items()}
+        case list():
+            return tuple(_in(each, tensors) for each in said)
+        case dict():
+            [(name, values)] = said.items()
+            return _KINDS[name](**{key: _in(each, tensors) for key, each in values.items()})
+    return said

@@ -1,0 +1,246 @@
+"""A job of several ranks as one learner: rank 0 exchanges, and all ranks do the same at the same boundary.
+
+Every rank runs the same `Learner` on the same `LearnerCore`, each with its shard of every fragment (`core.shards`): it
+keeps that shard's anchor, encodes it, and adopts it. Only rank 0 touches the wrapped exchange. It gets the encoded
+shards from the others on a thread of its own, and what it hears is broadcast, events and errors alike, as JSON and
+tensors. A step without news costs one all-reduce of six numbers: the step's tokens, the size of the news, the tokens of
+the whole run, the number of live learners, this one's pace, and whether it is drained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.core.codecs import Codec
+from diloco.core.contribution import Contribution
+from diloco.core.fragments import Layout
+from diloco.core.method import Method
+from diloco.core.session.requests import Report
+from diloco.core.shards import Shards
+from diloco.errors import CheckpointError, ConfigError, DilocoError
+from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, wrong_rank
+from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, error_of
+from diloco.exchange.island.messages import Message, collect, share
+
+TIMEOUT_S = 24 * 3600.0
+"""How long ranks wait for rank 0, which may itself wait for the slowest learner. A dead rank is noticed at once.
+"""
+
+_ASKED = -1
+"""The size of a message in place of one: rank 0 asks for every rank's shard of the model."""
+
+
+class Ranks(Exchange):
+    """Makes the ranks of a process group one learner of `exchange`, which only rank 0 uses. `Learner` adds it.
+
+    Arguments:
+        exchange: on every rank one that was made in the same way; those of other ranks than 0 are never opened.
+        process_group: the ranks of the job; None: all.
+
+    Attributes:
+        group: connects the ranks, for the training thread.
+
+    Raises:
+        Whatever the wrapped exchange raises on rank 0, on every rank.
+        ExchangeError: a rank of this learner is gone.
+    """
+
+    def __init__(self, exchange: Exchange, process_group: dist.ProcessGroup | None) -> None:
+        self.group = Group(process_group, timeout_s=TIMEOUT_S)
+        self._first = self.group.rank == 0
+        self._exchange = exchange
+        self.gradients = exchange.gradients
+        self._background = Group(process_group, timeout_s=TIMEOUT_S)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-ranks")
+        self._shards: tuple[Shards, ...] = ()
+        self._codec: Codec
+        self._news: list[Event] = []
+        self._failure: DilocoError | None = None
+        self._message = Message()  # the news as they will be broadcast
+        self._announced: int | None = None  # size of the message, where all ranks know it already
+        self._overview = Overview()
+        self._closed = False
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.group.rank, self.group.size
+
+    # --- joining ------------------------------------------------------------------------------------------------------
+
+    def method(self, given: Method | None) -> Method:
+        theirs = self.group.gather_values(None if given is None else given.to_dict(), "the method given to each rank")
+        for rank, values in enumerate(theirs):
+            if values != theirs[0]:
+                raise ConfigError(
+                    f"rank {rank} of this learner was given another method than rank 0; give all the same."
+                )
+        method = self._decide("the run's method", lambda: json.dumps(self._exchange.method(given).to_dict()))
+        return Method.from_dict(json.loads(method))
+
+    def open(
+        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
+    ) -> Opened:
+        self._shards = tuple(Shards(fragment.numel, self.group.size) for fragment in layout.fragments)
+        self._codec = method.up
+
+        def whole() -> Model:
+            self.group.sum([_ASKED], "the run's model")
+            return self._whole(initial())
+
+        def join() -> Opened:
+            return self._exchange.open(layout, method, whole, overlap=overlap)
+
+        opened: Opened = self._decide("the run's model", join, asked=lambda: self._whole(initial()))
+        self._overview = replace(self._overview, run_tokens=opened.run_tokens)
+        return opened
+
+    def _whole(self, mine: Model) -> Model:
+        """On rank 0 the whole model, from every rank's shards."""
+        fragments = []
+        for index, (part, shards) in enumerate(zip(mine.fragments, self._shards, strict=True)):
+            sizes = [4 * (run.stop - run.start) for run in map(shards.elements, range(self.group.size))]
+            joined = collect(self.group, as_bytes(part), sizes, f"fragment {index} of this learner's model")
+            fragments.append(joined.view(torch.float32))
+        return Model(tuple(fragments), mine.static)
+
+    # --- one boundary -------------------------------------------------------------------------------------------------
+
+    def sum_tokens(self, tokens: int) -> int:
+        self._collect_news()
+        it = self._exchange.overview if self._first else Overview(num_live=0)
+        run_tokens_plus_1 = 0 if it.run_tokens is None else it.run_tokens + 1
+        numbers = [tokens, len(self._message.raw), run_tokens_plus_1, it.num_live, it.sync_every or 0, int(it.drained)]
+        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained = self.group.sum(
+            numbers, "the tokens of a step"
+        )
+        run_tokens = run_tokens_plus_1 - 1 if run_tokens_plus_1 else None
+        self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained))
+        return total
+
+    def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
+        joined = self._worker.submit(self._joined, contribution, payload)
+        self._on_first(lambda: self._exchange.offer(contribution, joined.result))
+
+    def _joined(self, c: Contribution, payload: Callable[[], Tensor]) -> Tensor:
+        """On rank 0 the payload of a contribution, from every rank's shard of it, which each rank encodes."""
+        what, part, error = f"the contribution of fragment {c.fragment}", torch.empty(0, dtype=torch.uint8), None
+        try:
+            part = payload()
+        except DilocoError as refused:
+            error = refused
+        told = None if error is None else [type(error).__name__, str(error)[:TEXT_CHARACTERS]]
+        for frame in self._background.gather_frames({"error": told}, what):
+            if frame["error"] is not None:
+                raise error_of(*frame["error"]) from error
+        return collect(self._background, part, self._shards[c.fragment].sizes_bytes(self._codec), what)
+
+    def poll(self) -> Sequence[Event]:
+        if self._announced is None:
+            self._collect_news()
+            [self._announced] = self.group.sum([len(self._message.raw)], "the size of the news")
+        num_bytes, self._announced = self._announced, None
+        if num_bytes == 0:
+            return ()
+        message, self._message, self._news = self._message, Message(), []
+        events: Sequence[Event] = share(self.group, message, num_bytes, self._shards, "the news", self._failure)
+        return events
+
+    def wait(self) -> None:
+        if not self._news:
+            self._on_first(self._exchange.wait)  # the other ranks wait in the next poll
+
+    def report(self, report: Report) -> None:
+        self._on_first(lambda: self._exchange.report(report))
+
+    def stepped(self) -> None:
+        self._on_first(self._exchange.stepped)
+
+    def boundary(self) -> bool:
+        self._on_first(self._exchange.boundary)  # news of this very moment can wait for the next boundary
+        return False
+
+    @property
+    def overview(self) -> Overview:
+        return self._overview
+
+    @property
+    def num_bytes(self) -> Mapping[str, int]:
+        return self._exchange.num_bytes if self._first else {}
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped exchange's, on rank 0; every rank calls it and saves what it gets."""
+        state = self._exchange.state_dict() if self._first else {}
+        [empty] = self.group.sum([int(self._first and not state)], "whether the exchange has state")
+        return state if self._first or empty else {"rank": self.group.rank}
+
+    def require_rank(self, saved: Sequence[int]) -> None:
+        """Raises the same error on every rank, if the checkpoint of one does not fit."""
+        for rank, theirs in enumerate(self.group.gather_values(list(saved), "the ranks of the checkpoints")):
+            if tuple(theirs) != (rank, self.group.size):
+                raise CheckpointError(wrong_rank(theirs, (rank, self.group.size)))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        def load() -> dict[str, Any]:
+            return {
+                "loaded": self._exchange.load_state_dict(state), "run_tokens": self._exchange.overview.run_tokens
+            }  # fmt: skip
+
+        said = self._decide("the loading of a checkpoint", load)
+        self._overview = replace(self._overview, run_tokens=said["run_tokens"])
+        return bool(said["loaded"])
+
+    def close(self) -> None:
+        """Rank 0 leaves the run; all ranks disconnect from each other."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._first:
+                self._exchange.close()
+            self._worker.shutdown(wait=True)
+        finally:
+            self.group.disconnect()
+            self._background.disconnect()
+
+    # --- rank 0 and the others ----------------------------------------------------------------------------------------
+
+    def _on_first(self, call: Callable[[], object]) -> None:
+        """Rank 0 alone makes the call; an error is raised by the next poll, on every rank."""
+        if self._first and self._failure is None:
+            try:
+                call()
+            except DilocoError as error:
+                self._failure = error
+
+    def _collect_news(self) -> None:
+        """Rank 0 asks the exchange for what has happened, and puts it into a message for all."""
+        self._on_first(lambda: self._news.extend(self._exchange.poll()))
+        if self._failure is not None:
+            self._message = Message.of(error=self._failure)
+        elif self._news:
+            self._message = Message.of(self._news)
+
+    def _decide(self, what: str, decide: Callable[[], Any], asked: Callable[[], object] = lambda: None) -> Any:
+        """What rank 0 decides, or the error that it meets, on every rank.
+
+        `asked`: what the other ranks do when rank 0 asks for their part in it.
+        """
+        message, failure = Message(), None
+        if self._first:
+            try:
+                message = Message.of(decide())
+            except DilocoError as error:
+                message, failure = Message.of(error=error), error
+        while (num_bytes := self.group.sum([len(message.raw)], what)[0]) == _ASKED:
+            asked()
+        return share(self.group, message, num_bytes, self._shards, what, failure)

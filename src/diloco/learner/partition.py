@@ -1,0 +1,271 @@
+"""How the tensors of a model, as this process holds them, become the part of each fragment that it exchanges, and back.
+
+A process alone exchanges whole fragments (`Undivided`). The ranks of an island divide each fragment among them
+(`core.shards`): rank r owns a run of its elements, whatever of the model it holds itself. Before a send every rank
+gives the owners the elements that they lack, and after an adoption the owners give every rank the elements of its
+pieces (`Divided`). So no rank ever holds a whole fragment, and replicas cost nothing twice.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from diloco.core.boxes import Box, cut
+from diloco.core.fragments import Fragment, Layout, gather, scatter
+from diloco.core.layout import Placement
+from diloco.core.merges import shard_of
+from diloco.core.shards import Shards
+from diloco.errors import LayoutError
+from diloco.exchange.group import Group
+from diloco.learner.pieces import Gather, Piece
+
+AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], str], Tensor]
+"""Cut uint8 into parts of these sizes, one for each rank; return those of all ranks, of these sizes, in rank order."""
+
+
+class Partition(ABC):
+    """What this process exchanges of every fragment."""
+
+    @abstractmethod
+    def elements(self, fragment: int) -> slice:
+        """Of the fragment's flat vector."""
+
+    @abstractmethod
+    def gather(self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """The part of a fragment, flat fp32, from tensors as the model holds them; on their device, or in `out`."""
+
+    @abstractmethod
+    def spread(self, fragment: int, part: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """The fp32 values that this process holds of each tensor, from the part of every rank. May share memory with
+        `part`."""
+
+    @abstractmethod
+    def local(self, name: str, tensor: Tensor) -> Tensor:
+        """The memory of what this process holds of a tensor."""
+
+    @abstractmethod
+    def places(self, fragment: int) -> tuple[Placement, ...]:
+        """The tensors of the part, clipped to it."""
+
+
+class Undivided(Partition):
+    """One process that holds and exchanges the whole model."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._fragments = layout.fragments
+
+    def elements(self, fragment: int) -> slice:
+        return slice(0, self._fragments[fragment].numel)
+
+    def gather(self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        return gather(self._fragments[fragment], tensors, out)
+
+    def spread(self, fragment: int, part: Tensor, device: torch.device) -> dict[str, Tensor]:
+        return scatter(self._fragments[fragment], part.to(device))
+
+    def local(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def places(self, fragment: int) -> tuple[Placement, ...]:
+        return self._fragments[fragment].tensors
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Elements of one tensor that one rank holds and another owns. `box`: in the tensor, or in a view of it."""
+
+    name: str
+    box: Box
+    start: int  # of the tensor in the owner's part; negative where the tensor begins before it
+
+    def in_part(self, part: Tensor) -> Tensor:
+        """As a strided view of the owner's part."""
+        return part.as_strided(self.box.sizes, self.box.strides, part.storage_offset() + self.start + self.box.first)
+
+    def num_bytes(self, dtypes: Mapping[str, torch.dtype]) -> int:
+        """Of its values."""
+        return self.box.numel * dtypes[self.name].itemsize
+
+
+@dataclass
+class _Route:
+    """The blocks of one fragment that this rank shares with each rank, itself too, in the same order on both.
+
+    Attributes:
+        held: those here, by the rank that owns them.
+        owned: those owned here, by the rank that holds them.
+        crosses: whether any two ranks share a block.
+    """
+
+    held: list[list[_Block]]
+    owned: list[list[_Block]]
+    crosses: bool = False
+
+
+class Divided(Partition):
+    """The ranks of an island. All call every method that takes tensors, in the same order.
+
+    Arguments:
+        boxes: of every rank, by name, what it holds. A box that several ranks hold is a replica.
+        gather: what this rank holds.
+        all_to_all: moves bytes between the ranks.
+        wire: the device that it takes them from and brings them to.
+
+    Raises:
+        LayoutError: the pieces of a tensor do not make up all of it.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, boxes: Sequence[Mapping[str, Box]], gather: Gather, all_to_all: AllToAll,
+        wire: torch.device,
+    ) -> None:  # fmt: skip
+        self._layout, self._rank, self._boxes = layout, rank, boxes
+        self._gather, self._all_to_all, self._wire = gather, all_to_all, wire
+        self._shards = [Shards(fragment.numel, len(boxes)) for fragment in layout.fragments]
+        self._dtypes = {p.spec.name: _dtype(p) for f in layout.fragments for p in f.tensors}
+        self._sending: list[_Route] = []
+        self._adopting: list[_Route] = []
+        for fragment in layout.fragments:
+            for place in fragment.tensors:
+                _require_all(place, [held.get(place.spec.name) for held in boxes])
+            self._sending.append(self._route(fragment, once=True))
+            self._adopting.append(self._route(fragment, once=False))
+
+    def elements(self, fragment: int) -> slice:
+        return self._shards[fragment].elements(self._rank)
+
+    def local(self, name: str, tensor: Tensor) -> Tensor:
+        return self._piece(name, tensor).local
+
+    def places(self, fragment: int) -> tuple[Placement, ...]:
+        return shard_of(self._layout.fragments[fragment].tensors, self.elements(fragment))[0]
+
+    @torch.no_grad()
+    def gather(self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        route, own = self._sending[fragment], self._boxes[self._rank]
+        elements = self.elements(fragment)
+        pieces = {
+            place.spec.name: self._piece(place.spec.name, tensors[place.spec.name]).local
+            for place in self._layout.fragments[fragment].tensors
+            if place.spec.name in own
+        }
+        device = next(iter(pieces.values())).device if pieces else torch.device("cpu")
+        if out is None:
+            out = torch.empty(elements.stop - elements.start, dtype=torch.float32, device=device)
+        blocks = [[(block, pieces[block.name][block.box.within(own[block.name])]) for block in each]
+                  for each in route.held]  # fmt: skip
+        for block, values in self._cross(
+            route, blocks, route.owned, self._dtypes, f"the values of fragment {fragment}"
+        ):
+            block.in_part(out).copy_(values)
+        return out
+
+    @torch.no_grad()
+    def spread(self, fragment: int, part: Tensor, device: torch.device) -> dict[str, Tensor]:
+        route, own = self._adopting[fragment], self._boxes[self._rank]
+        names = [place.spec.name for place in self._layout.fragments[fragment].tensors if place.spec.name in own]
+        found = {name: torch.empty(own[name].sizes, dtype=torch.float32, device=device) for name in names}
+        blocks = [[(block, block.in_part(part)) for block in each] for each in route.owned]
+        fp32 = dict.fromkeys(self._dtypes, torch.float32)
+        for block, values in self._cross(route, blocks, route.held, fp32, f"the new values of fragment {fragment}"):
+            found[block.name][block.box.within(own[block.name])].copy_(values)
+        return found
+
+    def _piece(self, name: str, tensor: Tensor) -> Piece:
+        piece = self._gather(name, tensor)
+        if piece.box != self._boxes[self._rank][name]:
+            raise LayoutError(
+                f"this rank held {self._boxes[self._rank][name]} of {name!r} when the learner was made, and holds "
+                f"{piece.box} now; make a new Learner after the model is sharded anew."
+            )
+        return piece
+
+    def _cross(
+        self, route: _Route, sent: list[list[tuple[_Block, Tensor]]], expected: list[list[_Block]],
+        dtypes: Mapping[str, torch.dtype], what: str,
+    ) -> Iterator[tuple[_Block, Tensor]]:  # fmt: skip
+        """Send these blocks to each rank; yields those expected from each, with their values."""
+        yield from sent[self._rank]
+        if not route.crosses:
+            return
+        sent = [[] if rank == self._rank else blocks for rank, blocks in enumerate(sent)]
+        expected = [[] if rank == self._rank else blocks for rank, blocks in enumerate(expected)]
+        sizes = [sum(block.num_bytes(dtypes) for block, _ in blocks) for blocks in sent]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._wire)
+        start = 0
+        for block, values in chain(*sent):
+            into = buffer[start : start + block.num_bytes(dtypes)]
+            into.copy_(values.to(dtypes[block.name]).contiguous().view(-1).view(torch.uint8))
+            start += into.numel()
+        wanted = [sum(block.num_bytes(dtypes) for block in blocks) for blocks in expected]
+        received, start = self._all_to_all(buffer, sizes, wanted, what), 0
+        for block in chain(*expected):
+            raw = received[start : start + block.num_bytes(dtypes)]
+            start += raw.numel()
+            if raw.storage_offset() % dtypes[block.name].itemsize:
+                raw = raw.clone()
+            yield block, raw.view(dtypes[block.name]).view(block.box.sizes)
+
+    def _route(self, fragment: Fragment, *, once: bool) -> _Route:
+        """`once`: of the replicas of a box only one is taken: the owner's own, or the one that its rank chooses."""
+        num_ranks, rank = len(self._boxes), self._rank
+        shards = self._shards[fragment.index]
+        route = _Route([[] for _ in range(num_ranks)], [[] for _ in range(num_ranks)])
+        runs = [shards.elements(owner) for owner in range(num_ranks)]
+        for place in fragment.tensors:
+            holders: dict[Box, list[int]] = {}
+            for holder, held in enumerate(self._boxes):
+                if place.spec.name in held and held[place.spec.name].numel:
+                    holders.setdefault(held[place.spec.name], []).append(holder)
+            for box, ranks in holders.items():
+                for owner in range(num_ranks):
+                    low, high = runs[owner].start - place.offset, runs[owner].stop - place.offset
+                    if high <= 0 or low >= place.spec.numel or low >= high:
+                        continue
+                    chosen = ranks
+                    if once:
+                        chosen = [owner if owner in ranks else ranks[owner % len(ranks)]]
+                    route.crosses |= chosen != [owner]
+                    if rank != owner and rank not in chosen:
+                        continue
+                    blocks = [
+                        _Block(place.spec.name, part, place.offset - runs[owner].start) for part in cut(box, low, high)
+                    ]
+                    for holder in chosen:
+                        if holder == rank:
+                            route.held[owner].extend(blocks)
+                        if owner == rank:
+                            route.owned[holder].extend(blocks)
+        return route
+
+
+def _dtype(place: Placement) -> torch.dtype:
+    dtype = getattr(torch, place.spec.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _require_all(place: Placement, boxes: Sequence[Box | None]) -> None:
+    """Raise LayoutError unless the distinct boxes of a tensor have as many elements as it."""
+    distinct = {box for box in boxes if box is not None}
+    if (held := sum(box.numel for box in distinct)) != place.spec.numel:
+        raise LayoutError(
+            f"the ranks of this learner hold {held} of the {place.spec.numel} elements of {place.spec.name!r}; every "
+            "element must be in the piece of one rank, or in equal pieces of several."
+        )
+
+
+def divided(layout: Layout, parameters: Mapping[str, Tensor], gather: Gather, group: Group) -> Divided:
+    """The partition of a model whose parameters the ranks of `group` hold in pieces. Every rank calls it."""
+    own = {name: gather(name, parameter).box for name, parameter in parameters.items()}
+    told = group.gather_values(
+        {name: [box.shape, box.offsets, box.sizes] for name, box in own.items()}, "what each rank holds of the model"
+    )
+    boxes = [{name: Box(*map(tuple, box)) for name, box in each.items()} for each in told]
+    return Divided(layout, group.rank, boxes, gather, group.all_to_all, torch.device("cpu"))
