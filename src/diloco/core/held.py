@@ -65,32 +65,6 @@ class HeldFragment:
         """A fragment of the initial model, with the outer state before the first step."""
         return cls(fragment, version, theta, method.outer.init(theta.numel()), None, digest(theta))
 
-    @classmethod
-    def received(
-        cls,
-        update: Update,
-        payload: Tensor,
-        num_elements: int,
-        outer_state: Mapping[str, Tensor],
-        *,
-        verify: bool = True,
-    ) -> Self:
-        """The version of a lossless update, which needs no earlier one; `theta` is the payload's memory.
-
-        Arguments:
-            verify: as in `advance`.
-
-        Raises:
-            CorruptPayloadError: not the bytes of `num_elements` fp32 numbers.
-            DigestError: other bits than were published.
-        """
-        _require_size(update, payload, 4 * num_elements)
-        theta = payload.view(torch.float32)
-        new = cls(update.fragment, update.version, theta, outer_state, None, digest(theta))
-        if verify:
-            _require_digest(update, new.digest)
-        return new
-
     @property
     def bare(self) -> Self:
         """Θ and its version only, for a learner that takes no outer steps itself."""
@@ -195,10 +169,37 @@ def _scale_without(method: Method, contributions: Sequence[Encoded], kept: Seque
 
 @dataclass(frozen=True, eq=False)
 class Advanced:
-    """The version after an update. `mean`: the merged outer gradient, fp32 [n], where that is what is published."""
+    """The version after an update.
+
+    Attributes:
+        mean: the merged outer gradient, fp32 [n], where that is what is published.
+        segments: the digests of the segments of `held.theta` (`layout.Digest.segments`).
+    """
 
     held: HeldFragment
     mean: Tensor | None = None
+    segments: bytes = b""
+
+
+def received_whole(
+    update: Update, payload: Tensor, num_elements: int, outer_state: Mapping[str, Tensor], *, verify: bool = True
+) -> Advanced:
+    """The version of a lossless update, which needs no earlier one; its `theta` is the payload's memory.
+
+    Arguments:
+        verify: as in `advance`.
+
+    Raises:
+        CorruptPayloadError: not the bytes of `num_elements` fp32 numbers.
+        DigestError: other bits than were published.
+    """
+    _require_size(update, payload, 4 * num_elements)
+    theta, whole = payload.view(torch.float32), Digest()
+    whole.update(theta)
+    if verify:
+        require_digest(update, whole.hex())
+    new = HeldFragment(update.fragment, update.version, theta, outer_state, None, whole.hex())
+    return Advanced(new, segments=whole.segments)
 
 
 def advance(
@@ -224,7 +225,7 @@ def advance(
     """
     num_elements = held.theta.numel()
     if update.lossless:
-        return Advanced(HeldFragment.received(update, payload, num_elements, held.outer_state, verify=verify))
+        return received_whole(update, payload, num_elements, held.outer_state, verify=verify)
     if update.base != held.version:
         raise VersionError(
             f"the update of fragment {update.fragment} takes version {update.base} to {update.version}, and version "
@@ -243,8 +244,8 @@ def advance(
         next_.finish(run)
     new = next_.made(update.version)
     if verify:
-        _require_digest(update, new.digest)
-    return Advanced(new, mean)
+        require_digest(update, new.digest)
+    return Advanced(new, mean, next_.segments)
 
 
 def published_mean(method: Method, payload: Tensor, num_elements: int) -> Tensor | None:
@@ -288,6 +289,11 @@ class _NextVersion:
         return HeldFragment(
             self._held.fragment, version, self.theta, self._outer_state, self._residual, self._digest.hex()
         )
+
+    @property
+    def segments(self) -> bytes:
+        """The digests of its segments."""
+        return self._digest.segments
 
     def _span(self, run: slice) -> slice:
         """The bytes of a run in a payload."""
@@ -411,7 +417,7 @@ def _require_size(update: Update, payload: Tensor, num_bytes: int) -> None:
         )
 
 
-def _require_digest(update: Update, found: str) -> None:
+def require_digest(update: Update, found: str) -> None:
     if found != update.digest:
         raise DigestError(
             f"version {update.version} of fragment {update.fragment} is not what was published (digest "

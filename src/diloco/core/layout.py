@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from diloco.core.codecs.formats import SEGMENT_ELEMENTS
 from diloco.errors import LayoutError
 
 
@@ -198,14 +199,18 @@ def scatter(fragment: Fragment, flat: Tensor) -> dict[str, Tensor]:
 
 
 class Digest:
-    """SHA-256 (hex) of the little-endian bytes of a contiguous fp32 vector on the CPU, taken up part by part in order.
+    """SHA-256 (hex) of the SHA-256 of every segment (`codecs.SEGMENT_ELEMENTS`) of a contiguous fp32 vector on the CPU,
+    of their little-endian bytes, taken up part by part in order.
 
-    Two holders of one version of a fragment compare it. The bytes are hashed in place, with the interpreter lock
-    released; with the processor's SHA instructions SHA-256 is twice as fast as BLAKE2b.
+    Two holders of one version of a fragment compare it, and ranks that hold shards of one make it from the digests of
+    their segments. The bytes are hashed in place, with the interpreter lock released; with the processor's SHA
+    instructions SHA-256 is twice as fast as BLAKE2b.
     """
 
     def __init__(self) -> None:
+        self._whole: list[bytes] = []
         self._hasher = hashlib.sha256()
+        self._missing = SEGMENT_ELEMENTS  # elements of the segment under way
 
     def update(self, part: Tensor) -> None:
         """Take up the next elements. Raises LayoutError for anything else than contiguous fp32 on the CPU."""
@@ -214,12 +219,29 @@ class Digest:
                 f"a digest is taken of a contiguous float32 vector on the CPU, not {_dtype_name(part)} on "
                 f"{part.device}."
             )
-        if num_bytes := part.numel() * part.element_size():
-            self._hasher.update((ctypes.c_char * num_bytes).from_address(part.data_ptr()))
+        start, address, stop = 0, part.data_ptr(), part.numel()
+        while start < stop:
+            taken = min(self._missing, stop - start)
+            self._hasher.update((ctypes.c_char * (4 * taken)).from_address(address + 4 * start))
+            start, self._missing = start + taken, self._missing - taken
+            if self._missing == 0:
+                self._whole.append(self._hasher.digest())
+                self._hasher, self._missing = hashlib.sha256(), SEGMENT_ELEMENTS
+
+    @property
+    def segments(self) -> bytes:
+        """The digests of all segments so far, 32 bytes each; the last segment may be incomplete."""
+        last = [self._hasher.digest()] if self._missing < SEGMENT_ELEMENTS else []
+        return b"".join(self._whole + last)
 
     def hex(self) -> str:
         """Of all parts so far."""
-        return self._hasher.hexdigest()
+        return digest_of_segments(self.segments)
+
+
+def digest_of_segments(segments: bytes) -> str:
+    """The `Digest` of a vector with these `Digest.segments`."""
+    return hashlib.sha256(segments).hexdigest()
 
 
 def digest(flat: Tensor) -> str:

@@ -12,6 +12,28 @@ from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 
 
 @dataclass(frozen=True)
+class Segments:
+    """A run of whole segments of a fragment, from `first` to before `stop`; it may be empty."""
+
+    first: int
+    stop: int
+
+    def elements(self, num_elements: int) -> slice:
+        """In the fragment's fp32 vector."""
+        start, stop = (min(segment * SEGMENT_ELEMENTS, num_elements) for segment in (self.first, self.stop))
+        return slice(start, stop)
+
+    def payload(self, codec: Codec, num_elements: int) -> slice:
+        """The bytes in the payload of the fragment."""
+        return codec.segment_span(num_elements, self.first, self.stop)
+
+
+def num_segments_of(num_elements: int) -> int:
+    """Segments of a vector; the last one may be incomplete."""
+    return -(-num_elements // SEGMENT_ELEMENTS)
+
+
+@dataclass(frozen=True)
 class Shards:
     """How a vector is divided over ranks: rank r owns a run of whole segments, which may be empty.
 
@@ -22,21 +44,20 @@ class Shards:
     num_shards: int
     owner: int | None = None
 
-    def segments(self, rank: int) -> tuple[int, int]:
-        """First segment, and the one behind the last."""
-        num_segments = -(-self.num_elements // SEGMENT_ELEMENTS)
+    def segments(self, rank: int) -> Segments:
+        """Of a rank's shard."""
+        num_segments = num_segments_of(self.num_elements)
         if self.owner is not None:
-            return (0, num_segments) if rank == self.owner else (num_segments, num_segments)
-        return rank * num_segments // self.num_shards, (rank + 1) * num_segments // self.num_shards
+            return Segments(0, num_segments) if rank == self.owner else Segments(num_segments, num_segments)
+        return Segments(rank * num_segments // self.num_shards, (rank + 1) * num_segments // self.num_shards)
 
     def elements(self, rank: int) -> slice:
         """Of the fp32 vector."""
-        start, stop = (min(segment * SEGMENT_ELEMENTS, self.num_elements) for segment in self.segments(rank))
-        return slice(start, stop)
+        return self.segments(rank).elements(self.num_elements)
 
     def payload(self, codec: Codec, rank: int) -> slice:
         """The bytes of a rank's shard in the payload of the whole vector."""
-        return codec.segment_span(self.num_elements, *self.segments(rank))
+        return self.segments(rank).payload(codec, self.num_elements)
 
     def sizes_bytes(self, codec: Codec) -> list[int]:
         """Of every rank's part of the payload."""

@@ -286,6 +286,10 @@ class SyncerCore:
         self.accounting.acknowledge(c)
         return [Acknowledge(c, duplicate=False), *self._look_again(now)]
 
+    def is_known(self, c: Contribution) -> bool:
+        """Whether a contribution of a member is open, or has a verdict."""
+        return self.accounting.is_known(c)
+
     def merged(self, fragment: int, refused: Sequence[str] = ()) -> None:
         """The driver has merged the fragment's closed round, and makes the new version durable next.
 

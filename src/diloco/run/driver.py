@@ -50,6 +50,7 @@ from diloco.errors import (
     StoreError,
 )
 from diloco.run import sense
+from diloco.run.assembly import Assemblies, Assembly, Span
 from diloco.run.connections import Connections
 from diloco.run.global_model import Fetched
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
@@ -68,11 +69,28 @@ COMES_AGAIN_S = 5.0
 
 @dataclass(eq=False)
 class Upload(Generic[S]):
-    """A contribution whose payload is being uploaded. `slot`: the room for it."""
+    """A contribution whose payload, or a part of it, is being uploaded.
+
+    Attributes:
+        num_bytes: of the whole payload.
+        slot: the room for what is uploaded, or for the whole payload with `assembly`.
+        span: the part of the payload; None: all of it.
+        assembly: what the part belongs to; None: the whole payload is uploaded, or the contribution is here already and
+            the part is not needed.
+    """
 
     contribution: Contribution
     num_bytes: int
     slot: S
+    span: Span | None = None
+    assembly: Assembly[S] | None = None
+
+    @property
+    def room(self) -> Span:
+        """The bytes of the slot that are uploaded."""
+        if self.span is None:
+            return 0, self.num_bytes
+        return self.span if self.assembly is not None else (0, self.span[1] - self.span[0])
 
 
 class Driver(Generic[H, S, P]):
@@ -106,6 +124,8 @@ class Driver(Generic[H, S, P]):
         self._writes: Writes[H, P] = Writes()
         self._status = RunStatus()
         self._slots: dict[Contribution, S] = {}
+        self._assemblies: Assemblies[S] = Assemblies()
+        self._checked_parts = set[Contribution]()  # those put together whose content is being checked
         self._beginnings: deque[tuple[InitialModel[H], Callable[[DilocoError | None], None]]] = deque()
         self._num_closing = 0
         self._num_standings = 0
@@ -288,7 +308,7 @@ class Driver(Generic[H, S, P]):
         sense.check_tokens(learner, tokens)
         actions = self.core.left(self._clock.now_s(), learner, incarnation, tokens=tokens)
         self._observer.left(learner, incarnation, tokens)
-        self._connections.end(learner, incarnation)
+        self._end(learner, incarnation)
         self._writes.record(self._clock.now_s(), done)
         self._execute(actions)
 
@@ -312,9 +332,15 @@ class Driver(Generic[H, S, P]):
 
     # --- contributions ------------------------------------------------------------------------------------------------
 
-    def begin_push(self, contribution: Contribution, num_bytes: int, *, boot: int) -> Upload[S]:
-        """Begin the upload of a contribution with a payload of this size: check it, and make room. `boot`: the driver
-        that it is meant for.
+    def begin_push(
+        self, contribution: Contribution, num_bytes: int, *, boot: int, span: Span | None = None
+    ) -> Upload[S]:
+        """Begin the upload of a contribution with a payload of this size: check it, and make room.
+
+        Arguments:
+            boot: the driver that it is meant for.
+            span: the part of the payload that is uploaded; None: all of it. The contribution has arrived once all of
+                its parts have.
 
         Raises:
             RestartedError: another driver than this one, which may lack what that one had acknowledged.
@@ -333,16 +359,35 @@ class Driver(Generic[H, S, P]):
         fragment = self.state.model.layout.fragments[c.fragment]
         sense.check_size(c, num_bytes, self._ports.jobs.contribution_bytes(fragment.numel), len(fragment.tensors))
         try:
-            return Upload(c, num_bytes, self._ports.spool.allocate(num_bytes))
+            return self._upload(c, num_bytes, span)
         except NoRoomError as error:
             self._sent_back(c, error)
             raise
 
+    def _upload(self, c: Contribution, num_bytes: int, span: Span | None) -> Upload[S]:
+        allocate = self._ports.spool.allocate
+        if span is None:
+            return Upload(c, num_bytes, allocate(num_bytes))
+        sense.check_span(c, span, num_bytes)
+        if c in self._checked_parts or self.core.is_known(c):  # the acknowledgement of this part was lost
+            return Upload(c, num_bytes, allocate(span[1] - span[0]), span)
+        if (assembly := self._assemblies.of(c)) is None:
+            assembly = Assembly(c, num_bytes, allocate(num_bytes))
+            self._assemblies.add(assembly)
+        assembly.begin(c, num_bytes, span)
+        return Upload(c, num_bytes, assembly.slot, span, assembly)
+
     def cut_push(self, push: Upload[S], no_room: NoRoomError | None = None) -> None:
         """The upload was broken off. `no_room`: the error, if there was no room for the payload."""
-        self._ports.spool.release(push.slot)
+        self._part_ended(push, is_complete=False)
         if no_room is not None:
             self._sent_back(push.contribution, no_room)
+
+    def _part_ended(self, push: Upload[S], *, is_complete: bool) -> None:
+        if push.assembly is None or push.span is None:
+            self._ports.spool.release(push.slot)
+        elif self._assemblies.ended(push.assembly, push.span, is_complete=is_complete):
+            self._ports.spool.release(push.slot)
 
     def _sent_back(self, c: Contribution, no_room: NoRoomError) -> None:
         now_s = self._clock.now_s()
@@ -359,6 +404,13 @@ class Driver(Generic[H, S, P]):
                 out by now.
             VersionError, ConfigError: as `SyncerCore.contributed`.
         """
+        if push.span is not None:
+            self._part_ended(push, is_complete=True)
+            if push.assembly is None or push.assembly.is_over or not push.assembly.is_whole:
+                done(None)
+                return
+            self._assemblies.remove(push.assembly)
+            self._checked_parts.add(push.contribution)
         index = push.contribution.fragment
         num_elements = self.state.model.layout.fragments[index].numel
         check = partial(self._ports.jobs.check, push.slot, num_elements)
@@ -366,6 +418,7 @@ class Driver(Generic[H, S, P]):
 
     def _checked(self, push: Upload[S], done: Callable[[DilocoError | None], None], error: PayloadError | None) -> None:
         actions: list[Action] = []
+        self._checked_parts.discard(push.contribution)
         try:
             if error is not None:
                 raise error
@@ -506,7 +559,12 @@ class Driver(Generic[H, S, P]):
         self._observer.evicted(action)
         if (connection := self._connections.of(action.learner, action.incarnation)) is not None:
             connection.evicted(action.reason, replaced=action.replaced)
-        self._connections.end(action.learner, action.incarnation)
+        self._end(action.learner, action.incarnation)
+
+    def _end(self, learner: str, incarnation: int) -> None:
+        self._connections.end(learner, incarnation)
+        for slot in self._assemblies.end(learner, incarnation):
+            self._ports.spool.release(slot)
 
     def _tell(self, learners: Collection[str]) -> None:
         num_live = self.num_live if learners else 0

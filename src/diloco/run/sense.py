@@ -98,6 +98,19 @@ def check_size(c: Contribution, num_bytes: int, expected_bytes: int, num_tensors
             )
 
 
+def check_span(c: Contribution, span: tuple[int, int], num_bytes: int) -> None:
+    """Check that a part of a contribution is within it.
+
+    Raises:
+        CorruptPayloadError: it is not.
+    """
+    if not 0 <= span[0] < span[1] <= num_bytes:
+        raise CorruptPayloadError(
+            f"bytes {span[0]} to {span[1]} are no part of a contribution to fragment {c.fragment} of {num_bytes} bytes; "
+            "send the bytes of the rank's shard."
+        )
+
+
 def check_tokens(learner: str, tokens: int) -> None:
     """Check the tokens of a goodbye."""
     _within(learner, "trained tokens", tokens, MAX_TOKENS)

@@ -14,16 +14,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from diloco.core.fragments import Layout
+from diloco.core.shards import Segments, num_segments_of
 from diloco.errors import CorruptPayloadError, DilocoError, LayoutError, NoRoomError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, filling, frames, read_header, room, tensor_of
 from diloco.exchange.wire.rpc import SERVICE, abort
 from diloco.run import sense
+from diloco.run.driver import Upload
 from diloco.syncer.auth import Authenticator, Role
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.messages import WatchStream, contribution_of, standing_message, verdict_message
 from diloco.syncer.probe import Prober
 from diloco.syncer.sockets import SocketLedger
+from diloco.syncer.spool import Slot
 
 M = TypeVar("M", bound=Message)
 SAY_EVERY_S = 0.5
@@ -176,10 +179,16 @@ class Service:
         header = read_header(stream, pb.PushHeader)
         self._admit(context, header.run, "learner", header.learner, "contributions")
         contribution = contribution_of(header)
-        push = self._driver.ask(lambda driver: driver.begin_push(contribution, header.num_bytes, boot=header.boot))
+        span = (header.start, header.stop) if header.stop else None
+
+        def begin(driver: SyncerDriver) -> Upload[Slot]:
+            return driver.begin_push(contribution, header.num_bytes, boot=header.boot, span=span)
+
+        push = self._driver.ask(begin)
         is_complete, no_room = False, None
         try:
-            for received in _receiving(stream, push.slot.buffer):
+            start, stop = push.room
+            for received in _receiving(stream, push.slot.buffer[start:stop]):
                 yield pb.PushReply(received=received)
             is_complete = True
         except NoRoomError as error:
@@ -208,9 +217,18 @@ class Service:
             return
         fetched = self._driver.ask(lambda driver: driver.fetch(request.fragment, request.base, learner, incarnation))
         update, held, outer = fetched.update, fetched.held, memoryview(b"")
-        payload = bytes_of(held.theta if fetched.payload is None else fetched.payload)
+        num_elements = held.theta.numel()
+        segments = _segments(request, num_elements)
+        elements = segments.elements(num_elements)
+        if fetched.payload is None:
+            payload = bytes_of(held.theta[elements])
+        elif update.lossless:
+            payload = bytes_of(fetched.payload.view(torch.float32)[elements])
+        else:
+            payload = bytes_of(fetched.payload[segments.payload(self._driver.method.down, num_elements)])
         if fetched.payload is None and held.outer_state and self._driver.method.outer_at == "learners":
-            outer = memoryview(save(dict(held.outer_state)))
+            state = {name: each[elements].clone() if each.dim() else each for name, each in held.outer_state.items()}
+            outer = memoryview(save(state))
         header = pb.PullHeader(
             fragment=update.fragment, base=max(update.base, 0), version=update.version,
             contributors=update.contributors, weights=update.weights, scale=update.scale, digest=update.digest,
@@ -246,6 +264,20 @@ def _receiving(stream: Iterator[bytes], buffer: memoryview) -> Iterator[pb.Recei
             yield pb.Received(num_bytes=filled)
             said_at = time.monotonic()
     yield pb.Received(num_bytes=len(buffer), all=True)
+
+
+def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
+    """What of a fragment is asked for."""
+    num_segments = num_segments_of(num_elements)
+    if not request.HasField("segments"):
+        return Segments(0, num_segments)
+    asked = Segments(request.segments.first, request.segments.stop)
+    if not asked.first <= asked.stop <= num_segments:
+        raise LayoutError(
+            f"fragment {request.fragment} has segments 0 to {num_segments - 1}, not {asked.first} to {asked.stop - 1}; "
+            "use the run's layout."
+        )
+    return asked
 
 
 def _layout(text: str) -> Layout:

@@ -24,6 +24,7 @@ class Slot:
         self._buffer = buffer
         self._make = make
         self._is_released = False
+        self._lock = threading.Lock()  # parts of a payload come over several connections
 
     @property
     def buffer(self) -> memoryview:
@@ -33,9 +34,10 @@ class Slot:
             NoRoomError: the disk is full.
         """
         assert not self._is_released
-        if self._buffer is None:
-            self._buffer = self._make(self.num_bytes)
-        return self._buffer
+        with self._lock:
+            if self._buffer is None:
+                self._buffer = self._make(self.num_bytes)
+            return self._buffer
 
     @property
     def tensor(self) -> Tensor:

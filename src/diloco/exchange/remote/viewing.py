@@ -34,7 +34,7 @@ def fetch_model(
         model: dict[str, Tensor] = {}
         for fragment in layout.fragments:
             header, buffer = connection.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
-            theta = whole_of(header, buffer, fragment.numel).theta
+            theta = whole_of(header, buffer, fragment.numel).held.theta
             for name, value in scatter(fragment, theta).items():
                 spec = next(place.spec for place in fragment.tensors if place.spec.name == name)
                 model[name] = value.to(getattr(torch, spec.dtype))

@@ -1,0 +1,107 @@
+"""Contributions that come in parts: each rank of a learner uploads the bytes of its shard, over a connection of its
+own. What a rank uploads again after its connection broke takes the place of what it uploaded before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic
+
+from diloco.core.contribution import Contribution
+from diloco.errors import NoRoomError, PayloadError
+from diloco.run.ports import S
+
+Span = tuple[int, int]
+"""The bytes of a part in the payload: the first, and the one behind the last."""
+
+
+@dataclass(eq=False)
+class Assembly(Generic[S]):
+    """A contribution that is being put together.
+
+    Attributes:
+        slot: the room for all of it.
+        here: the parts that are complete.
+        coming: the parts that are being uploaded, each by one connection.
+        is_over: its incarnation is out; the room is free once nothing is being uploaded into it.
+    """
+
+    contribution: Contribution
+    num_bytes: int
+    slot: S
+    here: set[Span] = field(default_factory=set)
+    coming: set[Span] = field(default_factory=set)
+    is_over: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parts that are complete make up the payload."""
+        return sum(stop - start for start, stop in self.here) == self.num_bytes
+
+    def begin(self, contribution: Contribution, num_bytes: int, span: Span) -> None:
+        """The upload of a part begins.
+
+        Raises:
+            PayloadError: it is a part of another contribution, or overlaps with another part.
+            NoRoomError: it is still being uploaded over an earlier connection.
+        """
+        if contribution != self.contribution or num_bytes != self.num_bytes:
+            raise PayloadError(
+                f"the ranks of learner {contribution.learner!r} describe contribution {contribution.number} to fragment "
+                f"{contribution.fragment} differently; let all of them take the same steps."
+            )
+        for start, stop in self.here | self.coming:
+            if (start, stop) != span and start < span[1] and span[0] < stop:
+                raise PayloadError(
+                    f"bytes {span[0]} to {span[1]} of a contribution of learner {contribution.learner!r} overlap with "
+                    f"bytes {start} to {stop}, which another rank sends; divide it as `core.shards` does."
+                )
+        if span in self.coming:
+            raise NoRoomError(
+                "an earlier connection still uploads this part; it is taken once that connection has ended."
+            )
+        self.coming.add(span)
+
+
+class Assemblies(Generic[S]):
+    """All contributions that are being put together."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, int, int, int], Assembly[S]] = {}
+
+    def of(self, c: Contribution) -> Assembly[S] | None:
+        """The one of this contribution; None: no part of it has come yet."""
+        return self._open.get(_key(c))
+
+    def add(self, assembly: Assembly[S]) -> None:
+        """Its first part comes."""
+        self._open[_key(assembly.contribution)] = assembly
+
+    def ended(self, assembly: Assembly[S], span: Span, *, is_complete: bool) -> bool:
+        """The upload of a part has ended. Returns whether the caller must release the slot, as it will not be used."""
+        assembly.coming.discard(span)
+        if is_complete:
+            assembly.here.add(span)
+        if not assembly.is_over and (assembly.here or assembly.coming):
+            return False
+        if not assembly.is_over:
+            self.remove(assembly)
+        return not assembly.coming
+
+    def remove(self, assembly: Assembly[S]) -> None:
+        """It is whole, or nothing of it is here."""
+        del self._open[_key(assembly.contribution)]
+
+    def end(self, learner: str, incarnation: int) -> list[S]:
+        """An incarnation is out. Returns the slots to release now; others are still uploaded into."""
+        slots = []
+        for key, assembly in list(self._open.items()):
+            if key[:2] == (learner, incarnation):
+                del self._open[key]
+                assembly.is_over = True
+                if not assembly.coming:
+                    slots.append(assembly.slot)
+        return slots
+
+
+def _key(c: Contribution) -> tuple[str, int, int, int]:
+    return c.learner, c.incarnation, c.fragment, c.number
