@@ -30,6 +30,7 @@ from diloco.core.method import Method
 from diloco.core.session.requests import Report, TellStart
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError
+from diloco.exchange.lanes import Lanes
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,25 @@ class Exchange(ABC):
     @abstractmethod
     def close(self) -> None:
         """Say goodbye and release threads and connections. Idempotent."""
+
+
+class ShardedExchange(Exchange):
+    """An exchange in which every rank of a learner sends and receives its own shard of each fragment.
+
+    `divide` comes before `open`, which rank 0 calls, and `follow`, which the other ranks call in its place.
+    """
+
+    @abstractmethod
+    def divide(self, lanes: Lanes) -> None:
+        """This process is one of several ranks."""
+
+    @abstractmethod
+    def follow(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> None:
+        """Do from now on what rank 0 has all ranks do. `initial` is called as on rank 0."""
+
+    @abstractmethod
+    def fetched(self, fragment: int, version: int) -> Advanced:
+        """This rank's shard of a version that all ranks have fetched; asked for once."""
 
 
 def wrong_rank(saved: Sequence[int], here: tuple[int, int]) -> str:

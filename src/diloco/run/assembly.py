@@ -46,8 +46,8 @@ class Assembly(Generic[S]):
         """
         if contribution != self.contribution or num_bytes != self.num_bytes:
             raise PayloadError(
-                f"the ranks of learner {contribution.learner!r} describe contribution {contribution.number} to fragment "
-                f"{contribution.fragment} differently; let all of them take the same steps."
+                f"the ranks of learner {contribution.learner!r} describe contribution {contribution.number} to "
+                f"fragment {contribution.fragment} differently; let all of them take the same steps."
             )
         for start, stop in self.here | self.coming:
             if (start, stop) != span and start < span[1] and span[0] < stop:

@@ -384,9 +384,11 @@ class Driver(Generic[H, S, P]):
             self._sent_back(push.contribution, no_room)
 
     def _part_ended(self, push: Upload[S], *, is_complete: bool) -> None:
-        if push.assembly is None or push.span is None:
-            self._ports.spool.release(push.slot)
-        elif self._assemblies.ended(push.assembly, push.span, is_complete=is_complete):
+        if (
+            push.assembly is None
+            or push.span is None
+            or self._assemblies.ended(push.assembly, push.span, is_complete=is_complete)
+        ):
             self._ports.spool.release(push.slot)
 
     def _sent_back(self, c: Contribution, no_room: NoRoomError) -> None:

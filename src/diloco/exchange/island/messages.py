@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.core.contribution import CallForWork, Drained, Rejected
-from diloco.core.held import HeldFragment
+from diloco.core.held import Advanced, HeldFragment
 from diloco.core.shards import Shards
 from diloco.core.update import Update
 from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Opened, Rejoined
 from diloco.exchange.group import Group, as_bytes, error_of, to_bytes, to_tensor
-
-_KINDS = {
-    kind.__name__: kind for kind in (Arrived, CallForWork, Rejected, Rejoined, Drained, Opened, HeldFragment, Update)
-}
 
 
 @dataclass(frozen=True)
@@ -34,32 +30,43 @@ class Told:
 
 @dataclass(frozen=True)
 class Message:
-    """JSON with plain values, an error or the shapes of the tensors that follow it; empty: there is nothing to say."""
+    """JSON with plain values, an error or the shapes of the tensors that follow it; empty: there is nothing to say.
+
+    Attributes:
+        value: what it says, where each rank has its shards of the versions in it.
+    """
 
     raw: bytes = b""
     told: tuple[Told, ...] = ()
+    value: Any = None
 
     @classmethod
-    def of(cls, value: Any = None, error: DilocoError | None = None) -> Message:
-        """Of plain values, events, and what is in them."""
+    def of(cls, value: Any = None, error: DilocoError | None = None, *, fetched: bool = False) -> Message:
+        """Of plain values, events, and what is in them. `fetched`: each rank has its shards of the versions."""
         told: list[Told] = []
-        said = _out(value, told, None)
+        said = _out(_referring(value) if fetched else value, told, None)
         specs = [
             [list(each.tensor.shape), str(each.tensor.dtype).removeprefix("torch."), each.fragment] for each in told
         ]
         named = None if error is None else [type(error).__name__, str(error)]
-        return cls(json.dumps({"said": said, "error": named, "tensors": specs}).encode(), tuple(told))
+        return cls(
+            json.dumps({"said": said, "error": named, "tensors": specs}).encode(),
+            tuple(told),
+            value if fetched else None,
+        )
 
 
 def share(
-    group: Group, message: Message, num_bytes: int, shards: Sequence[Shards], what: str, failure: DilocoError | None
-) -> Any:
+    group: Group, message: Message, num_bytes: int, shards: Sequence[Shards], what: str, failure: DilocoError | None,
+    fetched: Callable[[int, int], Advanced] | None = None,
+) -> Any:  # fmt: skip
     """Rank 0's message, of a size that all ranks know, on every rank: the value, or the error in it, raised.
 
     Arguments:
         message: on rank 0; not read elsewhere.
         shards: of every fragment.
         failure: the error itself, on rank 0.
+        fetched: gives this rank's shard of a version of a fragment; None: rank 0 sends it.
     """
     first = group.rank == 0
     raw = to_tensor(message.raw) if first else torch.empty(num_bytes, dtype=torch.uint8)
@@ -76,7 +83,9 @@ def share(
         else:
             tensor = scatter(group, mine, shards[fragment], what)
         tensors.append(tensor)
-    return _in(values["said"], tensors)
+    if first and fetched is not None:
+        return message.value
+    return _resolved(_in(values["said"], tensors), fetched)
 
 
 def scatter(group: Group, whole: Tensor | None, shards: Shards, what: str) -> Tensor:
@@ -91,6 +100,54 @@ def collect(group: Group, part: Tensor, sizes_bytes: Sequence[int], what: str) -
     """On rank 0 every rank's part (uint8, of these sizes), joined in rank order; elsewhere nothing."""
     send = [part.numel() if rank == 0 else 0 for rank in range(group.size)]
     return group.all_to_all(part, send, sizes_bytes if group.rank == 0 else [0] * group.size, what)
+
+
+@dataclass(frozen=True)
+class _Version:
+    """Stands for a version that each rank has fetched its shard of."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Stands for the arrival of such a version."""
+
+    update: Update
+    merged: int
+
+
+def _referring(value: Any) -> Any:
+    """Events with references in place of the shards of rank 0."""
+    match value:
+        case list() | tuple():
+            return [_referring(each) for each in value]
+        case Arrived():
+            return _Arrival(value.update, value.merged)
+        case Opened():
+            versions: Any = tuple(_Version(held.fragment, held.version) for held in value.fragments)
+            return replace(value, fragments=versions)
+        case Rejoined():
+            return replace(value, opened=_referring(value.opened))
+    return value
+
+
+def _resolved(value: Any, fetched: Callable[[int, int], Advanced] | None) -> Any:
+    """Events with this rank's shards in place of references."""
+    if fetched is None:
+        return value
+    match value:
+        case tuple():
+            return tuple(_resolved(each, fetched) for each in value)
+        case _Arrival(update=update, merged=merged):
+            return Arrived.of(update, fetched(update.fragment, update.version), merged)
+        case Opened():
+            shards = [fetched(each.fragment, each.version).held for each in value.fragments]
+            return replace(value, fragments=tuple(shards))
+        case Rejoined():
+            return replace(value, opened=_resolved(value.opened, fetched))
+    return value
 
 
 def _out(value: Any, told: list[Told], fragment: int | None) -> Any:
@@ -130,3 +187,12 @@ def _in(said: Any, tensors: Sequence[Tensor]) -> Any:
             [(name, values)] = said.items()
             return _KINDS[name](**{key: _in(each, tensors) for key, each in values.items()})
     return said
+
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(Arrived, CallForWork, Rejected, Rejoined, Drained, Opened, HeldFragment, Update),
+        *(_Version, _Arrival),
+    )
+}

@@ -22,13 +22,15 @@ from torch import Tensor
 from diloco.core.codecs import Codec
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
+from diloco.core.held import Advanced
 from diloco.core.method import Method
 from diloco.core.session.requests import Report
 from diloco.core.shards import Shards
 from diloco.errors import CheckpointError, ConfigError, DilocoError
-from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, wrong_rank
+from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, ShardedExchange, wrong_rank
 from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, error_of
 from diloco.exchange.island.messages import Message, collect, share
+from diloco.exchange.lanes import Lane, Lanes
 
 TIMEOUT_S = 24 * 3600.0
 """How long ranks wait for rank 0, which may itself wait for the slowest learner. A dead rank is noticed at once.
@@ -58,7 +60,10 @@ class Ranks(Exchange):
         self._first = self.group.rank == 0
         self._exchange = exchange
         self.gradients = exchange.gradients
-        self._background = Group(process_group, timeout_s=TIMEOUT_S)
+        self._background = [Group(process_group, timeout_s=TIMEOUT_S) for _ in range(2)]
+        self._sharded = exchange if isinstance(exchange, ShardedExchange) else None
+        if self._sharded is not None:
+            self._sharded.divide(Lanes(*map(Lane, self._background)))
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-ranks")
         self._shards: tuple[Shards, ...] = ()
         self._codec: Codec
@@ -68,6 +73,10 @@ class Ranks(Exchange):
         self._announced: int | None = None  # size of the message, where all ranks know it already
         self._overview = Overview()
         self._closed = False
+
+    @property
+    def _fetched(self) -> Callable[[int, int], Advanced] | None:
+        return None if self._sharded is None else self._sharded.fetched
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -96,8 +105,10 @@ class Ranks(Exchange):
             return self._whole(initial())
 
         def join() -> Opened:
-            return self._exchange.open(layout, method, whole, overlap=overlap)
+            return self._exchange.open(layout, method, initial if self._sharded else whole, overlap=overlap)
 
+        if self._sharded is not None and not self._first:
+            self._sharded.follow(layout, method, initial)
         opened: Opened = self._decide("the run's model", join, asked=lambda: self._whole(initial()))
         self._overview = replace(self._overview, run_tokens=opened.run_tokens)
         return opened
@@ -126,6 +137,12 @@ class Ranks(Exchange):
         return total
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
+        if self._sharded is not None:
+            if self._first:
+                self._on_first(lambda: self._exchange.offer(contribution, payload))
+            else:
+                self._exchange.offer(contribution, payload)
+            return
         joined = self._worker.submit(self._joined, contribution, payload)
         self._on_first(lambda: self._exchange.offer(contribution, joined.result))
 
@@ -137,10 +154,10 @@ class Ranks(Exchange):
         except DilocoError as refused:
             error = refused
         told = None if error is None else [type(error).__name__, str(error)[:TEXT_CHARACTERS]]
-        for frame in self._background.gather_frames({"error": told}, what):
+        for frame in self._background[0].gather_frames({"error": told}, what):
             if frame["error"] is not None:
                 raise error_of(*frame["error"]) from error
-        return collect(self._background, part, self._shards[c.fragment].sizes_bytes(self._codec), what)
+        return collect(self._background[0], part, self._shards[c.fragment].sizes_bytes(self._codec), what)
 
     def poll(self) -> Sequence[Event]:
         if self._announced is None:
@@ -150,7 +167,9 @@ class Ranks(Exchange):
         if num_bytes == 0:
             return ()
         message, self._message, self._news = self._message, Message(), []
-        events: Sequence[Event] = share(self.group, message, num_bytes, self._shards, "the news", self._failure)
+        events: Sequence[Event] = share(
+            self.group, message, num_bytes, self._shards, "the news", self._failure, self._fetched
+        )
         return events
 
     def wait(self) -> None:
@@ -173,7 +192,7 @@ class Ranks(Exchange):
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
-        return self._exchange.num_bytes if self._first else {}
+        return self._exchange.num_bytes if self._first or self._sharded is not None else {}
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -204,13 +223,14 @@ class Ranks(Exchange):
         if self._closed:
             return
         self._closed = True
+        self.group.disconnect()  # a rank that trains on hears of it
         try:
-            if self._first:
+            if self._first or self._sharded is not None:
                 self._exchange.close()
             self._worker.shutdown(wait=True)
         finally:
-            self.group.disconnect()
-            self._background.disconnect()
+            for group in self._background:
+                group.disconnect()
 
     # --- rank 0 and the others ----------------------------------------------------------------------------------------
 
@@ -228,7 +248,7 @@ class Ranks(Exchange):
         if self._failure is not None:
             self._message = Message.of(error=self._failure)
         elif self._news:
-            self._message = Message.of(self._news)
+            self._message = Message.of(self._news, fetched=self._fetched is not None)
 
     def _decide(self, what: str, decide: Callable[[], Any], asked: Callable[[], object] = lambda: None) -> Any:
         """What rank 0 decides, or the error that it meets, on every rank.
@@ -238,9 +258,12 @@ class Ranks(Exchange):
         message, failure = Message(), None
         if self._first:
             try:
-                message = Message.of(decide())
+                message = Message.of(decide(), fetched=self._fetched is not None)
             except DilocoError as error:
                 message, failure = Message.of(error=error), error
         while (num_bytes := self.group.sum([len(message.raw)], what)[0]) == _ASKED:
             asked()
-        return share(self.group, message, num_bytes, self._shards, what, failure)
+        return self._share(message, num_bytes, what, failure)
+
+    def _share(self, message: Message, num_bytes: int, what: str, failure: DilocoError | None) -> Any:
+        return share(self.group, message, num_bytes, self._shards, what, failure, self._fetched)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from safetensors.torch import save
-from torch import Tensor
 
 from diloco.core.fragments import Layout
 from diloco.core.session import requests
@@ -18,7 +17,7 @@ from diloco.errors import NoRoomError, UnreachableError
 from diloco.exchange.base import Model
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.frames import bytes_of, streamed
 
 log = logging.getLogger("diloco")
 
@@ -61,7 +60,9 @@ class Entry:
 
     Arguments:
         initial: set for the learner that gives the run its model.
-        model: that model.
+        model: that model; its fragments may be this rank's shards.
+        parts: with a model, gives its bytes, fragment by fragment, and then those of the static tensors, which it is
+            given.
         overlap: the learner's own τ; None: the method's.
 
     Attributes:
@@ -69,9 +70,11 @@ class Entry:
     """
 
     def __init__(
-        self, connection: Connection, layout: Layout, initial: Initial | None, model: Model | None, overlap: int | None
-    ) -> None:
+        self, connection: Connection, layout: Layout, initial: Initial | None, model: Model | None, overlap: int | None,
+        parts: Callable[[Model, memoryview], Iterator[memoryview]],
+    ) -> None:  # fmt: skip
         self.num_bytes = 0
+        self._parts = parts
         self._connection, self._layout, self._initial, self._model = connection, layout, initial, model
         self._overlap = overlap
 
@@ -79,7 +82,8 @@ class Entry:
         """Give the run its model. Raises as `Connection.upload`, and AlreadyInitialisedError."""
         assert self._initial is not None
         assert self._model is not None
-        parts = _parts(self._model.fragments, self._model.static)
+        static = memoryview(save(dict(self._model.static)))
+        sizes = [*(4 * fragment.numel for fragment in self._layout.fragments), len(static)]
         header = pb.InitialiseHeader(
             run=call.who.run,
             learner=call.who.learner,
@@ -87,10 +91,11 @@ class Entry:
             source=self._initial.source,
             step=self._initial.step,
             tokens=self._initial.tokens,
-            part_bytes=[len(part) for part in parts],
+            part_bytes=sizes,
         )
-        self._connection.upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
-        self.num_bytes, self._model = sum(len(part) for part in parts), None
+        stream = streamed(header, self._parts(self._model, static))
+        self._connection.upload("joins", "Initialise", stream, pb.InitialiseReply)
+        self.num_bytes, self._model = sum(sizes), None
 
     def join(self, call: requests.Join) -> int:
         """A new incarnation. Raises as `Connection.call`, and StaleIncarnationError, LayoutError."""
@@ -109,5 +114,8 @@ class Entry:
             raise
 
 
-def _parts(fragments: Sequence[Tensor], static: Mapping[str, Tensor]) -> list[memoryview]:
-    return [*(bytes_of(theta) for theta in fragments), memoryview(save(dict(static)))]
+def model_parts(model: Model, static: memoryview) -> Iterator[memoryview]:
+    """The model that initialises a run, where this process holds all of it."""
+    for theta in model.fragments:
+        yield bytes_of(theta)
+    yield static

@@ -10,8 +10,8 @@ from diloco.core.update import Update
 from diloco.exchange.wire import syncer_pb2 as pb
 
 
-def push_header(push: requests.Push, num_bytes: int) -> pb.PushHeader:
-    """What goes before the payload of a contribution."""
+def push_header(push: requests.Push) -> pb.PushHeader:
+    """What goes before the payload of a contribution, without the payload's size."""
     c: Contribution = push.contribution
     return pb.PushHeader(
         run=push.who.run,
@@ -28,7 +28,6 @@ def push_header(push: requests.Push, num_bytes: int) -> pb.PushHeader:
         discarded=[pb.Discard(reason=reason, tokens=tokens) for reason, tokens in c.discarded],
         part=c.tensors is not None,
         tensors=c.tensors,
-        num_bytes=num_bytes,
         boot=push.boot,
     )
 

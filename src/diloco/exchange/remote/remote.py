@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,15 +21,18 @@ from torch import Tensor
 
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
+from diloco.core.held import Advanced
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
 from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, Rejoined
+from diloco.exchange.base import Event, Model, Opened, Overview, Rejoined, ShardedExchange
 from diloco.exchange.connection import Connection
-from diloco.exchange.remote.entry import Entry, Initial, describe
+from diloco.exchange.lanes import Lanes
+from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
+from diloco.exchange.remote.ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
 from diloco.exchange.remote.session import Session
-from diloco.exchange.remote.transfers import Receiver
+from diloco.exchange.remote.transfers import Receiver, Sender, num_bytes_of
 
 
 def connect(
@@ -73,7 +77,7 @@ def connect(
     )
 
 
-class Remote(Exchange):
+class Remote(ShardedExchange):
     """One learner's end of a run that a syncer serves; `connect` makes it."""
 
     gradients = False
@@ -91,6 +95,8 @@ class Remote(Exchange):
         self._who = Identity(run, learner, process=secrets.randbits(64))
         self._incarnation = 0  # as which the training thread speaks
         self._session: Session | None = None
+        self._lanes: Lanes | None = None  # of one of several ranks
+        self._follower: Follower | None = None  # of another rank than the first
         self._closing = threading.Lock()
         self._closed = False
 
@@ -117,17 +123,40 @@ class Remote(Exchange):
             initialises=self._initial is not None,
             join_timeout_s=self._join_timeout_s,
         )
-        model = None if self._initial is None else initial()
-        entry = Entry(self._connection, layout, self._initial, model, overlap)
-        self._session = Session(core, self._connection, entry, Receiver(self._connection, layout, method))
+        model, connection, lanes = None if self._initial is None else initial(), self._connection, self._lanes
+        sender, receiver, parts = Sender(connection), Receiver(connection, layout, method), model_parts
+        if lanes is not None:
+            spans, shards = divided(layout, method, lanes)
+            sender = LeadingSender(connection, spans, lanes.send)
+            receiver = LeadingReceiver(connection, layout, method, shards, lanes.receive)
+            parts = partial(sharded_parts, lanes=lanes)
+        entry = Entry(connection, layout, self._initial, model, overlap, parts)
+        self._session = Session(core, connection, entry, sender, receiver)
         self._session.begin()
         opened = self._session.inbox.wait_for_start()
         self._incarnation = opened.incarnation
         return opened
 
+    # --- one of several ranks -----------------------------------------------------------------------------------------
+
+    def divide(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    def follow(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> None:
+        assert self._lanes is not None
+        model = None if self._initial is None else initial()
+        self._follower = Follower(self._connection, layout, method, self._lanes, model)
+
+    def fetched(self, fragment: int, version: int) -> Advanced:
+        assert self._follower is not None
+        return self._follower.fetched.take(fragment, version)
+
     # --- the protocol -------------------------------------------------------------------------------------------------
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
+        if self._follower is not None:
+            self._follower.sender.keep(contribution, payload)
+            return
         session = self._opened
         session.sender.keep(contribution, payload)
         session.enter(partial(session.core.offered, c=contribution))
@@ -152,6 +181,8 @@ class Remote(Exchange):
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
+        if self._follower is not None:
+            return num_bytes_of(self._follower.sender, self._follower.receiver)
         return self._opened.num_bytes
 
     @property
@@ -167,6 +198,15 @@ class Remote(Exchange):
             if self._closed:
                 return
             self._closed = True
+        if self._follower is not None:
+            self._follower.close()
         if self._session is not None:
             self._session.close()
+            self._end_lanes()
         self._connection.close()
+
+    def _end_lanes(self) -> None:
+        """The other ranks have nothing more to do."""
+        for lane in (self._lanes.send, self._lanes.receive) if self._lanes is not None else ():
+            with suppress(ExchangeError):  # they are gone
+                lane.end()

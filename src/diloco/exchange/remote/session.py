@@ -23,7 +23,7 @@ from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
 from diloco.exchange.remote.messages import heartbeat_request, leave_request, standing_of, watch_request
-from diloco.exchange.remote.transfers import Download, Receiver, Sender
+from diloco.exchange.remote.transfers import Download, Receiver, Sender, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
 
 log = logging.getLogger("diloco")
@@ -44,16 +44,18 @@ class Session:
 
     Arguments:
         core: decides.
-        entry, receiver: make the requests to join, and to fetch.
+        entry, sender, receiver: make the requests to join, to push, and to fetch.
 
     Attributes:
         inbox: the news.
         sender: has the payloads of contributions.
     """
 
-    def __init__(self, core: SessionCore, connection: Connection, entry: Entry, receiver: Receiver) -> None:
+    def __init__(
+        self, core: SessionCore, connection: Connection, entry: Entry, sender: Sender, receiver: Receiver
+    ) -> None:
         self.core = core
-        self.inbox, self.sender = Inbox(), Sender(connection)
+        self.inbox, self.sender = Inbox(), sender
         self._connection, self._entry, self._receiver = connection, entry, receiver
         self._changed = threading.Condition()
         self._is_over = False
@@ -83,12 +85,8 @@ class Session:
     @property
     def num_bytes(self) -> dict[str, int]:
         """Payload bytes by kind, sent and received."""
-        received = self._receiver.num_bytes
-        return {
-            "contributions": self.sender.num_bytes,
-            "updates": received["updates"],
-            "joins": received["joins"] + self._entry.num_bytes,
-        }
+        sent = num_bytes_of(self.sender, self._receiver)
+        return {**sent, "joins": sent["joins"] + self._entry.num_bytes}
 
     def close(self) -> None:
         """Leave the run, as far as the syncer answers in time, and end the threads."""

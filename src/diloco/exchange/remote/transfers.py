@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from safetensors.torch import load
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from diloco.core.contribution import Contribution, Verdict
 from diloco.core.fragments import Layout
-from diloco.core.held import Advanced, HeldFragment, advance
+from diloco.core.held import Advanced, HeldFragment, advance, received_whole
 from diloco.core.method import Method
 from diloco.core.session import requests
+from diloco.core.shards import Segments
 from diloco.core.update import Update
+from diloco.errors import ExchangeError
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.messages import pull_request, push_header, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -24,12 +26,18 @@ from diloco.exchange.wire.frames import bytes_of, frames, tensor_of
 
 
 class _Payload:
-    """`boot`: the process of the syncer that it was sent to last."""
+    """Of a contribution, or this rank's part of one.
+
+    Attributes:
+        boot: the process of the syncer that it was sent to last.
+        arrived_at: the process that has acknowledged it.
+    """
 
     def __init__(self, encode: Callable[[], Tensor]) -> None:
         self._encode: Callable[[], Tensor] | None = encode
         self._bytes: Tensor | None = None
         self.boot: int | None = None
+        self.arrived_at: int | None = None
 
     def bytes(self) -> Tensor:
         """Encoded when first asked for."""
@@ -39,44 +47,95 @@ class _Payload:
         return self._bytes
 
 
+Key = tuple[int, int, int]
+"""Incarnation, fragment and number of a contribution."""
+
+
 class Sender:
     """The payloads of contributions that may have to be sent.
+
+    Arguments:
+        spans: of every fragment the bytes of a payload that this rank sends, and the size of the whole payload; None:
+            it sends all of it.
 
     Attributes:
         num_bytes: sent; a payload counts once for each process of the syncer.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, spans: Sequence[tuple[slice, int]] | None = None) -> None:
         self.num_bytes = 0
-        self._connection = connection
-        self._payloads: dict[tuple[int, int, int], _Payload] = {}
-        self._lock = threading.Lock()
+        self._connection, self._spans = connection, spans
+        self._payloads: dict[Key, _Payload] = {}
+        self._changed = threading.Condition()
+        self._is_over = False
 
     def keep(self, c: Contribution, payload: Callable[[], Tensor]) -> None:
         """A new contribution."""
-        with self._lock:
-            self._payloads[_key(c)] = _Payload(payload)
+        with self._changed:
+            self._payloads[key_of(c)] = _Payload(payload)
+            self._changed.notify_all()
 
     def drop(self, c: Contribution) -> None:
         """It will not be sent again."""
-        with self._lock:
-            self._payloads.pop(_key(c), None)
+        self.forget(key_of(c))
+
+    def forget(self, key: Key) -> None:
+        """As `drop`."""
+        with self._changed:
+            self._payloads.pop(key, None)
 
     def push(self, call: requests.Push) -> None:
         """Upload a contribution, unless it was dropped meanwhile. Raises as `Connection.upload`."""
-        with self._lock:
-            payload = self._payloads.get(_key(call.contribution))
-        if payload is None:
-            return
+        header = push_header(call)
+        if self.has(key_of(call.contribution)):
+            self.upload(header)
+
+    def has(self, key: Key) -> bool:
+        """Whether the contribution is here, and not dropped."""
+        with self._changed:
+            return key in self._payloads
+
+    def upload(self, header: pb.PushHeader, *, again: bool = False) -> None:
+        """Upload what this process sends of a contribution; where its training thread has not offered it yet, wait.
+
+        Arguments:
+            again: also if this process of the syncer has acknowledged it.
+
+        Raises:
+            As `Connection.upload`. ExchangeError: the exchange is being closed.
+        """
+        key = (header.incarnation, header.fragment, header.number)
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._payloads or self._is_over)
+            if key not in self._payloads:
+                raise ExchangeError("this learner's exchange is being closed.")
+            payload = self._payloads[key]
         encoded = payload.bytes()
-        if payload.boot != call.boot:
+        if payload.arrived_at == header.boot and not again:
+            return
+        if self._spans is None:
+            header.num_bytes = encoded.numel()
+        else:
+            span, header.num_bytes = self._spans[header.fragment]
+            header.start, header.stop = span.start, span.stop
+            if span.start == span.stop:
+                return
+        if payload.boot != header.boot:
             # Counted before it goes out: its version may be here, and the run over, before the acknowledgement is.
-            payload.boot, self.num_bytes = call.boot, self.num_bytes + encoded.numel()
-        stream: Iterator[bytes] = frames(push_header(call, encoded.numel()), bytes_of(encoded))
+            payload.boot, self.num_bytes = header.boot, self.num_bytes + encoded.numel()
+        stream: Iterator[bytes] = frames(header, bytes_of(encoded))
         self._connection.upload("contributions", "Push", stream, pb.PushReply)
+        payload.arrived_at = header.boot
+
+    def close(self) -> None:
+        """Wait for no contribution any more."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
 
-def _key(c: Contribution) -> tuple[int, int, int]:
+def key_of(c: Contribution) -> Key:
+    """What a contribution is found by."""
     return c.incarnation, c.fragment, c.number
 
 
@@ -96,13 +155,18 @@ class Download:
 class Receiver:
     """The newest global fragments, and how to get newer ones. `fetch` runs on one thread; the caller guards the rest.
 
+    Arguments:
+        shards: of every fragment what this rank fetches; None: it fetches all of it.
+
     Attributes:
         num_bytes: received as a joiner, and as a member of the run.
     """
 
-    def __init__(self, connection: Connection, layout: Layout, method: Method) -> None:
+    def __init__(
+        self, connection: Connection, layout: Layout, method: Method, shards: Sequence[Segments] | None = None
+    ) -> None:
         self.num_bytes = {"joins": 0, "updates": 0}
-        self._connection, self._layout, self._method = connection, layout, method
+        self._connection, self._layout, self._method, self._shards = connection, layout, method, shards
         self._newest: dict[int, HeldFragment] = {}
         self._static: Mapping[str, Tensor] = {}
 
@@ -113,16 +177,30 @@ class Receiver:
             VersionError, CorruptPayloadError, DigestError: it is not what the syncer published, or leads from another
                 version. Others as `Connection.pull`.
         """
-        channel = "joins" if call.joining else "updates"
-        header, buffer = self._connection.pull(channel, pull_request(call))
+        return self.pull(pull_request(call))
+
+    def pull(self, request: pb.PullRequest) -> Download:
+        """As `fetch`. Of a shard nothing is known to be what the syncer published before the digests of all shards are
+        put together."""
+        channel, shards = "joins" if request.joining else "updates", self._shards
+        is_shard = shards is not None and not request.static
+        if shards is not None and is_shard:
+            segments = shards[request.fragment]
+            request.segments.CopyFrom(pb.Segments(first=segments.first, stop=segments.stop))
+        header, buffer = self._connection.pull(channel, request)
         self.num_bytes[channel] += len(buffer)
         verdicts, update = verdicts_of(header.verdicts), update_of(header)
-        if call.fragment is None:
+        if request.static:
             return Download(update, verdicts, None, load(bytes(buffer)))
         if header.lossless:
-            advanced = Advanced(whole_of(header, buffer, self._layout.fragments[call.fragment].numel))
+            num_elements = self._layout.fragments[request.fragment].numel
+            if shards is not None:
+                elements = shards[request.fragment].elements(num_elements)
+                num_elements = elements.stop - elements.start
+            advanced = whole_of(header, buffer, num_elements, verify=not is_shard)
         else:
-            advanced = advance(self._method, self._newest[call.fragment], update, tensor_of(buffer))
+            held = self._newest[request.fragment]
+            advanced = advance(self._method, held, update, tensor_of(buffer), verify=not is_shard)
         return Download(update, verdicts, advanced, {})
 
     def take(self, download: Download) -> None:
@@ -143,12 +221,21 @@ class Receiver:
         return self._static
 
 
-def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int) -> HeldFragment:
+def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int, *, verify: bool = True) -> Advanced:
     """A version that was sent losslessly, in the memory of the buffer; with its outer state, where that was sent too.
+
+    Arguments:
+        verify: as in `advance`.
 
     Raises:
         CorruptPayloadError, DigestError: it is not what the syncer published.
     """
     num_theta_bytes = header.num_bytes - header.outer_bytes
     outer_state = load(bytes(buffer[num_theta_bytes:])) if header.outer_bytes else {}
-    return HeldFragment.received(update_of(header), tensor_of(buffer[:num_theta_bytes]), num_elements, outer_state)
+    theta = tensor_of(buffer[:num_theta_bytes])
+    return received_whole(update_of(header), theta, num_elements, outer_state, verify=verify)
+
+
+def num_bytes_of(sender: Sender, receiver: Receiver) -> dict[str, int]:
+    """Payload bytes by kind, sent and received."""
+    return {"contributions": sender.num_bytes, **receiver.num_bytes}

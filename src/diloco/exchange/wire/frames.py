@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +58,11 @@ def room(num_bytes: int) -> memoryview:
 
 def frames(header: Message, *parts: memoryview) -> Iterator[bytes]:
     """The messages of one stream: header, chunks of the parts one after the other, CRC-32 of all their bytes."""
+    return streamed(header, parts)
+
+
+def streamed(header: Message, parts: Iterable[memoryview]) -> Iterator[bytes]:
+    """As `frames`, of parts that are made one after the other."""
     yield header.SerializeToString()
     checksum = 0
     for part in parts:

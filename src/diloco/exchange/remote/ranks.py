@@ -1,0 +1,229 @@
+"""The ranks of a learner over a syncer: each sends and receives its shard of every fragment, over its own connection.
+
+Rank 0 has the session. What the session asks of `Sender` and `Receiver`, rank 0 has all ranks do (`Leading…`), and the
+other ranks do it as they are told (`Follower`). A contribution has arrived once all shards have; a version is held once
+the digests of all shards make up the one that was published.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from diloco.core.contribution import Contribution
+from diloco.core.fragments import Layout
+from diloco.core.held import Advanced, require_digest
+from diloco.core.layout import digest_of_segments
+from diloco.core.method import Method
+from diloco.core.session import requests
+from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
+from diloco.core.shards import Segments, Shards
+from diloco.errors import DilocoError, ExchangeError, NoRoomError, UnreachableError, VersionError
+from diloco.exchange.base import Model
+from diloco.exchange.connection import Connection
+from diloco.exchange.group import Group, as_bytes
+from diloco.exchange.lanes import Command, Job, Lane, Lanes, ShardTransfer
+from diloco.exchange.remote.messages import pull_request, push_header
+from diloco.exchange.remote.transfers import Download, Key, Receiver, Sender, key_of
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import bytes_of
+
+
+class _Upload(Job):
+    """This rank's shard of a contribution."""
+
+    def __init__(self, sender: Sender, header: pb.PushHeader, *, again: bool) -> None:
+        self._sender, self._header, self._again = sender, header, again
+
+    def work(self) -> None:
+        self._sender.upload(self._header, again=self._again)
+
+
+class _Fetch(Job):
+    """This rank's shard of a version. `download`: what was fetched, if all ranks have the same version."""
+
+    def __init__(self, receiver: Receiver, request: pb.PullRequest) -> None:
+        self._receiver, self._request = receiver, request
+        self.download: Download
+
+    def work(self) -> list[Any]:
+        self.download = self._receiver.pull(self._request)
+        update, advanced = self.download.update, self.download.advanced
+        assert advanced is not None
+        return [update.base, update.version, update.lossless, advanced.segments.hex()]
+
+    def settle(self, said: Sequence[Any], group: Group) -> None:
+        for rank, (*version, _) in enumerate(said):
+            if version != said[0][:-1]:
+                raise VersionError(
+                    f"rank 0 was sent version {said[0][1]} of fragment {self._request.fragment} and rank {rank} "
+                    f"version {version[1]}; fetch it again."
+                )
+        require_digest(self.download.update, digest_of_segments(b"".join(bytes.fromhex(each[-1]) for each in said)))
+
+
+class Fetched:
+    """The shards of versions that were fetched and that the training thread has not taken in yet."""
+
+    def __init__(self) -> None:
+        self._by_version: dict[tuple[int, int], Advanced] = {}
+        self._changed = threading.Condition()
+        self._is_over = False
+
+    def put(self, download: Download) -> None:
+        """A version is here."""
+        assert download.advanced is not None
+        with self._changed:
+            self._by_version[download.update.fragment, download.update.version] = download.advanced
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """No version follows."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def take(self, fragment: int, version: int) -> Advanced:
+        """A version that all ranks have, which this one may be about to put; earlier ones are not asked for any more.
+
+        Raises:
+            ExchangeError: rank 0 is gone.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: (fragment, version) in self._by_version or self._is_over)
+            if (fragment, version) not in self._by_version:
+                raise ExchangeError("rank 0 of this learner is gone; start all of its ranks again.")
+            found = self._by_version.pop((fragment, version))
+            for key in [key for key in self._by_version if key[0] == fragment and key[1] < version]:
+                del self._by_version[key]
+        return found
+
+
+class LeadingSender(Sender):
+    """On rank 0: sends the shards of all ranks."""
+
+    def __init__(self, connection: Connection, spans: Sequence[tuple[slice, int]], lane: Lane) -> None:
+        super().__init__(connection, spans)
+        self._lane = lane
+        self._dropped: list[Key] = []
+        self._refused = False
+
+    def drop(self, c: Contribution) -> None:
+        super().drop(c)
+        self._dropped.append(key_of(c))
+
+    def push(self, call: requests.Push) -> None:
+        header = push_header(call)
+        if not self.has(key_of(call.contribution)):
+            return
+        dropped, self._dropped = self._dropped, []
+        command = {"push": header.SerializeToString().hex(), "dropped": dropped, "again": self._refused}
+        again, self._refused = self._refused, False
+        try:
+            self._lane.lead(command, _Upload(self, header, again=again))
+        except DilocoError as error:
+            self._refused = not isinstance(error, UnreachableError | NoRoomError)
+            raise
+
+
+class LeadingReceiver(Receiver):
+    """On rank 0: fetches the shards of all ranks."""
+
+    def __init__(
+        self, connection: Connection, layout: Layout, method: Method, shards: Sequence[Segments], lane: Lane
+    ) -> None:
+        super().__init__(connection, layout, method, shards)
+        self._lane = lane
+
+    def fetch(self, call: requests.Fetch) -> Download:
+        request = pull_request(call)
+        if request.static:
+            return self.pull(request)
+        job = _Fetch(self, request)
+        self._lane.lead({"pull": request.SerializeToString().hex()}, job)
+        return job.download
+
+
+class Follower:
+    """On the other ranks: does what rank 0 tells, on a thread for each lane.
+
+    Arguments:
+        model: this rank's shards of the model that initialises the run; None: another learner does.
+
+    Attributes:
+        sender: has this rank's shards of contributions.
+        fetched: versions that are here.
+    """
+
+    def __init__(
+        self, connection: Connection, layout: Layout, method: Method, lanes: Lanes, model: Model | None
+    ) -> None:
+        spans, shards = divided(layout, method, lanes)
+        self.sender, self.fetched = Sender(connection, spans), Fetched()
+        self.receiver = Receiver(connection, layout, method, shards)
+        self._connection, self._model = connection, model
+        self._threads = [
+            threading.Thread(target=partial(self._follow, lane, job_of), name=f"diloco-follow-{name}", daemon=True)
+            for name, lane, job_of in (("send", lanes.send, self._sends), ("receive", lanes.receive, self._receives))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _follow(self, lane: Lane, job_of: Callable[[Command], Job]) -> None:
+        try:
+            lane.follow(job_of)
+        except ExchangeError:  # rank 0 is gone: the training thread finds out at its next boundary
+            self.fetched.close()
+
+    def _sends(self, command: Command) -> Job:
+        for key in command["dropped"]:
+            self.sender.forget(tuple(key))
+        header = pb.PushHeader.FromString(bytes.fromhex(command["push"]))
+        return _Upload(self.sender, header, again=command["again"])
+
+    def _receives(self, command: Command) -> Job:
+        if "model" in command:
+            assert self._model is not None
+            fragment, owner = command["model"]
+            return ShardTransfer(as_bytes(self._model.fragments[fragment]), owner)
+        self._model = None  # the run has it
+        return _Follow(self, pb.PullRequest.FromString(bytes.fromhex(command["pull"])))
+
+    def close(self) -> None:
+        """Follow rank 0 to its end of the run; hang up if that takes longer than it can."""
+        for thread in self._threads:
+            thread.join(LEAVE_TIMEOUT_S + 2 * GONE_TIMEOUT_S)
+        self.sender.close()
+        self._connection.close()
+
+
+class _Follow(_Fetch):
+    """Another rank than 0 takes in what it has fetched once all ranks have."""
+
+    def __init__(self, follower: Follower, request: pb.PullRequest) -> None:
+        super().__init__(follower.receiver, request)
+        self._follower = follower
+
+    def settle(self, said: Sequence[Any], group: Group) -> None:
+        super().settle(said, group)
+        self._follower.receiver.take(self.download)
+        self._follower.fetched.put(self.download)
+
+
+def divided(layout: Layout, method: Method, lanes: Lanes) -> tuple[list[tuple[slice, int]], list[Segments]]:
+    """Of every fragment, the bytes of a contribution that this rank sends, with its size, and what it fetches."""
+    shards = [Shards(fragment.numel, lanes.num_ranks) for fragment in layout.fragments]
+    spans = [(each.payload(method.up, lanes.rank), method.up.encoded_bytes(each.num_elements)) for each in shards]
+    return spans, [each.segments(lanes.rank) for each in shards]
+
+
+def sharded_parts(model: Model, static: memoryview, lanes: Lanes) -> Iterator[memoryview]:
+    """On rank 0: the whole model that initialises a run, shard by shard, then its static tensors."""
+    for index, own in enumerate(model.fragments):
+        for owner in range(lanes.num_ranks):
+            transfer = ShardTransfer(as_bytes(own), owner)
+            lanes.receive.lead({"model": [index, owner]}, transfer)
+            yield bytes_of(transfer.received)
+    yield static
