@@ -401,11 +401,28 @@ def test_scatter_refuses_what_does_not_fit(flat: torch.Tensor) -> None:
         scatter(fragment, flat)
 
 
-def test_the_digest_of_a_vector_is_that_of_its_bytes() -> None:
+def sha256(raw: bytes) -> bytes:
+    return hashlib.sha256(raw).digest()
+
+
+def test_the_digest_of_a_vector_is_that_of_the_digests_of_its_segments() -> None:
     numbers = [1.0, -0.0, 3.25, 1e-40]
-    assert digest(torch.tensor(numbers)) == hashlib.sha256(struct.pack("<4f", *numbers)).hexdigest()
-    assert digest(torch.tensor(numbers)[1:3]) == hashlib.sha256(struct.pack("<2f", *numbers[1:3])).hexdigest()
-    assert digest(torch.empty(0)) == hashlib.sha256(b"").hexdigest()
+    assert digest(torch.tensor(numbers)) == sha256(sha256(struct.pack("<4f", *numbers))).hex()
+    assert digest(torch.tensor(numbers)[1:3]) == sha256(sha256(struct.pack("<2f", *numbers[1:3]))).hex()
+    assert digest(torch.empty(0)) == sha256(b"").hex()
+    long = torch.randn(2 * SEGMENT_ELEMENTS + 5, generator=torch.Generator().manual_seed(1))
+    raw = long.numpy().tobytes()
+    segments = b"".join(sha256(raw[start : start + 4 * SEGMENT_ELEMENTS])
+                        for start in range(0, len(raw), 4 * SEGMENT_ELEMENTS))  # fmt: skip
+    for cuts in ([], [7], [SEGMENT_ELEMENTS], [3, SEGMENT_ELEMENTS + 3, 2 * SEGMENT_ELEMENTS]):
+        whole = Digest()
+        for start, stop in pairwise([0, *cuts, long.numel()]):
+            whole.update(long[start:stop])
+        assert (whole.segments, whole.hex()) == (segments, sha256(segments).hex())
+    assert digest_of_segments(segments) == digest(long)
+
+
+def test_a_digest_tells_zeros_apart() -> None:
     assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
 
 

@@ -92,7 +92,7 @@ class Account:
         verdicts = [Verdict(*each) for each in values["verdicts"]]
         by_number = {(each.fragment, each.number): each for each in verdicts}
         return cls(
-            ledgers, values["incarnation"], values.get("process"), values.get("ended_at"),
+            ledgers, values["incarnation"], values["process"], values["ended_at"],
             earlier_tokens=values["earlier_tokens"], confirmed=list(values["confirmed"]), verdicts=by_number,
         )  # fmt: skip
 

@@ -106,7 +106,7 @@ def check_span(c: Contribution, span: tuple[int, int], num_bytes: int) -> None:
     """
     if not 0 <= span[0] < span[1] <= num_bytes:
         raise CorruptPayloadError(
-            f"bytes {span[0]} to {span[1]} are no part of a contribution to fragment {c.fragment}, which has {num_bytes} "
+            f"bytes {span[0]} to {span[1]} are no part of a contribution to fragment {c.fragment} of {num_bytes} "
             "bytes; send those of the rank's shard."
         )
 

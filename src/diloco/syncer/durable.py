@@ -20,13 +20,15 @@ from diloco.exchange.wire.frames import bytes_of
 
 TEMPORARY_PREFIX = ".tmp-"
 
+DigestOf = Callable[[str, Tensor], str]
+
 
 def ignore_point(point: str) -> None:
     """The default for a callable that is told each durable step: nothing happens there."""
 
 
 def write_tensors(
-    directory: Path, stem: str, tensors: Mapping[str, Tensor], at: Callable[[str], None], digests: Mapping[str, str]
+    directory: Path, stem: str, tensors: Mapping[str, Tensor], at: Callable[[str], None], digest_of: DigestOf
 ) -> tuple[str, str]:
     """Write a safetensors file durably; return its name, `<stem>-<start of its hash>.safetensors`, and its hash
     (`_hash_of`).
@@ -36,7 +38,7 @@ def write_tensors(
     hash is that of what was to be written, not of what is read back.
 
     Arguments:
-        digests: of those tensors whose SHA-256 is known already; they are not hashed again.
+        digest_of: the hash of a tensor by its name, 32 bytes in hex.
 
     Raises:
         OSError: whatever the disk says; nothing is left under a temporary name.
@@ -48,7 +50,7 @@ def write_tensors(
             safetensors.torch.save_file(contiguous, path)
         except SafetensorError as error:  # the library's name for a failed write
             raise OSError(str(error)) from error
-        return _hash_of(path, contiguous, digests)
+        return _hash_of(path, contiguous, digest_of)
 
     return _write(directory, stem, write, at)
 
@@ -63,17 +65,20 @@ def write_bytes(directory: Path, stem: str, data: bytes, at: Callable[[str], Non
     return _write(directory, stem, write, at)
 
 
-def _hash_of(path: Path, tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> str:
-    """The hash of a safetensors file that holds these tensors: SHA-256 of its header and of each tensor's own SHA-256,
-    in the header's order. Every byte of the file counts, and the digest that a version is published with counts for
-    theta."""
+def sha256_of(tensor: Tensor) -> str:
+    """Of a contiguous tensor's bytes, in hex."""
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
+
+
+def _hash_of(path: Path, tensors: Mapping[str, Tensor], digest_of: DigestOf) -> str:
+    """The hash of a safetensors file that holds these tensors: SHA-256 of its header and of each tensor's own hash, in
+    the header's order. Every byte of the file counts."""
     with path.open("rb") as file:
         length = file.read(8)
         header = file.read(int.from_bytes(length, "little"))
     hasher = hashlib.sha256(length + header)
     for name in (name for name in json.loads(header) if name != "__metadata__"):
-        known = digests.get(name) or hashlib.sha256(bytes_of(tensors[name])).hexdigest()
-        hasher.update(bytes.fromhex(known))
+        hasher.update(bytes.fromhex(digest_of(name, tensors[name])))
     return hasher.hexdigest()
 
 
@@ -111,7 +116,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_tensors(path: Path, sha256: str) -> dict[str, Tensor] | None:
+def read_tensors(path: Path, sha256: str, digest_of: DigestOf) -> dict[str, Tensor] | None:
     """All tensors of a safetensors file, in memory of their own; None where `sha256` is not the file's.
 
     It is the hash that `write_tensors` has returned.
@@ -124,7 +129,7 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor] | None:
         tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
     except SafetensorError:
         return None
-    return tensors if _hash_of(path, tensors, {}) == sha256 else None
+    return tensors if _hash_of(path, tensors, digest_of) == sha256 else None
 
 
 def lock_directory(path: Path) -> IO[str]:

@@ -6,12 +6,16 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import Tensor
+
 from diloco.core.held import HeldFragment
+from diloco.core.layout import digest
 from diloco.errors import StoreError
 from diloco.syncer.durable import (
     TEMPORARY_PREFIX,
     file_sha256,
     read_tensors,
+    sha256_of,
     sync_directory,
     write_bytes,
     write_tensors,
@@ -44,26 +48,30 @@ class TensorFiles:
         if held.residual is not None:
             tensors["residual"] = held.residual
         stem = f"{_prefix(held.fragment)}v{held.version:09d}"
-        return write_tensors(self.directory, stem, tensors, self._at, {"theta": held.digest})
+
+        def digest_of(name: str, tensor: Tensor) -> str:
+            return held.digest if name == "theta" else sha256_of(tensor)
+
+        return write_tensors(self.directory, stem, tensors, self._at, digest_of)
 
     def write_static(self, data: bytes) -> tuple[str, str]:
         """Frozen parameters and buffers, a safetensors file already; returns as `write`."""
         return write_bytes(self.directory, "static", data, self._at)
 
-    def read(self, fragment: int, version: int, file: str, sha256: str, digest: str) -> HeldFragment:
-        """What `write` has written.
+    def read(self, fragment: int, version: int, file: str, sha256: str, published: str) -> HeldFragment:
+        """What `write` has written. `published`: the digest of the version.
 
         Raises:
             StoreError: the file is missing, or another hash was committed.
         """
         path, holds = self.directory / file, f"fragment {fragment}, version {version}"
         self._require_file(path, holds)
-        tensors = read_tensors(path, sha256)
+        tensors = read_tensors(path, sha256, lambda name, each: digest(each) if name == "theta" else sha256_of(each))
         if tensors is None:
             raise self._damaged(path, holds)
         theta, residual = tensors.pop("theta"), tensors.pop("residual", None)
         outer_state = {name.removeprefix(_OUTER): tensor for name, tensor in tensors.items()}
-        return HeldFragment(fragment, version, theta, outer_state, residual, digest)
+        return HeldFragment(fragment, version, theta, outer_state, residual, published)
 
     def read_static(self, file: str, sha256: str) -> bytes:
         """What `write_static` has written; raises as `read`."""

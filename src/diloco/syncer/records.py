@@ -11,7 +11,7 @@ from diloco.core.update import Update
 from diloco.errors import StoreError
 from diloco.syncer.durable import sync_directory
 
-FORMAT = 4
+FORMAT = 5
 
 DATABASE = "store.sqlite"
 

@@ -102,17 +102,6 @@ def test_a_turn_is_not_called_again_after_a_restart() -> None:
     assert run.step("abc") == [Tell(("a", "b", "c"))]  # at 12
 
 
-def test_a_record_of_an_earlier_version_has_no_turns() -> None:
-    """They are those that follow the clock."""
-    run = Run(method(NO_GRACE))
-    run.step("abc", 5)
-    saved = run.core.saved()
-    del saved.values["rounds"]["turns"]
-    run.core = restarted(run.core, saved, 0.0)
-    assert run.step("abc", 2) == []
-    assert run.step("abc") == [Tell(("a", "b", "c"))]  # at 8
-
-
 @pytest.mark.parametrize("phase", ["called", "merging"])
 def test_a_round_that_was_under_way_is_called_again_after_a_restart(phase: str) -> None:
     """Its turn counts until its version is durable: the fragment would wait for twice H."""

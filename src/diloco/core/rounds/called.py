@@ -286,9 +286,8 @@ class CalledSyncer(SyncerRounds):
 
     def restore(self, values: Mapping[str, Any]) -> None:
         self.clock, self.pace = values["clock"], Pace(**values["pace"])
-        nexts = [self._next_turn(fragment) for fragment in range(len(self._fragments))]
-        for turns, turn in zip(self._fragments, values.get("turns", nexts), strict=True):
-            turns.turn = turn  # a record of an earlier version of this package has none
+        for turns, turn in zip(self._fragments, values["turns"], strict=True):
+            turns.turn = turn
 
     def saved_of(self, learner: str) -> dict[str, Any]:
         return self._last.saved_of(learner)
