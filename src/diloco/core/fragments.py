@@ -19,6 +19,7 @@ from torch import nn
 
 from diloco.core.choices import Choice, Registry, whole_number
 from diloco.core.layout import Fragment, Layout, Placement, TensorSpec, digest, gather, place, scatter, spec_of
+from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.errors import ConfigError
 
 __all__ = [
@@ -31,7 +32,7 @@ TRAINABLE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def describe(model: nn.Module) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The trainable and the static tensors of a model, each in model order.
+    """The trainable and the static tensors of a model, each in model order, under canonical names (names.py).
 
     Trainable are the parameters that require a gradient; static are the frozen parameters, then the persistent
     buffers (those in the state dict). A tensor that is registered under several names (tied weights) counts once,
@@ -39,7 +40,7 @@ def describe(model: nn.Module) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec
     """
     trainable: list[TensorSpec] = []
     static: list[TensorSpec] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         spec = spec_of(name, parameter)
         if parameter.requires_grad and spec.dtype not in TRAINABLE_DTYPES:
             raise ConfigError(
@@ -47,9 +48,9 @@ def describe(model: nn.Module) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec
                 " convert it, or freeze it with requires_grad_(False)."
             )
         (trainable if parameter.requires_grad else static).append(spec)
-    persistent = model.state_dict(keep_vars=True).keys()
+    persistent = {canonical_key(model, key) for key in model.state_dict(keep_vars=True)}
     seen: set[int] = set()
-    for name, buffer in model.named_buffers(remove_duplicate=False):
+    for name, buffer in named_buffers(model):
         if name in persistent and id(buffer) not in seen:
             seen.add(id(buffer))
             static.append(spec_of(name, buffer))

@@ -113,6 +113,7 @@ class Boundary:
 
     def _send(self, send: Send, tensors: Mapping[str, Tensor]) -> None:
         self._sent[send.fragment] = send
+        self.tensors.registered.check()
         self.tensors.frozen.check(send.fragment, len(self.layout.fragments))
         snapshots = self.tensors.snapshots
         snapshot = snapshots.take(send.fragment, tensors)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.core.layout import Layout
+from diloco.core.names import holder
 from diloco.errors import LayoutError
 
 
@@ -22,7 +23,7 @@ class FrozenState:
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self._places = {spec.name: _place(model, spec.name) for spec in layout.static}
+        self._places = {spec.name: holder(model, spec.name) for spec in layout.static}
         self._copies: dict[str, Tensor] = {}
 
     def values(self) -> dict[str, Tensor]:
@@ -34,6 +35,7 @@ class FrozenState:
         current = {name: self._current(name) for name in self._places if name not in self._copies}
         return {name: each.to("cpu", copy=True) for name, each in current.items() if not isinstance(each, nn.Parameter)}
 
+    @torch.no_grad()
     def load_counters(self, values: Mapping[str, Tensor]) -> None:
         """Restore what `counters` returned."""
         for name, value in values.items():
@@ -71,9 +73,3 @@ class FrozenState:
         tensor = getattr(module, attribute)
         assert isinstance(tensor, Tensor)
         return tensor
-
-
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module and the attribute that hold a tensor, to find it without building the model's state dict."""
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute

@@ -77,6 +77,7 @@ class Remote(Exchange):
     """One learner's end of a run that a syncer serves; `connect` makes it."""
 
     gradients = False
+    dials_out = True
 
     def __init__(
         self,
