@@ -18,7 +18,18 @@ from typing import Literal
 from torch import nn
 
 from diloco.core.choices import Choice, Registry, whole_number
-from diloco.core.layout import Fragment, Layout, Placement, TensorSpec, digest, gather, place, scatter, spec_of
+from diloco.core.layout import (
+    BaseTensor,
+    Fragment,
+    Layout,
+    Placement,
+    TensorSpec,
+    digest,
+    gather,
+    place,
+    scatter,
+    spec_of,
+)
 from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.errors import ConfigError
 
@@ -66,11 +77,20 @@ def make_layout(model: nn.Module, fragmentation: "Fragmentation") -> Layout:
     return layout_of(*describe(model), fragmentation)
 
 
-def layout_of(trainable: Sequence[TensorSpec], static: Sequence[TensorSpec], fragmentation: "Fragmentation") -> Layout:
-    """The layout of a model known by its tensors' names and shapes only. Raises ConfigError like `make_layout`."""
+def layout_of(
+    trainable: Sequence[TensorSpec],
+    static: Sequence[TensorSpec],
+    fragmentation: "Fragmentation",
+    base: Sequence[BaseTensor] = (),
+) -> Layout:
+    """The layout of a model known by its tensors' names and shapes only. Raises ConfigError like `make_layout`.
+
+    In its fragment, an averaged tensor comes after those that are trained: a lossy codec scales neighbours together.
+    """
     if not trainable:
         raise ConfigError("the model has no trainable parameter; there is nothing to synchronise.")
     groups = fragmentation.split(trainable)
+    trainable = sorted(trainable, key=lambda spec: spec.is_averaged)  # a stable sort: else in model order
     order = {spec.name: position for position, spec in enumerate(trainable)}
     owner: dict[str, int] = {}
     for index, names in enumerate(groups):
@@ -92,7 +112,7 @@ def layout_of(trainable: Sequence[TensorSpec], static: Sequence[TensorSpec], fra
         place(index, [trainable[position] for position in sorted(order[name] for name in names)])
         for index, names in enumerate(groups)
     )
-    return Layout(tuple(fragments), tuple(static))
+    return Layout(tuple(fragments), tuple(static), tuple(base))
 
 
 class Fragmentation(Choice):

@@ -15,19 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from diloco.core.fragments import Layout, make_layout
+from diloco.core.fragments import Layout
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
-from diloco.core.names import named_parameters
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, Model, Opened
 from diloco.exchange.island import Ranks
 from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible
+from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.island import RanksOfLearner, broadcast_replicas, island_of
+from diloco.learner.masters import MasterWeights
 from diloco.learner.models import joined, listed
 from diloco.learner.partition import Partition, Undivided, divided
 from diloco.learner.pieces import read_dtensor
+from diloco.learner.roles import Buffers, Static, layout_for
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
 
@@ -55,6 +57,15 @@ class Learner:
             changes only these parameters.
         overlap: τ of this learner; None: the method's. Learners of different speed may overlap different numbers of
             inner steps, in scheduled rounds with the outer step on the syncer (Streaming DiLoCo, arXiv 2501.18512).
+        buffers: what becomes of floating-point buffers that training changes, such as BatchNorm's running statistics.
+            "refuse": they are an error, when the learner attaches or at its first boundary. "average": all persistent
+            ones are part of the fragments, and become the mean of the learners' values. "local": each learner keeps its
+            own. Or answers by name, as {shell pattern: answer}: the first that matches counts, for frozen parameters
+            too (a router's bias); "refuse" where none does. Counters of whole numbers are each learner's own.
+        static: "exchange": frozen parameters and buffers are part of the run's model, and a learner that joins takes
+            them from it. "digest": every learner has loaded the same ones (LoRA on a pretrained base); they are
+            compared by digest when it joins, and are neither sent nor exported. All learners must give the same
+            `buffers` and `static`.
         resume: what `state_dict` returned in an earlier process; as `load_state_dict`. The optimizer's state may be
             loaded before or after.
 
@@ -66,7 +77,7 @@ class Learner:
         ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under
             a stateful optimizer, a method that differs from the run's, an exchange that belongs to another learner,
             several ranks of which nothing says whether they are one learner.
-        LayoutError: the run holds another model.
+        LayoutError: the run holds another model, or training changes a buffer that is not exchanged.
         CheckpointError: `resume` belongs to another model or method.
 
     Example:
@@ -87,6 +98,8 @@ class Learner:
         ranks: RanksOfLearner | None = None,
         trains: Sequence[str] | None = None,
         overlap: int | None = None,
+        buffers: Buffers | Mapping[str, Buffers] = "refuse",
+        static: Static = "exchange",
         resume: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
@@ -96,18 +109,20 @@ class Learner:
         self._exchange = exchange if island is None else island
         self.method = self._exchange.method(method)
         check_compatible(root, self._optimizers, self.method, exchange)
-        self.layout: Layout = make_layout(root, self.method.fragments)
+        self.layout: Layout = layout_for(root, self.method, buffers, static)
         partition: Partition = Undivided(self.layout)
         if island is not None:
-            trainable = {name: p for name, p in named_parameters(root) if p.requires_grad}
-            partition = divided(self.layout, trainable, read_dtensor, island.group)
+            partition = divided(self.layout, exchanged_tensors(root, self.layout), read_dtensor, island.group)
         self._tensors = LearnerTensors(root, self.layout, self.method, partition)
         trained = trained_tensors(self.layout, trains, self.method)
         own = self.method if overlap is None else self.method.with_own_overlap(overlap)
         exchange.take()
         opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
         self._core = LearnerCore(own.rules(len(self.layout.fragments)), opened.versions, step=opened.step)
-        self._boundary = Boundary(self.method, self.layout, self._exchange, self._core, self._tensors, trained, opened)
+        masters = MasterWeights(self._optimizers, self.layout, self._tensors.parameters)
+        self._boundary = Boundary(
+            self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, opened
+        )
         self._start_model: Opened | None = opened
         self._closed = False
         self._hooks: list[RemovableHandle] = []
@@ -141,8 +156,7 @@ class Learner:
                 then by steps of ranks, and `run_tokens` counts these; all learners of a run must count the same unit.
 
         Raises:
-            ConfigError: the learner is closed or has finished, or steps by itself (`step_after_optimizer`).
-            LayoutError: training changed a frozen tensor; a parameter was added, replaced or removed.
+            LayoutError: training changed a frozen tensor; a parameter was added, replaced, removed, frozen or unfrozen.
         """
         if self._steps_by_itself:
             raise ConfigError("this learner steps after its optimizer by itself; leave learner.step(…) out.")
@@ -234,7 +248,9 @@ class Learner:
 
         Returns:
             Host tensors with the canonical keys, the shapes and the dtypes of `model.state_dict()`, so that they load
-            into the model without wrappers; where gradients are exchanged, the values of the model itself.
+            into the model without wrappers; where gradients are exchanged, the values of the model itself. Buffers that
+            are kept local have this learner's own values. With `static="digest"`, only what the run holds: for LoRA,
+            the adapters.
         """
         return self._tensors.model_state_dict(None if self._exchanges_gradients else self._boundary.newest())
 

@@ -119,10 +119,11 @@ class Receiver:
         verdicts, update = verdicts_of(header.verdicts), update_of(header)
         if call.fragment is None:
             return Download(update, verdicts, None, load(bytes(buffer)))
+        fragment = self._layout.fragments[call.fragment]
         if header.lossless:
-            advanced = Advanced(whole_of(header, buffer, self._layout.fragments[call.fragment].numel))
+            advanced = Advanced(whole_of(header, buffer, fragment.numel))
         else:
-            advanced = advance(self._method, self._newest[call.fragment], update, tensor_of(buffer))
+            advanced = advance(self._method, self._newest[fragment.index], update, tensor_of(buffer), fragment.tensors)
         return Download(update, verdicts, advanced, {})
 
     def take(self, download: Download) -> None:
