@@ -301,7 +301,7 @@ def test_who_is_dropped_goes_on_from_its_own_parameters_and_is_measured_from_the
         with Learner(model, torch.optim.SGD(model.parameters(), lr=1.0), method=method, exchange=exchange) as learner:
             for _ in range(2 * num_rounds):
                 model.weight.grad = torch.full_like(model.weight, 2.0**index)
-                learner.inner_optimizer.step()
+                learner.optimizer.step()
                 learner.step(tokens=1)
             return float(learner.global_state_dict()["weight"])
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import struct
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from diloco.core.codecs import SEGMENT_ELEMENTS
 from diloco.core.fragments import (
     FRAGMENTATIONS,
     Balanced,
@@ -26,6 +28,7 @@ from diloco.core.fragments import (
     make_layout,
     scatter,
 )
+from diloco.core.layout import Digest, digest_of_segments
 from diloco.errors import ConfigError, LayoutError
 
 

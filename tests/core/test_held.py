@@ -55,7 +55,11 @@ def held_of(theta: Tensor, state: Mapping[str, Tensor] | None = None, residual: 
 def advanced(method: Method, theta: Tensor, closed: Closed) -> Tensor:
     """By another holder of the version before."""
     return advance(
-        method, replace(held_of(theta), version=closed.update.base), closed.update, closed.payload
+        method,
+        replace(held_of(theta), version=closed.update.base),
+        closed.update,
+        closed.payload,
+        places(theta.numel()),
     ).held.theta
 
 
@@ -69,7 +73,7 @@ def test_every_holder_of_a_version_has_the_same_bits(up: str, down: str) -> None
     for version in range(1, 5):
         closed = close(how, held, brought(payloads(how.up, 1003), [1.0, 2.0, 1.0]), places(1003))
         assert closed.payload.numel() == how.down.encoded_bytes(1003)
-        held, other = closed.held, advance(how, other, closed.update, closed.payload).held
+        held, other = closed.held, advance(how, other, closed.update, closed.payload, places(other.theta.numel())).held
         assert (held.version, other.version) == (version, version)
         assert held.digest == other.digest == digest(other.theta) == digest(held.theta)
         assert (held.residual is None) == how.down.lossless
@@ -331,7 +335,7 @@ def test_a_damaged_update_is_refused(name: str) -> None:
     held = HeldFragment.first(how, 0, torch.randn(64))
     closed = close(how, held, brought(payloads(how.up, 64)), places(64))
     with pytest.raises(CorruptPayloadError):
-        advance(how, held, closed.update, closed.payload[:-1])
+        advance(how, held, closed.update, closed.payload[:-1], places(held.theta.numel()))
 
 
 @pytest.mark.parametrize("down", ["fp32", "int8"])
@@ -343,13 +347,16 @@ def test_other_bits_than_were_published_are_refused(down: str, outer_at: OuterAt
     damaged = closed.payload.clone()
     damaged[-1] ^= 1
     with pytest.raises(DigestError, match="version 1 of fragment 0"):
-        advance(how, held, closed.update, damaged)
+        advance(how, held, closed.update, damaged, places(held.theta.numel()))
     other = replace(held, theta=held.theta + 1)
     if closed.update.lossless:
-        assert advance(how, other, closed.update, closed.payload).held.digest == closed.held.digest
+        assert (
+            advance(how, other, closed.update, closed.payload, places(other.theta.numel())).held.digest
+            == closed.held.digest
+        )
     else:
         with pytest.raises(DigestError):
-            advance(how, other, closed.update, closed.payload)
+            advance(how, other, closed.update, closed.payload, places(other.theta.numel()))
 
 
 def test_a_change_applies_to_its_base_only() -> None:
@@ -360,10 +367,10 @@ def test_a_change_applies_to_its_base_only() -> None:
         closed = close(how, held, brought(payloads(how.up, 64)), places(64))
         behind = replace(held, version=2)
         if how.down.lossless:
-            assert advance(how, behind, closed.update, closed.payload).held.version == 5
+            assert advance(how, behind, closed.update, closed.payload, places(behind.theta.numel())).held.version == 5
         else:
             with pytest.raises(VersionError, match="version 4 to 5, and version 2 is held"):
-                advance(how, behind, closed.update, closed.payload)
+                advance(how, behind, closed.update, closed.payload, places(behind.theta.numel()))
 
 
 @pytest.mark.parametrize("down", ["fp32", "e3m0"])
@@ -371,7 +378,7 @@ def test_what_is_published_of_a_mean_is_what_every_holder_steps_with(down: str) 
     how = replace(method("int8", down), outer_at="learners")
     held = HeldFragment.first(how, 0, torch.randn(N))
     closed = close(how, held, brought(payloads(how.up, N)), places(N))
-    other = advance(how, held, closed.update, closed.payload)
+    other = advance(how, held, closed.update, closed.payload, places(held.theta.numel()))
     mean = published_mean(how, closed.payload, N)
     assert mean is not None
     assert other.mean is not None
@@ -385,7 +392,7 @@ def test_lossless_updates_are_not_copied() -> None:
     how = method("int8", "fp32")
     held = HeldFragment.first(how, 0, torch.randn(N))
     closed = close(how, held, brought(payloads(how.up, N)), places(N))
-    other = advance(how, held, closed.update, closed.payload).held
+    other = advance(how, held, closed.update, closed.payload, places(held.theta.numel())).held
     assert closed.payload.data_ptr() == closed.held.theta.data_ptr() == other.theta.data_ptr()
 
 

@@ -127,8 +127,9 @@ def test_every_preset_takes_every_codec(name: str, codec: str) -> None:
     method = PRESETS[name](codec=codec)
     assert (method.up, method.down) == (CODECS[codec], CODECS[codec])
     held, payload = HeldFragment.first(method, 0, torch.zeros(70)), method.up.encode(torch.ones(70))
-    closed = close(method, held, [Encoded("a", (payload,), 1.0)], [Placement(TensorSpec("w", (70,), "float32"), 0)])
-    assert advance(method, held, closed.update, closed.payload).held.digest == closed.held.digest
+    places = [Placement(TensorSpec("w", (70,), "float32"), 0)]
+    closed = close(method, held, [Encoded("a", (payload,), 1.0)], places)
+    assert advance(method, held, closed.update, closed.payload, places).held.digest == closed.held.digest
 
 
 def test_codecs_may_differ_by_direction() -> None:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from tests.exchange.scenarios import Net, Result, Scenario, finish, make_model, make_optimizer
 from tests.exchange.worlds import join_world, write
 from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
@@ -48,42 +50,71 @@ def backward(model: nn.Module, rank: int, step: int, scale: float = 1.0) -> None
     ((model(x) - y).square().mean() * scale).backward()
 
 
+WRAPPERS = ("compiled", "replicate", "by hand, group", "by hand, mesh")
+"""Ways in which the ranks of a job average their gradients, besides DDP."""
+
+
 class Trainer:
     """A learner of ranks 0 and 1, or of rank 2 alone."""
 
     def __init__(
-        self, groups: Groups, method: Method, layout_fault: bool = False, kind: type[Collective] = Collective
-    ) -> None:
+        self, groups: Groups, method: Method, layout_fault: bool = False, kind: type[Collective] = Collective,
+        wrapper: str = "",
+    ) -> None:  # fmt: skip
         self.rank = dist.get_rank()
+        self.average_by_hand = False
+        self.groups = groups
         self.step = 0
         fault = "layout" if layout_fault and self.rank == 2 else ""
         self.module: Net = make_model(Scenario("", {}, fault=fault), 1 if fault else self.rank)
         self.optimizer = make_optimizer(Scenario("", {}), self.module)
         self.model: nn.Module = self.module
-        if self.rank < 2:
-            self.model = DistributedDataParallel(self.module, process_group=groups.job)
+        ranks = self.wrap(wrapper) if self.rank < 2 else None
         exchange = kind(groups.learners, timeout_s=60)
-        self.learner = Learner(self.model, self.optimizer, method=method, exchange=exchange)
+        self.learner = Learner(self.model, self.optimizer, method=method, exchange=exchange, ranks=ranks)
+
+    def wrap(self, wrapper: str) -> dist.ProcessGroup | DeviceMesh | None:
+        """Make the job's ranks average their gradients. Returns what the learner is to be told."""
+        match wrapper:
+            case "":
+                self.model = DistributedDataParallel(self.module, process_group=self.groups.job)
+            case "compiled":
+                self.model = torch.compile(
+                    DistributedDataParallel(self.module, process_group=self.groups.job), backend="eager"
+                )
+            case "replicate":
+                self.model = replicate(self.module, process_group=self.groups.job)
+            case "by hand, group":
+                self.average_by_hand = True
+                return self.groups.job
+            case "by hand, mesh":
+                self.average_by_hand = True
+                return self.groups.mesh
+        return None
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
             backward(self.model, self.rank, self.step)
+            if self.average_by_hand:
+                for gradient in (p.grad for p in self.module.parameters() if p.grad is not None):
+                    dist.all_reduce(gradient.div_(2), group=self.groups.job)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.learner.step(tokens=tokens_of(self.rank))
 
 
 class Groups:
-    """Of the DDP job, and of the learners' first ranks."""
+    """Of the job, also as a mesh of two dimensions, and of the learners' first ranks."""
 
     def __init__(self) -> None:
         self.job = dist.new_group([0, 1])
         self.learners = dist.new_group([0, 2])
+        self.mesh = DeviceMesh("cpu", [[0], [1]])
 
 
-def trains(groups: Groups, method: Method) -> Result:
-    trainer = Trainer(groups, method)
+def trains(groups: Groups, method: Method, wrapper: str = "") -> Result:
+    trainer = Trainer(groups, method, wrapper=wrapper)
     run_tokens = []
     for _ in range(STEPS):
         trainer.train(1)
@@ -157,6 +188,31 @@ def diverges(groups: Groups) -> Result:
     return Result({}, {"error": error})
 
 
+class Dials(Collective):
+    """An exchange that takes each process for a learner, unless it is told what the ranks are."""
+
+    dials_out = True
+
+
+def says_what_the_ranks_are(groups: Groups) -> Result:
+    """Every rank is a learner of its own, and says so; what is refused."""
+
+    def attach(model: nn.Module, ranks: Any = None) -> Learner:
+        exchange = Dials(timeout_s=60)
+        return Learner(model, make_optimizer(Scenario("", {}), model), method=METHODS["diloco"], exchange=exchange,
+                       ranks=ranks)  # fmt: skip
+
+    facts = {"nothing": error_of(lambda: attach(Net())), "unknown": error_of(lambda: attach(Net(), "own"))}
+    if dist.get_rank() < 2:
+        wrapped = DistributedDataParallel(Net(), process_group=groups.job)
+        facts["contradiction"] = error_of(lambda: attach(wrapped, "self"))
+    if dist.get_rank() == 1:
+        facts["not a member"] = error_of(lambda: attach(Net(), groups.learners))
+    with attach(Net(), "self") as learner:
+        facts["name"] = learner.name
+    return Result({}, facts)
+
+
 class NoPlace(Collective):
     """An exchange whose rank 0 hears that the run's pool has no place for its learner."""
 
@@ -207,7 +263,11 @@ def main(directory: Path, rank: int, world_size: int) -> None:
     for name, method in METHODS.items():
         write(directory, name, rank, trains(groups, method))
     write(directory, "resumed", rank, resumes(groups, METHODS[RESUMED]))
-    for life in (refuses, diverges, is_drained, dials_from_rank_0_only, loses_the_other_learner):
+    for wrapper in WRAPPERS:
+        write(directory, wrapper, rank, trains(groups, METHODS["diloco"], wrapper))
+    for life in (
+        refuses, says_what_the_ranks_are, diverges, is_drained, dials_from_rank_0_only, loses_the_other_learner,
+    ):  # fmt: skip
         write(directory, life.__name__, rank, life(groups))
     dist.destroy_process_group()
 

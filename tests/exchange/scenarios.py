@@ -20,13 +20,13 @@ LEARNERS = 3
 
 @dataclass(frozen=True)
 class Scenario:
-    """One run. `fault` happens to learner 1: another "layout", another "method", a "nan" gradient, or an "error" in its
-    own code.
+    """One run. `fault` happens to learner 1: another "layout", another "method", other "buffers", another "base", a
+    "nan" gradient, or an "error" in its own code.
 
     `resume_at`: the run is saved after this step and goes on over new exchanges. `trains`: learners that train part of
         the model.
     `overlaps`: learners with an overlap of their own. `tokens`: in a step of learner 0; each next one has 7 more, where
-    there are any.
+    there are any. `buffers`, `static`: as `Learner` takes them; with `buffers`, the model has running statistics.
     """
 
     name: str
@@ -39,6 +39,8 @@ class Scenario:
     trains: dict[int, tuple[str, ...]] = field(default_factory=dict)
     overlaps: dict[int, int] = field(default_factory=dict)
     tokens: int = 10
+    buffers: str = ""
+    static: str = "exchange"
 
     @property
     def parts(self) -> int:
@@ -60,7 +62,7 @@ class Result:
 class Net(nn.Module):
     """110 thousand parameters, so four codec segments, and every kind of tensor that is not trained."""
 
-    def __init__(self, width: int = 160) -> None:
+    def __init__(self, width: int = 160, *, normed: bool = False) -> None:
         super().__init__()
         self.embed = nn.Linear(24, width)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
@@ -69,19 +71,27 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.rand(33))
         self.register_buffer("seed", torch.randint(0, 1000, ()))
         self.register_buffer("empty", torch.empty(0))
+        self.norm = nn.BatchNorm1d(width) if normed else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x) * self.scale
+        x = self.norm(self.embed(x) * self.scale)
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return self.head(x) + self.shift
 
 
 def make_model(scenario: Scenario, index: int) -> Net:
-    """Every learner starts from other values; the run's are learner 0's."""
+    """Every learner starts from other values; the run's are learner 0's. The base is the same where each brings it."""
     torch.manual_seed(100 + index)
     width = 161 if scenario.fault == "layout" and index == 1 else 160
-    return Net(width).to(getattr(torch, scenario.dtype))
+    model = Net(width, normed=bool(scenario.buffers)).to(getattr(torch, scenario.dtype))
+    if scenario.static == "digest":
+        generator = torch.Generator().manual_seed(1)
+        model.scale.data.copy_(torch.rand(width, generator=generator))
+        model.shift.copy_(torch.rand(33, generator=generator))
+        if scenario.fault == "base" and index == 1:
+            model.shift[7] += 1e-6
+    return model
 
 
 def make_optimizer(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:
@@ -129,7 +139,12 @@ def live(
         model.load_state_dict(carried["model"])
     trains = {int(key): patterns for key, patterns in scenario.trains.items()}.get(index)
     overlap = {int(key): steps for key, steps in scenario.overlaps.items()}.get(index)
-    with Learner(model, optimizer, method=method, exchange=exchange, trains=trains, overlap=overlap) as learner:
+    buffers: Any = "local" if scenario.fault == "buffers" and index == 1 else scenario.buffers or "refuse"
+    static: Any = scenario.static
+    with Learner(
+        model, optimizer, method=method, exchange=exchange, trains=trains, overlap=overlap, buffers=buffers,
+        static=static,
+    ) as learner:  # fmt: skip
         if part == 1:
             if index == 1:
                 model.load_state_dict(carried["model"])
@@ -240,6 +255,17 @@ def _scenarios() -> list[Scenario]:
         ),
         Scenario("own overlaps", streaming, overlaps={0: 1, 1: 6}),
         Scenario("own overlaps that are the method's", streaming, overlaps={0: 4, 1: 4, 2: 4}),
+        Scenario("averaged", methods["diloco"].to_dict(), buffers="average"),
+        Scenario("averaged, adam, lossy", methods["diloco, adam"].to_dict(), buffers="average"),
+        Scenario("averaged, keep displacement", methods["keep displacement"].to_dict(), buffers="average"),
+        Scenario("averaged, eager", methods["eager, int4, by layer"].to_dict(), buffers="average"),
+        Scenario("averaged, resumed", methods["eager, int4, by layer"].to_dict(), resume_at=9, buffers="average"),
+        Scenario("local", methods["diloco"].to_dict(), buffers="local"),
+        Scenario("local, resumed", methods["diloco"].to_dict(), resume_at=9, buffers="local"),
+        Scenario("base", streaming, static="digest"),
+        Scenario("base, resumed", streaming, resume_at=8, static="digest"),
+        Scenario("other buffers", methods["diloco"].to_dict(), fault="buffers", buffers="average"),
+        Scenario("other base", methods["diloco"].to_dict(), fault="base", static="digest"),
         Scenario("other layout", methods["diloco"].to_dict(), fault="layout"),
         Scenario("other method", methods["diloco"].to_dict(), fault="method"),
         Scenario("nan", methods["diloco, tokens and feedback"].to_dict(), fault="nan"),

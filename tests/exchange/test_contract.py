@@ -70,7 +70,8 @@ def test_learners_hold_one_global_model(name: str, results: Results) -> None:
     first, *others = results[name]
     for other in others:
         assert first.facts["versions"] == other.facts["versions"]
-        for key in (key for key in first.tensors if key.startswith("global.")):
+        own = "global.norm.running" if SCENARIOS[name].buffers == "local" else "none"
+        for key in (key for key in first.tensors if key.startswith("global.") and not key.startswith(own)):
             assert torch.equal(first.tensors[key], other.tensors[key]), key
 
 
@@ -78,6 +79,13 @@ def test_training_moves_every_parameter(results: Results) -> None:
     """Guards the comparisons above: the runs are not equal because nothing happened."""
     for name in set(TRAINED) & set(results):
         start = make_model(SCENARIOS[name], 0).state_dict()
+        if SCENARIOS[name].static == "digest":
+            assert {key for key in start if f"global.{key}" not in results[name][2].tensors} == {
+                "scale",
+                "shift",
+                "empty",
+            }
+            start = {key: value for key, value in start.items() if f"global.{key}" in results[name][2].tensors}
         for key, value in start.items():
             moved = not torch.equal(results[name][2].tensors[f"global.{key}"], value)
             assert moved == (key not in ("scale", "shift", "seed", "empty")), f"{name}: {key}"
@@ -94,6 +102,7 @@ def test_frozen_tensors_become_learner_0s(results: Results) -> None:
 def test_a_resumed_run_continues_with_the_same_bits(results: "Able") -> None:
     pairs = {
         "resumed": "streaming, overlap 4", "resumed, adam": "diloco, adam", "resumed, eager": "eager, int4, by layer",
+        "averaged, resumed": "averaged, eager", "local, resumed": "local", "base, resumed": "base",
     }  # fmt: skip
     for resumed, whole in pairs.items():
         for mine, theirs in zip(results[resumed], results[whole], strict=True):
@@ -108,6 +117,8 @@ def test_a_resumed_run_continues_with_the_same_bits(results: "Able") -> None:
     [
         ("other layout", "LayoutError", ["learner-000", "learner-001", "'embed.weight'", "(160, 24)", "(161, 24)"]),
         ("other method", "ConfigError", ["learner-000", "learner-001", "sync_every is 4 here and 5 there"]),
+        ("other buffers", "LayoutError", ["learner-001", "'shift'", "averaged", "kept local"]),
+        ("other base", "LayoutError", ["learner-001", "'shift'", "digest"]),
         ("nan", "NonFiniteError", ["NaN"]),
     ],
 )
@@ -121,6 +132,23 @@ def test_what_cannot_go_on_ends_every_learner(name: str, kind: str, words: list[
 def test_an_error_in_one_learners_code_leaves_nobody_hanging(results: Results) -> None:
     assert len(results["error"]) == LEARNERS
     assert results["error"][1].error == ["ArithmeticError", "the training code failed"]
+
+
+def test_statistics_that_are_kept_local_differ_and_averaged_ones_do_not_fall_below_0(results: Results) -> None:
+    first, second, _ = (result.tensors["parameters.norm.running_var"] for result in results["local"])
+    assert not torch.equal(first, second)
+    for name in ("averaged", "averaged, adam, lossy", "averaged, keep displacement", "averaged, eager"):
+        for result in results[name]:
+            assert result.tensors["global.norm.running_var"].min() >= 0
+            assert result.tensors["global.norm.num_batches_tracked"] == SCENARIOS[name].steps
+
+
+def test_nothing_of_a_base_crosses(results: "Able", reference: Results) -> None:
+    """The same trained model without and with a base in it; what joins is smaller by the base."""
+    with_base, without = results["base"][1].facts["num_bytes"], results["streaming, overlap 4"][1].facts["num_bytes"]
+    assert with_base["contributions"] == without["contributions"]
+    assert with_base["updates"] == without["updates"]
+    assert without["joins"] - with_base["joins"] >= 4 * (160 + 33)
 
 
 def test_every_scenario_differs() -> None:

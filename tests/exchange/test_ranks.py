@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.exchange import ranks_life
-from tests.exchange.ranks_life import METHODS, RESUMED, STEPS, backward, tokens_of
+from tests.exchange.ranks_life import METHODS, RESUMED, STEPS, WRAPPERS, backward, tokens_of
 from tests.exchange.scenarios import Result, Scenario, finish, make_model, make_optimizer
 from tests.exchange.worlds import read, start_processes
 
@@ -21,7 +21,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Results:
     directory = tmp_path_factory.mktemp("ranks")
     start_processes(ranks_life.__name__, directory, 3, expect=(0, 0, 9))
     names = [
-        *METHODS, "resumed", "refuses", "diverges", "is_drained", "dials_from_rank_0_only"
+        *METHODS, *WRAPPERS, "says_what_the_ranks_are", "resumed", "refuses", "diverges", "is_drained",
+        "dials_from_rank_0_only",
     ]  # fmt: skip
     results = {name: [read(directory, name, rank) for rank in range(3)] for name in names}
     lost = "loses_the_other_learner"
@@ -64,6 +65,33 @@ def test_a_learner_of_two_ranks_trains_like_one_of_one(name: str, world: Results
         assert not different
         for key in ("learner", "steps", "tokens", "versions", "merges", "ledger"):
             assert mine.facts[key] == theirs.facts[key], key
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_ranks_are_one_learner_however_they_average_their_gradients(wrapper: str, world: Results) -> None:
+    for mine, ddp in zip(world[wrapper], world["diloco"], strict=True):
+        assert mine.tensors.keys() == ddp.tensors.keys()
+        different = [key for key, value in ddp.tensors.items() if not torch.equal(value, mine.tensors[key])]
+        assert not different
+        assert mine.facts["learner"] == ddp.facts["learner"]
+        assert mine.facts["tokens"] == ddp.facts["tokens"]
+
+
+def test_ranks_of_which_nothing_says_what_they_are_are_refused_and_told_both_ways_out(world: Results) -> None:
+    results = [result.facts for result in world["says_what_the_ranks_are"]]
+    for facts in results:
+        kind, text = facts["nothing"]
+        assert kind == "ConfigError"
+        assert "torch.distributed has 3 ranks" in text
+        assert "ranks=torch.distributed.group.WORLD" in text
+        assert 'ranks="self"' in text
+        assert facts["unknown"][0] == "ConfigError"
+        assert "ranks='own' says" in facts["unknown"][1]
+    for facts in results[:2]:
+        assert facts["contradiction"][0] == "ConfigError"
+        assert "ranks [0, 1] train its model together" in facts["contradiction"][1]
+    assert [facts["name"] for facts in results] == ["learner-000", "learner-001", "learner-002"]
+    assert "this process is not one of the ranks that ranks=" in results[1]["not a member"][1]
 
 
 def test_tokens_of_all_ranks_and_learners_are_summed(world: Results) -> None:

@@ -67,7 +67,7 @@ class Storm:
         self.ledger = Ledger()
         self.accounts = Accounts(self.ledger)
         self.driver: StormDriver | None = None
-        self.replicas = Replicas(plan.method)
+        self.replicas = Replicas(plan.method, plan.layout)
         self.jobs = StormJobs(plan.method, self.accounts)
         self.boot = 0
         self.began_s = self.quiet_s = 0.0

@@ -18,7 +18,19 @@ from typing import Literal
 from torch import nn
 
 from diloco.core.choices import Choice, Registry, whole_number
-from diloco.core.layout import Fragment, Layout, Placement, TensorSpec, digest, gather, place, scatter, spec_of
+from diloco.core.layout import (
+    BaseTensor,
+    Fragment,
+    Layout,
+    Placement,
+    TensorSpec,
+    digest,
+    gather,
+    place,
+    scatter,
+    spec_of,
+)
+from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.errors import ConfigError
 
 __all__ = [
@@ -31,7 +43,7 @@ TRAINABLE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def describe(model: nn.Module) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The trainable and the static tensors of a model, each in model order.
+    """The trainable and the static tensors of a model, each in model order, under canonical names (names.py).
 
     Trainable are the parameters that require a gradient; static are the frozen parameters, then the persistent
     buffers (those in the state dict). A tensor that is registered under several names (tied weights) counts once,
@@ -39,7 +51,7 @@ def describe(model: nn.Module) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec
     """
     trainable: list[TensorSpec] = []
     static: list[TensorSpec] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         spec = spec_of(name, parameter)
         if parameter.requires_grad and spec.dtype not in TRAINABLE_DTYPES:
             raise ConfigError(
@@ -47,9 +59,9 @@ def describe(model: nn.Module) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec
                 " convert it, or freeze it with requires_grad_(False)."
             )
         (trainable if parameter.requires_grad else static).append(spec)
-    persistent = model.state_dict(keep_vars=True).keys()
+    persistent = {canonical_key(model, key) for key in model.state_dict(keep_vars=True)}
     seen: set[int] = set()
-    for name, buffer in model.named_buffers(remove_duplicate=False):
+    for name, buffer in named_buffers(model):
         if name in persistent and id(buffer) not in seen:
             seen.add(id(buffer))
             static.append(spec_of(name, buffer))
@@ -65,11 +77,20 @@ def make_layout(model: nn.Module, fragmentation: "Fragmentation") -> Layout:
     return layout_of(*describe(model), fragmentation)
 
 
-def layout_of(trainable: Sequence[TensorSpec], static: Sequence[TensorSpec], fragmentation: "Fragmentation") -> Layout:
-    """The layout of a model known by its tensors' names and shapes only. Raises ConfigError like `make_layout`."""
+def layout_of(
+    trainable: Sequence[TensorSpec],
+    static: Sequence[TensorSpec],
+    fragmentation: "Fragmentation",
+    base: Sequence[BaseTensor] = (),
+) -> Layout:
+    """The layout of a model known by its tensors' names and shapes only. Raises ConfigError like `make_layout`.
+
+    In its fragment, an averaged tensor comes after those that are trained: a lossy codec scales neighbours together.
+    """
     if not trainable:
         raise ConfigError("the model has no trainable parameter; there is nothing to synchronise.")
     groups = fragmentation.split(trainable)
+    trainable = sorted(trainable, key=lambda spec: spec.is_averaged)  # a stable sort: else in model order
     order = {spec.name: position for position, spec in enumerate(trainable)}
     owner: dict[str, int] = {}
     for index, names in enumerate(groups):
@@ -91,7 +112,7 @@ def layout_of(trainable: Sequence[TensorSpec], static: Sequence[TensorSpec], fra
         place(index, [trainable[position] for position in sorted(order[name] for name in names)])
         for index, names in enumerate(groups)
     )
-    return Layout(tuple(fragments), tuple(static))
+    return Layout(tuple(fragments), tuple(static), tuple(base))
 
 
 class Fragmentation(Choice):

@@ -10,6 +10,8 @@ gradient itself is published, and every holder of the fragment takes the same ou
 
     payload = encode(Δ̄ + e);  Δ̄' = decode(payload);  Θ' = OuterOpt(Θ, Δ̄');  e' = Δ̄ + e − Δ̄'
 
+Tensors that are averaged take no outer step: theirs is `core.averaged`.
+
 Both compute Θ' from the payload, so all holders of a version hold the same bits. Both go run by run of whole segments
 (`codecs.SEGMENT_ELEMENTS`): besides the old and the new version they need memory for a run. Closed in place, only Θ has
 an old and a new version. All tensors are flat fp32 on the host: a whole fragment, or a shard of it that starts at a
@@ -26,6 +28,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from diloco.core.averaged import AveragedElements
 from diloco.core.codecs import SEGMENT_ELEMENTS
 from diloco.core.codecs.codec import Scratch
 from diloco.core.elementwise import flush_denormals
@@ -137,7 +140,7 @@ def close(
     kept = [each for each in contributions if each.learner not in refused]
     scale = _scale_without(method, contributions, kept, scale)
     momentum = method.outer.momentum_of(held.outer_state)
-    closing = _Closing(method, held, in_place=in_place)
+    closing = _Closing(method, held, AveragedElements(places), in_place=in_place)
     for run, merged in merged_runs(method.merge, method.up, kept, places, num_elements, momentum, out=closing.theta):
         if scale != 1.0:
             merged.mul_(scale)
@@ -207,6 +210,7 @@ def advance(
     held: HeldFragment,
     update: Update,
     payload: Tensor,
+    places: Sequence[Placement],
     *,
     verify: bool = True,
 ) -> Advanced:
@@ -216,6 +220,7 @@ def advance(
     the author of the updates holds them.
 
     Arguments:
+        places: the tensors of the fragment.
         verify: False: the update's digest is of a shard; the caller compares the result's with the other holders'.
 
     Raises:
@@ -232,7 +237,7 @@ def advance(
             f"{held.version} is held; fetch the fragment whole."
         )
     _require_size(update, payload, method.down.encoded_bytes(num_elements))
-    next_ = _NextVersion(method, held, steps=method.outer_at == "learners")
+    next_ = _NextVersion(method, held, AveragedElements(places), steps=method.outer_at == "learners")
     mean = torch.empty_like(held.theta) if method.outer_at == "learners" else None
     for run in _runs(num_elements):
         if mean is not None:
@@ -262,8 +267,8 @@ class _NextVersion:
         theta: the new one.
     """
 
-    def __init__(self, method: Method, held: HeldFragment, *, steps: bool) -> None:
-        self._method, self._held = method, held
+    def __init__(self, method: Method, held: HeldFragment, averaged: AveragedElements, *, steps: bool) -> None:
+        self._method, self._held, self._averaged = method, held, averaged
         self._digest = Digest()
         self._scratch = Scratch(held.theta.device)
         self._outer_state = _like(held.outer_state) if steps else held.outer_state
@@ -276,13 +281,17 @@ class _NextVersion:
 
     def step(self, run: slice, delta: Tensor) -> None:
         """The outer step of a run, into `theta` and the new outer state. `delta` may be that part of `theta`."""
-        held, outer = self._held, self._method.outer
-        state, new_state = _within(held.outer_state, run), _within(self._outer_state, run)
-        outer.step(state, held.theta[run], delta, out=self.theta[run], new_state=new_state)
+        self._step(run, delta, self.theta[run], _within(self._outer_state, run))
 
     def finish(self, run: slice) -> None:
         """A run of `theta` is there."""
+        self._averaged.floor(run, self.theta[run])
         self._digest.update(flush_denormals(self.theta[run]))
+
+    def _step(self, run: slice, delta: Tensor, out: Tensor, new_state: dict[str, Tensor]) -> None:
+        """The outer step of a run, written to `out` and `new_state`. `delta` may be `out`."""
+        held, state = self._held, _within(self._held.outer_state, run)
+        self._averaged.step(self._method.outer, run, state, held.theta[run], delta, out, new_state)
 
     def made(self, version: int) -> HeldFragment:
         """All runs are there."""
@@ -308,8 +317,8 @@ class _Closing(_NextVersion):
     it, the outer step of a run is taken twice, first in scratch: that takes less time than the memory of another state.
     """
 
-    def __init__(self, method: Method, held: HeldFragment, *, in_place: bool) -> None:
-        super().__init__(method, held, steps=method.exchanged != "gradients")
+    def __init__(self, method: Method, held: HeldFragment, averaged: AveragedElements, *, in_place: bool) -> None:
+        super().__init__(method, held, averaged, steps=method.exchanged != "gradients")
         down = method.down
         self._encoding = Scratch(held.theta.device)
         self._steps = method.outer_at == "syncer" and method.exchanged != "gradients"
@@ -336,10 +345,8 @@ class _Closing(_NextVersion):
         else:
             self._method.down.encode(change, self.payload[self._span(run)], self._encoding)
         if self._method.outer_at == "learners":  # where theirs overflows, so does the one that `close` takes
-            held, sent = self._held, self.decode(self.payload, run, self._draft(run))
-            self._method.outer.step(
-                _within(held.outer_state, run), held.theta[run], sent, out=sent, new_state=new_state
-            )
+            sent = self.decode(self.payload, run, self._draft(run))
+            self._step(run, sent, sent, new_state)
             self._require_finite(sent)
         if self._steps or self._method.outer_at == "learners":
             for each in new_state.values():  # one that overflows stays so, even where this step is finite
@@ -368,10 +375,9 @@ class _Closing(_NextVersion):
         left out of it."""
         held, delta = self._held, self.theta[run]
         if self._steps:
-            theta = held.theta[run]
-            self._method.outer.step(_within(held.outer_state, run), theta, delta, out=out, new_state=new_state)
+            self._step(run, delta, out, new_state)
             if not _sends_theta(self._method):
-                out.sub_(theta)
+                out.sub_(held.theta[run])
         if held.residual is not None:
             out.add_(held.residual[run])
         return out

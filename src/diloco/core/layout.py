@@ -9,8 +9,9 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,22 +19,58 @@ from torch import Tensor
 from diloco.core.codecs.formats import SEGMENT_ELEMENTS
 from diloco.errors import LayoutError
 
+Role = Literal["", "averaged", "variance", "local"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and dtype ("float32", "bfloat16", …) of one tensor of a model."""
+    """Name, shape and dtype ("float32", "bfloat16", …) of one tensor of a model, and its role.
+
+    Attributes:
+        role: "": a trained parameter in a fragment, or a static tensor that stays as it is. In a fragment, "averaged":
+            training changes it and no gradient does, so it becomes the mean of the learners' values; "variance": so
+            does it, and it is never below 0. Of a static tensor, "local": each learner keeps its own once it has
+            joined.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    role: Role = ""
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
 
+    @property
+    def is_averaged(self) -> bool:
+        """Whether it becomes the mean of the learners' values, without the outer optimizer."""
+        return self.role in ("averaged", "variance")
+
     def __str__(self) -> str:
-        return f"{self.shape} {self.dtype}"
+        return f"{self.shape} {self.dtype}{_ROLE_WORDS[self.role]}"
+
+
+_ROLE_WORDS: Mapping[Role, str] = {
+    "": "", "averaged": " that is averaged", "variance": " that is averaged, a variance", "local": " kept local",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BaseTensor:
+    """A static tensor that every learner brings with it: compared by digest when a learner joins, and never sent.
+
+    Attributes:
+        digest: SHA-256 (hex) of the bytes of its elements, in row-major order.
+    """
+
+    spec: TensorSpec
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.spec} with digest {self.digest[:12]}, which each learner brings,"
 
 
 @dataclass(frozen=True)
@@ -71,14 +108,20 @@ class Fragment:
 class Layout:
     """How a model is cut: its fragments, and the static tensors (frozen parameters, persistent buffers) beside them.
 
+    Attributes:
+        static: the run keeps them and gives them to every learner that joins.
+        base: the learners bring them.
+
     Raises LayoutError when a fragment is empty or out of order, or a name occurs twice.
     """
 
     fragments: tuple[Fragment, ...]
     static: tuple[TensorSpec, ...]
+    base: tuple[BaseTensor, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        names = [name for fragment in self.fragments for name in fragment.names] + [spec.name for spec in self.static]
+        names = [name for fragment in self.fragments for name in fragment.names]
+        names += [spec.name for spec in self.static] + [each.spec.name for each in self.base]
         seen: set[str] = set()
         for name in names:
             if name in seen:
@@ -97,20 +140,28 @@ class Layout:
 
     def to_dict(self) -> dict[str, object]:
         """Plain JSON types. Offsets are left out: they follow from the order of the tensors."""
+        base = [[_spec_to_list(each.spec), each.digest] for each in self.base]
         return {
             "fragments": [[_spec_to_list(placement.spec) for placement in each.tensors] for each in self.fragments],
             "static": [_spec_to_list(spec) for spec in self.static],
+            **({"base": base} if base else {}),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "Layout":
         """Read back what `to_dict` wrote. Raises LayoutError on anything else."""
-        fragments, static = values.get("fragments"), values.get("static")
-        if set(values) != {"fragments", "static"} or not isinstance(fragments, list) or not isinstance(static, list):
-            raise LayoutError(f"a layout has the lists 'fragments' and 'static', not {sorted(values)}.")
+        fragments, static, base = values.get("fragments"), values.get("static"), values.get("base", [])
+        lists = [isinstance(each, list) for each in (fragments, static, base)]
+        if set(values) - {"base"} != {"fragments", "static"} or not all(lists):
+            raise LayoutError(
+                f"a layout has the lists 'fragments' and 'static', not {sorted(values)}; 'base' may be a third."
+            )
+        assert isinstance(fragments, list)
+        assert isinstance(base, list)
         return cls(
             fragments=tuple(place(index, _specs_from_lists(specs)) for index, specs in enumerate(fragments)),
             static=_specs_from_lists(static),
+            base=tuple(map(_base_from_list, base)),
         )
 
     def digest(self) -> str:
@@ -125,27 +176,28 @@ class Layout:
         "tensor 'layers.0.w' is (4, 4) float32 here and (4, 8) float32 there"
         """
         mine, theirs = self._entries(), other._entries()
-        for name, (spec, where) in mine.items():
+        for name, (spec, _) in mine.items():
             if name not in theirs:
                 return f"tensor {name!r} is {spec} here and missing there"
-            their_spec, their_where = theirs[name]
-            if spec != their_spec:
-                return f"tensor {name!r} is {spec} here and {their_spec} there"
-            if where != their_where:
-                return f"tensor {name!r} is {where} here and {their_where} there"
+            if spec != theirs[name][0]:
+                return f"tensor {name!r} is {spec} here and {theirs[name][0]} there"
         for name, (spec, _) in theirs.items():
             if name not in mine:
                 return f"tensor {name!r} is missing here and {spec} there"
+        for name, (_, where) in mine.items():
+            if where != theirs[name][1]:
+                return f"tensor {name!r} is {where} here and {theirs[name][1]} there"
         return None
 
-    def _entries(self) -> dict[str, tuple[TensorSpec, str]]:
+    def _entries(self) -> dict[str, tuple[TensorSpec | BaseTensor, str]]:
         """Every tensor's spec, and where it is, in words."""
-        entries = {
+        entries: dict[str, tuple[TensorSpec | BaseTensor, str]] = {
             placement.spec.name: (placement.spec, f"at element {placement.offset} of fragment {fragment.index}")
             for fragment in self.fragments
             for placement in fragment.tensors
         }
-        return entries | {spec.name: (spec, f"static tensor {index}") for index, spec in enumerate(self.static)}
+        entries |= {spec.name: (spec, f"static tensor {index}") for index, spec in enumerate(self.static)}
+        return entries | {each.spec.name: (each, f"base tensor {index}") for index, each in enumerate(self.base)}
 
 
 def place(index: int, specs: Iterable[TensorSpec]) -> Fragment:
@@ -172,7 +224,7 @@ def gather(fragment: Fragment, tensors: Mapping[str, Tensor], out: Tensor | None
     for spec in (placement.spec for placement in fragment.tensors):
         if spec.name not in tensors:
             raise LayoutError(f"tensor {spec.name!r} of fragment {fragment.index} is missing; pass all of its tensors.")
-        found = spec_of(spec.name, tensors[spec.name])
+        found = replace(spec_of(spec.name, tensors[spec.name]), role=spec.role)
         if found != spec:
             raise LayoutError(f"tensor {spec.name!r} is {found}, and the layout has {spec}.")
     if out is None:
@@ -256,7 +308,14 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _spec_to_list(spec: TensorSpec) -> list[object]:
-    return [spec.name, list(spec.shape), spec.dtype]
+    return [spec.name, list(spec.shape), spec.dtype, *([spec.role] if spec.role else [])]
+
+
+def _base_from_list(entry: object) -> BaseTensor:
+    match entry:
+        case [list(spec), str(digest)]:
+            return BaseTensor(_spec_from_list(spec), digest)
+    raise LayoutError(f"a base tensor in a layout is [tensor, digest], not {entry!r}.")
 
 
 def _specs_from_lists(entries: object) -> tuple[TensorSpec, ...]:
@@ -267,6 +326,9 @@ def _specs_from_lists(entries: object) -> tuple[TensorSpec, ...]:
 
 def _spec_from_list(entry: object) -> TensorSpec:
     match entry:
-        case [str(name), list(shape), str(dtype)] if all(type(size) is int and size >= 0 for size in shape):
-            return TensorSpec(name, tuple(shape), dtype)
-    raise LayoutError(f"a tensor in a layout is [name, shape, dtype], not {entry!r}.")
+        case [str(name), list(shape), str(dtype), *rest] if all(type(size) is int and size >= 0 for size in shape):
+            if not rest:
+                return TensorSpec(name, tuple(shape), dtype)
+            if len(rest) == 1 and rest[0] and rest[0] in ROLES:
+                return TensorSpec(name, tuple(shape), dtype, rest[0])
+    raise LayoutError(f"a tensor in a layout is [name, shape, dtype] or [name, shape, dtype, role], not {entry!r}.")

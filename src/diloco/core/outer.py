@@ -67,6 +67,10 @@ class Outer(Choice):
                 new_state[name][part if each.dim() else ...] = each
         return new, new_state
 
+    def average(self, params: Tensor, delta: Tensor) -> Tensor:
+        """The step of elements that are averaged and not optimized (`core.averaged`): Θ − Δ, with learning rate 1."""
+        return params.sub(delta)
+
     def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
         """The decaying sum or mean of outer gradients in a state, fp32 [num_elements]; None if this optimizer keeps
         none."""
@@ -178,6 +182,10 @@ class DelayedNesterov(Outer):
             "buffer": gathered,
             "step": torch.tensor(step),
         }
+
+    def average(self, params: Tensor, delta: Tensor) -> Tensor:
+        """Θ − Δ/N: each outer gradient is that of one of N learners."""
+        return params.sub(delta.div(torch.tensor(float(self.buffer), device=params.device)))
 
     def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
         return state["momentum"]

@@ -166,7 +166,8 @@ class SyncerCore:
         """
         if again and not self.accounting.is_newest(learner, process):
             raise StaleIncarnationError(
-                f"another process has joined the run as {learner!r}; give every learner its own name."
+                f"another process has joined the run as {learner!r}; give every learner its own name, or pass "
+                "ranks= to Learner where the processes are ranks of one learner."
             )
         self._require_place(learner)
         actions: list[Action] = []

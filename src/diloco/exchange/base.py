@@ -142,6 +142,21 @@ class Exchange(ABC):
     gradients = True
     """Whether gradients can be exchanged (`Method.exchanged == "gradients"`) besides outer gradients."""
 
+    dials_out = False
+    """Whether each process that opens it becomes a learner, whatever torch.distributed it is part of."""
+
+    _is_taken = False
+
+    def take(self) -> None:
+        """A learner takes this exchange, before it opens it.
+
+        Raises:
+            ConfigError: another learner has taken it.
+        """
+        if self._is_taken:
+            raise ConfigError("this exchange belongs to another Learner already; make a new one for every learner.")
+        self._is_taken = True
+
     @abstractmethod
     def method(self, given: Method | None) -> Method:
         """The run's method.

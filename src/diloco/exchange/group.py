@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from diloco import errors
@@ -38,7 +39,7 @@ class Group:
     """Collective operations on host tensors. All ranks of `parent` must call every method in the same order.
 
     Arguments:
-        parent: the group whose ranks take part; None: all.
+        parent: the process group or device mesh (of any number of dimensions) whose ranks take part; None: all.
         timeout_s: how long an operation waits for the other ranks.
 
     Raises:
@@ -47,20 +48,23 @@ class Group:
             what did not get through.
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None, *, timeout_s: float) -> None:
+    def __init__(self, parent: dist.ProcessGroup | DeviceMesh | None, *, timeout_s: float) -> None:
         require_process_group()
-        parent = dist.group.WORLD if parent is None else parent
-        if not isinstance(parent, dist.ProcessGroup) or dist.get_rank(parent) < 0:
+        world = dist.group.WORLD
+        assert world is not None
+        members = ranks_in(world if parent is None else parent)
+        if dist.get_rank() not in members:
             raise ConfigError("this process is not a member of the process group it was given; pass one that it is in.")
-        self.rank: int = dist.get_rank(parent)
-        self.size: int = dist.get_world_size(parent)
+        self.rank = members.index(dist.get_rank())
+        self.size = len(members)
         self._timeout_s = timeout_s
         with self._named("connecting the ranks"):
             # Ranks make their groups one after the other, so the first `size` arrivals belong to the first group, and
             # so on.
-            store = parent.get_group_store()
-            number = (store.add("diloco/arrivals", 1) - 1) // self.size
-            store = PrefixStore(f"diloco/{number}", store)
+            group = parent if isinstance(parent, dist.ProcessGroup) else world
+            store = PrefixStore(f"diloco/{members}", group.get_group_store())
+            number = (store.add("arrivals", 1) - 1) // self.size
+            store = PrefixStore(str(number), store)
             # Any: torch's stubs leave its methods out.
             self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
         self._exchanges = 0  # so far; the tag of the newest
@@ -155,6 +159,15 @@ class Group:
             f"{what} did not get through, because {who}; a process group has fixed membership, so start all ranks "
             f"again from a checkpoint ({reason})."
         )
+
+
+def ranks_in(group: object) -> list[int]:
+    """The ranks of a process group in their order, or of a device mesh. What is neither has none: torch gives a number
+    to a process that a new group leaves out."""
+    if isinstance(group, DeviceMesh):
+        members: list[int] = group.mesh.flatten().tolist()
+        return members
+    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
 
 
 def require_process_group() -> None:

@@ -19,6 +19,7 @@ from diloco.core.session.requests import Report
 from diloco.exchange.base import Arrived, Exchange, Opened, Rejoined
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
+from diloco.learner.masters import MasterWeights
 from diloco.learner.tensors import LearnerTensors
 from diloco.learner.timing import Timing
 
@@ -29,6 +30,7 @@ class Boundary:
     Arguments:
         core: the state machine.
         tensors: the learner's tensors.
+        masters: looks whether what is adopted reaches the optimizer.
         trained: per fragment the indices of the tensors that this learner trains; None: all of them.
         opened: the run as the learner found it when it joined.
 
@@ -44,7 +46,7 @@ class Boundary:
 
     def __init__(
         self, method: Method, layout: Layout, exchange: Exchange, core: LearnerCore, tensors: LearnerTensors,
-        trained: Sequence[tuple[int, ...] | None], opened: Opened,
+        masters: MasterWeights, trained: Sequence[tuple[int, ...] | None], opened: Opened,
     ) -> None:  # fmt: skip
         self.method, self.layout, self.exchange = method, layout, exchange
         self.core, self.tensors = core, tensors
@@ -52,7 +54,7 @@ class Boundary:
         self.received: dict[tuple[int, int], Arrived] = {}
         self.merges = self.updates = 0
         self.has_finished = self.is_drained = False
-        self._trained = trained
+        self._masters, self._trained = masters, trained
         self._begin(opened)
 
     def _begin(self, opened: Opened) -> None:
@@ -61,7 +63,8 @@ class Boundary:
         self.received.clear()
         self.residuals = ErrorFeedback(self.method, len(self.layout.fragments))
         self._sent: dict[int, Send] = {}  # at this boundary
-        self.eager = EagerSteps(self.method, opened) if isinstance(self.method.adopt, Eager) else None
+        self._touched: set[int] = set()  # sent or adopted at this boundary
+        self.eager = EagerSteps(self.method, self.layout, opened) if isinstance(self.method.adopt, Eager) else None
         # Where gradients are exchanged, versions after 0 are gradients, and each learner's parameters are its own.
         write = self.method.exchanged != "gradients" or not any(opened.versions)
         self.tensors.load_model([held.theta for held in opened.fragments], opened.static, write=write)
@@ -77,6 +80,9 @@ class Boundary:
 
     def after_step(self, tokens: int) -> None:
         """The boundary after an inner step: send outer gradients, adopt global fragments."""
+        self.tensors.frozen.check_boundary()
+        self._masters.stepped()
+        self.tensors.parameters |= self.tensors.frozen.averaged()
         for send in self.core.stepped(tokens, sync_every=self.exchange.overview.sync_every):
             self._send(send, self.tensors.parameters)
         self.report()
@@ -86,10 +92,13 @@ class Boundary:
         if self._keeps_origins:
             self.tensors.measure_from(self._sent, here=True)
         self._sent.clear()
+        self.tensors.frozen.left(self.layout.fragments[fragment] for fragment in self._touched)
+        self._touched.clear()
 
     def before_step(self) -> None:
         """The boundary before an inner step, where gradients are exchanged: set each to the mean over learners."""
         self.exchange.stepped()
+        self.tensors.frozen.check_boundary()
         gradients = self.tensors.gradients()
         for send in self.core.stepped(0):
             self._send(send, gradients)
@@ -113,10 +122,15 @@ class Boundary:
 
     def _send(self, send: Send, tensors: Mapping[str, Tensor]) -> None:
         self._sent[send.fragment] = send
-        self.tensors.frozen.check(send.fragment, len(self.layout.fragments))
+        fragment, measured = self.layout.fragments[send.fragment], self._measured_from(send.fragment)
+        self.tensors.registered.check()
+        self.tensors.frozen.check(fragment.index, len(self.layout.fragments))
+        if measured is not None:
+            self.tensors.frozen.check_trained(fragment, self._trained[fragment.index])
+            self._masters.look(fragment)
+            self._touched.add(fragment.index)
         snapshots = self.tensors.snapshots
         snapshot = snapshots.take(send.fragment, tensors)
-        measured = self._measured_from(send.fragment)
         contribution = Contribution(
             self.name, self.incarnation, send.fragment, send.number, send.round, send.base, send.tokens, send.steps,
             self.core.tokens, send.discarded, step=self.core.step, tensors=self._trained[send.fragment],
@@ -164,10 +178,11 @@ class Boundary:
         """Take the learner's own outer step and adopt its anchor. Work that was not sent is added to the new anchor."""
         send, before = self._sent.get(fragment), eager.anchors[fragment]
         anchor = eager.step(fragment, send, arrived, self.exchange.overview.num_live)
-        if send is not None:
-            self.tensors.write(fragment, anchor)
-        else:
-            self.tensors.write(fragment, anchor, how=KeepDisplacement(), origin=before)
+        with self._masters.writing(fragment):
+            if send is not None:
+                self.tensors.write(fragment, anchor)
+            else:
+                self.tensors.write(fragment, anchor, how=KeepDisplacement(), origin=before)
 
     def wait_while(self, missing: Callable[[], bool]) -> None:
         """Block while updates are `missing`."""
@@ -215,11 +230,13 @@ class Boundary:
             self.tensors.measure_from((fragment,), here=False)
 
     def _adopt(self, fragment: int, version: int) -> None:
+        self._touched.add(fragment)
         arrived = self.received[fragment, version]
         if self.method.exchanged == "gradients":
             self.tensors.write(fragment, arrived.held.theta, self.tensors.gradients())
         elif self.eager is None and not self.core.keeps_own(fragment, version):
-            self.tensors.adopt(fragment, arrived.held.theta, just_sent=fragment in self._sent)
+            with self._masters.writing(fragment):
+                self.tensors.adopt(fragment, arrived.held.theta, just_sent=fragment in self._sent)
             self._sent.pop(fragment, None)
         self.tensors.set_anchor(fragment, arrived.held.theta)
         for flight in self.core.adopted(fragment, version):

@@ -1,6 +1,8 @@
-"""Whether a model, an inner optimizer, a method and an exchange work together."""
+"""Whether models, optimizers, a method and an exchange work together."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,18 +14,50 @@ from diloco.exchange.base import Exchange
 MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
 
 
-def check_compatible(model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, exchange: Exchange) -> None:
+def check_compatible(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], method: Method, exchange: Exchange
+) -> None:
     """Refuse a combination that cannot work, before the learner joins.
 
     Raises:
         ConfigError: what does not fit, and what to use instead.
     """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ConfigError(
+            "FullyShardedDataParallel (FSDP1) is not supported; use fully_shard (FSDP2) or DistributedDataParallel."
+        )
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, trainable)
+    if method.exchanged == "parameters":
+        for optimizer in optimizers:
+            if not _is_stateless(optimizer):
+                raise ConfigError(
+                    "averaging parameters at every step equals data parallel only without optimizer state, and "
+                    f"{type(optimizer).__name__} keeps some; use DataParallel(average='gradients'), or DiLoCo."
+                )
+    if method.exchanged == "gradients" and not exchange.gradients:
+        raise ConfigError(
+            "a syncer or an elastic group cannot run DataParallel on gradients: only the learners would hold the "
+            "model, so a lost learner could not rejoin; use Collective over a process group, or a method that "
+            "exchanges outer gradients."
+        )
+    if method.exchanged == "gradients" and len(optimizers) > 1:
+        raise ConfigError(
+            f"{method.name} exchanges all gradients before the optimizer's step, and {len(optimizers)} optimizers may "
+            "step at different times; join them into one (diloco.training.optimizers.Chained), or use a method that "
+            "exchanges outer gradients."
+        )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, trainable: set[int]) -> None:
     optimized = [p for group in optimizer.param_groups for p in group["params"]]
     if strangers := [p for p in optimized if id(p) not in trainable]:
         raise ConfigError(
-            f"the inner optimizer trains {len(strangers)} tensor(s) that are not parameters of the model, such as "
-            "private master weights, so adopting a global value would not reach them; give it model.parameters()."
+            f"{type(optimizer).__name__} trains {len(strangers)} tensor(s) that are not parameters of the model, such "
+            "as private master weights, so adopting a global value would not reach them; give it model.parameters()."
         )
     for attribute in MASTER_WEIGHTS:
         if any(attribute in state for state in optimizer.state.values()) or hasattr(optimizer, attribute):
@@ -31,17 +65,6 @@ def check_compatible(model: nn.Module, optimizer: torch.optim.Optimizer, method:
                 f"{type(optimizer).__name__} keeps private master weights ({attribute!r}), which adopting a global "
                 "value would not reach; use an optimizer that trains the model's own parameters."
             )
-    if method.exchanged == "parameters" and not _is_stateless(optimizer):
-        raise ConfigError(
-            "averaging parameters at every step equals data parallel only without optimizer state, and "
-            f"{type(optimizer).__name__} keeps some; use DataParallel(average='gradients'), or DiLoCo."
-        )
-    if method.exchanged == "gradients" and not exchange.gradients:
-        raise ConfigError(
-            "a syncer or an elastic group cannot run DataParallel on gradients: only the learners would hold the "
-            "model, so a lost learner could not rejoin; use Collective over a process group, or a method that "
-            "exchanges outer gradients."
-        )
 
 
 def _is_stateless(optimizer: torch.optim.Optimizer) -> bool:

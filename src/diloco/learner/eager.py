@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diloco.core.adopt import eager_gradient
+from diloco.core.averaged import AveragedElements
 from diloco.core.elementwise import flush_denormals
 from diloco.core.in_flight import Send
+from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.exchange.base import Arrived, Opened
 
@@ -28,8 +31,9 @@ class EagerSteps:
         anchors: per fragment, what this learner's outer gradients are measured from.
     """
 
-    def __init__(self, method: Method, opened: Opened) -> None:
+    def __init__(self, method: Method, layout: Layout, opened: Opened) -> None:
         self._method = method
+        self._averaged = [AveragedElements(fragment.tensors) for fragment in layout.fragments]
         self.anchors = [held.theta for held in opened.fragments]
         self._states = [held.outer_state for held in opened.fragments]
         # By fragment: the outer gradient that is sent at this boundary, as decoded from its payload.
@@ -68,8 +72,11 @@ class EagerSteps:
         gradient = eager_gradient(own, mean, subtracted)
         if gradient is not None:
             state, anchor = self._states[fragment], self.anchors[fragment]
-            new, self._states[fragment] = self._method.outer.step(state, anchor, gradient)
-            self.anchors[fragment] = flush_denormals(new)
+            new, new_state = torch.empty_like(anchor), {name: torch.empty_like(each) for name, each in state.items()}
+            whole, averaged = slice(0, anchor.numel()), self._averaged[fragment]
+            averaged.step(self._method.outer, whole, state, anchor, gradient, new, new_state)
+            averaged.floor(whole, new)
+            self.anchors[fragment], self._states[fragment] = flush_denormals(new), new_state
         return self.anchors[fragment]
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,53 +1,74 @@
-"""Frozen parameters and persistent buffers: the static tensors of a layout.
+"""What a learner's model holds beside its trained parameters: frozen parameters and persistent buffers.
 
-They are part of the run's model. Learners receive them when they join and never exchange them, so training must not
-change them.
+Of the static tensors, the run's values are loaded when the learner joins. Those whose role is "local", and buffers
+without floating-point values (counters), are the learner's own from then on; training must not change the others. The
+base (`learner.base`) is never loaded, and averaged tensors are in the fragments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from diloco.core.layout import Layout
+from diloco.core.layout import Fragment, Layout
+from diloco.core.names import holder, named_parameters
 from diloco.errors import LayoutError
+from diloco.learner.base import Base, local_of
+
+Place = tuple[nn.Module, str]
 
 
 class FrozenState:
-    """The static tensors of one learner's model: loads the run's values, and detects that training changes one.
+    """The tensors of one learner's model that no gradient trains.
 
-    Detection compares values with a copy, because code may write through `.data` or replace the tensor.
+    Loads the run's values, and detects that training changes one: values are compared with a copy, because code may
+    write through `.data` or replace the tensor. Also detects that `requires_grad` of a parameter changes.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self._places = {spec.name: _place(model, spec.name) for spec in layout.static}
+        self._places = {spec.name: holder(model, spec.name) for spec in layout.static}
+        self._local = {spec.name for spec in layout.static if spec.role == "local"}
+        self._averaged = {name: holder(model, name) for name in averaged_names(layout)}
+        base = {each.spec.name: holder(model, each.spec.name) for each in layout.base}
+        self._base = Base(layout.base, lambda name: current(base[name]))
         self._copies: dict[str, Tensor] = {}
+        self._has_joined = self._is_checked = False
+        self._trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
+        self._untrained = {name: each for name, each in named_parameters(model) if not each.requires_grad}
+        self._left: dict[str, Tensor] = {}
 
     def values(self) -> dict[str, Tensor]:
-        """Host copies of the current values, by name."""
-        return {name: self._current(name).detach().to("cpu", copy=True) for name in self._places}
+        """Host copies of the current static values, by name."""
+        return {name: current(place).detach().to("cpu", copy=True) for name, place in self._places.items()}
+
+    def averaged(self) -> dict[str, Tensor]:
+        """The present averaged tensors, by name; training may have replaced them."""
+        return {name: current(place) for name, place in self._averaged.items()}
 
     def counters(self) -> dict[str, Tensor]:
-        """Host copies of the buffers that training may change: those without floating-point values, such as counts."""
-        current = {name: self._current(name) for name in self._places if name not in self._copies}
-        return {name: each.to("cpu", copy=True) for name, each in current.items() if not isinstance(each, nn.Parameter)}
+        """Host copies of the learner's own: local tensors, and buffers without floating-point values."""
+        own = {name: current(place) for name, place in self._places.items() if self._is_own(name)}
+        return {name: each.detach().to("cpu", copy=True) for name, each in own.items()}
 
+    @torch.no_grad()
     def load_counters(self, values: Mapping[str, Tensor]) -> None:
         """Restore what `counters` returned."""
         for name, value in values.items():
-            self._current(name).copy_(value)
+            current(self._places[name]).copy_(value)
 
     @torch.no_grad()
     def adopt(self, values: Mapping[str, Tensor]) -> None:
-        """Load the run's values."""
+        """Load the run's values: all of them at first, and those that are compared when the learner rejoins."""
         for name, value in values.items():
-            self._current(name).copy_(value)
+            if not (self._has_joined and self._is_own(name)):
+                current(self._places[name]).copy_(value)
+        self._has_joined = True
         self._copies = {
-            name: current.detach().clone()
-            for name in self._places
-            if (current := self._current(name)).is_floating_point()
+            name: value.detach().clone()
+            for name, place in self._places.items()
+            if name not in self._local and (value := current(place)).is_floating_point()
         }
 
     def check(self, part: int, num_parts: int) -> None:
@@ -59,21 +80,95 @@ class FrozenState:
         Raises:
             LayoutError: training changed a tensor, so learners would silently differ.
         """
+        self._base.check(part, num_parts)
         for name in list(self._copies)[part::num_parts]:
-            if not torch.equal(self._current(name), self._copies[name]):
+            if not torch.equal(current(self._places[name]), self._copies[name]):
+                self._refuse(name)
+
+    def check_boundary(self) -> None:
+        """At the first boundary compare everything with the run's; at each, look whether a parameter was unfrozen.
+
+        Raises:
+            LayoutError: training changed a tensor, or a parameter requires a gradient that did not.
+        """
+        if not self._is_checked:
+            self.check(0, 1)
+            self._is_checked = True
+        for name, parameter in self._untrained.items():
+            if parameter.requires_grad:
                 raise LayoutError(
-                    f"training changed {name!r}, which is not a trainable parameter, so learners would drift apart; "
-                    "use a model without running statistics (LayerNorm or GroupNorm for BatchNorm)."
+                    f"parameter {name!r} requires a gradient and did not when the learner attached, so its training "
+                    "would not be exchanged; make it trainable before attaching (with learning rate 0 until it is to "
+                    "train), or close this learner and attach a new one to a run of the model as it is now."
                 )
 
-    def _current(self, name: str) -> Tensor:
-        module, attribute = self._places[name]
-        tensor = getattr(module, attribute)
-        assert isinstance(tensor, Tensor)
-        return tensor
+    def check_trained(self, fragment: Fragment, trains: Sequence[int] | None) -> None:
+        """Look whether a parameter of a fragment that is sent was frozen: it requires no gradient any more and is where
+        it was after the last send or adoption. One that is frozen now and then, as in a GAN, has moved.
+
+        Arguments:
+            trains: indices of the tensors that this learner trains; None: all.
+
+        Raises:
+            LayoutError: such a parameter.
+        """
+        for index, place in enumerate(fragment.tensors):
+            name = place.spec.name
+            if (own := self._frozen_later(name)) is None or not (trains is None or index in trains):
+                continue
+            before = self._left.get(name)
+            if before is not None and own.numel() and torch.equal(own, before):
+                raise LayoutError(
+                    f"parameter {name!r} requires no gradient any more and has not been trained since it was last "
+                    "sent, so this learner holds the others back; name what it trains with trains=[…], or attach new "
+                    "learners to a run of the model as it is now."
+                )
+
+    def left(self, fragments: Iterable[Fragment]) -> None:
+        """These fragments were sent or adopted at this boundary, which ends: remember what is frozen of them."""
+        for name in (name for fragment in fragments for name in fragment.names):
+            self._left.pop(name, None)
+            if (own := self._frozen_later(name)) is not None:
+                self._left[name] = own.clone()
+
+    def _frozen_later(self, name: str) -> Tensor | None:
+        """What this process holds of a parameter that required a gradient and does not now; None for any other."""
+        parameter = self._trained.get(name)
+        return None if parameter is None or parameter.requires_grad else local_of(parameter)
+
+    def _is_own(self, name: str) -> bool:
+        tensor = current(self._places[name])
+        is_number = not isinstance(tensor, nn.Parameter) and not tensor.is_floating_point()
+        return name in self._local or is_number
+
+    def _refuse(self, name: str) -> None:
+        if isinstance(current(self._places[name]), nn.Parameter):
+            raise LayoutError(
+                f"training changed {name!r}, a parameter that requires no gradient, so learners would drift apart; "
+                f"pass buffers={{{name!r}: 'average'}} to average it with the others or 'local' for each learner to "
+                "keep its own, or make it trainable before attaching."
+            )
+        raise LayoutError(
+            f"training changed {name!r}, which is not a trainable parameter, so learners would drift apart; pass "
+            "buffers='average' to average it with the parameters or buffers='local' for each learner to keep its own, "
+            "or use a model without running statistics (LayerNorm or GroupNorm for BatchNorm)."
+        )
 
 
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module and the attribute that hold a tensor, to find it without building the model's state dict."""
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
+def exchanged_tensors(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """The present tensors of a model's fragments, by name: trainable parameters and averaged tensors."""
+    found: dict[str, Tensor] = {name: each for name, each in named_parameters(model) if each.requires_grad}
+    return found | {name: current(holder(model, name)) for name in averaged_names(layout)}
+
+
+def averaged_names(layout: Layout) -> list[str]:
+    """The names of the averaged tensors."""
+    places = (place for fragment in layout.fragments for place in fragment.tensors)
+    return [place.spec.name for place in places if place.spec.is_averaged]
+
+
+def current(place: Place) -> Tensor:
+    """The tensor that is at a place now."""
+    tensor = getattr(*place)
+    assert isinstance(tensor, Tensor)
+    return tensor

@@ -1,4 +1,4 @@
-"""`Learner`: the object that users hold. It ties a model and an inner optimizer to a method and an exchange.
+"""`Learner`: the object that users hold. It ties a model and its optimizer to a method and an exchange.
 
 `step()` is one boundary: send the fragments that are due, receive updates, adopt the versions that are due. The
 training thread copies what is sent and what is adopted. Encoding, sending, receiving and decoding run on threads of the
@@ -7,116 +7,188 @@ exchange.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-from diloco.core.fragments import Layout, make_layout
+from diloco.core.fragments import Layout
 from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
 from diloco.errors import ConfigError
-from diloco.exchange.base import Exchange, Opened
+from diloco.exchange.base import Exchange, Model, Opened
+from diloco.exchange.island import Ranks
 from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible
+from diloco.learner.frozen import exchanged_tensors
+from diloco.learner.island import RanksOfLearner, broadcast_replicas, island_of
+from diloco.learner.masters import MasterWeights
+from diloco.learner.models import joined, listed
 from diloco.learner.partition import Partition, Undivided, divided
 from diloco.learner.pieces import read_dtensor
+from diloco.learner.roles import Buffers, Static, layout_for
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
 
 
 class Learner:
-    """One learner of a run: a model that trains here and exchanges outer gradients with the other learners.
+    """One learner of a run: models that train here and exchange outer gradients with the other learners.
 
-    Call `step` after every inner optimizer step. With a method that exchanges gradients (`DataParallel`) the exchange
-    happens inside `inner_optimizer.step()`, through a hook.
+    Call `step` after every step of the optimizer. With a method that exchanges gradients (`DataParallel`) the exchange
+    happens inside `optimizer.step()`, through a hook.
 
     Arguments:
-        model: an `nn.Module`, or one wrapped in `DistributedDataParallel` (its ranks form one learner, and rank 0 talks
-            to the others). Parameters on CPU or CUDA in fp32, bf16 or fp16. Joining overwrites them with the run's.
-        inner_optimizer: the optimizer that trains `model`. Its state is local and never reset.
+        model: a module, or several by name (a GAN, pipeline stages): `{"generator": g, "discriminator": d}` puts
+            "generator." before the names of g's tensors. Parameters on CPU or CUDA in fp32, bf16 or fp16. Joining
+            overwrites them with the run's. Names are canonical: those of the model without `torch.compile`,
+            DistributedDataParallel and checkpoint wrappers, so wrapped and plain learners can meet.
+        optimizer: what trains the model, or several (Muon and AdamW). Its state is local and never reset.
         method: the run's method. None: the method that the exchange brings (from a syncer). A different one is refused.
-        exchange: from `diloco.connect(…)`, `diloco.Collective(…)` or `diloco.run_local(…)`.
+        exchange: from `diloco.connect(…)`, `diloco.Collective(…)` or `diloco.run_local(…)`; a new one for each learner.
+        ranks: the process group or device mesh whose ranks are this learner, each with a Learner of its own; rank 0
+            talks to the other learners. None: as the model says (`DistributedDataParallel`, `replicate()`; DTensors, as
+            in FSDP2 and tensor parallel: all ranks), else this process alone. "self": this process alone, where
+            torch.distributed has several ranks that train separately.
         trains: names of the parameters that this learner trains, as shell patterns; None: all. The others are adopted
             and never sent. A merge of a tensor is over the learners that train it. The caller must ensure that training
             changes only these parameters.
         overlap: τ of this learner; None: the method's. Learners of different speed may overlap different numbers of
             inner steps, in scheduled rounds with the outer step on the syncer (Streaming DiLoCo, arXiv 2501.18512).
+        buffers: what becomes of floating-point buffers that training changes, such as BatchNorm's running statistics.
+            "refuse": they are an error, when the learner attaches or at its first boundary. "average": all persistent
+            ones are part of the fragments, and become the mean of the learners' values. "local": each learner keeps its
+            own. Or answers by name, as {shell pattern: answer}: the first that matches counts, for frozen parameters
+            too (a router's bias); "refuse" where none does. Counters of whole numbers are each learner's own.
+        static: "exchange": frozen parameters and buffers are part of the run's model, and a learner that joins takes
+            them from it. "digest": every learner has loaded the same ones (LoRA on a pretrained base); they are
+            compared by digest when it joins, and are neither sent nor exported. All learners must give the same
+            `buffers` and `static`.
+        resume: what `state_dict` returned in an earlier process; as `load_state_dict`. The optimizer's state may be
+            loaded before or after.
+
+    Attributes:
+        model, optimizer: as given.
+        resumed: whether the learner continues exactly from the state that it was given; None: it was given none.
 
     Raises:
         ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under
-            a stateful inner optimizer, a method that differs from the run's.
-        LayoutError: the run holds another model.
+            a stateful optimizer, a method that differs from the run's, an exchange that belongs to another learner,
+            several ranks of which nothing says whether they are one learner.
+        LayoutError: the run holds another model, or training changes a buffer that is not exchanged.
+        CheckpointError: `resume` belongs to another model or method.
 
     Example:
         >>> method = diloco.DiLoCo(sync_every=100)
-        >>> with diloco.Learner(model, inner_optimizer, method=method, exchange=exchange) as learner:
+        >>> with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
         ...     for batch in loader:
-        ...         model(**batch).loss.backward(); inner_optimizer.step(); inner_optimizer.zero_grad()
+        ...         model(**batch).loss.backward(); optimizer.step(); optimizer.zero_grad()
         ...         learner.step(tokens=batch["input_ids"].numel())
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        inner_optimizer: torch.optim.Optimizer,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         method: Method | None = None,
         exchange: Exchange,
+        ranks: RanksOfLearner | None = None,
         trains: Sequence[str] | None = None,
         overlap: int | None = None,
+        buffers: Buffers | Mapping[str, Buffers] = "refuse",
+        static: Static = "exchange",
+        resume: Mapping[str, Any] | None = None,
     ) -> None:
-        group = None
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            from diloco.exchange.island import Ranks
-
-            exchange = island = Ranks(exchange, model.process_group)
-            model, group = model.module, island.group
-        elif any(isinstance(p, DTensor) for p in model.parameters()):
-            from diloco.exchange.island import Ranks
-
-            exchange = island = Ranks(exchange, None)
-            group = island.group
-        self.model = model
-        self.inner_optimizer = inner_optimizer
-        self.method = exchange.method(method)
-        self._exchange = exchange
-        check_compatible(model, inner_optimizer, self.method, exchange)
-        self.layout: Layout = make_layout(model, self.method.fragments)
+        self.model, self.optimizer = model, optimizer
+        root, self._optimizers = joined(model), listed(optimizer)
+        group = island_of(ranks, root, exchange)
+        island = None if group is None else Ranks(exchange, group)
+        self._exchange = exchange if island is None else island
+        self.method = self._exchange.method(method)
+        check_compatible(root, self._optimizers, self.method, exchange)
+        self.layout: Layout = layout_for(root, self.method, buffers, static)
         partition: Partition = Undivided(self.layout)
-        if group is not None:
-            trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            partition = divided(self.layout, trainable, read_dtensor, group)
-        self._tensors = LearnerTensors(model, self.layout, self.method, partition)
+        if island is not None:
+            partition = divided(self.layout, exchanged_tensors(root, self.layout), read_dtensor, island.group)
+        self._tensors = LearnerTensors(root, self.layout, self.method, partition)
         trained = trained_tensors(self.layout, trains, self.method)
         own = self.method if overlap is None else self.method.with_own_overlap(overlap)
-        opened = exchange.open(self.layout, self.method, self._tensors.own_model, overlap=overlap)
+        exchange.take()
+        opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
         self._core = LearnerCore(own.rules(len(self.layout.fragments)), opened.versions, step=opened.step)
-        self._boundary = Boundary(self.method, self.layout, exchange, self._core, self._tensors, trained, opened)
+        masters = MasterWeights(self._optimizers, self.layout, self._tensors.parameters)
+        self._boundary = Boundary(
+            self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, opened
+        )
         self._start_model: Opened | None = opened
         self._closed = False
-        self._hook = None
+        self._hooks: list[RemovableHandle] = []
+        self._steps_by_itself = self._holds_global_model = False
         if self._exchanges_gradients:
-            self._hook = inner_optimizer.register_step_pre_hook(lambda *_: self._before_step())
+            self._hooks.append(self._optimizers[-1].register_step_pre_hook(lambda *_: self._before_step()))
+        self.resumed: bool | None = None
+        if resume is not None:
+            with ExitStack() as undo:
+                undo.callback(self.close)
+                self.load_state_dict(resume)
+                undo.pop_all()
+
+    def _own_model(self, island: Ranks | None) -> Model:
+        if island is not None:
+            broadcast_replicas(self._tensors.parameters.values(), island.group)
+        return self._tensors.own_model()
 
     @property
     def _exchanges_gradients(self) -> bool:
         return self.method.exchanged == "gradients"
 
-    def step(self, *, tokens: int) -> None:
-        """Call after each inner step: send, receive and adopt what is due.
+    def step(self, tokens: int | None = None) -> None:
+        """Call after each step of the optimizer: send, receive and adopt what is due.
 
-        Blocks only while the method waits for an update.
+        Blocks only while the method waits for an update. With gradient accumulation an inner step is a step of the
+        optimizer, whatever the number of micro-batches; one that a gradient scaler skips is none.
 
         Arguments:
-            tokens: tokens of that inner step on this rank.
+            tokens: tokens of that inner step on this rank. None: 1, where tokens are not counted. Weights by tokens are
+                then by steps of ranks, and `run_tokens` counts these; all learners of a run must count the same unit.
 
         Raises:
-            ConfigError: the learner is closed or has finished.
-            LayoutError: training changed a frozen tensor.
+            LayoutError: training changed a frozen tensor; a parameter was added, replaced, removed, frozen or unfrozen.
         """
+        if self._steps_by_itself:
+            raise ConfigError("this learner steps after its optimizer by itself; leave learner.step(…) out.")
+        self._step(1 if tokens is None else tokens)
+
+    def step_after_optimizer(self, tokens: Callable[[], int] | None = None) -> None:
+        """From now on, call `step` after every step of the optimizer, by a hook: for loops that cannot be edited.
+
+        Of several optimizers, the hook is on the last one: give the one last that is stepped last in each iteration.
+        What a gradient scaler skips is no step.
+
+        Arguments:
+            tokens: gives the tokens of the inner step that was just taken, on this rank; None: 1, as for `step`.
+
+        Raises:
+            ConfigError: the learner is closed, or does so already.
+        """
+        self._require_open()
+        if self._steps_by_itself:
+            raise ConfigError("step_after_optimizer was called before; it is needed once.")
+        self._steps_by_itself = True
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            found_inf = getattr(
+                optimizer, "found_inf", None
+            )  # a gradient scaler's, for optimizers that skip themselves
+            if found_inf is None or not bool(found_inf):
+                self._step(1 if tokens is None else tokens())
+
+        self._hooks.append(self._optimizers[-1].register_step_post_hook(stepped))
+
+    def _step(self, tokens: int) -> None:
         self._require_training()
         timing = self._boundary.timing
         if not self._exchanges_gradients:
@@ -175,10 +247,38 @@ class Learner:
         """The global model at the versions that this learner holds: the model to evaluate and export.
 
         Returns:
-            Host tensors with the keys, shapes and dtypes of `model.state_dict()`; where gradients are exchanged, the
-            values of `model` itself.
+            Host tensors with the canonical keys, the shapes and the dtypes of `model.state_dict()`, so that they load
+            into the model without wrappers; where gradients are exchanged, the values of the model itself. Buffers that
+            are kept local have this learner's own values. With `static="digest"`, only what the run holds: for LoRA,
+            the adapters.
         """
         return self._tensors.model_state_dict(None if self._exchanges_gradients else self._boundary.newest())
+
+    @contextmanager
+    def global_model(self) -> Iterator[None]:
+        """The global weights are in the model inside the block, to evaluate it; its own are back after, to the bit.
+
+        They are those of `global_state_dict`. The learner's own parameters are kept on the host meanwhile, in their own
+        dtypes: one copy of the model in host memory, and none on the device. Where gradients are exchanged, the model
+        is the global one, and nothing is copied. Inside, the learner can neither step nor save its state.
+
+        Example:
+            >>> with learner.global_model():
+            ...     loss = evaluate(model)
+        """
+        self._require_own_parameters()
+        if self._exchanges_gradients:
+            yield
+            return
+        own = self._tensors.own_parameters()
+        self._holds_global_model = True
+        try:
+            for fragment, theta in enumerate(self._boundary.newest()):
+                self._tensors.write(fragment, theta)
+            yield
+        finally:
+            self._tensors.restore_parameters(own)
+            self._holds_global_model = False
 
     def metrics(self) -> dict[str, Any]:
         """Counters as plain JSON values.
@@ -210,17 +310,22 @@ class Learner:
 
         Blocks until the updates of scheduled rounds in flight have arrived, so that a resumed run continues with the
         same bits. In asynchronous rounds, work in flight becomes pending again, or stays with the syncer over one.
-        Save the inner optimizer's state at the same boundary. The model's own `state_dict` is not needed.
+        Save the optimizer's state at the same boundary. The model's own `state_dict` is not needed.
 
         Returns:
             Nested dicts of host tensors and plain values.
+
+        Raises:
+            ConfigError: the learner is closed, or the global weights are in its model (`global_model`).
         """
+        self._require_open()
+        self._require_own_parameters()
         return learner_state(self._boundary)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Continue from `state_dict`: the model's parameters become those of the checkpoint.
 
-        Call it before the first step. The caller loads the inner optimizer's state, before or after.
+        Call it before the first step. The caller loads the optimizer's state, before or after.
 
         Returns:
             True where the learner continues exactly as it was. False where the run has gone on without it: the learner
@@ -229,12 +334,15 @@ class Learner:
 
         Raises:
             CheckpointError: the state belongs to another model or method.
-            ConfigError: this learner has already taken a step.
+            ConfigError: this learner has already taken a step, or is closed.
         """
+        self._require_open()
+        self._require_own_parameters()
         opened = self._start_model
         if opened is None:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
-        return resume(self._boundary, opened, state)
+        self.resumed = resume(self._boundary, opened, state)
+        return self.resumed
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -252,8 +360,8 @@ class Learner:
         """Leave the run and close the exchange. Idempotent."""
         if not self._closed:
             self._closed = True
-            if self._hook is not None:
-                self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             self._exchange.close()
 
     def __enter__(self) -> Self:
@@ -264,9 +372,17 @@ class Learner:
 
     def _require_training(self) -> None:
         self._require_open()
+        self._require_own_parameters()
         if self._boundary.has_finished:
             raise ConfigError("this learner has finished; make a new one to train on.")
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ConfigError("this learner is closed; make a new one to train on.")
+            raise ConfigError("this learner is closed; save its state before close(), and make a new one to train on.")
+
+    def _require_own_parameters(self) -> None:
+        if self._holds_global_model:
+            raise ConfigError(
+                "the model holds the global weights inside learner.global_model(); leave that block to train, save or "
+                "load."
+            )

@@ -48,6 +48,7 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
     exchange, core = state["exchange"], learner.core
     if _has_gone_on(opened, state) or not learner.exchange.load_state_dict(exchange):
         learner.rejoin(opened, step=state["core"]["step"])
+        learner.tensors.frozen.load_counters(state["counters"])  # the learner's own, wherever the run is
         return False
     core.load_state_dict(state["core"])
     learner.tensors.load_state_dict(state)

@@ -14,9 +14,11 @@ from diloco.core.adopt import Adopt, Eager
 from diloco.core.elementwise import blocks
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
+from diloco.core.names import canonical_key
 from diloco.errors import ConfigError
 from diloco.exchange.base import Model
-from diloco.learner.frozen import FrozenState
+from diloco.learner.frozen import FrozenState, averaged_names, exchanged_tensors
+from diloco.learner.models import Registered
 from diloco.learner.partition import Partition
 from diloco.learner.snapshots import Snapshots
 
@@ -25,23 +27,26 @@ class LearnerTensors:
     """The tensors that one process of a learner holds of its model.
 
     Attributes:
-        parameters: the trainable parameters of the model, by their names in the layout.
+        parameters: the trainable parameters of the model and its averaged tensors, by their names in the layout.
         anchors: per fragment, the newest value adopted of the part that this process exchanges, flat fp32 on the host;
             outer gradients are measured from it.
         origins: by fragment, that part of the parameters as it was last sent, flat fp32 on the host; only of fragments
             that were sent since their last adoption.
         snapshots: takes snapshots of what is sent.
         frozen: frozen parameters and buffers.
+        registered: the model's parameters at attaching.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, method: Method, partition: Partition) -> None:
         self._model, self._layout, self._adopt, self._partition = model, layout, method.adopt, partition
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = exchanged_tensors(model, layout)
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
         self.snapshots = Snapshots(layout, partition)
         self.frozen = FrozenState(model, layout)
-        self._aliases = _aliases(model)
+        self.registered = Registered(model)
+        self._aliases = _aliases(model, self.parameters)
+        self._averaged = set(averaged_names(layout))
 
     def own_model(self) -> Model:
         """The model as it is here; the learner that initialises the run gives it to all."""
@@ -102,7 +107,7 @@ class LearnerTensors:
         origins = {} if origin is None else self._partition.spread(fragment, origin, device)
         for name, value in self._partition.spread(fragment, flat, device).items():
             own = self._partition.local(name, tensors[name])
-            if how is None:
+            if how is None or (how.needs_origin and name in self._averaged):  # Θ + (θ − θ_sent) may leave a range
                 own.copy_(value)
             else:
                 _adopt_into(own, how, value.to(own.device), origins.get(name))
@@ -121,35 +126,48 @@ class LearnerTensors:
                 self.origins.pop(fragment, None)
 
     def model_state_dict(self, fragments: Sequence[Tensor] | None) -> dict[str, Tensor]:
-        """The model's `state_dict` with the values of these flat parts, on the host; None: with its own values.
+        """The model's `state_dict` under canonical names, on the host, with the values of these flat parts.
 
-        Sharded tensors are sharded as in the model.
+        None: with its own values. Sharded tensors are sharded as in the model. Without the base, where the learners
+        bring it.
         """
         values: dict[str, Tensor] = {}
         for fragment, part in enumerate(fragments or ()):
             values.update(self._partition.spread(fragment, part, torch.device("cpu")))
         state = {}
-        for name, own in self._model.state_dict().items():
+        held = {spec.name for spec in self._layout.static} | {*self.parameters, *self._aliases}
+        for key, own in self._model.state_dict().items():
+            name = canonical_key(self._model, key)
+            if self._layout.base and name not in held:  # the caller has it: the run does not
+                continue
             source = values.get(self._aliases.get(name, name))
             state[name] = own.to("cpu", copy=True) if source is None else _like(own, source.to(own.dtype, copy=True))
         return state
+
+    def own_parameters(self) -> dict[str, Tensor]:
+        """Host copies of what this process holds of the parameters, in their own dtypes."""
+        return {name: own.to("cpu", copy=True) for name, own in self._local_parameters()}
+
+    @torch.no_grad()
+    def restore_parameters(self, own: Mapping[str, Tensor]) -> None:
+        """Put back what `own_parameters` returned."""
+        for name, local in self._local_parameters():
+            local.copy_(own[name])
 
     def state_dict(self) -> dict[str, Any]:
         """This part of `Learner.state_dict`."""
         return {
             "anchors": {str(f): anchor for f, anchor in enumerate(self.anchors)},
             "origins": {str(f): origin for f, origin in self.origins.items()},
-            "parameters": {name: own.to("cpu", copy=True) for name, own in self._local_parameters()},
+            "parameters": self.own_parameters(),
             "counters": self.frozen.counters(),
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.anchors = [state["anchors"][str(f)] for f in range(len(self.anchors))]
         self.origins = {int(f): origin for f, origin in state["origins"].items()}
-        for name, own in self._local_parameters():
-            own.copy_(state["parameters"][name])
+        self.restore_parameters(state["parameters"])
         self.frozen.load_counters(state["counters"])
 
     def _local_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -176,13 +194,13 @@ def _adopt_into(own: Tensor, how: Adopt, value: Tensor, origin: Tensor | None) -
         mine.copy_(how.adopt(mine.float(), value[part], origin[part].float()))
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
+def _aliases(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """The further names that tied parameters have in `state_dict`, each with the parameter's name in the layout."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    first = {id(parameter): name for name, parameter in parameters.items()}
     return {
         name: first[id(value)]
-        for name, value in model.state_dict(keep_vars=True).items()
-        if id(value) in first and first[id(value)] != name
+        for key, value in model.state_dict(keep_vars=True).items()
+        if id(value) in first and first[id(value)] != (name := canonical_key(model, key))
     }
 
 

@@ -2,12 +2,12 @@
 trains."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from diloco.core.contribution import Contribution
-from diloco.core.layout import Placement, TensorSpec
+from diloco.core.layout import Placement
 from diloco.errors import ConfigError
 
 
@@ -89,6 +89,6 @@ def shard_of(places: Sequence[Placement], elements: slice) -> tuple[tuple[Placem
         first, last = max(start, place.offset), min(stop, place.elements.stop)
         spec = place.spec
         if last - first != spec.numel:
-            spec = TensorSpec(spec.name, (last - first,), spec.dtype)
+            spec = replace(spec, shape=(last - first,))
         clipped.append(Placement(spec, first - start))
     return tuple(clipped), indices

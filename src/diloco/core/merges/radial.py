@@ -71,6 +71,8 @@ class RadialDirectional(LinearMerge[Norms]):
         directed = {}
         for index, place in enumerate(decoder.places):
             learners = [i for i, each in enumerate(decoder.contributions) if each.weight > 0 and each.trains(index)]
+            if place.spec.is_averaged:  # a mean of statistics is one, and a longer vector is not
+                continue
             if len(learners) > 1 and not any(fnmatchcase(place.spec.name, pattern) for pattern in self.averaged):
                 directed[index] = learners
         return directed

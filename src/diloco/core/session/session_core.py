@@ -254,7 +254,10 @@ class SessionCore:
             return []
         if replaced and self.phase != "leaving" and not self._has_lost_join:
             run, learner = self.who.run, self.who.learner
-            text = f"another process has joined run {run!r} as {learner!r}; give every learner its own name."
+            text = (
+                f"another process has joined run {run!r} as {learner!r}; give every learner its own name, or pass "
+                "ranks= to Learner where the processes are ranks of one learner."
+            )
             for lane in self._lanes.all:
                 lane.is_stopped = True
             return [requests.Fail(StaleIncarnationError(text))]

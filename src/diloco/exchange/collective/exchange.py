@@ -48,7 +48,7 @@ class Collective(Exchange):
 
     Example:
         >>> torch.distributed.init_process_group("gloo")
-        >>> learner = diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(), exchange=diloco.Collective())
+        >>> learner = diloco.Learner(model, optimizer, method=diloco.DiLoCo(), exchange=diloco.Collective())
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0) -> None:

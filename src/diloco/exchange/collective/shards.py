@@ -20,6 +20,7 @@ class Held:
     Attributes:
         elements: of its shard.
         places, tensors: of its shard, as `shard_of` gives them.
+        all_places: the tensors of the whole fragment.
         whole: as a learner; with an outer state where the outer optimizer is on the learners.
         own: its shard, as the shard's syncer. `own.theta` is a view of `whole.theta` from the first round on.
     """
@@ -28,6 +29,7 @@ class Held:
     elements: slice
     places: tuple[Placement, ...]
     tensors: range
+    all_places: tuple[Placement, ...]
     whole: HeldFragment
     own: HeldFragment
 
@@ -45,4 +47,4 @@ def first_held(method: Method, fragment: Fragment, theta: Tensor, rank: int, num
     if method.outer_at == "syncer":
         whole = replace(whole, outer_state={})
     own = HeldFragment.first(method, fragment.index, theta[elements])
-    return Held(shards, elements, *shard_of(fragment.tensors, elements), whole, own)
+    return Held(shards, elements, *shard_of(fragment.tensors, elements), fragment.tensors, whole, own)

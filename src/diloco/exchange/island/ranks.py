@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from diloco.core.codecs import Codec
 from diloco.core.contribution import Contribution
@@ -45,7 +46,7 @@ class Ranks(Exchange):
 
     Arguments:
         exchange: on every rank one that was made in the same way; those of other ranks than 0 are never opened.
-        process_group: the ranks of the job; None: all.
+        ranks: the ranks of the job.
 
     Attributes:
         group: connects the ranks, for the training thread.
@@ -55,12 +56,12 @@ class Ranks(Exchange):
         ExchangeError: a rank of this learner is gone.
     """
 
-    def __init__(self, exchange: Exchange, process_group: dist.ProcessGroup | None) -> None:
-        self.group = Group(process_group, timeout_s=TIMEOUT_S)
+    def __init__(self, exchange: Exchange, ranks: dist.ProcessGroup | DeviceMesh) -> None:
+        self.group = Group(ranks, timeout_s=TIMEOUT_S)
         self._first = self.group.rank == 0
         self._exchange = exchange
         self.gradients = exchange.gradients
-        self._background = [Group(process_group, timeout_s=TIMEOUT_S) for _ in range(2)]
+        self._background = [Group(ranks, timeout_s=TIMEOUT_S) for _ in range(2)]
         self._sharded = exchange if isinstance(exchange, ShardedExchange) else None
         if self._sharded is not None:
             self._sharded.divide(Lanes(*map(Lane, self._background)))

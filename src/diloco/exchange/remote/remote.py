@@ -81,6 +81,7 @@ class Remote(ShardedExchange):
     """One learner's end of a run that a syncer serves; `connect` makes it."""
 
     gradients = False
+    dials_out = True
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from diloco.core.contribution import Contribution, Verdict
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced, HeldFragment, advance, received_whole
+from diloco.core.merges import shard_of
 from diloco.core.method import Method
 from diloco.core.session import requests
 from diloco.core.shards import Segments
@@ -192,15 +193,16 @@ class Receiver:
         verdicts, update = verdicts_of(header.verdicts), update_of(header)
         if request.static:
             return Download(update, verdicts, None, load(bytes(buffer)))
+        fragment = self._layout.fragments[request.fragment]
+        num_elements, places = fragment.numel, fragment.tensors
+        if shards is not None:
+            elements = shards[fragment.index].elements(num_elements)
+            num_elements, places = elements.stop - elements.start, shard_of(places, elements)[0]
         if header.lossless:
-            num_elements = self._layout.fragments[request.fragment].numel
-            if shards is not None:
-                elements = shards[request.fragment].elements(num_elements)
-                num_elements = elements.stop - elements.start
             advanced = whole_of(header, buffer, num_elements, verify=not is_shard)
         else:
-            held = self._newest[request.fragment]
-            advanced = advance(self._method, held, update, tensor_of(buffer), verify=not is_shard)
+            held = self._newest[fragment.index]
+            advanced = advance(self._method, held, update, tensor_of(buffer), places, verify=not is_shard)
         return Download(update, verdicts, advanced, {})
 
     def take(self, download: Download) -> None:

@@ -38,10 +38,11 @@ class TorchFT(Exchange):
 
     Example:
         >>> exchange = TorchFT("a", lighthouse=url, host="10.0.0.5")
-        >>> learner = diloco.Learner(model, inner_optimizer, method=diloco.DiLoCo(), exchange=exchange)
+        >>> learner = diloco.Learner(model, optimizer, method=diloco.DiLoCo(), exchange=exchange)
     """
 
     gradients = False
+    dials_out = True
 
     def __init__(self, replica: str, *, lighthouse: str, host: str, timeout_s: float = 600.0) -> None:
         self._quorum = QuorumClient(replica, lighthouse, host, timeout_s)

@@ -134,15 +134,19 @@ class ElasticRounds:
         frames: list[dict[str, Any]] = group.gather_values(mine, "greeting the others")
         self._num_bytes["control"] += len(json.dumps(mine)) * 2 * (len(frames) - 1)
         for frame in frames:
-            layout = frame["layout"]
-            theirs = layout if isinstance(layout, str) else Layout.from_dict(layout).digest()
-            if theirs != self._layout.digest():
-                raise LayoutError(
-                    f"{self._replica} and {frame['replica']} do not hold the same model; give both the same one."
-                )
+            self._require_same_model(frame["replica"], frame["layout"])
             if difference := self._method.difference(Method.from_dict(frame["method"])):
                 raise ConfigError(f"{self._replica} and {frame['replica']} use different methods: {difference}.")
         return frames
+
+    def _require_same_model(self, replica: str, layout: str | dict[str, Any]) -> None:
+        """Compare another member's layout, or its digest while it trains, with this one's."""
+        if isinstance(layout, str):
+            difference = None if layout == self._layout.digest() else "give both the same one"
+        else:
+            difference = self._layout.first_difference(Layout.from_dict(layout))
+        if difference:
+            raise LayoutError(f"{self._replica} and {replica} do not hold the same model: {difference}.")
 
     def _merge_wanted(self, group: Group, frames: Sequence[dict[str, Any]], encoded: Tensor) -> None:
         """Merge, if all members with a contribution want the same round. All members decide alike, and all exchange.

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from diloco.core.held import Advanced, HeldFragment, advance
+from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.run.global_model import Fetched
 
@@ -17,10 +18,10 @@ KEPT_RESULTS = 8
 
 
 class Replicas:
-    """What fetched updates lead to, for all learners of a run by this method."""
+    """What fetched updates lead to, for all learners of a run of this model by this method."""
 
-    def __init__(self, method: Method) -> None:
-        self._method = method
+    def __init__(self, method: Method, layout: Layout) -> None:
+        self._method, self._layout = method, layout
         self._results: dict[int, OrderedDict[tuple[int, str, int, str], Advanced]] = {}
 
     @property
@@ -41,7 +42,7 @@ class Replicas:
         results = self._results.setdefault(update.fragment, OrderedDict())
         key = held.version, held.digest, update.version, update.digest
         if key not in results:
-            results[key] = advance(self._method, held, update, payload)
+            results[key] = advance(self._method, held, update, payload, self._layout.fragments[update.fragment].tensors)
             if len(results) > KEPT_RESULTS:
                 results.popitem(last=False)
         return results[key]

@@ -109,7 +109,7 @@ class VirtualRun:
         if self._syncer is None:
             if self._pool is not None:
                 self._pool.require(method.quorum.at_least)
-            self._first, self._layout, self.replicas = learner, layout, Replicas(method)
+            self._first, self._layout, self.replicas = learner, layout, Replicas(method, layout)
             self._syncer = VirtualSyncer(
                 RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY, pool=self._pool
             )

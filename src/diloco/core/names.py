@@ -1,0 +1,82 @@
+"""Canonical names: the tensors of a model without the wrappers' components in their names.
+
+`torch.compile`, `DistributedDataParallel`, `nn.DataParallel`, FSDP1 and activation checkpointing wrap a module into
+another one, and thereby add `_orig_mod.`, `module.`, `_fsdp_wrapped_module.` or `_checkpoint_wrapped_module.` to the
+names of its tensors. Without these components a wrapped learner and a plain one have the same layout, and what they
+export loads into the plain model.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Attributes under which wrappers hold the wrapped module; no other module has a child of such a name."""
+
+
+def _wrapped_attribute(module: nn.Module) -> str | None:
+    """The attribute under which a wrapper holds the wrapped module; None: the module is no wrapper."""
+    if isinstance(module, DistributedDataParallel | nn.DataParallel):
+        return "module"
+    return next((attribute for attribute in _WRAPPED if attribute in module._modules), None)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside all wrappers around it."""
+    while (attribute := _wrapped_attribute(module)) is not None:
+        inner = module._modules[attribute]
+        assert inner is not None
+        module = inner
+    return module
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """As `model.named_parameters()`, in the same order, under canonical names."""
+    seen: set[int] = set()
+    for path, module in _modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield path + name, parameter
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """As `model.named_buffers(remove_duplicate=False)`, in the same order, under canonical names."""
+    for path, module in _modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield path + name, buffer
+
+
+def canonical_key(model: nn.Module, key: str) -> str:
+    """A key of `model.state_dict()` without the wrappers' components, some of which a wrapper may have removed."""
+    module: nn.Module | None = model
+    kept = []
+    for component in key.split("."):
+        while module is not None and (attribute := _wrapped_attribute(module)) is not None:
+            module = module._modules[attribute]
+            if component == attribute:
+                break
+        else:
+            kept.append(component)
+            module = None if module is None else module._modules.get(component)
+    return ".".join(kept)
+
+
+def holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module and the attribute that hold the tensor with this canonical name."""
+    *path, attribute = name.split(".")
+    module = unwrapped(model)
+    for component in path:
+        module = unwrapped(module.get_submodule(component))
+    return module, attribute
+
+
+def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module with the canonical beginning of its tensors' names, as often as it occurs; no wrapper."""
+    module = unwrapped(module)
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _modules(child, f"{path}{name}.")

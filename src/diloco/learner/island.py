@@ -1,0 +1,125 @@
+"""Which ranks of torch.distributed are one learner: as the caller says, or as the model's wrappers and tensors say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.errors import ConfigError
+from diloco.exchange.base import Exchange
+from diloco.exchange.group import Group, ranks_in
+
+RanksOfLearner = dist.ProcessGroup | DeviceMesh | Literal["self"]
+
+
+def island_of(
+    ranks: RanksOfLearner | None, model: nn.Module, exchange: Exchange
+) -> dist.ProcessGroup | DeviceMesh | None:
+    """The process group or mesh whose ranks are this learner; None: this process alone.
+
+    Arguments:
+        ranks: as the caller says; None: read from the model.
+
+    Raises:
+        ConfigError: the model is of other ranks than `ranks` says, or nothing says what the ranks are and the exchange
+            would take each for a learner.
+    """
+    if ranks == "self":
+        _require_alone(model)
+        return None
+    if ranks is None:
+        ranks = _largest(list(_found_in(model)))
+    if isinstance(ranks, dist.ProcessGroup | DeviceMesh):
+        return ranks
+    if ranks is not None:
+        raise ConfigError(
+            f"this process is not one of the ranks that ranks={ranks!r} says; pass a process group or mesh that it is "
+            'in, "self", or None.'
+        )
+    if exchange.dials_out and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"torch.distributed has {dist.get_world_size()} ranks here, and nothing says which of them are this "
+            "learner. If they train one model together, pass ranks=torch.distributed.group.WORLD to Learner, or their "
+            'group or mesh; if each rank is a learner of its own, pass ranks="self" and give each a name of its own.'
+        )
+    return None
+
+
+@torch.no_grad()
+def broadcast_replicas(parameters: Iterable[Tensor], group: Group) -> None:
+    """Set the parameters that every rank holds whole to rank 0's, as DDP does.
+
+    Ranks that average gradients in another way may start from different values, and each gives a part of the model.
+    """
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            host = parameter.detach().to("cpu", copy=True).contiguous()
+            group.broadcast(host, "this learner's own model")
+            parameter.copy_(host)
+
+
+def _require_alone(model: nn.Module) -> None:
+    for group in _found_in(model):
+        if len(members := ranks_in(group)) > 1:
+            raise ConfigError(
+                f'ranks="self" says that this process alone is the learner, but ranks {members} train its model '
+                "together; leave ranks= out, or give every learner a model of its own."
+            )
+
+
+def _found_in(model: nn.Module) -> Iterator[dist.ProcessGroup | DeviceMesh]:
+    """What the model's wrappers and tensors say: of each DDP module, `replicate()` and DTensor.
+
+    The mesh of a DTensor may be a part of the job's, which has other parts of the model elsewhere, so it says: all.
+    """
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            yield module.process_group
+        elif (group := _replicated_over(module)) is not None:
+            yield group
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            yield parameter.device_mesh if parameter.device_mesh.size() == 1 else _world()
+
+
+def _replicated_over(module: nn.Module) -> dist.ProcessGroup | DeviceMesh | None:
+    """What `torch.distributed._composable.replicate` was called with for this module; None: it was not."""
+    imported = sys.modules.get("torch.distributed._composable.replicate")
+    if imported is None or not isinstance(module, imported.DDP):
+        return None
+    state = imported.replicate.state(module)
+    if state.has_initialized:
+        group: dist.ProcessGroup = state._ddp.process_group
+        return group
+    given = state._init_kwargs
+    found: dist.ProcessGroup | DeviceMesh = given.get("process_group") or given.get("device_mesh") or _world()
+    return found
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _largest(found: list[dist.ProcessGroup | DeviceMesh]) -> dist.ProcessGroup | DeviceMesh | None:
+    """The group that all others are part of."""
+    found = list({id(each): each for each in found}.values())
+    if not found:
+        return None
+    largest = max(found, key=lambda each: len(ranks_in(each)))
+    for each in found:
+        if not set(ranks_in(each)) <= set(ranks_in(largest)):
+            raise ConfigError(
+                f"parts of the model are trained by ranks {ranks_in(largest)} and others by ranks {ranks_in(each)}; "
+                "pass the process group or mesh of all of them as ranks= to Learner."
+            )
+    return largest

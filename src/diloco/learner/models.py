@@ -1,0 +1,73 @@
+"""The models that a learner trains as one module, and whether they still hold the parameters that it exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from diloco.core.names import named_parameters
+from diloco.errors import ConfigError, LayoutError
+
+
+def joined(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
+    """One module that holds all models; the names of a model's tensors begin with its own name.
+
+    Raises:
+        ConfigError: there is no model, or a name cannot be that of a submodule.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    if not model:
+        raise ConfigError("Learner(model={}) has no model; pass a model, or models by name.")
+    root = nn.Module()
+    for name, each in model.items():
+        try:
+            root.add_module(name, each)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"Learner(model={{{name!r}: …}}) is no name of a model: {error}; choose another."
+            ) from error
+    return root
+
+
+def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, ...]:
+    """All optimizers.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    if not optimizers:
+        raise ConfigError("Learner(optimizer=[]) has no optimizer; pass those that train the model.")
+    return optimizers
+
+
+class Registered:
+    """The parameters of a model as they were when the learner was attached: only these are exchanged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._parameters = dict(named_parameters(model))
+
+    def check(self) -> None:
+        """Compare the model's parameters with those at attaching, by identity.
+
+        Raises:
+            LayoutError: a parameter was added, replaced or removed; names it.
+        """
+        now = dict(named_parameters(self._model))
+        for name, parameter in self._parameters.items():
+            if now.get(name) is not parameter and parameter.requires_grad:
+                what = "replaced by another tensor" if name in now else "removed"
+                raise LayoutError(
+                    f"parameter {name!r} was {what} after the learner was attached, so training would no longer be "
+                    "exchanged; change parameters in place, or close this learner and attach a new one."
+                )
+        for name in now:
+            if name not in self._parameters:
+                raise LayoutError(
+                    f"parameter {name!r} was added after the learner was attached, so it would never be exchanged; "
+                    "complete the model first, or close this learner and attach a new one."
+                )

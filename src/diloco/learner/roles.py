@@ -1,0 +1,128 @@
+"""What becomes of the tensors beside the trained parameters: `Learner(buffers=…, static=…)`, written into the layout.
+
+All learners of a run must give the same answers: they are part of the layout, whose digests are compared when a learner
+joins, and a difference names the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+from torch import Tensor, nn
+
+from diloco.core.choices import nearest
+from diloco.core.fragments import TRAINABLE_DTYPES, describe, layout_of
+from diloco.core.layout import Layout, TensorSpec
+from diloco.core.method import Method
+from diloco.core.names import holder
+from diloco.errors import ConfigError, LayoutError
+from diloco.learner.base import base_tensor
+from diloco.learner.frozen import current
+
+Buffers = Literal["refuse", "average", "local"]
+BUFFERS: tuple[Buffers, ...] = get_args(Buffers)
+
+Static = Literal["exchange", "digest"]
+STATIC: tuple[Static, ...] = get_args(Static)
+
+
+def layout_for(model: nn.Module, method: Method, buffers: Buffers | Mapping[str, Buffers], static: Static) -> Layout:
+    """Cut a model as the method says, with these answers for what it holds beside its trained parameters.
+
+    Arguments:
+        buffers, static: as in `Learner`.
+
+    Raises:
+        ConfigError: an unknown answer, a pattern that matches nothing, or a tensor that cannot be averaged.
+        LayoutError: training is known to change a tensor for which the answer is "refuse".
+    """
+    if static not in STATIC:
+        raise ConfigError(f"static={static!r}{nearest(static, STATIC)}; use 'exchange' or 'digest'.")
+    trained, others = describe(model)
+    tensors = {spec.name: current(holder(model, spec.name)) for spec in others}
+    answered = _answered(others, tensors, buffers)
+    _refuse_changing(model, {id(tensors[spec.name]): spec.name for spec in answered if not spec.role})
+    averaged = [spec for spec in answered if spec.is_averaged]
+    if averaged and method.exchanged == "gradients":
+        raise ConfigError(
+            f"{averaged[0].name!r} cannot be averaged by {method.name}, which exchanges gradients, and it has none; "
+            "use buffers='local', or a method that exchanges outer gradients."
+        )
+    kept = [spec for spec in answered if not spec.is_averaged]
+    brought = [spec for spec in kept if static == "digest" and not spec.role and not is_counter(tensors[spec.name])]
+    names = {spec.name for spec in brought}
+    return layout_of(
+        [*trained, *averaged], [spec for spec in kept if spec.name not in names], method.fragments,
+        [base_tensor(spec, tensors[spec.name]) for spec in brought],
+    )  # fmt: skip
+
+
+def is_counter(tensor: Tensor) -> bool:
+    """Whether it is a buffer of one whole number, such as BatchNorm's `num_batches_tracked`."""
+    return not isinstance(tensor, nn.Parameter) and not tensor.is_floating_point() and tensor.numel() == 1
+
+
+def _answered(
+    specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], buffers: Buffers | Mapping[str, Buffers]
+) -> list[TensorSpec]:
+    """The specs with their roles."""
+    answers = {"*": buffers} if isinstance(buffers, str) else dict(buffers)
+    for pattern, answer in answers.items():
+        if answer not in BUFFERS:
+            where = "" if isinstance(buffers, str) else f" of {pattern!r}"
+            raise ConfigError(
+                f"buffers={answer!r}{where}{nearest(answer, BUFFERS)}; use 'refuse', 'average' or 'local'."
+            )
+        if not isinstance(buffers, str) and not any(fnmatchcase(spec.name, pattern) for spec in specs):
+            raise ConfigError(f"buffers={{{pattern!r}: …}} matches no buffer and no frozen parameter of the model.")
+    found = []
+    for spec in specs:
+        tensor = tensors[spec.name]
+        answer = next((each for pattern, each in answers.items() if fnmatchcase(spec.name, pattern)), "refuse")
+        by_name = not isinstance(buffers, str)  # a frozen parameter is meant only where a pattern names it
+        is_meant = by_name or not isinstance(tensor, nn.Parameter)
+        if answer == "refuse" or not is_meant or not tensor.is_floating_point():
+            found.append(spec)
+        elif answer == "local":
+            found.append(replace(spec, role="local"))
+        elif spec.dtype not in TRAINABLE_DTYPES:
+            raise ConfigError(
+                f"{spec.name!r} is {spec.dtype}, and only {', '.join(TRAINABLE_DTYPES)} can be averaged; convert it, "
+                f"or keep it local with buffers={{{spec.name!r}: 'local'}}."
+            )
+        else:
+            is_variance = spec.name.rpartition(".")[2] == "running_var"
+            found.append(replace(spec, role="variance" if is_variance else "averaged"))
+    return found
+
+
+def _refuse_changing(model: nn.Module, names: Mapping[int, str]) -> None:
+    """Refuse tensors that the next forward pass changes; `names`: of the compared tensors, by identity."""
+    for tensor, owner in _changed_by_forward(model):
+        if (name := names.get(id(tensor))) is not None:
+            raise LayoutError(
+                f"training changes {name!r} ({owner}), which learners do not exchange, so they would drift apart; pass "
+                "buffers='average' to average it with the parameters or buffers='local' for each learner to keep its "
+                "own, or use a model without it (LayerNorm or GroupNorm for BatchNorm)."
+            )
+
+
+def _changed_by_forward(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
+    """Buffers that a forward pass in the modules' present modes is known to change, and what they belong to."""
+    from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.utils.parametrizations import _SpectralNorm
+    from torch.nn.utils.spectral_norm import SpectralNorm
+
+    for module in model.modules():
+        if not module.training:
+            continue
+        if isinstance(module, _NormBase) and module.running_mean is not None and module.momentum != 0:
+            yield module.running_mean, f"running statistics of {type(module).__name__}"
+        elif isinstance(module, _SpectralNorm) and hasattr(module, "_u"):
+            yield module._u, "spectral norm"
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield getattr(module, f"{hook.name}_u"), f"spectral norm of {type(module).__name__}"

@@ -1,0 +1,371 @@
+"""The public face of `Learner`: what its arguments and methods do, beside the algorithm, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.learner.test_learner import SGD, assert_same, differ, make_model, parameters_of, run, train_step
+from torch import Tensor, nn
+
+import diloco
+from diloco import Learner
+from diloco.errors import CheckpointError, ConfigError, LayoutError
+from diloco.exchange.base import Exchange
+
+DILOCO = diloco.DiLoCo(sync_every=2)
+
+
+def attached(exchange: Exchange, index: int = 0, method: diloco.Method = DILOCO, **options: Any) -> Learner:
+    model = make_model(index)
+    return Learner(model, SGD(model.parameters(), lr=0.1), method=method, exchange=exchange, **options)
+
+
+def alone(life: Callable[[Exchange], Any]) -> Any:
+    """The result of a life of a single learner."""
+    return diloco.run_local(lambda _, exchange: life(exchange), learners=1)[0]
+
+
+# --- one learner, one exchange ----------------------------------------------------------------------------------------
+
+
+def test_an_exchange_belongs_to_one_learner() -> None:
+    def life(exchange: Exchange) -> None:
+        with attached(exchange) as first:
+            with pytest.raises(ConfigError, match="belongs to another Learner already; make a new one for every"):
+                attached(exchange)
+            run(first, 0, range(1, 4))
+            assert first.versions == (1,)
+
+    alone(life)
+
+
+def test_a_state_that_does_not_fit_closes_the_learner_that_was_to_resume_from_it() -> None:
+    def life(index: int, exchange: Exchange) -> dict[str, Any]:
+        if index == 0:
+            with attached(exchange) as learner:
+                run(learner, index, range(1, 6))  # would wait for the other after its second step
+                return learner.metrics()
+        with pytest.raises(CheckpointError, match="the checkpoint has no"):
+            attached(exchange, index, resume={})
+        return {}
+
+    assert diloco.run_local(life, learners=2)[0]["versions"] == [2]
+
+
+def test_what_a_closed_learner_still_does_and_what_it_refuses() -> None:
+    def life(exchange: Exchange) -> None:
+        learner = attached(exchange)
+        run(learner, 0, range(1, 4))
+        state, before = learner.state_dict(), learner.global_state_dict()
+        learner.close()
+        assert (learner.name, learner.steps, learner.versions, learner.drained) == ("learner-000", 3, (1,), False)
+        assert learner.run_tokens == learner.metrics()["tokens"] == 30
+        assert_same(learner.global_state_dict(), before)
+        with learner.global_model():
+            assert_same(parameters_of(learner.model), before)
+        for call in (
+            learner.step, learner.step_after_optimizer, learner.state_dict, lambda: learner.load_state_dict(state),
+            learner.finish,
+        ):  # fmt: skip
+            with pytest.raises(ConfigError, match="this learner is closed"):
+                call()
+
+    alone(life)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_tokens_every_step_counts_one() -> None:
+    def life(index: int, exchange: Exchange) -> tuple[int, int, dict[str, Tensor]]:
+        method = diloco.DiLoCo(sync_every=2, weight=weight)
+        with attached(exchange, index, method) as learner:
+            for step in range(1, 5):
+                train_step(learner.model, learner.optimizer, index, step)
+                learner.step()
+            return learner.metrics()["tokens"], learner.run_tokens, learner.global_state_dict()
+
+    weight = "uniform"
+    uniform = diloco.run_local(life, learners=2)
+    weight = "tokens"
+    by_steps = diloco.run_local(life, learners=2)
+    assert [each[:2] for each in uniform] == [(4, 8), (4, 8)]
+    assert_same(uniform, by_steps)
+
+
+def accumulate(model: nn.Module, index: int, step: int) -> None:
+    """Gradients of two micro-batches."""
+    for micro in range(2):
+        generator = torch.Generator().manual_seed(10_000 * index + 10 * step + micro)
+        x, y = torch.randn(6, 4, generator=generator), torch.randn(6, 3, generator=generator)
+        (nn.functional.mse_loss(model(x), y) / 2).backward()
+
+
+def someone_elses_loop(model: nn.Module, optimizer: torch.optim.Optimizer, index: int, steps: int) -> None:
+    for step in range(1, steps + 1):
+        accumulate(model, index, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("method", [DILOCO, diloco.DataParallel(), diloco.StreamingDiLoCo(sync_every=2)], ids=str)
+def test_a_loop_that_cannot_be_edited_trains_like_one_that_calls_step(method: diloco.Method) -> None:
+    def by_hook(index: int, exchange: Exchange) -> Any:
+        with attached(exchange, index, method) as learner:
+            learner.step_after_optimizer(tokens=lambda: 12)
+            someone_elses_loop(learner.model, learner.optimizer, index, 5)
+            result = parameters_of(learner.model), learner.metrics()["tokens"], learner.steps, learner.versions
+        someone_elses_loop(learner.model, learner.optimizer, index, 1)  # closed: the hook is gone
+        return result
+
+    def by_hand(index: int, exchange: Exchange) -> Any:
+        with attached(exchange, index, method) as learner:
+            for step in range(1, 6):
+                accumulate(learner.model, index, step)
+                learner.optimizer.step()
+                learner.optimizer.zero_grad()
+                learner.step(12)
+            return parameters_of(learner.model), learner.metrics()["tokens"], learner.steps, learner.versions
+
+    assert_same(diloco.run_local(by_hook, learners=2), diloco.run_local(by_hand, learners=2))
+
+
+def test_a_learner_that_steps_after_its_optimizer_is_not_stepped_by_hand() -> None:
+    def life(exchange: Exchange) -> None:
+        with attached(exchange) as learner:
+            learner.step_after_optimizer()
+            with pytest.raises(ConfigError, match="by itself; leave learner.step"):
+                learner.step()
+            with pytest.raises(ConfigError, match="called before"):
+                learner.step_after_optimizer()
+            someone_elses_loop(learner.model, learner.optimizer, 0, 3)
+            assert learner.steps == learner.metrics()["tokens"] == 3
+
+    alone(life)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_a_gradient_scaler_skips_is_no_step(fused: bool) -> None:
+    """A fused optimizer is called for an overflow too, and skips it itself."""
+
+    def life(exchange: Exchange) -> None:
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        with Learner(model, optimizer, method=DILOCO, exchange=exchange) as learner:
+            learner.step_after_optimizer()
+            for step in range(1, 6):
+                scaler.scale(model(torch.ones(2, 4)).square().sum()).backward()
+                if step == 2:
+                    model[0].weight.grad[0, 0] = torch.inf
+                before = parameters_of(model)
+                scaler.step(optimizer)
+                assert differ(before, parameters_of(model)) == (step != 2)
+                scaler.update()
+                optimizer.zero_grad()
+            assert learner.steps == 4
+
+    alone(life)
+
+
+# --- the global model in the model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_global_weights_are_in_the_model_inside_the_block_and_its_own_again_after(dtype: torch.dtype) -> None:
+    def life(index: int, exchange: Exchange) -> None:
+        model = make_model(index).to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with Learner(model, optimizer, method=DILOCO, exchange=exchange) as learner:
+            run(learner, index, range(1, 4))
+            own, places = parameters_of(model), [p.data_ptr() for p in model.parameters()]
+            with learner.global_model():
+                assert differ(parameters_of(model), own)
+                assert_same(parameters_of(model), learner.global_state_dict())
+            assert_same(parameters_of(model), own)
+            with pytest.raises(ZeroDivisionError), learner.global_model():
+                raise ZeroDivisionError
+            assert_same(parameters_of(model), own)
+            assert places == [p.data_ptr() for p in model.parameters()]
+            run(learner, index, range(4, 6))
+
+    diloco.run_local(life, learners=2)
+
+
+def test_a_learner_does_not_train_or_save_with_the_global_weights_in_its_model() -> None:
+    def life(exchange: Exchange) -> None:
+        with attached(exchange) as learner:
+            state = learner.state_dict()
+            run(learner, 0, range(1, 2))
+            with learner.global_model():
+                for call in (learner.step, learner.state_dict, lambda: learner.load_state_dict(state)):
+                    with pytest.raises(ConfigError, match="inside learner.global_model"):
+                        call()
+                with pytest.raises(ConfigError, match="inside learner.global_model"), learner.global_model():
+                    pass
+            run(learner, 0, range(2, 4))
+
+    alone(life)
+
+
+def test_where_gradients_are_exchanged_the_model_is_the_global_one() -> None:
+    def life(exchange: Exchange) -> None:
+        with attached(exchange, method=diloco.DataParallel()) as learner:
+            run(learner, 0, range(1, 3))
+            own = parameters_of(learner.model)
+            with learner.global_model():
+                assert_same(parameters_of(learner.model), own)
+
+    alone(life)
+
+
+# --- several models and optimizers ------------------------------------------------------------------------------------
+
+
+def test_several_models_and_optimizers_are_one_learner() -> None:
+    """As the same models inside one module with one optimizer."""
+
+    def parts(seed: int) -> dict[str, nn.Module]:
+        torch.manual_seed(seed)
+        return {"generator": nn.Linear(2, 4), "discriminator": nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))}
+
+    def play(generator: nn.Module, discriminator: nn.Module, optimizers: list[SGD], index: int, step: int) -> None:
+        noise = torch.randn(5, 2, generator=torch.Generator().manual_seed(100 * index + step))
+        discriminator(generator(noise)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    method = diloco.StreamingDiLoCo(
+        sync_every=4, overlap=1, fragments=diloco.Named([["generator.*"], ["discriminator.*"]])
+    )
+
+    def by_name(index: int, exchange: Exchange) -> Any:
+        models = parts(index)
+        optimizers = [SGD(model.parameters(), lr=0.1) for model in models.values()]
+        with Learner(models, optimizers, method=method, exchange=exchange) as learner:
+            for step in range(1, 9):
+                play(*models.values(), optimizers, index, step)
+                learner.step()
+            return learner.global_state_dict(), {name: parameters_of(model) for name, model in models.items()}
+
+    def in_one(index: int, exchange: Exchange) -> Any:
+        models = parts(index)
+        both = nn.ModuleDict(models)
+        optimizer = SGD(both.parameters(), lr=0.1)
+        with Learner(both, optimizer, method=method, exchange=exchange) as learner:
+            for step in range(1, 9):
+                play(*models.values(), [optimizer], index, step)
+                learner.step()
+            return learner.global_state_dict(), {name: parameters_of(model) for name, model in models.items()}
+
+    by_names = diloco.run_local(by_name, learners=2)
+    assert_same(by_names, diloco.run_local(in_one, learners=2))
+    assert list(by_names[0][0])[:2] == ["generator.weight", "generator.bias"]
+
+
+def test_the_hook_is_on_the_last_of_several_optimizers() -> None:
+    def life(exchange: Exchange) -> None:
+        model = make_model()
+        optimizers = [SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[2].parameters())]
+        with Learner(model, optimizers, method=DILOCO, exchange=exchange) as learner:
+            learner.step_after_optimizer()
+            for _ in range(3):
+                model(torch.ones(2, 4)).square().sum().backward()
+                optimizers[0].step()
+                steps = learner.steps
+                optimizers[1].step()
+                assert learner.steps == steps + 1
+
+    alone(life)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda model: ({}, SGD(model.parameters())), "has no model"),
+        (lambda model: ({"a.b": model}, SGD(model.parameters())), r"'a\.b'.*choose another"),
+        (lambda model: ({"train": model}, SGD(model.parameters())), "'train'.*choose another"),
+        (lambda model: ({"a": 3}, SGD(model.parameters())), "'a'.*choose another"),
+        (lambda model: (model, []), "has no optimizer"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused(make: Callable[[nn.Module], Any], text: str) -> None:
+    def life(exchange: Exchange) -> None:
+        with pytest.raises(ConfigError, match=text):
+            Learner(*make(make_model()), method=DILOCO, exchange=exchange)
+
+    alone(life)
+
+
+def test_each_of_several_optimizers_is_checked() -> None:
+    def life(exchange: Exchange) -> None:
+        model, other = make_model(), make_model()
+        first = SGD(model.parameters(), lr=0.1)
+        for optimizers, method, text in (
+            ([first, SGD(other.parameters(), lr=0.1)], DILOCO, r"SGD trains 6 tensor\(s\) that are not parameters"),
+            ([first, torch.optim.AdamW(model.parameters())], diloco.DataParallel(average="parameters"), "AdamW keeps"),
+            ([first, first], diloco.DataParallel(), r"2 optimizers.*Chained"),
+        ):
+            with pytest.raises(ConfigError, match=text):
+                Learner(model, optimizers, method=method, exchange=exchange)
+
+    alone(life)
+
+
+# --- the model stays the one that was attached ------------------------------------------------------------------------
+
+
+def replace(model: nn.Module) -> None:
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+
+
+def replace_module(model: nn.Module) -> None:
+    model[2] = nn.Linear(8, 3)
+
+
+def add(model: nn.Module) -> None:
+    model.append(nn.Linear(3, 3))
+
+
+def remove(model: nn.Module) -> None:
+    del model[2].bias
+    model[2].bias = None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (replace, r"'2\.weight' was replaced.*in place, or close this learner and attach a new one"),
+        (replace_module, r"'2\.weight' was replaced"),
+        (add, r"'4\.weight' was added.*close this learner and attach a new one"),
+        (remove, r"'2\.bias' was removed"),
+    ],
+)
+@pytest.mark.parametrize(
+    "method", [DILOCO, diloco.StreamingDiLoCo(sync_every=4, overlap=0, fragments=diloco.Balanced(2))]
+)
+def test_a_parameter_that_is_not_the_one_attached_is_refused_by_name(
+    change: Callable[[nn.Module], None], text: str, method: diloco.Method
+) -> None:
+    def life(exchange: Exchange) -> None:
+        with attached(exchange, method=method) as learner:
+            run(learner, 0, range(1, 2))
+            change(learner.model)
+            with pytest.raises(LayoutError, match=text):
+                learner.step()
+
+    alone(life)
+
+
+def test_what_moves_or_casts_nothing_changes_nothing() -> None:
+    def life(exchange: Exchange) -> None:
+        with attached(exchange) as learner:
+            learner.model.to("cpu").float().eval().requires_grad_(True)
+            learner.model[2].weight.data = learner.model[2].weight.data.clone()
+            run(learner, 0, range(1, 4))
+
+    alone(life)
