@@ -557,18 +557,6 @@ def test_a_restarted_syncer_knows_the_newest_process_of_a_name(is_gone: bool) ->
     assert scene.driver.core.accounting.accounts["a"].incarnation == 3
 
 
-def test_a_record_of_an_earlier_version_can_be_opened() -> None:
-    scene = started("a")
-    saved = scene.store.load()
-    assert saved is not None
-    assert saved.record is not None
-    del saved.record["accounts"]["a"]["process"], saved.record["accounts"]["a"]["ended_at"]
-    scene.restart()
-    scene.driver.join("a", LAYOUT, lambda _: None, process=3, again=True)
-    scene.settle()
-    assert scene.driver.core.accounting.accounts["a"].process == 3
-
-
 def test_an_evicted_learner_is_told_and_its_round_goes_on() -> None:
     scene = started("a", "b", method=scheduled(at_least=1), deadlines=Deadlines())
     lines: dict[str, Line] = {learner: scene.listen(learner) for learner in ("a", "b")}

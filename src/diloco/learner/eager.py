@@ -9,7 +9,7 @@ any number of rounds it has therefore taken the steps of all means that arrived,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from diloco.core.adopt import eager_gradient
 from diloco.core.averaged import AveragedElements
 from diloco.core.elementwise import flush_denormals
 from diloco.core.in_flight import Send
-from diloco.core.layout import Layout
+from diloco.core.layout import Placement
 from diloco.core.method import Method
 from diloco.exchange.base import Arrived, Opened
 
@@ -27,13 +27,16 @@ from diloco.exchange.base import Arrived, Opened
 class EagerSteps:
     """The anchors and outer states of eager updates, flat fp32 host tensors, and the outer gradients in flight.
 
+    Arguments:
+        places: the tensors of each fragment, or of this rank's shard of it.
+
     Attributes:
         anchors: per fragment, what this learner's outer gradients are measured from.
     """
 
-    def __init__(self, method: Method, layout: Layout, opened: Opened) -> None:
+    def __init__(self, method: Method, places: Sequence[Sequence[Placement]], opened: Opened) -> None:
         self._method = method
-        self._averaged = [AveragedElements(fragment.tensors) for fragment in layout.fragments]
+        self._averaged = [AveragedElements(each) for each in places]
         self.anchors = [held.theta for held in opened.fragments]
         self._states = [held.outer_state for held in opened.fragments]
         # By fragment: the outer gradient that is sent at this boundary, as decoded from its payload.

@@ -32,13 +32,14 @@ class LearnerTensors:
             outer gradients are measured from it.
         origins: by fragment, that part of the parameters as it was last sent, flat fp32 on the host; only of fragments
             that were sent since their last adoption.
+        partition: what of each fragment this process exchanges.
         snapshots: takes snapshots of what is sent.
         frozen: frozen parameters and buffers.
         registered: the model's parameters at attaching.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, method: Method, partition: Partition) -> None:
-        self._model, self._layout, self._adopt, self._partition = model, layout, method.adopt, partition
+        self._model, self._layout, self._adopt, self.partition = model, layout, method.adopt, partition
         self.parameters = exchanged_tensors(model, layout)
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
@@ -54,7 +55,7 @@ class LearnerTensors:
         return Model(fragments, self.frozen.values())
 
     def _here(self, fragment: int) -> Tensor:
-        return self._partition.gather(fragment, self.parameters).cpu()
+        return self.partition.gather(fragment, self.parameters).cpu()
 
     def load_model(self, thetas: Sequence[Tensor], static: Mapping[str, Tensor], *, write: bool) -> None:
         """Start a new incarnation: load the run's anchors, frozen tensors and, with `write`, parameters."""
@@ -104,9 +105,9 @@ class LearnerTensors:
         """
         tensors = self.parameters if tensors is None else tensors
         device = next(iter(tensors.values())).device
-        origins = {} if origin is None else self._partition.spread(fragment, origin, device)
-        for name, value in self._partition.spread(fragment, flat, device).items():
-            own = self._partition.local(name, tensors[name])
+        origins = {} if origin is None else self.partition.spread(fragment, origin, device)
+        for name, value in self.partition.spread(fragment, flat, device).items():
+            own = self.partition.local(name, tensors[name])
             if how is None or (how.needs_origin and name in self._averaged):  # Θ + (θ − θ_sent) may leave a range
                 own.copy_(value)
             else:
@@ -133,7 +134,7 @@ class LearnerTensors:
         """
         values: dict[str, Tensor] = {}
         for fragment, part in enumerate(fragments or ()):
-            values.update(self._partition.spread(fragment, part, torch.device("cpu")))
+            values.update(self.partition.spread(fragment, part, torch.device("cpu")))
         state = {}
         held = {spec.name for spec in self._layout.static} | {*self.parameters, *self._aliases}
         for key, own in self._model.state_dict().items():
@@ -172,7 +173,7 @@ class LearnerTensors:
 
     def _local_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """What this process holds of every parameter, by name."""
-        return ((name, self._partition.local(name, parameter)) for name, parameter in self.parameters.items())
+        return ((name, self.partition.local(name, parameter)) for name, parameter in self.parameters.items())
 
 
 def _like(own: Tensor, local: Tensor) -> Tensor:
