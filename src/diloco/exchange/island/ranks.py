@@ -58,7 +58,7 @@ class Ranks(Exchange):
         self.group = Group(ranks, timeout_s=TIMEOUT_S)
         self._first = self.group.rank == 0
         self._exchange = exchange
-        self.gradients = exchange.gradients
+        self.gradients, self.remind_after_s = exchange.gradients, exchange.remind_after_s
         self._background = Group(ranks, timeout_s=TIMEOUT_S)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-ranks")
         self._shards: tuple[Shards, ...] = ()
@@ -154,9 +154,9 @@ class Ranks(Exchange):
         events: Sequence[Event] = share(self.group, message, num_bytes, self._shards, "the news", self._failure)
         return events
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> None:
         if not self._news:
-            self._on_first(self._exchange.wait)  # the other ranks wait in the next poll
+            self._on_first(lambda: self._exchange.wait(timeout_s))  # the other ranks wait in the next poll
 
     def report(self, report: Report) -> None:
         self._on_first(lambda: self._exchange.report(report))
@@ -171,6 +171,10 @@ class Ranks(Exchange):
     @property
     def overview(self) -> Overview:
         return self._overview
+
+    @property
+    def obstacles(self) -> str:
+        return self._exchange.obstacles if self._first else super().obstacles
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
