@@ -2,7 +2,7 @@
 
 Of the static tensors, the run's values are loaded when the learner joins. Those whose role is "local", and buffers
 without floating-point values (counters), are the learner's own from then on; training must not change the others. The
-base (`learner.base`) is never loaded, and averaged tensors are in the fragments.
+base (`learner.frozen_base`) is never loaded, and averaged tensors are in the fragments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from diloco.core.layout import Fragment, Layout
 from diloco.core.names import holder, named_parameters
 from diloco.errors import LayoutError
-from diloco.learner.base import Base, local_of
+from diloco.learner.frozen_base import Base, local_of
 
 Place = tuple[nn.Module, str]
 

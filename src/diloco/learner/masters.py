@@ -23,7 +23,7 @@ from torch import Tensor
 
 from diloco.core.fragments import Fragment, Layout
 from diloco.errors import ConfigError
-from diloco.learner.base import local_of
+from diloco.learner.frozen_base import local_of
 
 MIN_STEPS = 8
 """How many inner steps long an adoption must be to say something."""

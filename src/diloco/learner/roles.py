@@ -19,8 +19,8 @@ from diloco.core.layout import Layout, TensorSpec
 from diloco.core.method import Method
 from diloco.core.names import holder
 from diloco.errors import ConfigError, LayoutError
-from diloco.learner.base import base_tensor
 from diloco.learner.frozen import current
+from diloco.learner.frozen_base import base_tensor
 
 Buffers = Literal["refuse", "average", "local"]
 BUFFERS: tuple[Buffers, ...] = get_args(Buffers)
