@@ -25,7 +25,12 @@ SAMPLED_ELEMENTS = 64
 
 def base_tensor(spec: TensorSpec, tensor: Tensor) -> BaseTensor:
     """A tensor of the base with its digest. Reads it once; one that is sharded, every rank gathers for it."""
-    return BaseTensor(spec, digest_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor))
+    return BaseTensor(spec, digest_of(whole_of(tensor)))
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor; every rank of an island calls it for one that is sharded."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_of(tensor: Tensor) -> Tensor:
