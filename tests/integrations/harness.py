@@ -161,13 +161,13 @@ class Example:
         stack: its name in the table of docs/integrations.md.
         name: its directory.
         imports: modules that its processes are forked with.
-        tokens_per_step: tokens that a learner trains on between two optimizer steps.
+        tokens: tokens of all micro-batches of one learner in `STEPS` steps.
     """
 
     stack: str
     name: str
     imports: tuple[str, ...]
-    tokens_per_step: int
+    tokens: int
 
     @property
     def script(self) -> Path:

@@ -28,7 +28,8 @@ from diloco.syncer.server import Syncer
 pytestmark = pytest.mark.timeout(240)  # processes that import what the stacks import
 
 EXAMPLES = (
-    Example("`for` loop", "plain", ("torchdata.stateful_dataloader",), tokens_per_step=2 * 8 * 16),
+    Example("`for` loop", "plain", ("torchdata.stateful_dataloader",), tokens=STEPS * 2 * 8 * 16),
+    Example("transformers", "transformers", ("datasets", "transformers.trainer"), tokens=1600),
 )  # fmt: skip
 
 SIGKILLED = -9
@@ -83,7 +84,7 @@ def test_two_learners_train_and_agree_to_the_bit(example: Example, whole: Path) 
     merged = [(e.fragment, e.version, e.contributors) for e in events if isinstance(e, Merged)]
     assert sorted(merged) == [(f, v, ("learner-0", "learner-1")) for f in (0, 1) for v in (1, 2, 3)]
     tokens = {e.learner: e.tokens for e in events if isinstance(e, Left)}
-    assert tokens == dict.fromkeys(("learner-0", "learner-1"), STEPS * example.tokens_per_step)
+    assert tokens == dict.fromkeys(("learner-0", "learner-1"), example.tokens)
 
 
 def test_resume_is_exact(example: Example, whole: Path, tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ MICRO_BATCHES = 2
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of 17 bytes of a text: this learner's half of those of this file."""
+    """This learner's half of 320 windows of 17 bytes of a text, the squares of the numbers."""
 
     def __init__(self, shard: int) -> None:
-        text = Path(__file__).read_bytes()
-        self.windows = torch.tensor([list(text[at : at + 17]) for at in range(0, len(text) - 17, 16)])[shard::2]
+        text = " ".join(str(number**2) for number in range(1000)).encode()
+        self.windows = torch.tensor([list(text[16 * row : 16 * row + 17]) for row in range(shard, 320, 2)])
 
     def __len__(self) -> int:
         return len(self.windows)
