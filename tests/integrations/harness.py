@@ -161,13 +161,13 @@ class Example:
         stack: its name in the table of docs/integrations.md.
         name: its directory.
         imports: modules that its processes are forked with.
-        tokens: tokens of all micro-batches of one learner in `STEPS` steps.
+        tokens: of all micro-batches in `STEPS` steps, of each learner.
     """
 
     stack: str
     name: str
     imports: tuple[str, ...]
-    tokens: int
+    tokens: tuple[int, int]
 
     @property
     def script(self) -> Path:

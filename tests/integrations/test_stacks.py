@@ -28,9 +28,11 @@ from diloco.syncer.server import Syncer
 pytestmark = pytest.mark.timeout(240)  # processes that import what the stacks import
 
 EXAMPLES = (
-    Example("`for` loop", "plain", ("torchdata.stateful_dataloader",), tokens=STEPS * 2 * 8 * 16),
-    Example("transformers", "transformers", ("datasets", "transformers.trainer"), tokens=1600),
-)  # fmt: skip
+    Example("`for` loop", "plain", ("torchdata.stateful_dataloader",), tokens=(3328, 3328)),
+    Example("accelerate", "accelerate", ("accelerate", "torchdata.stateful_dataloader"), tokens=(3328, 3328)),
+    Example("transformers", "transformers", ("datasets", "transformers.trainer"), tokens=(1600, 1600)),
+    Example("TRL", "trl", ("datasets", "peft", "trl.trainer.sft_trainer"), tokens=(1459, 1764)),  # without padding
+)
 
 SIGKILLED = -9
 
@@ -84,7 +86,7 @@ def test_two_learners_train_and_agree_to_the_bit(example: Example, whole: Path) 
     merged = [(e.fragment, e.version, e.contributors) for e in events if isinstance(e, Merged)]
     assert sorted(merged) == [(f, v, ("learner-0", "learner-1")) for f in (0, 1) for v in (1, 2, 3)]
     tokens = {e.learner: e.tokens for e in events if isinstance(e, Left)}
-    assert tokens == dict.fromkeys(("learner-0", "learner-1"), example.tokens)
+    assert tokens == dict(zip(("learner-0", "learner-1"), example.tokens, strict=True))
 
 
 def test_resume_is_exact(example: Example, whole: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import diloco  # diloco
 
@@ -69,8 +70,10 @@ def main() -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = Windows(chosen.shard)
-    order = torch.Generator().manual_seed(chosen.shard)
-    loader = StatefulDataLoader(data, batch_size=8, shuffle=True, generator=order, num_workers=2, drop_last=True)
+    order = RandomSampler(data, generator=torch.Generator().manual_seed(chosen.shard))
+    loader = StatefulDataLoader(
+        data, batch_size=8, sampler=order, generator=torch.Generator(), num_workers=2, drop_last=True
+    )
     name = f"learner-{chosen.shard}"
     exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
     learner = diloco.Learner(model, optimizer, exchange=exchange)  # diloco

@@ -24,7 +24,6 @@ from torch import nn
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
-from diloco.exchange.ranks import Ranks
 from diloco.integrations.needs import needs
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
@@ -97,7 +96,7 @@ class DilocoCallback(TrainerCallback):
         self._tokens = state.num_input_tokens_seen
         if self.learner is None:
             saved = _saved_state(args, state) if state.global_step else None
-            self.learner = self._attach(args, model, optimizer)
+            self.learner = self._attach(model, optimizer)
             behind = self.learner.steps if saved is None else self._resume(saved)
         else:
             self._check_again(state, model, optimizer)
@@ -109,15 +108,14 @@ class DilocoCallback(TrainerCallback):
         if args.eval_on_start:
             self._show_global_model()
 
-    def _attach(self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer) -> Learner:
+    def _attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Learner:
         if (other := _attached.get(model)) is not None and other is not self:
             raise ConfigError("two DilocoCallbacks were given for one model; give the Trainer one.")
         _attached[model] = self
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        exchange = Ranks(self._exchange, None) if args.world_size > 1 else self._exchange
         return Learner(
-            model, optimizer, method=self._method, exchange=exchange, trains=self._trains, overlap=self._overlap
+            model, optimizer, method=self._method, exchange=self._exchange, trains=self._trains, overlap=self._overlap
         )
 
     def _resume(self, saved: dict[str, Any]) -> int:
@@ -193,9 +191,8 @@ class DilocoCallback(TrainerCallback):
             "life": self._life, "global_step": state.global_step, "steps": self.learner.steps,
             "learner": self.learner.state_dict(),
         }  # fmt: skip
-        if args.should_save:
-            directory = Path(args.output_dir) / f"checkpoint-{state.global_step}" / DIRECTORY
-            save_checkpoint(directory, self.learner.steps, saved, keep=1)
+        directory = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _own(args)
+        save_checkpoint(directory, self.learner.steps, saved, keep=1)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Say where another model than the global one was evaluated."""
@@ -256,6 +253,11 @@ def _refuse(args: TrainingArguments, state: TrainerState) -> None:
         )
 
 
+def _own(args: TrainingArguments) -> str:
+    """Where this rank's state is in a checkpoint."""
+    return f"{DIRECTORY}/rank-{args.process_index}"
+
+
 def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
     """What this callback saved beside the checkpoint that the Trainer resumes from.
 
@@ -271,9 +273,9 @@ def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]
     candidates = [Path(args.output_dir) / place]
     if args.resume_from_checkpoint is not None:
         candidates.insert(0, Path(args.resume_from_checkpoint))
-    for directory in candidates:
-        if (directory / DIRECTORY).is_dir():
-            saved = load_checkpoint(latest_checkpoint(directory / DIRECTORY))
+    for candidate in candidates:
+        if (directory := candidate / _own(args)).is_dir():
+            saved = load_checkpoint(latest_checkpoint(directory))
             if (saved["life"], saved["global_step"]) == (known["attributes"]["life"], state.global_step):
                 return saved
     raise CheckpointError(
