@@ -57,7 +57,7 @@ def become(request: dict[str, Any]) -> NoReturn:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except Exception:  # noqa: BLE001  (what the interpreter does at the top)
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()

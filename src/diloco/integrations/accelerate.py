@@ -74,28 +74,28 @@ class AcceleratedLearner(Learner):
             raise ConfigError(
                 "the optimizer was not prepared; give what accelerator.prepare(model, optimizer) returned."
             )
-        self._accelerator, self._optimizer, self._scheduler = accelerator, optimizer, scheduler
+        self._accelerator, self._prepared, self._scheduler = accelerator, optimizer, scheduler
         self._tokens = 0  # of the micro-batches since the last step of the optimizer
         super().__init__(model, optimizer.optimizer, exchange=exchange, method=method, trains=trains, overlap=overlap)
         self._forward_schedule(self.steps)
         accelerator.register_for_checkpointing(_Checkpoint(self))
 
-    def step(self, *, tokens: int) -> None:
+    def step(self, tokens: int | None = None) -> None:
         """Call after each micro-batch: a step of the learner where the optimizer has made one.
 
         A step that the gradient scaler skipped counts, with no tokens.
 
         Arguments:
-            tokens: of that micro-batch on this rank.
+            tokens: of that micro-batch on this rank; None: 1.
 
         Raises:
             As `Learner.step`.
         """
-        self._tokens += tokens
+        self._tokens += 1 if tokens is None else tokens
         if self._accelerator.sync_gradients:
-            tokens, self._tokens = self._tokens, 0
+            trained, self._tokens = 0 if self._prepared.step_was_skipped else self._tokens, 0
             before = self.steps
-            super().step(tokens=0 if self._optimizer.step_was_skipped else tokens)
+            super().step(trained)
             self._forward_schedule(self.steps - before - 1)  # it was evicted and has rejoined
 
     def _forward_schedule(self, num_steps: int) -> None:

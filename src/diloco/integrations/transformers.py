@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError
@@ -86,47 +87,48 @@ class DilocoCallback(TrainerCallback):
     # --- beginning ----------------------------------------------------------------------------------------------------
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module,
-        optimizer: torch.optim.Optimizer, lr_scheduler: object, **_: Any,
-    ) -> None:  # fmt: skip
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         """Join the run; where the Trainer resumes, continue from its checkpoint."""
+        model, optimizer = given["model"], given["optimizer"]
         _refuse(args, state)
         if args.include_num_input_tokens_seen == "no":
             args.include_num_input_tokens_seen = "all"
         self._tokens = state.num_input_tokens_seen
         if self.learner is None:
             saved = _saved_state(args, state) if state.global_step else None
-            self.learner = self._attach(model, optimizer)
-            behind = self.learner.steps if saved is None else self._resume(saved)
+            self.learner = self._attach(args, model, optimizer, saved)
+            behind = self.learner.steps - (0 if saved is None else int(saved["steps"]))
         else:
             self._check_again(state, model, optimizer)
             behind = self.learner.steps
-        forward(lr_scheduler, behind)
-        state.stateful_callbacks[DIRECTORY] = {"attributes": {"life": self._life}}
+        forward(given["lr_scheduler"], behind)
+        _records(state)[DIRECTORY] = {"attributes": {"life": self._life}}
         self._is_over = self.learner.steps >= state.max_steps or self.learner.drained
         control.should_training_stop |= self._is_over
         if args.eval_on_start:
             self._show_global_model()
 
-    def _attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Learner:
+    def _attach(
+        self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None
+    ) -> Learner:
+        """Join the run, and continue from what was saved."""
         if (other := _attached.get(model)) is not None and other is not self:
             raise ConfigError("two DilocoCallbacks were given for one model; give the Trainer one.")
         _attached[model] = self
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        return Learner(
-            model, optimizer, method=self._method, exchange=self._exchange, trains=self._trains, overlap=self._overlap
-        )
-
-    def _resume(self, saved: dict[str, Any]) -> int:
-        """Returns how many steps the learner is ahead of the checkpoint."""
-        assert self.learner is not None
-        if not self.learner.load_state_dict(saved["learner"]):
+        learner = Learner(
+            model, optimizer, exchange=self._exchange, ranks=dist.group.WORLD if args.world_size > 1 else None,
+            method=self._method, trains=self._trains, overlap=self._overlap,
+            resume=None if saved is None else saved["learner"],
+        )  # fmt: skip
+        if saved is not None and not learner.resumed:
             log.warning(
                 "the run has gone on since step %d, where this checkpoint was saved; %s continues at step %d with the "
-                "run's newest model", saved["steps"], self.learner.name, self.learner.steps
+                "run's newest model", saved["steps"], learner.name, learner.steps
             )  # fmt: skip
-        return self.learner.steps - int(saved["steps"])
+        return learner
 
     def _check_again(self, state: TrainerState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Training begins a second time, as `auto_find_batch_size` lets it after an error for lack of memory: the
@@ -139,14 +141,15 @@ class DilocoCallback(TrainerCallback):
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         """Train on the learner's own weights again."""
         self._show_own_model()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *,
-        optimizer: torch.optim.Optimizer, lr_scheduler: object, **_: Any,
-    ) -> TrainerControl:  # fmt: skip
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> TrainerControl:
         """One step of the learner; where the Trainer evaluates or saves next, put the global weights in."""
         assert self.learner is not None
         if self._is_over:
@@ -158,10 +161,10 @@ class DilocoCallback(TrainerCallback):
                 "the Trainer has found no tokens in its inputs; set model.main_input_name to the name of the input to "
                 "count."
             )
-        was_skipped = isinstance(optimizer, AcceleratedOptimizer) and optimizer.step_was_skipped
+        was_skipped = given["optimizer"].step_was_skipped
         before = self.learner.steps
         self.learner.step(tokens=tokens if args.process_index == 0 and not was_skipped else 0)
-        forward(lr_scheduler, self.learner.steps - before - 1)  # it was evicted and has rejoined
+        forward(given["lr_scheduler"], self.learner.steps - before - 1)  # it was evicted and has rejoined
         if self.learner.steps >= state.max_steps or self.learner.drained:
             self._is_over = control.should_training_stop = True
             control.should_save |= args.save_strategy == SaveStrategy.STEPS
@@ -169,14 +172,14 @@ class DilocoCallback(TrainerCallback):
         self._show_if_needed(control)
         return control
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Where the Trainer evaluates or saves next, put the global weights in."""
         self._show_own_model()
         self._show_if_needed(control)
 
     # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """The Trainer has saved the global model. Save what the learner needs beside it."""
         assert self.learner is not None
         if not self._shows_global_model:
@@ -191,26 +194,29 @@ class DilocoCallback(TrainerCallback):
             "life": self._life, "global_step": state.global_step, "steps": self.learner.steps,
             "learner": self.learner.state_dict(),
         }  # fmt: skip
-        directory = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _own(args)
+        directory = _output(args) / f"checkpoint-{state.global_step}" / _own(args)
         save_checkpoint(directory, self.learner.steps, saved, keep=1)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Say where another model than the global one was evaluated."""
         if self.learner is not None and not self._is_over and not self._shows_global_model:
             log.warning("this evaluation was of %s's own weights, not of the global model", self.learner.name)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Leave the run. The model is the global one, or the best one that the Trainer has loaded."""
         assert self.learner is not None
+        model = given["model"]
         self._is_over = True
         self.learner.finish()
         has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-        final = {name: value.clone() for name, value in model.state_dict().items()} if has_best else None
+        final = _copy(model) if has_best else None
         self._show_own_model()
-        self.learner.state_dict()  # wait for the answers that are on their way
-        model.load_state_dict(self.learner.global_state_dict() if final is None else final)
+        self.learner.state_dict()  # waits for the answers that are on their way
+        if final is None:
+            with self.learner.global_model():
+                final = _copy(model)
+        for name, value in model.state_dict().items():
+            value.copy_(final[name])
         self.learner.close()
 
     def _show_if_needed(self, control: TrainerControl) -> None:
@@ -220,7 +226,7 @@ class DilocoCallback(TrainerCallback):
     def _show_global_model(self) -> None:
         assert self.learner is not None
         if not self._shows_global_model:
-            self._global_model.enter_context(_global_model(self.learner))
+            self._global_model.enter_context(self.learner.global_model())
             self._shows_global_model = True
 
     def _show_own_model(self) -> None:
@@ -228,12 +234,8 @@ class DilocoCallback(TrainerCallback):
         self._shows_global_model = False
 
 
-@contextmanager
-def _global_model(learner: Learner) -> Iterator[None]:
-    own = {name: value.clone() for name, value in learner.model.state_dict().items()}
-    learner.model.load_state_dict(learner.global_state_dict())
-    yield
-    learner.model.load_state_dict(own)
+def _copy(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def _refuse(args: TrainingArguments, state: TrainerState) -> None:
@@ -248,9 +250,21 @@ def _refuse(args: TrainingArguments, state: TrainerState) -> None:
         )
     if args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         raise ConfigError(
-            f"hub_strategy={args.hub_strategy.value!r} pushes checkpoints before the learner's state is in them; use "
-            "hub_strategy='every_save', which pushes the global model."
+            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} pushes checkpoints before the learner's state is in "
+            "them; use hub_strategy='every_save', which pushes the global model."
         )
+
+
+def _records(state: TrainerState) -> dict[str, Any]:
+    """What a Trainer keeps of its callbacks in its checkpoints; the annotation is of what its constructor takes."""
+    records: Any = state.stateful_callbacks
+    assert isinstance(records, dict)
+    return records
+
+
+def _output(args: TrainingArguments) -> Path:
+    assert args.output_dir is not None  # TrainingArguments sets it
+    return Path(args.output_dir)
 
 
 def _own(args: TrainingArguments) -> str:
@@ -265,12 +279,12 @@ def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]
     and where its arguments say; both files name the process that wrote them.
     """
     place = f"checkpoint-{state.global_step}"
-    if (known := state.stateful_callbacks.get(DIRECTORY)) is None:
+    if (known := _records(state).get(DIRECTORY)) is None:
         raise CheckpointError(
             f"the Trainer resumes from {place}, which was saved without a learner's state; begin from its model with "
             "from_pretrained, or resume from a checkpoint that was saved with DilocoCallback."
         )
-    candidates = [Path(args.output_dir) / place]
+    candidates = [_output(args) / place]
     if args.resume_from_checkpoint is not None:
         candidates.insert(0, Path(args.resume_from_checkpoint))
     for candidate in candidates:
@@ -280,5 +294,5 @@ def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]
                 return saved
     raise CheckpointError(
         f"the learner's state of the {place} that the Trainer resumes from is not in {candidates[-1]}; resume from an "
-        "earlier checkpoint if this one was cut off, or name its directory in TrainingArguments(resume_from_checkpoint=…)."
+        "earlier checkpoint if this one was cut off, or name it in TrainingArguments(resume_from_checkpoint=…)."
     )
