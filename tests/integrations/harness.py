@@ -10,6 +10,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,8 +175,9 @@ class Example:
         return ROOT / "examples" / "integrations" / self.name / "train.py"
 
     def learner(
-        self, scripts: Scripts, syncer: Syncer, index: int, output: Path, *arguments: str, kill_after: int | None = None
-    ) -> Process:
+        self, scripts: Scripts, syncer: Syncer, index: int, output: Path, *arguments: str,
+        kill_after: int | None = None, environment: Mapping[str, str] | None = None,
+    ) -> Process:  # fmt: skip
         """Start learner `index` of two.
 
         It trains on its own half of the data up to the run's step `STEPS`, saves a checkpoint every `SAVE_EVERY` steps
@@ -187,7 +189,24 @@ class Example:
         return scripts.start(
             self.script, syncer.address, "--shard", str(index), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY),
             "--output", str(output), *arguments, log=log, imports=self.imports, kill_after=kill_after,
+            environment=environment,
         )  # fmt: skip
+
+    def island(
+        self, scripts: Scripts, syncer: Syncer, output: Path, *arguments: str, kill_after: int | None = None
+    ) -> list[Process]:
+        """Start learner 0 as a job of two ranks, with the environment that torchrun makes."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return [
+            self.learner(
+                scripts, syncer, 0, output, *arguments, kill_after=kill_after,
+                environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]  # fmt: skip
 
     @property
     def num_lines(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from tests.integrations.harness import (
     ROOT,
     RUN,
@@ -48,15 +49,14 @@ def test_the_table_has_a_row_for_every_stack() -> None:
 
 
 def start_both(
-    example: Example, scripts: Scripts, syncer: Syncer, directory: Path, *, kill_after: int | None = None
+    example: Example, scripts: Scripts, syncer: Syncer, directory: Path, *arguments: str, kill_after: int | None = None
 ) -> list[Process]:
     """The two learners of a new run."""
-    return [
-        example.learner(
-            scripts, syncer, index, directory / f"learner-{index}", *["--initialise"][index:], kill_after=kill_after
-        )
-        for index in range(2)
-    ]
+    first = example.learner(
+        scripts, syncer, 0, directory / "learner-0", "--initialise", *arguments, kill_after=kill_after
+    )
+    second = example.learner(scripts, syncer, 1, directory / "learner-1", *arguments, kill_after=kill_after)
+    return [first, second]
 
 
 def assert_agree(directory: Path, syncer: Syncer) -> None:
@@ -112,3 +112,15 @@ def test_a_killed_learner_returns(example: Example, resume: bool, tmp_path: Path
         end_all([stays, returns])
         assert versions_of(syncer) == [3, 3]
         assert_agree(tmp_path, syncer)
+
+
+def test_an_adapter_of_peft_is_what_travels(tmp_path: Path) -> None:
+    """With `static="digest"` the base model stays where it is; the adapters agree to the bit."""
+    example = next(each for each in EXAMPLES if each.name == "trl")
+    with serve(tmp_path / "syncer") as syncer, running() as scripts:
+        end_all(start_both(example, scripts, syncer, tmp_path, "--lora"))
+        run = fetch_model(syncer.address, run=RUN)
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in run} == {"q_proj", "v_proj"}
+    adapters = [load_file(tmp_path / f"learner-{index}" / "adapter_model.safetensors") for index in range(2)]
+    assert_same(*adapters)
+    assert_same(adapters[0], {name.replace(".default", ""): value for name, value in run.items()})

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from diloco.exchange.base import Exchange
 from diloco.integrations.needs import needs
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
+from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 with needs("accelerate"):
@@ -47,7 +48,7 @@ class AcceleratedLearner(Learner):
     Arguments:
         model, optimizer, scheduler: as `accelerator.prepare` returned them. The schedule follows the run's steps: it is
             forwarded where the learner joins, or returns, when the run has gone on.
-        exchange, method, trains, overlap: as `Learner` takes them.
+        exchange, method, trains, overlap, buffers, static: as `Learner` takes them.
 
     Raises:
         ConfigError: what cannot work with an Accelerator, and what `Learner` refuses.
@@ -64,6 +65,8 @@ class AcceleratedLearner(Learner):
         method: Method | None = None,
         trains: Sequence[str] | None = None,
         overlap: int | None = None,
+        buffers: Buffers | Mapping[str, Buffers] = "refuse",
+        static: Static = "exchange",
     ) -> None:
         if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ConfigError(
@@ -76,7 +79,10 @@ class AcceleratedLearner(Learner):
             )
         self._accelerator, self._prepared, self._scheduler = accelerator, optimizer, scheduler
         self._tokens = 0  # of the micro-batches since the last step of the optimizer
-        super().__init__(model, optimizer.optimizer, exchange=exchange, method=method, trains=trains, overlap=overlap)
+        super().__init__(
+            model, optimizer.optimizer, exchange=exchange, method=method, trains=trains, overlap=overlap,
+            buffers=buffers, static=static,
+        )  # fmt: skip
         self._forward_schedule(self.steps)
         accelerator.register_for_checkpointing(_Checkpoint(self))
 

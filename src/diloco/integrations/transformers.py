@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,12 @@ from diloco.exchange.base import Exchange
 from diloco.integrations.needs import needs
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
+from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 with needs("accelerate", extra="transformers"), needs("transformers"):
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import broadcast_object_list
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
 
@@ -58,7 +60,7 @@ class DilocoCallback(TrainerCallback):
 
     Arguments:
         exchange: from `diloco.connect(…)`; a callback and its exchange serve one `Trainer.train`.
-        method, trains, overlap: as `Learner` takes them.
+        method, trains, overlap, buffers, static: as `Learner` takes them.
 
     Attributes:
         learner: the learner, from the beginning of training on; closed when training ends.
@@ -75,14 +77,17 @@ class DilocoCallback(TrainerCallback):
         method: Method | None = None,
         trains: Sequence[str] | None = None,
         overlap: int | None = None,
+        buffers: Buffers | Mapping[str, Buffers] = "refuse",
+        static: Static = "exchange",
     ) -> None:
         self.learner: Learner | None = None
         self._exchange, self._method, self._trains, self._overlap = exchange, method, trains, overlap
-        self._life = secrets.token_hex(8)  # names the checkpoints of this process
+        self._buffers, self._static = buffers, static
+        self._life = secrets.token_hex(8)  # names the checkpoints of this training; all ranks take rank 0's
         self._tokens = 0  # that the Trainer has counted before this step
         self._global_model = ExitStack()
         self._shows_global_model = False  # the global weights are in the model
-        self._is_over = False
+        self._is_over = self._has_left = False
 
     # --- beginning ----------------------------------------------------------------------------------------------------
 
@@ -90,13 +95,14 @@ class DilocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Join the run; where the Trainer resumes, continue from its checkpoint."""
-        model, optimizer = given["model"], given["optimizer"]
         _refuse(args, state)
+        model, optimizer = given["model"], given["optimizer"]
         if args.include_num_input_tokens_seen == "no":
             args.include_num_input_tokens_seen = "all"
         self._tokens = state.num_input_tokens_seen
         if self.learner is None:
             saved = _saved_state(args, state) if state.global_step else None
+            self._life = broadcast_object_list([self._life])[0]
             self.learner = self._attach(args, model, optimizer, saved)
             behind = self.learner.steps - (0 if saved is None else int(saved["steps"]))
         else:
@@ -120,7 +126,7 @@ class DilocoCallback(TrainerCallback):
             optimizer = optimizer.optimizer
         learner = Learner(
             model, optimizer, exchange=self._exchange, ranks=dist.group.WORLD if args.world_size > 1 else None,
-            method=self._method, trains=self._trains, overlap=self._overlap,
+            method=self._method, trains=self._trains, overlap=self._overlap, buffers=self._buffers, static=self._static,
             resume=None if saved is None else saved["learner"],
         )  # fmt: skip
         if saved is not None and not learner.resumed:
@@ -133,7 +139,7 @@ class DilocoCallback(TrainerCallback):
     def _check_again(self, state: TrainerState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Training begins a second time, as `auto_find_batch_size` lets it after an error for lack of memory: the
         learner goes on."""
-        if self._is_over or state.global_step or _attached.get(model) is not self:
+        if self._has_left or state.global_step or _attached.get(model) is not self:
             raise ConfigError(
                 "this DilocoCallback has taken part in an earlier training; make a new Trainer, callback and exchange "
                 "to train again."
@@ -199,14 +205,14 @@ class DilocoCallback(TrainerCallback):
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Say where another model than the global one was evaluated."""
-        if self.learner is not None and not self._is_over and not self._shows_global_model:
+        if self.learner is not None and not self._has_left and not self._shows_global_model:
             log.warning("this evaluation was of %s's own weights, not of the global model", self.learner.name)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Leave the run. The model is the global one, or the best one that the Trainer has loaded."""
         assert self.learner is not None
         model = given["model"]
-        self._is_over = True
+        self._has_left = True
         self.learner.finish()
         has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         final = _copy(model) if has_best else None
@@ -250,8 +256,8 @@ def _refuse(args: TrainingArguments, state: TrainerState) -> None:
         )
     if args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         raise ConfigError(
-            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} pushes checkpoints before the learner's state is in "
-            "them; use hub_strategy='every_save', which pushes the global model."
+            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} pushes checkpoints before the learner's state is "
+            "in them; use hub_strategy='every_save', which pushes the global model."
         )
 
 
@@ -276,7 +282,7 @@ def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]
     """What this callback saved beside the checkpoint that the Trainer resumes from.
 
     The Trainer does not tell its callbacks where it resumes from, so the state is looked for where the Trainer saves,
-    and where its arguments say; both files name the process that wrote them.
+    and where its arguments say; both files name the training that wrote them.
     """
     place = f"checkpoint-{state.global_step}"
     if (known := _records(state).get(DIRECTORY)) is None:
