@@ -271,9 +271,13 @@ class Learner:
         """The global weights are in the model inside the block, to evaluate it; its own are back after, to the bit.
 
         They are those of `global_state_dict`. The learner's own parameters are kept on the host meanwhile, in their own
-        dtypes: one copy of the model in host memory, and none on the device. Where gradients are exchanged, the model
-        is the global one, and nothing is copied. Inside, the learner can neither step nor save its state, and a
-        schedule-free optimizer is in eval mode. All ranks of a learner enter and leave the block together.
+        dtypes: one copy of the model in host memory; the device needs one fragment in fp32, as at an adoption. Where
+        gradients are exchanged, the model is the global one, and nothing is copied. Inside, the learner can neither
+        step nor save its state, and a schedule-free optimizer is in eval mode. All ranks of a learner enter and leave
+        the block together.
+
+        Raises:
+            ConfigError: the block is entered a second time inside; a learner of several ranks is closed.
 
         Example:
             >>> with learner.global_model():
