@@ -264,7 +264,12 @@ class Learner:
             ConfigError: the learner has several ranks, between which values would cross, and is closed.
         """
         self._require_ranks()
-        return self._tensors.model_state_dict(None if self._exchanges_gradients else self._boundary.newest())
+        if self._exchanges_gradients or self._holds_global_model:
+            return self._tensors.model_state_dict(None)
+        if self._tensors.has_made_keys:
+            with self.global_model():
+                return self._tensors.model_state_dict(None)
+        return self._tensors.model_state_dict(self._boundary.newest())
 
     @contextmanager
     def global_model(self) -> Iterator[None]:
