@@ -163,12 +163,16 @@ class Example:
         name: its directory.
         imports: modules that its processes are forked with.
         tokens: of all micro-batches in `STEPS` steps, of each learner.
+        runner: script that runs the example's, with it as the first argument; None: the example's runs as it is.
+        optimizers: optimizers that step in a step, as `kill_after` counts them.
     """
 
     stack: str
     name: str
     imports: tuple[str, ...]
     tokens: tuple[int, int]
+    runner: str | None = None
+    optimizers: int = 1
 
     @property
     def script(self) -> Path:
@@ -186,10 +190,11 @@ class Example:
         """
         output.mkdir(parents=True, exist_ok=True)
         log = output.with_name(f"{output.name}-{len(scripts.started)}.log")
+        command = [self.script] if self.runner is None else [Path(__file__).with_name(self.runner), str(self.script)]
         return scripts.start(
-            self.script, syncer.address, "--shard", str(index), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY),
-            "--output", str(output), *arguments, log=log, imports=self.imports, kill_after=kill_after,
-            environment=environment,
+            *command, syncer.address, "--shard", str(index), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY),
+            "--output", str(output), *arguments, log=log, imports=self.imports, environment=environment,
+            kill_after=None if kill_after is None else kill_after * self.optimizers,
         )  # fmt: skip
 
     def island(

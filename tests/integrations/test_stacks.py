@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ EXAMPLES = (
     Example("accelerate", "accelerate", ("accelerate", "torchdata.stateful_dataloader"), tokens=(3328, 3328)),
     Example("transformers", "transformers", ("datasets", "transformers.trainer"), tokens=(1600, 1600)),
     Example("TRL", "trl", ("datasets", "peft", "trl.trainer.sft_trainer"), tokens=(1459, 1764)),  # without padding
+    Example("Lightning", "lightning", ("lightning", "torchdata.stateful_dataloader"), tokens=(3328, 3328)),
+    Example(
+        "torchtitan",
+        "torchtitan",
+        ("torch.distributed.checkpoint",),
+        tokens=(3328, 3328),
+        runner="torchtitan_cpu.py",
+        optimizers=2,
+    ),
 )
 
 SIGKILLED = -9
@@ -67,7 +77,10 @@ def assert_agree(directory: Path, syncer: Syncer) -> None:
 
 @pytest.fixture(scope="module", params=EXAMPLES, ids=lambda example: example.name)
 def example(request: pytest.FixtureRequest) -> Example:
-    return request.param  # type: ignore[no-any-return]
+    example: Example = request.param
+    if example.name == "torchtitan" and find_spec("torchtitan") is None:
+        pytest.skip("torchtitan needs an environment of its own: make torchtitan")
+    return example
 
 
 @pytest.fixture(scope="module")
