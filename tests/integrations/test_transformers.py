@@ -171,6 +171,7 @@ def test_a_late_learner_starts_its_schedule_at_the_runs_step(syncer: Syncer, tmp
     with diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=dial(syncer)) as first:
         for _ in range(6):
             first.step(1)
+        first.state_dict()  # the syncer has answered what was sent after the sixth
         callback = DilocoCallback(dial(syncer, initialise=False, learner="b"))
         trainer = make(tmp_path, callback, logging_steps=1, warmup_steps=5, learning_rate=0.1)
         first.finish()
