@@ -123,6 +123,8 @@ def trains(groups: Groups, method: Method, wrapper: str = "") -> Result:
     result.facts["run_tokens"] = run_tokens
     trainer.learner.close()
     trainer.learner.close()
+    result.facts["after close"] = error_of(trainer.learner.global_state_dict) + error_of(trainer.learner.state_dict)
+    trainer.learner.metrics()
     return result
 
 

@@ -135,21 +135,25 @@ def live(
     first, last = 1, scenario.steps
     if scenario.resume_at:
         first, last = (1, scenario.resume_at) if part == 0 else (scenario.resume_at + 1, scenario.steps)
+    resume = None
     if part == 1 and index == 0:  # as training frameworks do, before anything is attached
         model.load_state_dict(carried["model"])
+        optimizer.load_state_dict(carried["optimizer"])
+        resume = carried["learner"]
     trains = {int(key): patterns for key, patterns in scenario.trains.items()}.get(index)
     overlap = {int(key): steps for key, steps in scenario.overlaps.items()}.get(index)
     buffers: Any = "local" if scenario.fault == "buffers" and index == 1 else scenario.buffers or "refuse"
     static: Any = scenario.static
     with Learner(
         model, optimizer, method=method, exchange=exchange, trains=trains, overlap=overlap, buffers=buffers,
-        static=static,
+        static=static, resume=resume,
     ) as learner:  # fmt: skip
-        if part == 1:
+        if part == 1 and index > 0:
             if index == 1:
                 model.load_state_dict(carried["model"])
             optimizer.load_state_dict(carried["optimizer"])
-            carried["exact"] = learner.load_state_dict(carried["learner"])
+            learner.load_state_dict(carried["learner"])
+        assert learner.resumed is (True if part == 1 else None)
         for step in range(first, last + 1):
             if scenario.fault and index == 1 and step == 7:
                 if scenario.fault == "error":

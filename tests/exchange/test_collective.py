@@ -51,7 +51,7 @@ def test_shards_cover_a_vector_in_whole_segments(num_elements: int, num_shards: 
 
 def test_shards_differ_by_one_segment_at_most() -> None:
     parts = [Shards(11 * SEGMENT_ELEMENTS, 4).segments(rank) for rank in range(4)]
-    assert [stop - start for start, stop in parts] == [2, 3, 3, 3]
+    assert [part.stop - part.first for part in parts] == [2, 3, 3, 3]
 
 
 def test_needs_a_process_group() -> None:
@@ -104,7 +104,7 @@ def test_refuses_methods_that_need_a_syncer(world: dict[str, Facts]) -> None:
 def test_refuses_to_be_used_twice(world: dict[str, Facts]) -> None:
     for facts in world["refuses_to_be_used_twice"]:
         assert facts["open"][0] == facts["closed"][0] == "ConfigError"
-        assert "make a new Collective" in facts["open"][1]
+        assert "belongs to another Learner already" in facts["open"][1]
 
 
 def test_refuses_checkpoints_that_do_not_fit(world: dict[str, Facts]) -> None:

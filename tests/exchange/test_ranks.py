@@ -94,6 +94,15 @@ def test_ranks_of_which_nothing_says_what_they_are_are_refused_and_told_both_way
     assert "this process is not one of the ranks that ranks=" in results[1]["not a member"][1]
 
 
+def test_what_a_closed_learner_of_several_ranks_refuses(world: Results) -> None:
+    first, second, single = (result.facts["after close"] for result in world["diloco"])
+    assert first == second
+    assert first[0] == first[2] == "ConfigError"
+    assert "not connected any more; use the global model before close()" in first[1]
+    assert first[3] == single[1]
+    assert "save its state before close()" in single[1]
+
+
 def test_tokens_of_all_ranks_and_learners_are_summed(world: Results) -> None:
     job, single = tokens_of(0) + tokens_of(1), tokens_of(2)
     assert [result.facts["tokens"] for result in world["diloco"]] == [STEPS * job, STEPS * job, STEPS * single]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.learner.test_learner import SGD, assert_same, differ, make_model, parameters_of, run, train_step
+from tests.syncer.runs import RUN
+from tests.syncer.runs import start as start_syncer
 from torch import Tensor, nn
 
 import diloco
@@ -74,6 +77,20 @@ def test_what_a_closed_learner_still_does_and_what_it_refuses() -> None:
                 call()
 
     alone(life)
+
+
+def test_a_closed_learner_of_a_syncer_still_tells_what_it_knows(tmp_path: Path) -> None:
+    with start_syncer(tmp_path, DILOCO) as syncer:
+        exchange = diloco.connect(syncer.address, run=RUN, learner="me", initialise=True)
+        model = make_model()
+        with Learner(model, SGD(model.parameters(), lr=0.1), exchange=exchange) as learner:
+            run(learner, 0, range(1, 4))
+            before = learner.global_state_dict()
+    assert (learner.name, learner.steps, learner.versions, learner.drained) == ("me", 3, (1,), False)
+    assert learner.metrics()["tokens"] == 30
+    assert_same(learner.global_state_dict(), before)
+    with pytest.raises(ConfigError, match="this learner is closed; save its state before close"):
+        learner.state_dict()
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

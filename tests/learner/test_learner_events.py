@@ -70,7 +70,7 @@ class Script(Exchange):
         self.inbox.clear()
         return events
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> None:
         assert self.on_wait is not None, "the learner would block forever"
         self.on_wait()
 

@@ -12,7 +12,7 @@ from tests.storms.draws import Draws
 
 import diloco
 from diloco.core.codecs import CODECS
-from diloco.core.layout import Layout, TensorSpec, place
+from diloco.core.layout import Layout, Role, TensorSpec, place
 from diloco.core.merges import MERGES
 from diloco.core.method import Method
 from diloco.core.outer import OUTER_OPTIMIZERS
@@ -99,7 +99,10 @@ class Plan:
 
 def _tensors(fragment: int, size: int) -> list[TensorSpec]:
     sizes = [size - size // 2, size // 2]
-    return [TensorSpec(f"w{fragment}.{index}", (each,), "float32") for index, each in enumerate(sizes) if each]
+    roles: tuple[Role, Role] = ("", "variance" if fragment else "averaged")
+    return [
+        TensorSpec(f"w{fragment}.{index}", (each,), "float32", roles[index]) for index, each in enumerate(sizes) if each
+    ]
 
 
 def plan_of(seed: int) -> Plan:

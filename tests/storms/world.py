@@ -19,11 +19,15 @@ from tests.storms.learners import LearnerProcess
 from tests.storms.plans import Fault, Plan
 from tests.storms.progress import LOOK_S, Progress
 from tests.storms.wire import STALL_S
+from torch import Tensor
 
 from diloco.core.accounting import Key
 from diloco.core.contribution import OUTLIER
+from diloco.core.held import Advanced, HeldFragment
 from diloco.core.rounds import AllLive
+from diloco.errors import DigestError
 from diloco.exchange.virtual.replicas import Replicas
+from diloco.run.global_model import Fetched
 from diloco.run.memory import POINTS
 from diloco.run.ports import Ports
 
@@ -37,6 +41,16 @@ DURATIONS_S = {"check": (0.0, 0.03), "close": (0.0, 0.3), "write": (0.0, 0.1), "
 """Of the syncer's jobs and writes."""
 
 RUN = "storm"
+
+
+class StormReplicas(Replicas):
+    """No storm damages a byte: what an update leads to has the published bits. A learner would fetch it whole."""
+
+    def fetched(self, held: HeldFragment | None, fetched: Fetched[HeldFragment, Tensor]) -> Advanced:
+        try:
+            return super().fetched(held, fetched)
+        except DigestError as error:
+            raise BrokenInvariantError(f"an update leads to other bits than were published ({error})") from error
 
 
 class ProcessKilled(BaseException):
@@ -67,7 +81,7 @@ class Storm:
         self.ledger = Ledger()
         self.accounts = Accounts(self.ledger)
         self.driver: StormDriver | None = None
-        self.replicas = Replicas(plan.method, plan.layout)
+        self.replicas = StormReplicas(plan.method, plan.layout)
         self.jobs = StormJobs(plan.method, self.accounts)
         self.boot = 0
         self.began_s = self.quiet_s = 0.0

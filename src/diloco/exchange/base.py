@@ -142,6 +142,9 @@ class Exchange(ABC):
     gradients = True
     """Whether gradients can be exchanged (`Method.exchanged == "gradients"`) besides outer gradients."""
 
+    remind_after_s = 10.0
+    """How long a learner is blocked before it says on what, in a warning; again at doubled times."""
+
     dials_out = False
     """Whether each process that opens it becomes a learner, whatever torch.distributed it is part of."""
 
@@ -191,8 +194,8 @@ class Exchange(ABC):
         """Everything that happened since the last poll, in order. Raises what a background thread failed with."""
 
     @abstractmethod
-    def wait(self) -> None:
-        """Block until `poll` has something new."""
+    def wait(self, timeout_s: float) -> None:
+        """Block until `poll` has something new, or `timeout_s` have passed."""
 
     def report(self, report: Report) -> None:  # noqa: B027  (an exchange without heartbeats has nothing to do)
         """The learner's newest state, for heartbeats; never blocks."""
@@ -214,6 +217,11 @@ class Exchange(ABC):
     def overview(self) -> Overview:
         """The run as last heard."""
         return Overview()
+
+    @property
+    def obstacles(self) -> str:
+        """What may keep an answer from coming, in words, as far as this exchange knows."""
+        return f"{self.overview.num_live} learner(s) take part"
 
     def sum_tokens(self, tokens: int) -> int:
         """Tokens of one step over all ranks of this learner."""

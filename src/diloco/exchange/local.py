@@ -145,6 +145,8 @@ class Local(Exchange):
         initial_step, initial_tokens: what the learner that initialises the run has behind it; likewise.
     """
 
+    remind_after_s = math.inf  # that learners wait for each other is what virtual time is for
+
     def __init__(self, run: VirtualRun, index: int) -> None:
         self._run, self._index, self._name = run, index, run.names[index]
         self.initial_step = self.initial_tokens = 0
@@ -257,7 +259,7 @@ class Local(Exchange):
                 self._incarnation = event.opened.incarnation
         return events
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> None:
         if not self._inbox:
             self._run.time.wait(self._index)
 

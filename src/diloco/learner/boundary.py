@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -22,6 +23,8 @@ from diloco.learner.error_feedback import ErrorFeedback
 from diloco.learner.masters import MasterWeights
 from diloco.learner.tensors import LearnerTensors
 from diloco.learner.timing import Timing
+
+log = logging.getLogger("diloco")
 
 
 class Boundary:
@@ -50,7 +53,7 @@ class Boundary:
     ) -> None:  # fmt: skip
         self.method, self.layout, self.exchange = method, layout, exchange
         self.core, self.tensors = core, tensors
-        self.timing = Timing(lambda: exchange.now_s)
+        self.timing = Timing(lambda: exchange.now_s, exchange.remind_after_s)
         self.received: dict[tuple[int, int], Arrived] = {}
         self.merges = self.updates = 0
         self.has_finished = self.is_drained = False
@@ -165,7 +168,7 @@ class Boundary:
     def _settle(self) -> None:
         """Receive, wait for the updates that are due, adopt."""
         self.receive()
-        self.wait_while(lambda: bool(self.core.waiting()))
+        self.wait_while(self.core.waiting)
         arrived = {}
         for fragment, version in self.core.adoptions():
             arrived[fragment] = self.received[fragment, version]
@@ -185,15 +188,24 @@ class Boundary:
             else:
                 self.tensors.write(fragment, anchor, how=KeepDisplacement(), origin=before)
 
-    def wait_while(self, missing: Callable[[], bool]) -> None:
-        """Block while updates are `missing`."""
-        if self.timing.wait_while(missing, self._wait):
+    def wait_while(self, missing: Callable[[], Sequence[tuple[int, int]]]) -> None:
+        """Block while updates are `missing`: (fragment, version) of each."""
+        if self.timing.wait_while(lambda: bool(missing()), self._wait, lambda s: self._blocked(s, missing())):
             self.report()
 
-    def _wait(self) -> None:
+    def _wait(self, timeout_s: float) -> None:
         self.report(waiting=True)
-        self.exchange.wait()
+        self.exchange.wait(timeout_s)
         self.receive()
+
+    def _blocked(self, seconds: float, missing: Sequence[tuple[int, int]]) -> None:
+        """Say what this learner has been waiting for, once for all its ranks."""
+        if self.exchange.rank[0] == 0:
+            updates = " and ".join(f"version {version} of fragment {fragment}" for fragment, version in missing)
+            log.warning(
+                "learner %s has been blocked after step %d for %.0f s: it waits for %s; %s.",
+                self.name, self.core.step, seconds, updates, self.exchange.obstacles,
+            )  # fmt: skip
 
     def receive(self) -> None:
         """Handle the exchange's events since the last call, without adopting a version."""

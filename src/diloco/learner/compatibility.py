@@ -10,6 +10,7 @@ from torch import nn
 from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
+from diloco.learner.models import require_hooks
 
 MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
 
@@ -22,12 +23,6 @@ def check_compatible(
     Raises:
         ConfigError: what does not fit, and what to use instead.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise ConfigError(
-            "FullyShardedDataParallel (FSDP1) is not supported; use fully_shard (FSDP2) or DistributedDataParallel."
-        )
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     for optimizer in optimizers:
         _check_optimizer(optimizer, trainable)
@@ -44,6 +39,8 @@ def check_compatible(
             "model, so a lost learner could not rejoin; use Collective over a process group, or a method that "
             "exchanges outer gradients."
         )
+    if method.exchanged == "gradients":
+        require_hooks(optimizers[0])
     if method.exchanged == "gradients" and len(optimizers) > 1:
         raise ConfigError(
             f"{method.name} exchanges all gradients before the optimizer's step, and {len(optimizers)} optimizers may "

@@ -2,7 +2,7 @@
 
 Of the static tensors, the run's values are loaded when the learner joins. Those whose role is "local", and buffers
 without floating-point values (counters), are the learner's own from then on; training must not change the others. The
-base (`learner.base`) is never loaded, and averaged tensors are in the fragments.
+base (`learner.frozen_base`) is never loaded, and averaged tensors are in the fragments.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from diloco.core.boxes import Box
 from diloco.core.layout import Fragment, Layout
-from diloco.core.names import holder, named_parameters
+from diloco.core.names import holder, named_parameters, tensor_names
 from diloco.errors import LayoutError
-from diloco.learner.base import Base, local_of
+from diloco.learner.frozen_base import Base, local_of, whole_of
+from diloco.learner.pieces import read_dtensor
 
 Place = tuple[nn.Module, str]
 
@@ -28,11 +30,12 @@ class FrozenState:
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self._places = {spec.name: holder(model, spec.name) for spec in layout.static}
+        here = tensor_names(model)  # other ranks of the learner may hold others
+        self._places = {spec.name: holder(model, spec.name) for spec in layout.static if spec.name in here}
         self._local = {spec.name for spec in layout.static if spec.role == "local"}
-        self._averaged = {name: holder(model, name) for name in averaged_names(layout)}
-        base = {each.spec.name: holder(model, each.spec.name) for each in layout.base}
-        self._base = Base(layout.base, lambda name: current(base[name]))
+        self._averaged = {name: holder(model, name) for name in averaged_names(layout) if name in here}
+        base = {each.spec.name: holder(model, each.spec.name) for each in layout.base if each.spec.name in here}
+        self._base = Base([each for each in layout.base if each.spec.name in here], lambda name: current(base[name]))
         self._copies: dict[str, Tensor] = {}
         self._has_joined = self._is_checked = False
         self._trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
@@ -40,8 +43,8 @@ class FrozenState:
         self._left: dict[str, Tensor] = {}
 
     def values(self) -> dict[str, Tensor]:
-        """Host copies of the current static values, by name."""
-        return {name: current(place).detach().to("cpu", copy=True) for name, place in self._places.items()}
+        """Host copies of the current static values, by name; of sharded ones whole, which every rank gathers."""
+        return {name: whole_of(current(place)).to("cpu", copy=True) for name, place in self._places.items()}
 
     def averaged(self) -> dict[str, Tensor]:
         """The present averaged tensors, by name; training may have replaced them."""
@@ -50,23 +53,24 @@ class FrozenState:
     def counters(self) -> dict[str, Tensor]:
         """Host copies of the learner's own: local tensors, and buffers without floating-point values."""
         own = {name: current(place) for name, place in self._places.items() if self._is_own(name)}
-        return {name: each.detach().to("cpu", copy=True) for name, each in own.items()}
+        return {name: local_of(each).to("cpu", copy=True) for name, each in own.items()}
 
     @torch.no_grad()
     def load_counters(self, values: Mapping[str, Tensor]) -> None:
         """Restore what `counters` returned."""
         for name, value in values.items():
-            current(self._places[name]).copy_(value)
+            local_of(current(self._places[name])).copy_(value)
 
     @torch.no_grad()
     def adopt(self, values: Mapping[str, Tensor]) -> None:
         """Load the run's values: all of them at first, and those that are compared when the learner rejoins."""
-        for name, value in values.items():
+        for name in self._places.keys() & values.keys():
             if not (self._has_joined and self._is_own(name)):
-                current(self._places[name]).copy_(value)
+                piece = read_dtensor(name, current(self._places[name]))
+                piece.local.copy_(values[name][piece.box.within(Box.whole(piece.shape))])
         self._has_joined = True
         self._copies = {
-            name: value.detach().clone()
+            name: local_of(value).clone()
             for name, place in self._places.items()
             if name not in self._local and (value := current(place)).is_floating_point()
         }
@@ -82,7 +86,7 @@ class FrozenState:
         """
         self._base.check(part, num_parts)
         for name in list(self._copies)[part::num_parts]:
-            if not torch.equal(current(self._places[name]), self._copies[name]):
+            if not torch.equal(local_of(current(self._places[name])), self._copies[name]):
                 self._refuse(name)
 
     def check_boundary(self) -> None:
@@ -158,7 +162,8 @@ class FrozenState:
 def exchanged_tensors(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """The present tensors of a model's fragments, by name: trainable parameters and averaged tensors."""
     found: dict[str, Tensor] = {name: each for name, each in named_parameters(model) if each.requires_grad}
-    return found | {name: current(holder(model, name)) for name in averaged_names(layout)}
+    here = tensor_names(model)
+    return found | {name: current(holder(model, name)) for name in averaged_names(layout) if name in here}
 
 
 def averaged_names(layout: Layout) -> list[str]:

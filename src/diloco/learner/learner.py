@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -24,14 +25,16 @@ from diloco.exchange.island import Ranks
 from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible
 from diloco.learner.frozen import exchanged_tensors
-from diloco.learner.island import RanksOfLearner, broadcast_replicas, island_of
 from diloco.learner.masters import MasterWeights
-from diloco.learner.models import joined, listed
+from diloco.learner.models import joined, listed, require_hooks
+from diloco.learner.own_ranks import RanksOfLearner, island_of
 from diloco.learner.partition import Partition, Undivided, divided
-from diloco.learner.pieces import read_dtensor
-from diloco.learner.roles import Buffers, Static, layout_for
+from diloco.learner.pieces import Gather, read_dtensor
+from diloco.learner.roles import Buffers, Static, described
+from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
+from diloco.learner.union import described_by_all, static_of_all
 
 
 class Learner:
@@ -45,7 +48,9 @@ class Learner:
             "generator." before the names of g's tensors. Parameters on CPU or CUDA in fp32, bf16 or fp16. Joining
             overwrites them with the run's. Names are canonical: those of the model without `torch.compile`,
             DistributedDataParallel and checkpoint wrappers, so wrapped and plain learners can meet.
-        optimizer: what trains the model, or several (Muon and AdamW). Its state is local and never reset.
+        optimizer: what trains the model, or several (Muon and AdamW). Its state is local and never reset. Of a
+            schedule-free optimizer, the global model is the one that the parameters hold when the learner steps
+            (docs/learner.md).
         method: the run's method. None: the method that the exchange brings (from a syncer). A different one is refused.
         exchange: from `diloco.connect(…)`, `diloco.Collective(…)` or `diloco.run_local(…)`; a new one for each learner.
         ranks: the process group or device mesh whose ranks are this learner, each with a Learner of its own; rank 0
@@ -66,6 +71,8 @@ class Learner:
             them from it. "digest": every learner has loaded the same ones (LoRA on a pretrained base); they are
             compared by digest when it joins, and are neither sent nor exported. All learners must give the same
             `buffers` and `static`.
+        gather: which piece of each parameter this rank holds, where it is neither whole nor a DTensor (`Gather`), as in
+            FSDP1.
         resume: what `state_dict` returned in an earlier process; as `load_state_dict`. The optimizer's state may be
             loaded before or after.
 
@@ -100,6 +107,7 @@ class Learner:
         overlap: int | None = None,
         buffers: Buffers | Mapping[str, Buffers] = "refuse",
         static: Static = "exchange",
+        gather: Gather | None = None,
         resume: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
@@ -109,10 +117,14 @@ class Learner:
         self._exchange = exchange if island is None else island
         self.method = self._exchange.method(method)
         check_compatible(root, self._optimizers, self.method, exchange)
-        self.layout: Layout = layout_for(root, self.method, buffers, static)
+        gather = gather or read_dtensor
+        whole = described(root, self.method, buffers, static, gather)
+        if island is not None:
+            whole = described_by_all(whole, island.group)
+        self.layout: Layout = whole.layout(self.method)
         partition: Partition = Undivided(self.layout)
         if island is not None:
-            partition = divided(self.layout, exchanged_tensors(root, self.layout), read_dtensor, island.group)
+            partition = divided(self.layout, exchanged_tensors(root, self.layout), gather, island.group)
         self._tensors = LearnerTensors(root, self.layout, self.method, partition)
         trained = trained_tensors(self.layout, trains, self.method)
         own = self.method if overlap is None else self.method.with_own_overlap(overlap)
@@ -127,6 +139,7 @@ class Learner:
         self._closed = False
         self._hooks: list[RemovableHandle] = []
         self._steps_by_itself = self._holds_global_model = False
+        self._modes: list[bool | None] = []
         if self._exchanges_gradients:
             self._hooks.append(self._optimizers[-1].register_step_pre_hook(lambda *_: self._before_step()))
         self.resumed: bool | None = None
@@ -137,9 +150,8 @@ class Learner:
                 undo.pop_all()
 
     def _own_model(self, island: Ranks | None) -> Model:
-        if island is not None:
-            broadcast_replicas(self._tensors.parameters.values(), island.group)
-        return self._tensors.own_model()
+        own = self._tensors.own_model()
+        return own if island is None else replace(own, static=static_of_all(own.static, self.layout, island.group))
 
     @property
     def _exchanges_gradients(self) -> bool:
@@ -156,6 +168,8 @@ class Learner:
                 then by steps of ranks, and `run_tokens` counts these; all learners of a run must count the same unit.
 
         Raises:
+            ConfigError: the learner is closed or has finished, or steps by itself (`step_after_optimizer`); a
+                schedule-free optimizer is in another mode than at earlier steps.
             LayoutError: training changed a frozen tensor; a parameter was added, replaced, removed, frozen or unfrozen.
         """
         if self._steps_by_itself:
@@ -172,17 +186,17 @@ class Learner:
             tokens: gives the tokens of the inner step that was just taken, on this rank; None: 1, as for `step`.
 
         Raises:
-            ConfigError: the learner is closed, or does so already.
+            ConfigError: the learner is closed, or does so already; the optimizer is a wrapper that has no hooks.
         """
         self._require_open()
         if self._steps_by_itself:
             raise ConfigError("step_after_optimizer was called before; it is needed once.")
+        require_hooks(self._optimizers[-1])
         self._steps_by_itself = True
 
         def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            found_inf = getattr(
-                optimizer, "found_inf", None
-            )  # a gradient scaler's, for optimizers that skip themselves
+            # Of optimizers that skip a step themselves, where a gradient scaler has found an overflow.
+            found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is None or not bool(found_inf):
                 self._step(1 if tokens is None else tokens())
 
@@ -190,6 +204,7 @@ class Learner:
 
     def _step(self, tokens: int) -> None:
         self._require_training()
+        self._require_one_mode()
         timing = self._boundary.timing
         if not self._exchanges_gradients:
             self._exchange.stepped()
@@ -251,7 +266,11 @@ class Learner:
             into the model without wrappers; where gradients are exchanged, the values of the model itself. Buffers that
             are kept local have this learner's own values. With `static="digest"`, only what the run holds: for LoRA,
             the adapters.
+
+        Raises:
+            ConfigError: the learner has several ranks, between which values would cross, and is closed.
         """
+        self._require_ranks()
         return self._tensors.model_state_dict(None if self._exchanges_gradients else self._boundary.newest())
 
     @contextmanager
@@ -260,22 +279,25 @@ class Learner:
 
         They are those of `global_state_dict`. The learner's own parameters are kept on the host meanwhile, in their own
         dtypes: one copy of the model in host memory, and none on the device. Where gradients are exchanged, the model
-        is the global one, and nothing is copied. Inside, the learner can neither step nor save its state.
+        is the global one, and nothing is copied. Inside, the learner can neither step nor save its state, and a
+        schedule-free optimizer is in eval mode. All ranks of a learner enter and leave the block together.
 
         Example:
             >>> with learner.global_model():
             ...     loss = evaluate(model)
         """
         self._require_own_parameters()
+        self._require_ranks()
         if self._exchanges_gradients:
             yield
             return
         own = self._tensors.own_parameters()
         self._holds_global_model = True
         try:
-            for fragment, theta in enumerate(self._boundary.newest()):
-                self._tensors.write(fragment, theta)
-            yield
+            with in_eval_mode(self._optimizers):
+                for fragment, theta in enumerate(self._boundary.newest()):
+                    self._tensors.write(fragment, theta)
+                yield
         finally:
             self._tensors.restore_parameters(own)
             self._holds_global_model = False
@@ -379,6 +401,24 @@ class Learner:
     def _require_open(self) -> None:
         if self._closed:
             raise ConfigError("this learner is closed; save its state before close(), and make a new one to train on.")
+
+    def _require_ranks(self) -> None:
+        if self._closed and self._exchange.rank[1] > 1:
+            raise ConfigError(
+                "this learner is closed, and its ranks, each with a part of the global model, are not connected any "
+                "more; use the global model before close()."
+            )
+
+    def _require_one_mode(self) -> None:
+        """A schedule-free optimizer swaps one model for another in the parameters; only one of them is exchanged."""
+        modes = [is_in_train_mode(each) for each in self._optimizers]
+        self._modes = self._modes or modes
+        if modes != self._modes:
+            now, before = ("train", "eval") if True in modes else ("eval", "train")
+            raise ConfigError(
+                f"the schedule-free optimizer is in {now} mode, and was in {before} mode at earlier calls of "
+                "learner.step, so that another one of its two models would be exchanged; call step in one mode."
+            )
 
     def _require_own_parameters(self) -> None:
         if self._holds_global_model:

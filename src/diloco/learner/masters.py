@@ -23,7 +23,7 @@ from torch import Tensor
 
 from diloco.core.fragments import Fragment, Layout
 from diloco.errors import ConfigError
-from diloco.learner.base import local_of
+from diloco.learner.frozen_base import local_of
 
 MIN_STEPS = 8
 """How many inner steps long an adoption must be to say something."""
@@ -154,7 +154,8 @@ class _Writes:
     around: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        names = [each.spec.name for each in self.fragment.tensors if not each.spec.is_averaged]
+        trained = [each.spec.name for each in self.fragment.tensors if not each.spec.is_averaged]
+        names = [name for name in trained if name in self.parameters]
         sizes = {name: local_of(self.parameters[name]).numel() for name in names}
         large = sorted((name for name in names if sizes[name] >= MIN_ELEMENTS), key=lambda name: -sizes[name])
         self.names = large[:SAMPLED_TENSORS]  # without an answer yet

@@ -38,10 +38,19 @@ def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -
     Raises:
         ConfigError: there is none.
     """
-    optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     if not optimizers:
         raise ConfigError("Learner(optimizer=[]) has no optimizer; pass those that train the model.")
     return optimizers
+
+
+def require_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError unless the optimizer calls hooks at its steps, as those of torch do."""
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise ConfigError(
+            f"{type(optimizer).__name__} calls no hooks at its steps, as a wrapper around an optimizer may not; give "
+            "Learner the optimizer inside it, or call learner.step() after each step, with outer gradients exchanged."
+        )
 
 
 class Registered:

@@ -7,9 +7,9 @@ joins, and a difference names the tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from torch import Tensor, nn
 
@@ -19,8 +19,8 @@ from diloco.core.layout import BaseTensor, Layout, TensorSpec
 from diloco.core.method import Method
 from diloco.core.names import holder, named_parameters
 from diloco.errors import ConfigError, LayoutError
-from diloco.learner.base import base_tensor
 from diloco.learner.frozen import current
+from diloco.learner.frozen_base import base_tensor
 from diloco.learner.pieces import Gather
 
 Buffers = Literal["refuse", "average", "local"]
@@ -38,9 +38,23 @@ class Described:
     static: tuple[TensorSpec, ...]
     base: tuple[BaseTensor, ...]
 
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, for the other ranks."""
+        return {name: [asdict(each) for each in getattr(self, name)] for name in ("exchanged", "static", "base")}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave; JSON in between does no harm."""
+        exchanged, static = (tuple(map(_spec, values[name])) for name in ("exchanged", "static"))
+        return cls(exchanged, static, tuple(BaseTensor(_spec(each["spec"]), each["digest"]) for each in values["base"]))
+
     def layout(self, method: Method) -> Layout:
         """The model, cut as the method says."""
         return layout_of(self.exchanged, self.static, method.fragments, self.base)
+
+
+def _spec(values: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(**{**values, "shape": tuple(values["shape"])})
 
 
 def described(

@@ -24,7 +24,7 @@ def learner_state(learner: Boundary) -> dict[str, Any]:
     The parameters are part of it: joining a run overwrites those that the caller has loaded into the model before.
     """
     learner.receive()
-    learner.wait_while(lambda: not _all_answered(learner))
+    learner.wait_while(lambda: _unanswered(learner))
     return {
         "rank": list(learner.exchange.rank),
         "layout": learner.layout.digest(),
@@ -93,8 +93,8 @@ def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:
     return not state["exchange"] and tuple(newest) != opened.versions
 
 
-def _all_answered(learner: Boundary) -> bool:
-    return all(answer in learner.received for answer in learner.core.answers_on_their_way())
+def _unanswered(learner: Boundary) -> list[tuple[int, int]]:
+    return [answer for answer in learner.core.answers_on_their_way() if answer not in learner.received]
 
 
 def _arrived_out(arrived: Arrived) -> dict[str, Any]:

@@ -227,6 +227,11 @@ class SessionCore:
 
     # --- what the syncer says -----------------------------------------------------------------------------------------
 
+    @property
+    def is_away(self) -> bool:
+        """Whether a request is being repeated because the syncer was not reached."""
+        return self._lanes.is_away
+
     def beaten(self, now: float, beat: requests.Beat, boot: int, standing: Standing) -> Actions:
         """A heartbeat was answered, by this process of the syncer."""
         self._heartbeat.ended(now)

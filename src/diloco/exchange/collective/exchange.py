@@ -111,12 +111,12 @@ class Collective(Exchange):
             events.extend(round_.events)
         return events
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> None:
         if not self._offers:
             raise ExchangeError(
                 "nothing is on its way, so nothing can arrive; a learner waits only for what it has sent."
             )
-        wait([self._offers[0].result])
+        wait([self._offers[0].result], timeout_s)
 
     def boundary(self) -> bool:
         # All ranks have waited for what was sent as many boundaries ago as the longest of their overlaps has. Counting

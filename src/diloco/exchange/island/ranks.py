@@ -60,7 +60,7 @@ class Ranks(Exchange):
         self.group = Group(ranks, timeout_s=TIMEOUT_S)
         self._first = self.group.rank == 0
         self._exchange = exchange
-        self.gradients = exchange.gradients
+        self.gradients, self.remind_after_s = exchange.gradients, exchange.remind_after_s
         self._background = [Group(ranks, timeout_s=TIMEOUT_S) for _ in range(2)]
         self._sharded = exchange if isinstance(exchange, ShardedExchange) else None
         if self._sharded is not None:
@@ -173,9 +173,9 @@ class Ranks(Exchange):
         )
         return events
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> None:
         if not self._news:
-            self._on_first(self._exchange.wait)  # the other ranks wait in the next poll
+            self._on_first(lambda: self._exchange.wait(timeout_s))  # the other ranks wait in the next poll
 
     def report(self, report: Report) -> None:
         self._on_first(lambda: self._exchange.report(report))
@@ -190,6 +190,10 @@ class Ranks(Exchange):
     @property
     def overview(self) -> Overview:
         return self._overview
+
+    @property
+    def obstacles(self) -> str:
+        return self._exchange.obstacles if self._first else super().obstacles
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

@@ -59,10 +59,10 @@ class Inbox:
             self._events.clear()
             return events
 
-    def wait(self) -> None:
-        """Block until `take` has something to say."""
+    def wait(self, timeout_s: float) -> None:
+        """Block until `take` has something to say, or `timeout_s` have passed."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._events) or self._failure is not None)
+            self._changed.wait_for(lambda: bool(self._events) or self._failure is not None, timeout_s)
 
     def _raise(self) -> None:
         if self._failure is not None:

@@ -169,8 +169,14 @@ class Remote(ShardedExchange):
                 self._incarnation = event.opened.incarnation
         return events
 
-    def wait(self) -> None:
-        self._opened.inbox.wait()
+    def wait(self, timeout_s: float) -> None:
+        self._opened.inbox.wait(timeout_s)
+
+    @property
+    def obstacles(self) -> str:
+        if self._opened.core.is_away:
+            return "the syncer cannot be reached"
+        return f"{super().obstacles}, and `diloco status` shows which are missing"
 
     def report(self, report: Report) -> None:
         session = self._opened

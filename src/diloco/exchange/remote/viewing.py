@@ -20,8 +20,8 @@ from diloco.exchange.wire import syncer_pb2 as pb
 def fetch_model(
     address: str, *, run: str, token: str | None = None, ca: str | Path | None = None, insecure: bool = False
 ) -> dict[str, Tensor]:
-    """The run's newest global model: name to tensor in the parameters' dtypes, frozen ones and buffers too. For
-    viewers.
+    """The run's newest global model: name to tensor in the parameters' dtypes, frozen ones and buffers too, but for a
+    base that every learner brings. For viewers.
 
     Raises:
         ExchangeError: no syncer answers. NotInitialisedError: there is no model yet. AuthError: the token may not read.

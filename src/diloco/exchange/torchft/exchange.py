@@ -85,12 +85,12 @@ class TorchFT(Exchange):
             self._offers.popleft()
         return events
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> None:
         if not self._offers:
             raise ExchangeError(
                 "nothing is on its way, so nothing can arrive; a learner waits only for what it has sent."
             )
-        wait([self._offers[0]])
+        wait([self._offers[0]], timeout_s)
 
     @property
     def overview(self) -> Overview:

@@ -25,12 +25,17 @@ SAMPLED_ELEMENTS = 64
 
 def base_tensor(spec: TensorSpec, tensor: Tensor) -> BaseTensor:
     """A tensor of the base with its digest. Reads it once; one that is sharded, every rank gathers for it."""
-    return BaseTensor(spec, digest_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor))
+    return BaseTensor(spec, digest_of(whole_of(tensor)))
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor; of one that is sharded, every rank gathers it."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @torch.no_grad()
