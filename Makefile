@@ -4,6 +4,7 @@
 #   make test     the default test suite, in two processes
 #   make coverage the same, and which lines and branches it runs
 #   make lint     ruff, mypy, import directions
+#   make torchtitan   the tests of examples/integrations/torchtitan, in an environment of their own
 #   make storm    whole runs in virtual time in which all goes wrong that can, SEEDS=1-1000
 #   make bench    what exchanging costs, as ratios measured in the same run
 #   make proto    the messages of the wire, from their .proto file
@@ -29,7 +30,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test coverage lint storm bench proto venv clean
+.PHONY: all demo test coverage lint torchtitan storm bench proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -48,6 +49,18 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# torchtitan needs an older datasets than the rest, and triton, which it imports on CPUs too.
+TITAN := .venv-torchtitan
+$(TITAN)/.installed: tests/integrations/torchtitan-constraints.txt pyproject.toml | $(STAMP)
+	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(TITAN); \
+	else "$(PYTHON)" -m venv --without-pip $(TITAN); fi
+	$(BIN)/python -m pip --python $(TITAN)/bin/python install --quiet $(PIP_ARGS) -c $< \
+		torch triton hypothesis pytest pytest-timeout -e ".[torchtitan]"
+	@touch $@
+
+torchtitan: $(TITAN)/.installed
+	$(TITAN)/bin/python -m pytest -k torchtitan tests/integrations $(ARGS)
 
 storm: $(STAMP)
 	$(BIN)/python -m tests.storms $(SEEDS)
@@ -72,4 +85,4 @@ $(STAMP): constraints.txt pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(TITAN) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

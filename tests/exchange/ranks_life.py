@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 import diloco
 from diloco import Collective, Learner, Method
@@ -163,6 +164,11 @@ def refuses(groups: Groups) -> Result:
     }
     if rank < 2:
         facts["rank's method"] = error_of(lambda: Trainer(groups, wrong if rank == 1 else method))
+        stage = nn.Linear(4, 3 + rank)
+        exchange = Collective(groups.learners)
+        facts["rank's model"] = error_of(
+            lambda: Learner(stage, SGD(stage.parameters()), method=method, exchange=exchange, ranks=groups.job)
+        )
     dist.barrier()
     trainer = Trainer(groups, method)
     trainer.train(3)

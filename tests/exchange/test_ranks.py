@@ -131,6 +131,11 @@ def test_a_resumed_job_continues_with_the_same_bits(world: Results) -> None:
         ("layout", "LayoutError", "learner-000 and learner-001 do not hold the same model: tensor 'embed.weight'"),
         ("method", "ConfigError", "sync_every is 3 here and 7 there"),
         ("rank's method", "ConfigError", "rank 1 of this learner was given another method than rank 0"),
+        (
+            "rank's model",
+            "ConfigError",
+            "holds another model than rank 0 (here): tensor 'weight' is (3, 4) float32 here and (4, 4) float32 there",
+        ),
         ("checkpoint", "CheckpointError", "the checkpoint is of rank 1 of 2 of its learner, and this is rank 0 of 2"),
     ],
 )
