@@ -66,8 +66,8 @@ def _merged(orders: Sequence[Sequence[T]]) -> tuple[T, ...]:
             known = found.setdefault(_name(each), each)
             if known != each:
                 raise LayoutError(
-                    f"tensor {_name(each)!r} is {each} on rank {rank} of this learner and {known} on an earlier rank; "
-                    "give tensors that differ names that differ, or describe what each rank holds with gather=…."
+                    f"tensor {_name(each)!r} is {each} on rank {rank} of this learner and {known} on an earlier one; "
+                    "give different tensors different names, or say with gather=… which piece of one each rank holds."
                 )
     left = list({tuple(map(_name, order)): None for order in orders})
     merged: list[str] = list(left.pop()) if len(left) == 1 else []
