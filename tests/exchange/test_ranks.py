@@ -90,6 +90,9 @@ def test_ranks_of_which_nothing_says_what_they_are_are_refused_and_told_both_way
     for facts in results[:2]:
         assert facts["contradiction"][0] == "ConfigError"
         assert "ranks [0, 1] train its model together" in facts["contradiction"][1]
+        assert facts["after a forward pass"] == [0, 1]
+    assert results[0]["two groups"][0] == "ConfigError"
+    assert "by ranks [0, 1] and others by ranks [0, 2]; pass the process group" in results[0]["two groups"][1]
     assert [facts["name"] for facts in results] == ["learner-000", "learner-001", "learner-002"]
     assert "this process is not one of the ranks that ranks=" in results[1]["not a member"][1]
 
