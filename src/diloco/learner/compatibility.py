@@ -11,18 +11,27 @@ from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
 from diloco.learner.models import require_hooks
+from diloco.learner.pieces import Gather
 
 MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
 
 
 def check_compatible(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], method: Method, exchange: Exchange
-) -> None:
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], method: Method, exchange: Exchange,
+    gather: Gather | None,
+) -> None:  # fmt: skip
     """Refuse a combination that cannot work, before the learner joins.
 
     Raises:
         ConfigError: what does not fit, and what to use instead.
     """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if gather is None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ConfigError(
+            "FullyShardedDataParallel (FSDP1) flattens the parameters; use fully_shard (FSDP2), or say with gather=… "
+            "which piece of each parameter a rank holds (docs/islands.md)."
+        )
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     for optimizer in optimizers:
         _check_optimizer(optimizer, trainable)

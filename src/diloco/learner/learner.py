@@ -116,7 +116,7 @@ class Learner:
         island = None if group is None else Ranks(exchange, group)
         self._exchange = exchange if island is None else island
         self.method = self._exchange.method(method)
-        check_compatible(root, self._optimizers, self.method, exchange)
+        check_compatible(root, self._optimizers, self.method, exchange, gather)
         gather = gather or read_dtensor
         whole = described(root, self.method, buffers, static, gather)
         if island is not None:
