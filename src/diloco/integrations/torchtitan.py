@@ -48,7 +48,8 @@ class Connection(Configurable.Config):  # type: ignore[misc]
     insecure: bool = False
     """Plain text to another machine, on purpose."""
     initialise: bool = False
-    """Give the run this job's model. Exactly one learner does so, once; a job that resumes does not."""
+    """Give the run this job's model. Exactly one learner does so, once: a job that finds its checkpoint does not, so
+    that its command can stay the same."""
     join_timeout_s: float | None = None
     """Seconds to wait for the syncer, and for the run to have a model. None: as long as it takes."""
     trains: list[str] | None = None
@@ -101,7 +102,7 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
         token = None if its.token_file is None else Path(its.token_file).read_text().strip()
         return connect(
             its.syncer, run=its.run, token=token, learner=its.learner, ca=its.ca_file, insecure=its.insecure,
-            initialise=its.initialise, join_timeout_s=its.join_timeout_s,
+            initialise=its.initialise and self._saved is None, join_timeout_s=its.join_timeout_s,
         )  # fmt: skip
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -130,13 +131,12 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
                 "parallelism.pipeline_parallel_degree to 1."
             )
         [model], its = self.model_parts, self.config.diloco
-        resume = None
-        if self._saved is not None:
-            resume, self._saved = torch.load(io.BytesIO(self._saved), weights_only=True), None
+        resume = None if self._saved is None else torch.load(io.BytesIO(self._saved), weights_only=True)
         learner = Learner(
             model, list(self.optimizers), exchange=self.exchange(), trains=its.trains, overlap=its.overlap,
             buffers=its.buffers, static=its.static, resume=resume,
         )  # fmt: skip
+        self._saved = None
         if its.validate == "global" and self.config.validator.enable:
             self.validator = _OnGlobalModel(self.validator, learner)
         return learner
