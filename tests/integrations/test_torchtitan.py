@@ -44,7 +44,7 @@ def test_without_torchtitan_the_error_names_the_extra() -> None:
 
 
 @is_here
-def test_a_connection_is_options_of_the_command_line(tmp_path: Path) -> None:
+def test_an_attachment_is_options_of_the_command_line(tmp_path: Path) -> None:
     """As torchtitan's own parser makes them; and a job with a trainer of its own is refused."""
     script = tmp_path / "options.py"
     script.write_text(OPTIONS)
@@ -60,13 +60,13 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from diloco.errors import ConfigError
-from diloco.integrations.torchtitan import Connection, DilocoTrainer, attach
+from diloco.integrations.torchtitan import Attachment, DilocoTrainer, attach
 
-job = attach(llama3_debugmodel(), Connection(syncer="127.0.0.1:7700", run="demo"))
+job = attach(llama3_debugmodel(), Attachment(syncer="127.0.0.1:7700", run="demo"))
 args = ["--diloco.initialise", "--diloco.learner", "paris", "--diloco.trains", "layers.0.*", "norm.weight"]
 chosen = tyro.cli(type(job), default=job, args=args)
 assert type(chosen) is DilocoTrainer.Config
-assert chosen.diloco == Connection(
+assert chosen.diloco == Attachment(
     syncer="127.0.0.1:7700", run="demo", learner="paris", initialise=True, trains=["layers.0.*", "norm.weight"]
 )
 assert chosen.training == llama3_debugmodel().training

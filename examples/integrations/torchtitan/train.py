@@ -32,7 +32,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
-from diloco.integrations.torchtitan import Connection, attach  # diloco
+from diloco.integrations.torchtitan import Attachment, attach  # diloco
 
 
 class Windows(IterableDataset):
@@ -129,9 +129,9 @@ def main() -> None:
         shutil.rmtree(chosen.output / "checkpoint", ignore_errors=True)
     torch.set_num_threads(1)  # such small tensors gain nothing from more
     name = f"learner-{chosen.shard}"
-    connection = Connection(syncer=chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
+    attachment = Attachment(syncer=chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
     config = job(chosen.shard, chosen.steps, chosen.save_every, chosen.output)
-    config = attach(config, connection)  # diloco
+    config = attach(config, attachment)  # diloco
     trainer = config.build()
     try:
         trainer.train()

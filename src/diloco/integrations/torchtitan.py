@@ -1,7 +1,7 @@
 """A torchtitan job as a learner.
 
     def my_job() -> Trainer.Config:                                         # in a config registry of torchtitan
-        return attach(llama3_8b(), Connection(syncer="syncer.example.org:7700", run="demo", learner="paris"))
+        return attach(llama3_8b(), Attachment(syncer="syncer.example.org:7700", run="demo", learner="paris"))
 
 torchtitan validates the global model, and its last checkpoint holds it. What the learner needs to continue, its own
 parameters included, is in the trainer's state of every checkpoint.
@@ -32,7 +32,7 @@ with needs("torchtitan"):
 
 
 @dataclass(kw_only=True, slots=True)
-class Connection(Configurable.Config):  # type: ignore[misc]
+class Attachment(Configurable.Config):  # type: ignore[misc]
     """How a job takes part in a run: the arguments of `diloco.connect` and `Learner`, as fields of a config."""
 
     syncer: str
@@ -87,7 +87,7 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
     class Config(Trainer.Config):  # type: ignore[misc]
         """torchtitan's configuration of a job, and its part in a run."""
 
-        diloco: Connection
+        diloco: Attachment
 
     config: Config
     validator: Any
@@ -215,7 +215,7 @@ def _bytes_of(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def attach(config: Trainer.Config, connection: Connection) -> DilocoTrainer.Config:
+def attach(config: Trainer.Config, attachment: Attachment) -> DilocoTrainer.Config:
     """The configuration of the same job as a learner of a run.
 
     Raises:
@@ -227,4 +227,4 @@ def attach(config: Trainer.Config, connection: Connection) -> DilocoTrainer.Conf
             "torchtitan's Trainer, and its Config from DilocoTrainer.Config."
         )
     given = {field.name: getattr(config, field.name) for field in fields(config)}
-    return DilocoTrainer.Config(**given, diloco=connection)
+    return DilocoTrainer.Config(**given, diloco=attachment)
