@@ -3,7 +3,8 @@
 A command is a typed function `command` in the file that bears its name, or a Typer `app` there if it has commands of
 its own. `diloco --help` lists the summaries below without importing any of them.
 
-Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted.
+Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted, 143 stopped by a signal
+where a supervisor is to start it again (`diloco train --supervised`).
 """
 
 import importlib
