@@ -1,7 +1,7 @@
-"""The long description of the distribution: README.md with links that lead somewhere from a page outside the repository.
+"""The long description of the distribution: README.md with links that lead somewhere from outside the repository.
 
-A relative link becomes absolute below `[project.urls] Repository`, at the tag of this version. While pyproject.toml names no
-repository, it becomes its text.
+A relative link becomes absolute below `[project.urls] Repository`, at the tag of this version. While pyproject.toml
+names no repository, it becomes its text.
 """
 
 import re

@@ -2,8 +2,8 @@
 
     .venv/bin/python .ci/package.py
 
-The clean environment is a venv of its own. Its dependencies are hard links to the files of the distributions that the wheel
-requires, directly or through others and without any extra: what diloco imports and does not declare is not there.
+The clean environment is a venv of its own. Its dependencies are hard links to the files of the distributions that the
+wheel requires, directly or through others and without any extra: what diloco imports and does not declare is not there.
 """
 
 import os
@@ -85,7 +85,17 @@ def build_wheel(sdist: Path, directory: Path) -> Path:
     with tarfile.open(sdist) as archive:
         archive.extractall(directory, filter="data")
     source = directory / sdist.name.removesuffix(".tar.gz")
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(directory), str(source)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(directory),
+        str(source),
+    ]
     run(build)
     (wheel,) = directory.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -26,6 +26,7 @@ COMMANDS = {
     "syncer": (
         "Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."
     ),
+    "doctor": "Say what is here (torch, GPU, network, clock, disk, packages), what would fail, and what to do.",
     "train": "Train one learner's part of the run that RUN_FILE describes.",
     "status": "Show a live run: learners, rounds and the learners they wait for, tokens, bytes.",
     "report": (
