@@ -17,20 +17,20 @@ def look_at_packages() -> Iterator[Finding]:
     needed: dict[str, str] = {}
     extras: dict[str, dict[str, str]] = {}
     for line in metadata.requires("diloco") or ():
-        if (found := REQUIREMENT.match(line)) is not None:
-            extra = EXTRA.search(found["marker"] or "")
+        if (declared := REQUIREMENT.match(line)) is not None:
+            extra = EXTRA.search(declared["marker"] or "")
             into = needed if extra is None else extras.setdefault(extra[1], {})
-            into[found["name"]] = found["bounds"]
+            into[declared["name"]] = declared["bounds"]
     here, lacking = _versions(needed)
     if lacking:
         yield Finding("packages", "missing", f"without {lacking}", "install diloco anew, with its dependencies")
     else:
         yield Finding("packages", "ok", f"diloco {metadata.version('diloco')}; {here}")
-    for extra, packages in extras.items():
-        if extra not in FOR_DEVELOPERS:
+    for name, packages in extras.items():
+        if name not in FOR_DEVELOPERS:
             here, lacking = _versions(packages)
-            advice = f"without {lacking}; pip install 'diloco[{extra}]'" if lacking else ""
-            yield Finding(f"extra {extra}", "absent" if lacking else "ok", here or "not installed", advice)
+            advice = f"without {lacking}; pip install 'diloco[{name}]'" if lacking else ""
+            yield Finding(f"extra {name}", "absent" if lacking else "ok", here or "not installed", advice)
 
 
 def _versions(packages: dict[str, str]) -> tuple[str, str]:
