@@ -67,10 +67,10 @@ def _nccl() -> Finding:
 def _group(backend: str, value: "Tensor", advice: str) -> Finding:
     """Make a group of this process alone, and take a sum in it."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import HashStore
 
+    store = dist.HashStore()  # type: ignore[attr-defined]  # documented, and not in its __all__
     try:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
     except (RuntimeError, ValueError) as error:
         return Finding(backend, "missing", str(error).splitlines()[0], advice)
     try:
