@@ -115,7 +115,7 @@ def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool) -
         torch.set_num_threads(config.train.threads)
     with job_of_process(config.train.device) as job:
         trainer = _trainer(config, part, job, collective, as_json)
-        with _stops_on_signals(trainer):
+        with _stops_on_signals(trainer, supervised=part.supervised):
             summary = trainer.train()
     if job.first:
         _print(summary, as_json)
@@ -155,13 +155,18 @@ def _print(summary: "Summary", as_json: bool) -> None:
 
 
 @contextmanager
-def _stops_on_signals(trainer: "Trainer") -> "Iterator[None]":
-    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; the second ends at once."""
+def _stops_on_signals(trainer: "Trainer", *, supervised: bool) -> "Iterator[None]":
+    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; the second ends at once.
+
+    Under a supervisor the second has no effect: where Slurm signals all processes of a step, torchrun passes on what
+    its ranks have heard already. A supervisor ends a process at once by SIGKILL.
+    """
     before: dict[int, Any] = {}
 
     def stop(number: int, _: object) -> None:
         trainer.stop()
-        signal.signal(number, before[number])
+        if not supervised:
+            signal.signal(number, before[number])
 
     for number in (signal.SIGINT.value, signal.SIGTERM.value):
         before[number] = signal.signal(number, stop)

@@ -3,8 +3,8 @@
     pip install kubeflow-trainer-api==2.3.0
     python tests/templates/schemas/derive_jobset.py
 
-The models are those that the JobSet project generates from its Go types. What is left out: descriptions, the status, and what is
-Kubernetes' own (metadata; the template of a Job, which the tests check as a Job).
+The models are those that the JobSet project generates from its Go types. What is left out: descriptions, the status,
+and what is Kubernetes' own (metadata; the template of a Job, which the tests check as a Job).
 """
 
 import json
