@@ -57,6 +57,16 @@ lint: $(FOR_ALL)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+SKY := $(VENV)/sky
+$(SKY)/.installed: tests/templates/skypilot-constraints.txt | $(MADE)
+	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(SKY); \
+	else "$(PYTHON)" -m venv --without-pip $(SKY); fi
+	@$(BIN)/python -m pip --python $(SKY)/bin/python install --quiet --no-compile $(PIP_ARGS) -c $< skypilot
+	@touch $@
+
+sky: $(SKY)/.installed
+	$(SKY)/bin/python tests/templates/check_skypilot.py
+
 storm: $(FOR_ALL)
 	$(BIN)/python -m tests.storms $(SEEDS)
 
