@@ -79,8 +79,9 @@ proto: $(FOR_ALL)
 venv: $(FOR_ALL)
 
 # The constraints hold for torch too, so that no other torch is ever resolved. Where Python comes without ensurepip (Debian keeps it
-# in a package of its own), pip is installed by the pip that is there. Modules are compiled when they are first imported: most never are.
+# in a package of its own), pip is installed by the pip that is there. Modules are compiled afterwards, on all cores; pip takes one.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # a few packages ship files that are no Python
 
 $(MADE):
 	@test -n "$(PYTHON)" || { echo "diloco: found no Python 3.11 or newer with venv and pip; install one, or name it with make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -92,11 +93,13 @@ $(MADE):
 $(FOR_DEMO): constraints.txt pyproject.toml setup.py | $(MADE)
 	@echo "installing what the demo needs into $(VENV), once; this takes some minutes"
 	@$(INSTALL) torch -e ".[demo]"
+	@$(COMPILE)
 	@touch $@
 
 $(FOR_ALL): constraints.txt pyproject.toml setup.py | $(MADE)
 	@echo "installing what the tests need into $(VENV), once; this takes some minutes"
 	@$(INSTALL) torch -e ".[train,plot,dev]"
+	@$(COMPILE)
 	@touch $(FOR_DEMO) $@
 
 clean:
