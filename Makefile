@@ -79,9 +79,12 @@ proto: $(FOR_ALL)
 venv: $(FOR_ALL)
 
 # The constraints hold for torch too, so that no other torch is ever resolved. Where Python comes without ensurepip (Debian keeps it
-# in a package of its own), pip is installed by the pip that is there. Modules are compiled afterwards, on all cores; pip takes one.
+# in a package of its own), pip is installed by the pip that is there. Modules are compiled afterwards: all of them on all cores, or
+# for the demo those that its processes import.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt
 COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # a few packages ship files that are no Python
+DEMO_IMPORTS := diloco.demo.story, diloco.demo.result_page, diloco.training.loop, diloco.syncer.server, torch._dynamo, \
+	transformers.models.llama.modeling_llama
 
 $(MADE):
 	@test -n "$(PYTHON)" || { echo "diloco: found no Python 3.11 or newer with venv and pip; install one, or name it with make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -93,7 +96,7 @@ $(MADE):
 $(FOR_DEMO): constraints.txt pyproject.toml setup.py | $(MADE)
 	@echo "installing what the demo needs into $(VENV), once; this takes some minutes"
 	@$(INSTALL) torch -e ".[demo]"
-	@$(COMPILE)
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import $(DEMO_IMPORTS)"
 	@touch $@
 
 $(FOR_ALL): constraints.txt pyproject.toml setup.py | $(MADE)
