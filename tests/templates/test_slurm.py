@@ -197,7 +197,7 @@ def test_a_learner_of_two_ranks_that_runs_out_of_time_is_queued_again_and_goes_o
         step = int(checkpoint.name.removeprefix("step-"))
         run_file.write_text(RUN.format(steps=step + 4, address=syncer.address))
         wait_for(lambda: "idle" in run(slurm, "sinfo", "--noheader", "--format=%T"), "the first start does not end")
-        # Slurm lets a job that is queued again wait for two minutes. In the second of its end it could not start at all.
+        # Slurm lets a job that is queued again wait for two minutes. It cannot start in the second of its end.
         run(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now+3")
         wait_for(failed, "the learner does not end")
     said = log.read_text()
