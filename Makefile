@@ -6,6 +6,7 @@
 #   make lint     ruff, mypy, import directions
 #   make package  build sdist and wheel, and try the wheel where nothing else is installed
 #   make sky      check templates/skypilot with SkyPilot itself, in an environment of its own
+#   make torchtitan   the tests of examples/integrations/torchtitan, in an environment of their own
 #   make storm    whole runs in virtual time in which all goes wrong that can, SEEDS=1-1000
 #   make bench    what exchanging costs, as ratios measured in the same run
 #   make proto    the messages of the wire, from their .proto file
@@ -34,7 +35,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test coverage lint package sky storm bench proto venv clean
+.PHONY: all demo test coverage lint package sky torchtitan storm bench proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -57,7 +58,7 @@ lint: $(FOR_ALL)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-SKY := $(VENV)/sky
+SKY := .venv-sky
 $(SKY)/.installed: tests/templates/skypilot-constraints.txt | $(MADE)
 	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(SKY); \
 	else "$(PYTHON)" -m venv --without-pip $(SKY); fi
@@ -66,6 +67,18 @@ $(SKY)/.installed: tests/templates/skypilot-constraints.txt | $(MADE)
 
 sky: $(SKY)/.installed
 	$(SKY)/bin/python tests/templates/check_skypilot.py
+
+# torchtitan needs an older datasets than the rest, and triton, which it imports on CPUs too.
+TITAN := .venv-torchtitan
+$(TITAN)/.installed: tests/integrations/torchtitan-constraints.txt pyproject.toml | $(MADE)
+	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(TITAN); \
+	else "$(PYTHON)" -m venv --without-pip $(TITAN); fi
+	$(BIN)/python -m pip --python $(TITAN)/bin/python install --quiet $(PIP_ARGS) -c $< \
+		torch triton hypothesis pytest pytest-timeout -e ".[torchtitan]"
+	@touch $@
+
+torchtitan: $(TITAN)/.installed
+	$(TITAN)/bin/python -m pytest -k torchtitan tests/integrations $(ARGS)
 
 storm: $(FOR_ALL)
 	$(BIN)/python -m tests.storms $(SEEDS)
@@ -106,4 +119,4 @@ $(FOR_ALL): constraints.txt pyproject.toml setup.py | $(MADE)
 	@touch $(FOR_DEMO) $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SKY) $(TITAN) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

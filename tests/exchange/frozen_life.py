@@ -103,6 +103,9 @@ def main(directory: Path, process: int) -> None:
         if name == "lora":
             model = lora(number, is_island=size > 1, other_base=False)
             result = live(model, exchange, number, static="digest")
+        elif name == "exchanged":  # the run's base is that of the first learner
+            model = lora(number, is_island=size > 1, other_base=number == 1)
+            result = live(model, exchange, number, static="exchange")
         else:
             result = live(normed(number, is_island=size > 1), exchange, number, buffers="average")
         write(directory, name, process, result)

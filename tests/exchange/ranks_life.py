@@ -21,11 +21,14 @@ from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 import diloco
 from diloco import Collective, Learner, Method
 from diloco.errors import DilocoError, UnknownRunError
 from diloco.exchange.base import Overview
+from diloco.exchange.group import ranks_in
+from diloco.learner.own_ranks import island_of
 
 STEPS = 10
 METHODS = {
@@ -163,6 +166,11 @@ def refuses(groups: Groups) -> Result:
     }
     if rank < 2:
         facts["rank's method"] = error_of(lambda: Trainer(groups, wrong if rank == 1 else method))
+        stage = nn.Linear(4, 3 + rank)
+        exchange = Collective(groups.learners)
+        facts["rank's model"] = error_of(
+            lambda: Learner(stage, SGD(stage.parameters()), method=method, exchange=exchange, ranks=groups.job)
+        )
     dist.barrier()
     trainer = Trainer(groups, method)
     trainer.train(3)
@@ -208,6 +216,18 @@ def says_what_the_ranks_are(groups: Groups) -> Result:
     if dist.get_rank() < 2:
         wrapped = DistributedDataParallel(Net(), process_group=groups.job)
         facts["contradiction"] = error_of(lambda: attach(wrapped, "self"))
+    if dist.get_rank() < 2:
+        late = replicate(Net(), process_group=groups.job)
+        late(torch.ones(1, 24)).sum().backward()  # it is made only now
+        facts["after a forward pass"] = ranks_in(island_of(None, late, Dials()))
+    models: dict[str, nn.Module] = {
+        name: DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        for name, group in (("a", groups.job), ("b", groups.learners))
+        if dist.get_rank() in ranks_in(group)
+    }
+    if dist.get_rank() == 0:
+        everything = nn.ModuleDict(models)
+        facts["two groups"] = error_of(lambda: island_of(None, everything, Dials()))
     if dist.get_rank() == 1:
         facts["not a member"] = error_of(lambda: attach(Net(), groups.learners))
     with attach(Net(), "self") as learner:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.exchange import frozen_life
-from tests.exchange.frozen_life import WIDTH
+from tests.exchange.frozen_life import WIDTH, Adapted
 from tests.exchange.scenarios import Result
 from tests.exchange.worlds import read, start_processes
 
@@ -28,12 +28,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
     with ExitStack() as stack:
         syncers = {
             name: stack.enter_context(Syncer(name, METHOD, Options("127.0.0.1:0", directory / f"syncer {name}")))
-            for name in ("lora", "norm")
+            for name in ("lora", "exchanged", "norm")
         }
         addresses = {name: syncer.address for name, syncer in syncers.items()}
         (directory / "addresses.json").write_text(json.dumps(addresses))
         start_processes(frozen_life.__name__, directory, 3)
-    found = {name: [read(directory, name, process) for process in range(3)] for name in ("lora", "norm")}
+    found = {name: [read(directory, name, process) for process in range(3)] for name in ("lora", "exchanged", "norm")}
     return found | {"other base": [read(directory, "other base", 2)]}
 
 
@@ -50,6 +50,14 @@ def test_a_sharded_base_has_the_digest_of_a_whole_one_and_nothing_of_it_is_sent(
     assert refused.error is not None
     assert refused.error[0] == "LayoutError"
     assert "'base.1.weight'" in refused.error[1]
+
+
+def test_a_sharded_base_that_is_exchanged_becomes_that_of_the_run(results: dict[str, list[Result]]) -> None:
+    start = Adapted(0).state_dict()
+    for result in results["exchanged"]:
+        assert result.error is None
+        assert result.tensors.keys() == start.keys()
+        assert all(torch.equal(result.tensors[name], value) for name, value in start.items() if "base" in name)
 
 
 def test_every_rank_adopts_the_same_statistics(results: dict[str, list[Result]]) -> None:

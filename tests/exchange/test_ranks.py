@@ -90,6 +90,9 @@ def test_ranks_of_which_nothing_says_what_they_are_are_refused_and_told_both_way
     for facts in results[:2]:
         assert facts["contradiction"][0] == "ConfigError"
         assert "ranks [0, 1] train its model together" in facts["contradiction"][1]
+        assert facts["after a forward pass"] == [0, 1]
+    assert results[0]["two groups"][0] == "ConfigError"
+    assert "by ranks [0, 1] and others by ranks [0, 2]; pass the process group" in results[0]["two groups"][1]
     assert [facts["name"] for facts in results] == ["learner-000", "learner-001", "learner-002"]
     assert "this process is not one of the ranks that ranks=" in results[1]["not a member"][1]
 
@@ -131,6 +134,11 @@ def test_a_resumed_job_continues_with_the_same_bits(world: Results) -> None:
         ("layout", "LayoutError", "learner-000 and learner-001 do not hold the same model: tensor 'embed.weight'"),
         ("method", "ConfigError", "sync_every is 3 here and 7 there"),
         ("rank's method", "ConfigError", "rank 1 of this learner was given another method than rank 0"),
+        (
+            "rank's model",
+            "ConfigError",
+            "holds another model than rank 0 (here): tensor 'weight' is (3, 4) float32 here and (4, 4) float32 there",
+        ),
         ("checkpoint", "CheckpointError", "the checkpoint is of rank 1 of 2 of its learner, and this is rank 0 of 2"),
     ],
 )

@@ -10,6 +10,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,21 +162,26 @@ class Example:
         stack: its name in the table of docs/integrations.md.
         name: its directory.
         imports: modules that its processes are forked with.
-        tokens_per_step: tokens that a learner trains on between two optimizer steps.
+        tokens: of all micro-batches in `STEPS` steps, of each learner.
+        runner: script that runs the example's, with it as the first argument; None: the example's runs as it is.
+        optimizers: optimizers that step in a step, as `kill_after` counts them.
     """
 
     stack: str
     name: str
     imports: tuple[str, ...]
-    tokens_per_step: int
+    tokens: tuple[int, int]
+    runner: str | None = None
+    optimizers: int = 1
 
     @property
     def script(self) -> Path:
         return ROOT / "examples" / "integrations" / self.name / "train.py"
 
     def learner(
-        self, scripts: Scripts, syncer: Syncer, index: int, output: Path, *arguments: str, kill_after: int | None = None
-    ) -> Process:
+        self, scripts: Scripts, syncer: Syncer, index: int, output: Path, *arguments: str,
+        kill_after: int | None = None, environment: Mapping[str, str] | None = None,
+    ) -> Process:  # fmt: skip
         """Start learner `index` of two.
 
         It trains on its own half of the data up to the run's step `STEPS`, saves a checkpoint every `SAVE_EVERY` steps
@@ -184,10 +190,28 @@ class Example:
         """
         output.mkdir(parents=True, exist_ok=True)
         log = output.with_name(f"{output.name}-{len(scripts.started)}.log")
+        command = [self.script] if self.runner is None else [Path(__file__).with_name(self.runner), str(self.script)]
         return scripts.start(
-            self.script, syncer.address, "--shard", str(index), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY),
-            "--output", str(output), *arguments, log=log, imports=self.imports, kill_after=kill_after,
+            *command, syncer.address, "--shard", str(index), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY),
+            "--output", str(output), *arguments, log=log, imports=self.imports, environment=environment,
+            kill_after=None if kill_after is None else kill_after * self.optimizers,
         )  # fmt: skip
+
+    def island(
+        self, scripts: Scripts, syncer: Syncer, output: Path, *arguments: str, kill_after: int | None = None
+    ) -> list[Process]:
+        """Start learner 0 as a job of two ranks, with the environment that torchrun makes."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return [
+            self.learner(
+                scripts, syncer, 0, output, *arguments, kill_after=kill_after,
+                environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]  # fmt: skip
 
     @property
     def num_lines(self) -> int:

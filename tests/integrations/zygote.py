@@ -16,7 +16,8 @@ import os
 import runpy
 import signal
 import sys
-from typing import Any
+import traceback
+from typing import Any, NoReturn
 
 
 def serve() -> dict[str, Any] | None:
@@ -40,7 +41,7 @@ def serve() -> dict[str, Any] | None:
     return None
 
 
-def become(request: dict[str, Any]) -> None:
+def become(request: dict[str, Any]) -> NoReturn:
     """Run the script in this process."""
     os.setpgid(0, 0)  # with its own children it can be killed as a group
     nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -50,7 +51,17 @@ def become(request: dict[str, Any]) -> None:
     if request["kill_after"] is not None:
         kill_after(request["kill_after"])
     sys.argv = [request["script"], *request["arguments"]]
-    runpy.run_path(request["script"], run_name="__main__")
+    status = 1
+    try:
+        runpy.run_path(request["script"], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception:  # noqa: BLE001  (what the interpreter does at the top)
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # taking a heap of such a size down costs more than most scripts do
 
 
 def kill_after(num_steps: int) -> None:

@@ -212,6 +212,37 @@ def test_the_global_weights_are_in_the_model_inside_the_block_and_its_own_again_
     diloco.run_local(life, learners=2)
 
 
+def test_tensors_that_a_hook_makes_of_the_parameters_are_global_too() -> None:
+    """A fused projection whose state dict has it in parts, as torchtitan's attention."""
+
+    class Fused(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 6, bias=False)
+            self.register_state_dict_post_hook(Fused.split)
+
+        @staticmethod
+        def split(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+            state[f"{prefix}q"], state[f"{prefix}k"] = state.pop(f"{prefix}weight").chunk(2)
+
+    def life(index: int, exchange: Exchange) -> dict[str, Tensor]:
+        model = nn.Sequential(Fused(), nn.Linear(6, 1))
+        with Learner(model, SGD(model.parameters(), lr=0.1), method=DILOCO, exchange=exchange) as learner:
+            for _ in range(3):
+                model(torch.full((2, 4), index + 1.0)).square().sum().backward()
+                learner.optimizer.step()
+                learner.step()
+            state = learner.global_state_dict()
+            assert not torch.equal(state["0.q"], model.state_dict()["0.q"])
+            with learner.global_model():
+                assert_same(model.state_dict(), state)
+                assert_same(learner.global_state_dict(), state)
+            return state
+
+    one, other = diloco.run_local(life, learners=2)
+    assert set(one) == {"0.q", "0.k", "1.weight", "1.bias"}
+    assert_same(one, other)
+
+
 def test_a_learner_does_not_train_or_save_with_the_global_weights_in_its_model() -> None:
     def life(exchange: Exchange) -> None:
         with attached(exchange) as learner:

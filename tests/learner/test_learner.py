@@ -577,6 +577,10 @@ OTHERS = {
     "displacement kept": replace(
         diloco.StreamingDiLoCo(sync_every=4, overlap=2, fragments=LAYERS), adopt=diloco.KeepDisplacement()
     ),
+    "pushed, Delayed Nesterov": diloco.AsyncDiLoCo(learners=3, sync_every=3),
+    "delayed": diloco.DelayedDiLoCo(sync_every=3),
+    "MuLoCo": diloco.MuLoCo(sync_every=3),
+    "SparseLoCo": diloco.SparseLoCo(sync_every=3),
     "eager": diloco.EagerDiLoCo(sync_every=3, fragments=LAYERS, weight="tokens"),
     "dropping": diloco.DiLoCo(sync_every=2, quorum=AllLive(drop=0.5)),
 }

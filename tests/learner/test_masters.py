@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import diloco
 from diloco import Learner, Method
+from diloco.core.fragments import make_layout
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
+from diloco.learner.masters import MasterWeights
 
 MakeInner = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -187,3 +189,24 @@ def test_a_step_as_long_as_an_adoption_says_nothing(sync_every: int, lr: float) 
             return learner.steps
 
     assert diloco.run_local(life, learners=2) == [20, 20]
+
+
+@pytest.mark.parametrize("rejoined", [False, True])
+def test_what_joining_overwrites_is_no_adoption(rejoined: bool) -> None:
+    """A learner that was evicted takes the run's model: its parameters are not where the last adoption left them."""
+    model = nn.Linear(16, 16, bias=False)
+    layout = make_layout(model, diloco.Whole())
+    masters = MasterWeights([torch.optim.SGD(model.parameters())], layout, dict(model.named_parameters()))
+    masters.stepped()
+    before = model.weight.data.clone()
+    with masters.writing(0):
+        model.weight.data.add_(1.0)
+    if rejoined:
+        masters.begin()
+    model.weight.data.copy_(before)
+    masters.stepped()
+    if rejoined:
+        masters.stepped()
+    else:
+        with pytest.raises(ConfigError, match="'weight' is back where it was"):
+            masters.stepped()

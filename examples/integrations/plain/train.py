@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import diloco  # diloco
 
@@ -25,11 +26,11 @@ MICRO_BATCHES = 2
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of 17 bytes of a text: this learner's half of those of this file."""
+    """This learner's half of 320 windows of 17 bytes of a text, the squares of the numbers."""
 
     def __init__(self, shard: int) -> None:
-        text = Path(__file__).read_bytes()
-        self.windows = torch.tensor([list(text[at : at + 17]) for at in range(0, len(text) - 17, 16)])[shard::2]
+        text = " ".join(str(number**2) for number in range(1000)).encode()
+        self.windows = torch.tensor([list(text[16 * row : 16 * row + 17]) for row in range(shard, 320, 2)])
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -69,8 +70,10 @@ def main() -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = Windows(chosen.shard)
-    order = torch.Generator().manual_seed(chosen.shard)
-    loader = StatefulDataLoader(data, batch_size=8, shuffle=True, generator=order, num_workers=2, drop_last=True)
+    order = RandomSampler(data, generator=torch.Generator().manual_seed(chosen.shard))
+    loader = StatefulDataLoader(
+        data, batch_size=8, sampler=order, generator=torch.Generator(), num_workers=2, drop_last=True
+    )
     name = f"learner-{chosen.shard}"
     exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
     learner = diloco.Learner(model, optimizer, exchange=exchange)  # diloco

@@ -67,6 +67,7 @@ class Boundary:
         self.residuals = ErrorFeedback(self.method, len(self.layout.fragments))
         self._sent: dict[int, Send] = {}  # at this boundary
         self._touched: set[int] = set()  # sent or adopted at this boundary
+        self._masters.begin()
         places = [self.tensors.partition.places(fragment) for fragment in range(len(self.layout.fragments))]
         self.eager = EagerSteps(self.method, places, opened) if isinstance(self.method.adopt, Eager) else None
         # Where gradients are exchanged, versions after 0 are gradients, and each learner's parameters are its own.

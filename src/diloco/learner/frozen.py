@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from diloco.core.boxes import Box
 from diloco.core.layout import Fragment, Layout
 from diloco.core.names import holder, named_parameters
 from diloco.errors import LayoutError
-from diloco.learner.frozen_base import Base, local_of
+from diloco.learner.frozen_base import Base, local_of, whole_of
+from diloco.learner.pieces import read_dtensor
 
 Place = tuple[nn.Module, str]
 
@@ -40,8 +42,8 @@ class FrozenState:
         self._left: dict[str, Tensor] = {}
 
     def values(self) -> dict[str, Tensor]:
-        """Host copies of the current static values, by name."""
-        return {name: current(place).detach().to("cpu", copy=True) for name, place in self._places.items()}
+        """Host copies of the current static values, by name; every rank gathers one that is sharded."""
+        return {name: whole_of(current(place)).to("cpu", copy=True) for name, place in self._places.items()}
 
     def averaged(self) -> dict[str, Tensor]:
         """The present averaged tensors, by name; training may have replaced them."""
@@ -63,10 +65,11 @@ class FrozenState:
         """Load the run's values: all of them at first, and those that are compared when the learner rejoins."""
         for name, value in values.items():
             if not (self._has_joined and self._is_own(name)):
-                current(self._places[name]).copy_(value)
+                piece = read_dtensor(name, current(self._places[name]))
+                piece.local.copy_(value[piece.box.within(Box.whole(piece.shape))])
         self._has_joined = True
         self._copies = {
-            name: value.detach().clone()
+            name: local_of(value).clone()
             for name, place in self._places.items()
             if name not in self._local and (value := current(place)).is_floating_point()
         }
@@ -82,7 +85,7 @@ class FrozenState:
         """
         self._base.check(part, num_parts)
         for name in list(self._copies)[part::num_parts]:
-            if not torch.equal(current(self._places[name]), self._copies[name]):
+            if not torch.equal(local_of(current(self._places[name])), self._copies[name]):
                 self._refuse(name)
 
     def check_boundary(self) -> None:

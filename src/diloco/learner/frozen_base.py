@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,7 +26,12 @@ SAMPLED_ELEMENTS = 64
 
 def base_tensor(spec: TensorSpec, tensor: Tensor) -> BaseTensor:
     """A tensor of the base with its digest. Reads it once; one that is sharded, every rank gathers for it."""
-    return BaseTensor(spec, digest_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor))
+    return BaseTensor(spec, digest_of(whole_of(tensor)))
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor; every rank of an island calls it for one that is sharded."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -108,9 +114,12 @@ def _seen(tensor: Tensor) -> _Seen:
 
 def _sample(tensor: Tensor) -> Tensor:
     """Up to SAMPLED_ELEMENTS elements at even distances, as bytes."""
-    places = torch.linspace(0, tensor.numel() - 1, min(SAMPLED_ELEMENTS, tensor.numel()), dtype=torch.float64).long()
-    if tensor.dim() == 0:
-        found = tensor.reshape(1)
-    else:
-        found = tensor[torch.unravel_index(places.to(tensor.device), tensor.shape)]
+    found = tensor[_sampled(tensor.shape, tensor.device)] if tensor.dim() else tensor.reshape(1)
     return found.contiguous().view(torch.uint8)
+
+
+@lru_cache(maxsize=64)
+def _sampled(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """The indices of the sampled elements: a model has many tensors of few shapes."""
+    places = torch.linspace(0, shape.numel() - 1, min(SAMPLED_ELEMENTS, shape.numel()), dtype=torch.float64).long()
+    return torch.unravel_index(places.to(device), shape)

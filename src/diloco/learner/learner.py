@@ -26,7 +26,7 @@ from diloco.learner.compatibility import check_compatible
 from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.masters import MasterWeights
 from diloco.learner.models import joined, listed, require_hooks
-from diloco.learner.own_ranks import RanksOfLearner, broadcast_replicas, island_of
+from diloco.learner.own_ranks import RanksOfLearner, broadcast_replicas, island_of, require_same_layout
 from diloco.learner.partition import Partition, Undivided, divided
 from diloco.learner.pieces import read_dtensor
 from diloco.learner.roles import Buffers, Static, layout_for
@@ -42,10 +42,10 @@ class Learner:
     happens inside `optimizer.step()`, through a hook.
 
     Arguments:
-        model: a module, or several by name (a GAN, pipeline stages): `{"generator": g, "discriminator": d}` puts
-            "generator." before the names of g's tensors. Parameters on CPU or CUDA in fp32, bf16 or fp16. Joining
-            overwrites them with the run's. Names are canonical: those of the model without `torch.compile`,
-            DistributedDataParallel and checkpoint wrappers, so wrapped and plain learners can meet.
+        model: a module, or several by name: `{"generator": g, "discriminator": d}` puts "generator." before the names
+            of g's tensors. Parameters on CPU or CUDA in fp32, bf16 or fp16. Joining overwrites them with the run's.
+            Names are canonical: those of the model without `torch.compile`, DistributedDataParallel and checkpoint
+            wrappers, so wrapped and plain learners can meet.
         optimizer: what trains the model, or several (Muon and AdamW). Its state is local and never reset. Of a
             schedule-free optimizer, the global model is the one that the parameters hold when the learner steps
             (docs/learner.md).
@@ -115,6 +115,7 @@ class Learner:
         self.layout: Layout = layout_for(root, self.method, buffers, static)
         partition: Partition = Undivided(self.layout)
         if island is not None:
+            require_same_layout(self.layout, island.group)
             partition = divided(self.layout, exchanged_tensors(root, self.layout), read_dtensor, island.group)
         self._tensors = LearnerTensors(root, self.layout, self.method, partition)
         trained = trained_tensors(self.layout, trains, self.method)
@@ -263,16 +264,25 @@ class Learner:
             ConfigError: the learner has several ranks, between which values would cross, and is closed.
         """
         self._require_ranks()
-        return self._tensors.model_state_dict(None if self._exchanges_gradients else self._boundary.newest())
+        if self._exchanges_gradients or self._holds_global_model:
+            return self._tensors.model_state_dict(None)
+        if self._tensors.has_made_keys:
+            with self.global_model():
+                return self._tensors.model_state_dict(None)
+        return self._tensors.model_state_dict(self._boundary.newest())
 
     @contextmanager
     def global_model(self) -> Iterator[None]:
         """The global weights are in the model inside the block, to evaluate it; its own are back after, to the bit.
 
         They are those of `global_state_dict`. The learner's own parameters are kept on the host meanwhile, in their own
-        dtypes: one copy of the model in host memory, and none on the device. Where gradients are exchanged, the model
-        is the global one, and nothing is copied. Inside, the learner can neither step nor save its state, and a
-        schedule-free optimizer is in eval mode. All ranks of a learner enter and leave the block together.
+        dtypes: one copy of the model in host memory; the device needs one fragment in fp32, as at an adoption. Where
+        gradients are exchanged, the model is the global one, and nothing is copied. Inside, the learner can neither
+        step nor save its state, and a schedule-free optimizer is in eval mode. All ranks of a learner enter and leave
+        the block together.
+
+        Raises:
+            ConfigError: the block is entered a second time inside; a learner of several ranks is closed.
 
         Example:
             >>> with learner.global_model():

@@ -100,6 +100,11 @@ class MasterWeights:
                     "own parameters, or a model in fp32 under autocast."
                 )
 
+    def begin(self) -> None:
+        """The learner joins, maybe again: its parameters are overwritten, which is no adoption to look at."""
+        for writes in self._writes:
+            writes.around = []
+
     @contextmanager
     def writing(self, fragment: int) -> Iterator[None]:
         """Inside, a fragment's parameters are adopted."""

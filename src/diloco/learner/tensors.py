@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from diloco.core.adopt import Adopt, Eager
 from diloco.core.elementwise import blocks
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.names import canonical_key
+from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.errors import ConfigError
 from diloco.exchange.base import Model
 from diloco.learner.frozen import FrozenState, averaged_names, exchanged_tensors
@@ -144,6 +145,14 @@ class LearnerTensors:
             source = values.get(self._aliases.get(name, name))
             state[name] = own.to("cpu", copy=True) if source is None else _like(own, source.to(own.dtype, copy=True))
         return state
+
+    @property
+    def has_made_keys(self) -> bool:
+        """Whether hooks put tensors into the model's `state_dict` that they make, as parts of a fused projection."""
+        tensors = chain(named_parameters(self._model), named_buffers(self._model))
+        known = {*self._aliases, *(name for name, _ in tensors)}
+        made = (key for key, own in self._model.state_dict().items() if isinstance(own, Tensor))
+        return any(canonical_key(self._model, key) not in known for key in made)
 
     def own_parameters(self) -> dict[str, Tensor]:
         """Host copies of what this process holds of the parameters, in their own dtypes."""

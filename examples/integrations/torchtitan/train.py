@@ -1,0 +1,143 @@
+"""A torchtitan job: what is marked "diloco" is all that a user adds.
+
+    diloco syncer …                                                              docs/two-machines.md
+    torchrun … examples/integrations/torchtitan/train.py HOST:PORT --shard 0 --initialise
+    torchrun … examples/integrations/torchtitan/train.py HOST:PORT --shard 1     and again with --resume after a crash
+
+Gradients of two micro-batches are accumulated. Batches come from two worker processes.
+"""
+
+import argparse
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import TrainingConfig
+from torchtitan.config.configs import DebugConfig, ParallelismConfig
+from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
+
+from diloco.integrations.torchtitan import Connection, attach  # diloco
+
+
+class Windows(IterableDataset):
+    """This learner's half of the windows of 33 bytes of a text, the squares of the numbers, again and again."""
+
+    def __init__(self, shard: int, rank: int, num_ranks: int) -> None:
+        self.text, self.at = " ".join(str(number**2) for number in range(1000)).encode(), 0
+        self.starts = range(32 * shard, len(self.text) - 33, 64)[rank::num_ranks]
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            start = self.starts[self.at % len(self.starts)]
+            self.at += 1
+            tokens = torch.tensor(list(self.text[start : start + 33]))
+            yield {"input": tokens[:-1], "positions": torch.arange(32)}, tokens[1:]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Loader(ParallelAwareDataloader):
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):
+        shard: int
+
+    def __init__(
+        self, config: Config, *, dp_world_size, dp_rank, tokenizer, seq_len, local_batch_size, snapshot_every_n_steps
+    ):
+        super().__init__(
+            Windows(config.shard, dp_rank, dp_world_size), dp_rank, dp_world_size, num_workers=config.num_workers,
+            snapshot_every_n_steps=snapshot_every_n_steps, batch_size=local_batch_size,
+        )  # fmt: skip
+
+
+class Bytes(BaseTokenizer):
+    """The loader's windows are tokens already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, *, tokenizer_path: str):
+        super().__init__()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode()
+
+    def get_vocab_size(self) -> int:
+        return 256
+
+
+def job(shard: int, steps: int, save_every: int, output: Path) -> Trainer.Config:
+    spec = model_registry("debugmodel")
+    spec.model.layers = spec.model.layers[:1]
+    return Trainer.Config(
+        model_spec=spec,
+        dump_folder=str(output),
+        tokenizer=Bytes.Config(),
+        dataloader=Loader.Config(shard=shard, num_workers=2),
+        optimizer=default_adamw(lr=1e-3),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
+        training=TrainingConfig(
+            local_batch_size=4, global_batch_size=8, seq_len=32, steps=steps, disable_cuda_graphs=True
+        ),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),  # the default needs a newer torch than 2.13
+        checkpoint=CheckpointManager.Config(enable=True, interval=save_every),
+        loss=CrossEntropyLoss.Config(global_vocab_size=2048),
+        metrics=MetricsProcessor.Config(log_freq=10),
+        debug=DebugConfig(seed=shard),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("syncer", help="its address, HOST:PORT")
+    parser.add_argument("--shard", type=int, default=0, help="which half of the data")
+    parser.add_argument("--initialise", action="store_true", help="give the run this learner's model; one does, once")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--output", type=Path, default=Path("runs/torchtitan"))
+    chosen = parser.parse_args()
+
+    if not chosen.resume and os.environ["RANK"] == "0":  # torchtitan continues from a checkpoint that it finds
+        shutil.rmtree(chosen.output / "checkpoint", ignore_errors=True)
+    torch.set_num_threads(1)  # such small tensors gain nothing from more
+    name = f"learner-{chosen.shard}"
+    connection = Connection(syncer=chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
+    config = job(chosen.shard, chosen.steps, chosen.save_every, chosen.output)
+    config = attach(config, connection)  # diloco
+    trainer = config.build()
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    [model] = trainer.model_parts
+    tensors = {canonical_fqn(name): parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    if torch.distributed.get_rank() == 0:
+        save_file(tensors, chosen.output / "model.safetensors")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""A learner in a loop that uses accelerate.
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    learner = AcceleratedLearner(accelerator, model, optimizer, exchange=diloco.connect("syncer.example.org:7700", …))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            …                                                  # backward, optimizer.step, as before
+            learner.step(tokens=batch["input_ids"].numel())    # after every micro-batch
+
+`accelerator.save_state` saves what the learner needs in the directory `diloco` of its checkpoint, and
+`accelerator.load_state`, with the learner made and before the first step, continues from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from diloco.core.method import Method
+from diloco.errors import ConfigError
+from diloco.exchange.base import Exchange
+from diloco.integrations.needs import needs
+from diloco.integrations.schedules import forward
+from diloco.learner import Learner
+from diloco.learner.roles import Buffers, Static
+from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+
+with needs("accelerate"):
+    from accelerate import Accelerator, DistributedType
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+
+log = logging.getLogger("diloco")
+
+DIRECTORY = "diloco"
+"""In a checkpoint of the Accelerator: a directory for each rank."""
+
+
+class AcceleratedLearner(Learner):
+    """A `Learner` of the training of an Accelerator. All its ranks are one learner.
+
+    Its checkpoints are those of the Accelerator: `save_state` waits as `Learner.state_dict` does.
+
+    Arguments:
+        model, optimizer, scheduler: as `accelerator.prepare` returned them. The schedule follows the run's steps: it is
+            forwarded where the learner joins, or returns, when the run has gone on.
+        exchange, method, trains, overlap, buffers, static: as `Learner` takes them.
+
+    Raises:
+        ConfigError: what cannot work with an Accelerator, and what `Learner` refuses.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: object = None,
+        *,
+        exchange: Exchange,
+        method: Method | None = None,
+        trains: Sequence[str] | None = None,
+        overlap: int | None = None,
+        buffers: Buffers | Mapping[str, Buffers] = "refuse",
+        static: Static = "exchange",
+    ) -> None:
+        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise ConfigError(
+                f"{accelerator.distributed_type.value} trains copies of the parameters, which adopting a global value "
+                "would not reach; use DDP or FSDP."
+            )
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            raise ConfigError(
+                "the optimizer was not prepared; give what accelerator.prepare(model, optimizer) returned."
+            )
+        self._accelerator, self._prepared, self._scheduler = accelerator, optimizer, scheduler
+        self._tokens = 0  # of the micro-batches since the last step of the optimizer
+        super().__init__(
+            model, optimizer.optimizer, exchange=exchange, method=method, trains=trains, overlap=overlap,
+            buffers=buffers, static=static,
+        )  # fmt: skip
+        self._forward_schedule(self.steps)
+        accelerator.register_for_checkpointing(_Checkpoint(self))
+
+    def step(self, tokens: int | None = None) -> None:
+        """Call after each micro-batch: a step of the learner where the optimizer has made one.
+
+        A step that the gradient scaler skipped counts, with no tokens.
+
+        Arguments:
+            tokens: of that micro-batch on this rank; None: 1.
+
+        Raises:
+            As `Learner.step`.
+        """
+        self._tokens += 1 if tokens is None else tokens
+        if self._accelerator.sync_gradients:
+            trained, self._tokens = 0 if self._prepared.step_was_skipped else self._tokens, 0
+            before = self.steps
+            super().step(trained)
+            self._forward_schedule(self.steps - before - 1)  # it was evicted and has rejoined
+
+    def _forward_schedule(self, num_steps: int) -> None:
+        scheduler, per_step = self._scheduler, 1
+        if isinstance(scheduler, AcceleratedScheduler):
+            if scheduler.step_with_optimizer and not scheduler.split_batches:
+                per_step = self._accelerator.num_processes
+            scheduler = scheduler.scheduler
+        forward(scheduler, num_steps * per_step)
+
+
+class _Checkpoint:
+    """What a learner adds to the checkpoints of its Accelerator.
+
+    The Accelerator saves a registered object on the first rank only, and loads it last. A hook saves every rank's part.
+    """
+
+    def __init__(self, learner: AcceleratedLearner) -> None:
+        self._learner = learner
+        self._own = f"{DIRECTORY}/rank-{learner._accelerator.process_index}"
+        self._loads_from: Path | None = None
+        learner._accelerator.register_save_state_pre_hook(self._save)
+        learner._accelerator.register_load_state_pre_hook(self._load)
+
+    def _save(self, models: list[nn.Module], weights: list[dict[str, Tensor]], output_dir: str) -> None:
+        if self._learner._tokens:
+            raise ConfigError(
+                "save_state was called between two micro-batches of one optimizer step, whose gradients no checkpoint "
+                "holds; call it where accelerator.sync_gradients is true."
+            )
+        steps = self._learner.steps
+        saved = {"steps": steps, "learner": self._learner.state_dict()}
+        save_checkpoint(Path(output_dir) / self._own, steps, saved, keep=1)
+
+    def _load(self, models: list[nn.Module], input_dir: str) -> None:
+        self._loads_from = Path(input_dir) / self._own
+
+    def state_dict(self) -> dict[str, int]:
+        """For people; the state itself is in safetensors beside it."""
+        return {"steps": self._learner.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The Accelerator has loaded everything else."""
+        assert self._loads_from is not None
+        saved = load_checkpoint(latest_checkpoint(self._loads_from))
+        learner = self._learner
+        if not learner.load_state_dict(saved["learner"]):
+            log.warning(
+                "the run has gone on since step %d, where this checkpoint was saved; %s continues at step %d with the "
+                "run's newest model", saved["steps"], learner.name, learner.steps
+            )  # fmt: skip
+        learner._forward_schedule(learner.steps - int(saved["steps"]))

@@ -1,0 +1,304 @@
+"""A learner in the `Trainer` of transformers, and in every trainer that is built on it, such as TRL's.
+
+    trainer = Trainer(…, callbacks=[DilocoCallback(diloco.connect("syncer.example.org:7700", run="demo", …))])
+    trainer.train(resume_from_checkpoint=…)      # as before
+
+The Trainer evaluates and saves the global model: it is in the model from the end of a step in which the Trainer
+evaluates or saves until the next step begins, and after training. What the learner needs to continue, its own
+parameters included, is in `checkpoint-N/diloco`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from diloco.core.method import Method
+from diloco.errors import CheckpointError, ConfigError
+from diloco.exchange.base import Exchange
+from diloco.integrations.needs import needs
+from diloco.integrations.schedules import forward
+from diloco.learner import Learner
+from diloco.learner.roles import Buffers, Static
+from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+
+with needs("accelerate", extra="transformers"), needs("transformers"):
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import broadcast_object_list
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
+
+log = logging.getLogger("diloco")
+
+DIRECTORY = "diloco"
+"""In a checkpoint of the Trainer; and the key of `TrainerState.stateful_callbacks` that says whose it is."""
+
+_attached: weakref.WeakKeyDictionary[nn.Module, DilocoCallback] = weakref.WeakKeyDictionary()
+
+
+class DilocoCallback(TrainerCallback):
+    """Makes the training of a Trainer one learner of a run.
+
+    A step of the learner is a step of the optimizer (`TrainerState.global_step` counts the same). Its tokens are those
+    that the Trainer counts in the inputs of all its micro-batches and ranks (`TrainerState.num_input_tokens_seen`);
+    with `TrainingArguments(include_num_input_tokens_seen="non_padding")` those of padding are left out. A step that the
+    gradient scaler skips counts as a step with no tokens.
+
+    `max_steps` and `num_train_epochs` are the length of the run: a learner that joins it later, or returns, starts its
+    learning rate schedule at the run's step and trains up to the run's end. All ranks of a Trainer are one learner.
+
+    Callbacks that ask for an evaluation or a save have to come before this one.
+
+    Arguments:
+        exchange: from `diloco.connect(…)`; a callback and its exchange serve one `Trainer.train`.
+        method, trains, overlap, buffers, static: as `Learner` takes them.
+
+    Attributes:
+        learner: the learner, from the beginning of training on; closed when training ends.
+
+    Raises:
+        ConfigError: when training begins, what cannot work with a Trainer, and what `Learner` refuses.
+        CheckpointError: the Trainer resumes from a checkpoint without this callback's state.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        method: Method | None = None,
+        trains: Sequence[str] | None = None,
+        overlap: int | None = None,
+        buffers: Buffers | Mapping[str, Buffers] = "refuse",
+        static: Static = "exchange",
+    ) -> None:
+        self.learner: Learner | None = None
+        self._exchange, self._method, self._trains, self._overlap = exchange, method, trains, overlap
+        self._buffers, self._static = buffers, static
+        self._life = secrets.token_hex(8)  # names the checkpoints of this training; all ranks take rank 0's
+        self._tokens = 0  # that the Trainer has counted before this step
+        self._global_model = ExitStack()
+        self._shows_global_model = False  # the global weights are in the model
+        self._is_over = self._has_left = False
+
+    # --- beginning ----------------------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Join the run; where the Trainer resumes, continue from its checkpoint."""
+        _refuse(args, state)
+        model, optimizer = given["model"], given["optimizer"]
+        if args.include_num_input_tokens_seen == "no":
+            args.include_num_input_tokens_seen = "all"
+        self._tokens = state.num_input_tokens_seen
+        if self.learner is None:
+            saved = _saved_state(args, state) if state.global_step else None
+            self._life = broadcast_object_list([self._life])[0]
+            self.learner = self._attach(args, model, optimizer, saved)
+            behind = self.learner.steps - (0 if saved is None else int(saved["steps"]))
+        else:
+            self._check_again(state, model, optimizer)
+            behind = self.learner.steps
+        forward(given["lr_scheduler"], behind)
+        _records(state)[DIRECTORY] = {"attributes": {"life": self._life}}
+        self._is_over = self.learner.steps >= state.max_steps or self.learner.drained
+        control.should_training_stop |= self._is_over
+        if args.eval_on_start:
+            self._show_global_model()
+
+    def _attach(
+        self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None
+    ) -> Learner:
+        """Join the run, and continue from what was saved."""
+        if (other := _attached.get(model)) is not None and other is not self:
+            raise ConfigError("two DilocoCallbacks were given for one model; give the Trainer one.")
+        _attached[model] = self
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        learner = Learner(
+            model, optimizer, exchange=self._exchange, ranks=dist.group.WORLD if args.world_size > 1 else None,
+            method=self._method, trains=self._trains, overlap=self._overlap, buffers=self._buffers, static=self._static,
+            resume=None if saved is None else saved["learner"],
+        )  # fmt: skip
+        if saved is not None and not learner.resumed:
+            log.warning(
+                "the run has gone on since step %d, where this checkpoint was saved; %s continues at step %d with the "
+                "run's newest model", saved["steps"], learner.name, learner.steps
+            )  # fmt: skip
+        return learner
+
+    def _check_again(self, state: TrainerState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Training begins a second time, as `auto_find_batch_size` lets it after an error for lack of memory: the
+        learner goes on."""
+        if self._has_left or state.global_step or _attached.get(model) is not self:
+            raise ConfigError(
+                "this DilocoCallback has taken part in an earlier training; make a new Trainer, callback and exchange "
+                "to train again."
+            )
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Train on the learner's own weights again."""
+        self._show_own_model()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> TrainerControl:
+        """One step of the learner; where the Trainer evaluates or saves next, put the global weights in."""
+        assert self.learner is not None
+        if self._is_over:
+            control.should_training_stop = True
+            return control
+        tokens, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
+        if not self._tokens:
+            raise ConfigError(
+                "the Trainer has found no tokens in its inputs; set model.main_input_name to the name of the input to "
+                "count."
+            )
+        was_skipped = given["optimizer"].step_was_skipped
+        before = self.learner.steps
+        self.learner.step(tokens=tokens if args.process_index == 0 and not was_skipped else 0)
+        forward(given["lr_scheduler"], self.learner.steps - before - 1)  # it was evicted and has rejoined
+        if self.learner.steps >= state.max_steps or self.learner.drained:
+            self._is_over = control.should_training_stop = True
+            control.should_save |= args.save_strategy == SaveStrategy.STEPS
+            control.should_evaluate |= args.eval_strategy == IntervalStrategy.STEPS
+        self._show_if_needed(control)
+        return control
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Where the Trainer evaluates or saves next, put the global weights in."""
+        self._show_own_model()
+        self._show_if_needed(control)
+
+    # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """The Trainer has saved the global model. Save what the learner needs beside it."""
+        assert self.learner is not None
+        if not self._shows_global_model:
+            raise ConfigError(
+                "a callback after DilocoCallback has asked for a save, so that the learner's own model was saved; make "
+                "DilocoCallback the last of the callbacks."
+            )
+        self._show_own_model()
+        if args.save_only_model:
+            return
+        saved = {
+            "life": self._life, "global_step": state.global_step, "steps": self.learner.steps,
+            "learner": self.learner.state_dict(),
+        }  # fmt: skip
+        directory = _output(args) / f"checkpoint-{state.global_step}" / _own(args)
+        save_checkpoint(directory, self.learner.steps, saved, keep=1)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Say where another model than the global one was evaluated."""
+        if self.learner is not None and not self._has_left and not self._shows_global_model:
+            log.warning("this evaluation was of %s's own weights, not of the global model", self.learner.name)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Leave the run. The model is the global one, or the best one that the Trainer has loaded."""
+        assert self.learner is not None
+        model = given["model"]
+        self._has_left = True
+        self.learner.finish()
+        has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        final = _copy(model) if has_best else None
+        self._show_own_model()
+        self.learner.state_dict()  # waits for the answers that are on their way
+        if final is None:
+            with self.learner.global_model():
+                final = _copy(model)
+        for name, value in model.state_dict().items():
+            value.copy_(final[name])
+        self.learner.close()
+
+    def _show_if_needed(self, control: TrainerControl) -> None:
+        if control.should_evaluate or control.should_save:
+            self._show_global_model()
+
+    def _show_global_model(self) -> None:
+        assert self.learner is not None
+        if not self._shows_global_model:
+            self._global_model.enter_context(self.learner.global_model())
+            self._shows_global_model = True
+
+    def _show_own_model(self) -> None:
+        self._global_model.close()
+        self._shows_global_model = False
+
+
+def _copy(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _refuse(args: TrainingArguments, state: TrainerState) -> None:
+    """Refuse what cannot work with a Trainer."""
+    if state.is_hyper_param_search:
+        raise ConfigError(
+            "a hyperparameter search trains many models, and a run has one; search without DilocoCallback."
+        )
+    if args.deepspeed is not None:
+        raise ConfigError(
+            "DeepSpeed trains copies of the parameters, which adopting a global value would not reach; use DDP or FSDP."
+        )
+    if args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        raise ConfigError(
+            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} pushes checkpoints before the learner's state is "
+            "in them; use hub_strategy='every_save', which pushes the global model."
+        )
+
+
+def _records(state: TrainerState) -> dict[str, Any]:
+    """What a Trainer keeps of its callbacks in its checkpoints; the annotation is of what its constructor takes."""
+    records: Any = state.stateful_callbacks
+    assert isinstance(records, dict)
+    return records
+
+
+def _output(args: TrainingArguments) -> Path:
+    assert args.output_dir is not None  # TrainingArguments sets it
+    return Path(args.output_dir)
+
+
+def _own(args: TrainingArguments) -> str:
+    """Where this rank's state is in a checkpoint."""
+    return f"{DIRECTORY}/rank-{args.process_index}"
+
+
+def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+    """What this callback saved beside the checkpoint that the Trainer resumes from.
+
+    The Trainer does not tell its callbacks where it resumes from, so the state is looked for where the Trainer saves,
+    and where its arguments say; both files name the training that wrote them.
+    """
+    place = f"checkpoint-{state.global_step}"
+    if (known := _records(state).get(DIRECTORY)) is None:
+        raise CheckpointError(
+            f"the Trainer resumes from {place}, which was saved without a learner's state; begin from its model with "
+            "from_pretrained, or resume from a checkpoint that was saved with DilocoCallback."
+        )
+    candidates = [_output(args) / place]
+    if args.resume_from_checkpoint is not None:
+        candidates.insert(0, Path(args.resume_from_checkpoint))
+    for candidate in candidates:
+        if (directory := candidate / _own(args)).is_dir():
+            saved = load_checkpoint(latest_checkpoint(directory))
+            if (saved["life"], saved["global_step"]) == (known["attributes"]["life"], state.global_step):
+                return saved
+    raise CheckpointError(
+        f"the learner's state of the {place} that the Trainer resumes from is not in {candidates[-1]}; resume from an "
+        "earlier checkpoint if this one was cut off, or name it in TrainingArguments(resume_from_checkpoint=…)."
+    )

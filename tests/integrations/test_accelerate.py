@@ -1,0 +1,125 @@
+"""`AcceleratedLearner` with a real Accelerator: what counts as a step, its schedule, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from tests.integrations.harness import RUN, serve
+from torch import nn
+
+import diloco
+from diloco.errors import CheckpointError, ConfigError
+from diloco.integrations.accelerate import AcceleratedLearner
+from diloco.syncer.server import Syncer
+
+METHOD = diloco.StreamingDiLoCo(sync_every=4, overlap=1, fragments=diloco.Balanced(2))
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Syncer]:
+    with serve(tmp_path / "syncer", METHOD) as syncer:
+        yield syncer
+
+
+class Loop:
+    """A loop with accelerate."""
+
+    def __init__(
+        self, syncer: Syncer, accumulate: int = 1, scaler: Any = None, *, learner: str = "a", initialise: bool = True
+    ) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        self.accelerator.scaler = scaler
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        exchange = diloco.connect(syncer.address, run=RUN, learner=learner, initialise=initialise, join_timeout_s=60)
+        self.learner = AcceleratedLearner(
+            self.accelerator, self.model, self.optimizer, self.scheduler, exchange=exchange
+        )
+
+    def step(self, scale: float = 1.0) -> None:
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(scale * self.model(torch.ones(2, 4)).square().mean())
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.learner.step(tokens=8)
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        return self.learner.steps, self.learner.metrics()["tokens"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.learner.close()
+
+
+def test_a_step_is_one_of_the_optimizer_with_the_tokens_of_its_micro_batches(syncer: Syncer) -> None:
+    with Loop(syncer, accumulate=3) as loop:
+        for _ in range(7):
+            loop.step()
+        assert loop.counted == (2, 6 * 8)
+
+
+def test_a_step_that_the_scaler_skips_counts_without_tokens(syncer: Syncer) -> None:
+    with Loop(syncer, scaler=torch.amp.GradScaler("cpu", init_scale=2.0)) as loop:
+        before = [parameter.clone() for parameter in loop.model.parameters()]
+        loop.step(scale=float("inf"))
+        assert loop.accelerator.optimizer_step_was_skipped
+        assert all(map(torch.equal, before, loop.model.parameters()))
+        assert loop.counted == (1, 0)
+        loop.step()
+        assert loop.counted == (2, 8)
+
+
+def test_a_late_learner_starts_its_schedule_at_the_runs_step(syncer: Syncer) -> None:
+    with Loop(syncer) as first:
+        for _ in range(4):
+            first.step()
+        first.learner.state_dict()  # the syncer has answered what was sent after the fourth
+        first.learner.finish()
+        with Loop(syncer, learner="b", initialise=False) as second:
+            assert second.learner.steps == 4
+            assert second.scheduler.get_last_lr() == pytest.approx([0.1 / 5])
+
+
+def test_a_checkpoint_between_micro_batches_is_refused(syncer: Syncer, tmp_path: Path) -> None:
+    with Loop(syncer, accumulate=2) as loop:
+        loop.step()
+        with pytest.raises(ConfigError, match="between two micro-batches"):
+            loop.accelerator.save_state(tmp_path / "checkpoint")
+        loop.step()
+        loop.accelerator.save_state(tmp_path / "checkpoint")
+    with Loop(syncer, accumulate=2, initialise=False) as again:
+        again.accelerator.load_state(tmp_path / "checkpoint")
+        assert again.learner.steps == 1
+        again.step()
+        again.step()
+        with pytest.raises(ConfigError, match="load the state before the first one"):
+            again.accelerator.load_state(tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_without_the_learners_state_is_refused(syncer: Syncer, tmp_path: Path) -> None:
+    with Loop(syncer) as loop:
+        loop.accelerator.save_state(tmp_path / "checkpoint")
+        (tmp_path / "checkpoint" / "diloco").rename(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError):
+            loop.accelerator.load_state(tmp_path / "checkpoint")
+
+
+def test_an_optimizer_that_was_not_prepared_is_refused(syncer: Syncer) -> None:
+    model = nn.Linear(2, 2)
+    exchange = diloco.connect(syncer.address, run=RUN, initialise=True)
+    with pytest.raises(ConfigError, match="was not prepared"):
+        AcceleratedLearner(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters()), exchange=exchange)
