@@ -147,6 +147,8 @@ def test_a_supervised_learner_initialises_a_run_that_has_no_model_and_joins_one_
         with pytest.raises(AlreadyInitialisedError):
             learner_of(again, replace(part, supervised=False)).train()
         assert learner_of(again, part).train().steps == 11  # killed before its first checkpoint, and started again
+        # Nothing is left of the exchange that was refused; in a rank, its threads would abort the process at its end.
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("diloco-")] == []
 
 
 class Starter(Progress):

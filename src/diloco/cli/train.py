@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -197,9 +197,12 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
                 initial_tokens=tokens,
                 source=_source(config, part),
             )
-            return diloco.Learner(
-                model, optimizer, exchange=exchange, trains=config.train.trains or None, overlap=config.train.overlap
-            )
+            trains, overlap = config.train.trains or None, config.train.overlap
+            with ExitStack() as refused:  # its threads would outlive it: an exchange that is refused is closed
+                refused.callback(exchange.close)
+                learner = diloco.Learner(model, optimizer, exchange=exchange, trains=trains, overlap=overlap)
+                refused.pop_all()
+            return learner
 
         try:
             return connect(part.initialise)
