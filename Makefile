@@ -78,7 +78,7 @@ $(TITAN)/.installed: tests/integrations/torchtitan-constraints.txt pyproject.tom
 	@touch $@
 
 torchtitan: $(TITAN)/.installed
-	$(TITAN)/bin/python -m pytest -k torchtitan tests/integrations $(ARGS)
+	$(TITAN)/bin/python -m pytest -k torchtitan tests/integrations/test_torchtitan.py tests/integrations/test_stacks.py $(ARGS)
 
 storm: $(FOR_ALL)
 	$(BIN)/python -m tests.storms $(SEEDS)

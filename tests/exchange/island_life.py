@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,21 @@ from tests.exchange.scenarios import Result
 from tests.exchange.worlds import join_world, write
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
-from diloco.learner.pieces import read_dtensor
+from diloco.core.boxes import Box
+from diloco.core.names import named_parameters
+from diloco.learner.pieces import Gather, Piece, read_dtensor
 
 WIDTH, LAYERS = 96, 2
-SHAPES = {"single": 1, "ddp": 2, "fsdp": 4, "fsdp, 2 ranks": 2, "hsdp": 4, "tp": 2, "fsdp and tp": 4}
+SHAPES = {
+    "single": 1, "ddp": 2, "fsdp": 4, "fsdp, 2 ranks": 2, "hsdp": 4, "tp": 2, "fsdp and tp": 4, "stages": 2,
+    "stages of fsdp": 4, "fsdp1": 2,
+}  # fmt: skip
 
 
 class Block(nn.Module):
@@ -60,6 +66,35 @@ class Net(nn.Module):
         return result
 
 
+class Stage(nn.Module):
+    """A pipeline stage: some layers of a model, under the names that they have in it."""
+
+    def __init__(self, net: Net, index: int, num_stages: int) -> None:
+        super().__init__()
+        layers = range(index * LAYERS // num_stages, (index + 1) * LAYERS // num_stages)
+        if index == 0:
+            self.embed = net.embed
+        self.layers = nn.ModuleDict({str(layer): net.layers[layer] for layer in layers})
+        if index == num_stages - 1:
+            self.head = net.head
+
+
+def gather_fsdp1(model: nn.Module) -> Gather:
+    """How FSDP1 holds parameters: each rank a run of the flattened ones."""
+    held = {}
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        flat = module._handle.flat_param
+        for parameter, shape, shard in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+            start, size = (shard.intra_param_start_idx, shard.numel_in_shard) if shard.in_shard else (0, 0)
+            held[parameter] = Box((shape.numel(),), (start,), (size,)), tuple(shape)
+
+    def gather(name: str, tensor: Tensor) -> Piece:
+        box, shape = held[tensor]
+        return Piece(shape, box, tensor.detach().view(-1))
+
+    return gather
+
+
 def shaped(net: Net, shape: str) -> nn.Module:
     """The model as the ranks of an island of this shape hold it."""
     size = dist.get_world_size()
@@ -72,6 +107,15 @@ def shaped(net: Net, shape: str) -> nn.Module:
             _fully_shard(net, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards")))
         case "tp":
             _parallelize(net, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
+        case "stages":
+            return Stage(net, dist.get_rank(), 2)
+        case "stages of fsdp":
+            mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "dp"))
+            stage = Stage(net, mesh.get_local_rank("pp"), 2)
+            fully_shard(stage, mesh=mesh["dp"])
+            return stage
+        case "fsdp1":
+            return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
         case "fsdp and tp":
             mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
             _parallelize(net, mesh["tp"])
@@ -90,15 +134,14 @@ def _parallelize(net: Net, mesh: Any) -> None:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def set_gradients(model: nn.Module, learner: int, step: int) -> None:
+def set_gradients(model: nn.Module, learner: int, step: int, gather: Gather) -> None:
     """The same for every shape of island: drawn whole, of which each rank takes its piece."""
-    for index, (name, parameter) in enumerate(model.named_parameters()):
-        name = name.removeprefix("module.")
-        generator = torch.Generator().manual_seed(1_000_003 * learner + 1009 * step + index)
-        whole = torch.randn(parameter.shape, generator=generator)
-        box = read_dtensor(name, parameter).box
-        piece = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].contiguous()
-        parameter.grad = like(parameter, piece)
+    for name, parameter in named_parameters(model):
+        piece = gather(name, parameter)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{learner} {step} {name}".encode()))
+        whole = torch.randn(piece.box.shape, generator=generator)
+        part = whole[piece.box.within(Box.whole(piece.box.shape))].contiguous()
+        parameter.grad = like(parameter, part.view(piece.local.shape))
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
@@ -113,27 +156,40 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
 def full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors, by torch's own gathering."""
     return {
-        name.removeprefix("module."): (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
         for name, each in tensors.items()
     }
+
+
+def whole_model(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, FullyShardedDataParallel):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+    return full(dict(named_parameters(model)))
 
 
 def live(model: nn.Module, exchange: Any, given: diloco.Method | None, number: int, steps: int) -> Result:
     """Train; returns the global model and the learner's own, whole, and what this rank kept and sent."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    with diloco.Learner(model, optimizer, method=given, exchange=exchange) as learner:
+    gather = gather_fsdp1(model) if isinstance(model, FullyShardedDataParallel) else read_dtensor
+    ranks = dist.group.WORLD if isinstance(model, Stage | FullyShardedDataParallel) else None
+    with diloco.Learner(model, optimizer, method=given, exchange=exchange, ranks=ranks, gather=gather) as learner:
         for step in range(1, steps + 1):
-            set_gradients(model, number, step)
+            set_gradients(model, number, step, gather)
             optimizer.step()
             learner.step(tokens=5)
         state = learner.state_dict()  # answers that are on their way
-        own = {f"own.{name}": value for name, value in full(dict(model.named_parameters())).items()}
+        own = {f"own.{name}": value for name, value in whole_model(model).items()}
+        with learner.global_model():
+            swapped = whole_model(model)
+        if not isinstance(model, FullyShardedDataParallel):
+            exported = full(learner.global_state_dict())
+            assert all(torch.equal(exported[name], value) for name, value in swapped.items())
         metrics = learner.metrics()
         facts = {
             "anchors": [anchor.numel() for anchor in state["anchors"].values()],
             **{key: metrics[key] for key in ("versions", "num_bytes", "merges")},
         }
-        return Result(own | full(learner.global_state_dict()), facts)
+        return Result(own | swapped, facts)
 
 
 def main(directory: Path, process: int) -> None:

@@ -67,7 +67,13 @@ def singles(name: str, initialises: int) -> list[Result]:
 
 @pytest.mark.parametrize(
     ("shapes", "initialises"),
-    [(("ddp", "fsdp", "single"), 0), (("single", "fsdp and tp", "tp"), 1), (("hsdp", "single", "fsdp, 2 ranks"), 0)],
+    [
+        (("ddp", "fsdp", "single"), 0),
+        (("single", "fsdp and tp", "tp"), 1),
+        (("hsdp", "single", "fsdp, 2 ranks"), 0),
+        (("stages", "stages of fsdp", "single"), 1),
+        (("single", "fsdp1", "fsdp, 2 ranks"), 1),
+    ],
     ids=str,
 )
 def test_islands_of_different_shapes_train_as_single_processes(
@@ -78,9 +84,10 @@ def test_islands_of_different_shapes_train_as_single_processes(
         reference = singles(name, initialises)
         for ranks, single in zip(results[name], reference, strict=True):
             for rank in ranks:
-                different = [key for key, each in single.tensors.items() if not torch.equal(each, rank.tensors[key])]
+                different = [key for key, each in rank.tensors.items() if not torch.equal(each, single.tensors[key])]
                 assert not different, name
                 assert rank.facts["versions"] == single.facts["versions"]
+            assert {key for rank in ranks for key in rank.tensors} == single.tensors.keys()
             kept = [rank.facts["anchors"] for rank in ranks]
             assert [sum(each) for each in zip(*kept, strict=True)] == single.facts["anchors"]
             if len(ranks) > 1:

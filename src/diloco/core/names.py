@@ -49,6 +49,11 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield path + name, buffer
 
 
+def tensor_names(model: nn.Module) -> set[str]:
+    """The canonical names of all parameters and buffers."""
+    return {name for name, _ in named_parameters(model)} | {name for name, _ in named_buffers(model)}
+
+
 def canonical_key(model: nn.Module, key: str) -> str:
     """A key of `model.state_dict()` without the wrappers' components, some of which a wrapper may have removed."""
     module: nn.Module | None = model

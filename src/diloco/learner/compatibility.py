@@ -23,12 +23,6 @@ def check_compatible(
     Raises:
         ConfigError: what does not fit, and what to use instead.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise ConfigError(
-            "FullyShardedDataParallel (FSDP1) is not supported; use fully_shard (FSDP2) or DistributedDataParallel."
-        )
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     for optimizer in optimizers:
         _check_optimizer(optimizer, trainable)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from diloco.core.boxes import Box
 from diloco.core.layout import Fragment, Layout
-from diloco.core.names import holder, named_parameters
+from diloco.core.names import holder, named_parameters, tensor_names
 from diloco.errors import LayoutError
 from diloco.learner.frozen_base import Base, local_of, whole_of
 from diloco.learner.pieces import read_dtensor
@@ -30,11 +30,12 @@ class FrozenState:
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self._places = {spec.name: holder(model, spec.name) for spec in layout.static}
+        here = tensor_names(model)  # other ranks of the learner may hold others
+        self._places = {spec.name: holder(model, spec.name) for spec in layout.static if spec.name in here}
         self._local = {spec.name for spec in layout.static if spec.role == "local"}
-        self._averaged = {name: holder(model, name) for name in averaged_names(layout)}
-        base = {each.spec.name: holder(model, each.spec.name) for each in layout.base}
-        self._base = Base(layout.base, lambda name: current(base[name]))
+        self._averaged = {name: holder(model, name) for name in averaged_names(layout) if name in here}
+        base = {each.spec.name: holder(model, each.spec.name) for each in layout.base if each.spec.name in here}
+        self._base = Base([each for each in layout.base if each.spec.name in here], lambda name: current(base[name]))
         self._copies: dict[str, Tensor] = {}
         self._has_joined = self._is_checked = False
         self._trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
@@ -42,7 +43,7 @@ class FrozenState:
         self._left: dict[str, Tensor] = {}
 
     def values(self) -> dict[str, Tensor]:
-        """Host copies of the current static values, by name; every rank gathers one that is sharded."""
+        """Host copies of the current static values, by name; of sharded ones whole, which every rank gathers."""
         return {name: whole_of(current(place)).to("cpu", copy=True) for name, place in self._places.items()}
 
     def averaged(self) -> dict[str, Tensor]:
@@ -52,21 +53,21 @@ class FrozenState:
     def counters(self) -> dict[str, Tensor]:
         """Host copies of the learner's own: local tensors, and buffers without floating-point values."""
         own = {name: current(place) for name, place in self._places.items() if self._is_own(name)}
-        return {name: each.detach().to("cpu", copy=True) for name, each in own.items()}
+        return {name: local_of(each).to("cpu", copy=True) for name, each in own.items()}
 
     @torch.no_grad()
     def load_counters(self, values: Mapping[str, Tensor]) -> None:
         """Restore what `counters` returned."""
         for name, value in values.items():
-            current(self._places[name]).copy_(value)
+            local_of(current(self._places[name])).copy_(value)
 
     @torch.no_grad()
     def adopt(self, values: Mapping[str, Tensor]) -> None:
         """Load the run's values: all of them at first, and those that are compared when the learner rejoins."""
-        for name, value in values.items():
+        for name in self._places.keys() & values.keys():
             if not (self._has_joined and self._is_own(name)):
                 piece = read_dtensor(name, current(self._places[name]))
-                piece.local.copy_(value[piece.box.within(Box.whole(piece.shape))])
+                piece.local.copy_(values[name][piece.box.within(Box.whole(piece.shape))])
         self._has_joined = True
         self._copies = {
             name: local_of(value).clone()
@@ -161,7 +162,8 @@ class FrozenState:
 def exchanged_tensors(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """The present tensors of a model's fragments, by name: trainable parameters and averaged tensors."""
     found: dict[str, Tensor] = {name: each for name, each in named_parameters(model) if each.requires_grad}
-    return found | {name: current(holder(model, name)) for name in averaged_names(layout)}
+    here = tensor_names(model)
+    return found | {name: current(holder(model, name)) for name in averaged_names(layout) if name in here}
 
 
 def averaged_names(layout: Layout) -> list[str]:

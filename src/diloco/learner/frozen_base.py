@@ -29,14 +29,14 @@ def base_tensor(spec: TensorSpec, tensor: Tensor) -> BaseTensor:
     return BaseTensor(spec, digest_of(whole_of(tensor)))
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    """All of a tensor; every rank of an island calls it for one that is sharded."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def local_of(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor; of one that is sharded, every rank gathers it."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -26,13 +27,14 @@ from diloco.learner.compatibility import check_compatible
 from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.masters import MasterWeights
 from diloco.learner.models import joined, listed, require_hooks
-from diloco.learner.own_ranks import RanksOfLearner, broadcast_replicas, island_of, require_same_layout
+from diloco.learner.own_ranks import RanksOfLearner, island_of
 from diloco.learner.partition import Partition, Undivided, divided
-from diloco.learner.pieces import read_dtensor
-from diloco.learner.roles import Buffers, Static, layout_for
+from diloco.learner.pieces import Gather, read_dtensor
+from diloco.learner.roles import Buffers, Static, described
 from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
+from diloco.learner.union import described_by_all, static_of_all
 
 
 class Learner:
@@ -69,6 +71,8 @@ class Learner:
             them from it. "digest": every learner has loaded the same ones (LoRA on a pretrained base); they are
             compared by digest when it joins, and are neither sent nor exported. All learners must give the same
             `buffers` and `static`.
+        gather: which piece of each parameter this rank holds, where it is neither whole nor a DTensor (`Gather`), as in
+            FSDP1.
         resume: what `state_dict` returned in an earlier process; as `load_state_dict`. The optimizer's state may be
             loaded before or after.
 
@@ -103,6 +107,7 @@ class Learner:
         overlap: int | None = None,
         buffers: Buffers | Mapping[str, Buffers] = "refuse",
         static: Static = "exchange",
+        gather: Gather | None = None,
         resume: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
@@ -112,11 +117,14 @@ class Learner:
         self._exchange = exchange if island is None else island
         self.method = self._exchange.method(method)
         check_compatible(root, self._optimizers, self.method, exchange)
-        self.layout: Layout = layout_for(root, self.method, buffers, static)
+        gather = gather or read_dtensor
+        whole = described(root, self.method, buffers, static, gather)
+        if island is not None:
+            whole = described_by_all(whole, island.group)
+        self.layout: Layout = whole.layout(self.method)
         partition: Partition = Undivided(self.layout)
         if island is not None:
-            require_same_layout(self.layout, island.group)
-            partition = divided(self.layout, exchanged_tensors(root, self.layout), read_dtensor, island.group)
+            partition = divided(self.layout, exchanged_tensors(root, self.layout), gather, island.group)
         self._tensors = LearnerTensors(root, self.layout, self.method, partition)
         trained = trained_tensors(self.layout, trains, self.method)
         own = self.method if overlap is None else self.method.with_own_overlap(overlap)
@@ -142,9 +150,8 @@ class Learner:
                 undo.pop_all()
 
     def _own_model(self, island: Ranks | None) -> Model:
-        if island is not None:
-            broadcast_replicas(self._tensors.parameters.values(), island.group)
-        return self._tensors.own_model()
+        own = self._tensors.own_model()
+        return own if island is None else replace(own, static=static_of_all(own.static, self.layout, island.group))
 
     @property
     def _exchanges_gradients(self) -> bool:

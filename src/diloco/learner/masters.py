@@ -159,7 +159,8 @@ class _Writes:
     around: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        names = [each.spec.name for each in self.fragment.tensors if not each.spec.is_averaged]
+        trained = [each.spec.name for each in self.fragment.tensors if not each.spec.is_averaged]
+        names = [name for name in trained if name in self.parameters]
         sizes = {name: local_of(self.parameters[name]).numel() for name in names}
         large = sorted((name for name in names if sizes[name] >= MIN_ELEMENTS), key=lambda name: -sizes[name])
         self.names = large[:SAMPLED_TENSORS]  # without an answer yet

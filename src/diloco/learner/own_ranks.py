@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.core.layout import Layout
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
-from diloco.exchange.group import Group, ranks_in
+from diloco.exchange.group import ranks_in
 
 RanksOfLearner = dist.ProcessGroup | DeviceMesh | Literal["self"]
 
@@ -52,34 +50,6 @@ def island_of(
             'group or mesh; if each rank is a learner of its own, pass ranks="self" and give each a name of its own.'
         )
     return None
-
-
-def require_same_layout(layout: Layout, group: Group) -> None:
-    """Every rank holds the tensors of one model: whole, or its parts of them. All ranks call it.
-
-    Raises:
-        ConfigError: the ranks hold different tensors, as the stages of a pipeline do.
-    """
-    layouts = [Layout.from_dict(each) for each in group.gather_values(layout.to_dict(), "each rank's model")]
-    for rank, other in enumerate(layouts):
-        if difference := layouts[0].first_difference(other):
-            raise ConfigError(
-                f"rank {rank} (there) of this learner holds another model than rank 0 (here): {difference}; ranks of "
-                "one learner hold the same tensors, whole or as DTensors, and pipeline stages are not supported."
-            )
-
-
-@torch.no_grad()
-def broadcast_replicas(parameters: Iterable[Tensor], group: Group) -> None:
-    """Set the parameters that every rank holds whole to rank 0's, as DDP does.
-
-    Ranks that average gradients in another way may start from different values, and each gives a part of the model.
-    """
-    for parameter in parameters:
-        if not isinstance(parameter, DTensor):
-            host = parameter.detach().to("cpu", copy=True).contiguous()
-            group.broadcast(host, "this learner's own model")
-            parameter.copy_(host)
 
 
 def _require_alone(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,8 +38,13 @@ class Partition(ABC):
         """Of the fragment's flat vector."""
 
     @abstractmethod
-    def gather(self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """The part of a fragment, flat fp32, from tensors as the model holds them; on their device, or in `out`."""
+    def gather(
+        self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None, *, of_first: bool = False
+    ) -> Tensor:
+        """The part of a fragment, flat fp32, from tensors as the model holds them; on their device, or in `out`.
+
+        `of_first`: of replicas, those of the first rank, for replicas that need not be the same.
+        """
 
     @abstractmethod
     def spread(self, fragment: int, part: Tensor, device: torch.device) -> dict[str, Tensor]:
@@ -63,7 +69,9 @@ class Undivided(Partition):
     def elements(self, fragment: int) -> slice:
         return slice(0, self._fragments[fragment].numel)
 
-    def gather(self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+    def gather(
+        self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None, *, of_first: bool = False
+    ) -> Tensor:
         return gather(self._fragments[fragment], tensors, out)
 
     def spread(self, fragment: int, part: Tensor, device: torch.device) -> dict[str, Tensor]:
@@ -134,8 +142,8 @@ class Divided(Partition):
         for fragment in layout.fragments:
             for place in fragment.tensors:
                 _require_all(place, [held.get(place.spec.name) for held in boxes])
-            self._sending.append(self._route(fragment, once=True))
-            self._adopting.append(self._route(fragment, once=False))
+            self._sending.append(self._route(fragment, "near"))
+            self._adopting.append(self._route(fragment, "all"))
 
     def elements(self, fragment: int) -> slice:
         return self._shards[fragment].elements(self._rank)
@@ -147,8 +155,12 @@ class Divided(Partition):
         return shard_of(self._layout.fragments[fragment].tensors, self.elements(fragment))[0]
 
     @torch.no_grad()
-    def gather(self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+    def gather(
+        self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None, *, of_first: bool = False
+    ) -> Tensor:
         route, own = self._sending[fragment], self._boxes[self._rank]
+        if of_first:
+            route = self._route(self._layout.fragments[fragment], "first")
         elements = self.elements(fragment)
         pieces = {
             place.spec.name: self._piece(place.spec.name, tensors[place.spec.name]).local
@@ -212,8 +224,8 @@ class Divided(Partition):
                 raw = raw.clone()
             yield block, raw.view(dtypes[block.name]).view(block.box.sizes)
 
-    def _route(self, fragment: Fragment, *, once: bool) -> _Route:
-        """`once`: of the replicas of a box only one is taken: the owner's own, or the one that its rank chooses."""
+    def _route(self, fragment: Fragment, replicas: Literal["all", "near", "first"]) -> _Route:
+        """`replicas`: which ones of a box take part: "near": the owner's own, or else the one that its rank chooses."""
         num_ranks, rank = len(self._boxes), self._rank
         shards = self._shards[fragment.index]
         route = _Route([[] for _ in range(num_ranks)], [[] for _ in range(num_ranks)])
@@ -229,8 +241,10 @@ class Divided(Partition):
                     if high <= 0 or low >= place.spec.numel or low >= high:
                         continue
                     chosen = ranks
-                    if once:
+                    if replicas == "near":
                         chosen = [owner if owner in ranks else ranks[owner % len(ranks)]]
+                    elif replicas == "first":
+                        chosen = ranks[:1]
                     route.crosses |= chosen != [owner]
                     if rank != owner and rank not in chosen:
                         continue

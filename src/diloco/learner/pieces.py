@@ -53,6 +53,11 @@ def read_dtensor(name: str, tensor: Tensor) -> Piece:
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
+        if hasattr(tensor, "_is_flat_param") or getattr(tensor, "_fsdp_flattened", False):
+            raise ConfigError(
+                f"parameter {name!r} is flattened by FullyShardedDataParallel (FSDP1); use fully_shard (FSDP2), or say "
+                "with gather=… which piece of it each rank holds (docs/islands.md)."
+            )
         return Piece(shape, Box.whole(shape), tensor.detach())
     for placement in tensor.placements:
         if placement.is_partial():

@@ -7,20 +7,21 @@ joins, and a difference names the tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from torch import Tensor, nn
 
 from diloco.core.choices import nearest
 from diloco.core.fragments import TRAINABLE_DTYPES, describe, layout_of
-from diloco.core.layout import Layout, TensorSpec
+from diloco.core.layout import BaseTensor, Layout, TensorSpec
 from diloco.core.method import Method
-from diloco.core.names import holder
+from diloco.core.names import holder, named_parameters
 from diloco.errors import ConfigError, LayoutError
 from diloco.learner.frozen import current
 from diloco.learner.frozen_base import base_tensor
+from diloco.learner.pieces import Gather
 
 Buffers = Literal["refuse", "average", "local"]
 BUFFERS: tuple[Buffers, ...] = get_args(Buffers)
@@ -29,11 +30,41 @@ Static = Literal["exchange", "digest"]
 STATIC: tuple[Static, ...] = get_args(Static)
 
 
-def layout_for(model: nn.Module, method: Method, buffers: Buffers | Mapping[str, Buffers], static: Static) -> Layout:
-    """Cut a model as the method says, with these answers for what it holds beside its trained parameters.
+@dataclass(frozen=True)
+class Described:
+    """The tensors of a model, or of the part of one that a rank holds, by what becomes of them: each in model order."""
+
+    exchanged: tuple[TensorSpec, ...]
+    static: tuple[TensorSpec, ...]
+    base: tuple[BaseTensor, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, for the other ranks."""
+        return {name: [asdict(each) for each in getattr(self, name)] for name in ("exchanged", "static", "base")}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave; JSON in between does no harm."""
+        exchanged, static = (tuple(map(_spec, values[name])) for name in ("exchanged", "static"))
+        return cls(exchanged, static, tuple(BaseTensor(_spec(each["spec"]), each["digest"]) for each in values["base"]))
+
+    def layout(self, method: Method) -> Layout:
+        """The model, cut as the method says."""
+        return layout_of(self.exchanged, self.static, method.fragments, self.base)
+
+
+def _spec(values: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(**{**values, "shape": tuple(values["shape"])})
+
+
+def described(
+    model: nn.Module, method: Method, buffers: Buffers | Mapping[str, Buffers], static: Static, gather: Gather
+) -> Described:
+    """What becomes of a model's tensors, by these answers for what it holds beside its trained parameters.
 
     Arguments:
         buffers, static: as in `Learner`.
+        gather: gives the shapes of parameters that are sharded.
 
     Raises:
         ConfigError: an unknown answer, a pattern that matches nothing, or a tensor that cannot be averaged.
@@ -42,6 +73,8 @@ def layout_for(model: nn.Module, method: Method, buffers: Buffers | Mapping[str,
     if static not in STATIC:
         raise ConfigError(f"static={static!r}{nearest(static, STATIC)}; use 'exchange' or 'digest'.")
     trained, others = describe(model)
+    parameters = dict(named_parameters(model))
+    trained = tuple(replace(spec, shape=gather(spec.name, parameters[spec.name]).shape) for spec in trained)
     tensors = {spec.name: current(holder(model, spec.name)) for spec in others}
     answered = _answered(others, tensors, buffers)
     _refuse_changing(model, {id(tensors[spec.name]): spec.name for spec in answered if not spec.role})
@@ -54,10 +87,11 @@ def layout_for(model: nn.Module, method: Method, buffers: Buffers | Mapping[str,
     kept = [spec for spec in answered if not spec.is_averaged]
     brought = [spec for spec in kept if static == "digest" and not spec.role and not is_counter(tensors[spec.name])]
     names = {spec.name for spec in brought}
-    return layout_of(
-        [*trained, *averaged], [spec for spec in kept if spec.name not in names], method.fragments,
-        [base_tensor(spec, tensors[spec.name]) for spec in brought],
-    )  # fmt: skip
+    return Described(
+        (*trained, *averaged),
+        tuple(spec for spec in kept if spec.name not in names),
+        tuple(base_tensor(spec, tensors[spec.name]) for spec in brought),
+    )
 
 
 def is_counter(tensor: Tensor) -> bool:

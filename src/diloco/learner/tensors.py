@@ -52,7 +52,10 @@ class LearnerTensors:
 
     def own_model(self) -> Model:
         """The model as it is here; the learner that initialises the run gives it to all."""
-        fragments = tuple(self._here(fragment.index) for fragment in self._layout.fragments)
+        fragments = tuple(
+            self.partition.gather(fragment.index, self.parameters, of_first=True).cpu()
+            for fragment in self._layout.fragments
+        )
         return Model(fragments, self.frozen.values())
 
     def _here(self, fragment: int) -> Tensor:
@@ -143,7 +146,9 @@ class LearnerTensors:
             if self._layout.base and name not in held:  # the caller has it: the run does not
                 continue
             source = values.get(self._aliases.get(name, name))
-            state[name] = own.to("cpu", copy=True) if source is None else _like(own, source.to(own.dtype, copy=True))
+            state[name] = (
+                own.to("cpu", copy=True) if source is None else _like(name, own, source.to(own.dtype, copy=True))
+            )
         return state
 
     @property
@@ -185,9 +190,14 @@ class LearnerTensors:
         return ((name, self.partition.local(name, parameter)) for name, parameter in self.parameters.items())
 
 
-def _like(own: Tensor, local: Tensor) -> Tensor:
+def _like(name: str, own: Tensor, local: Tensor) -> Tensor:
     """The local values as a tensor that is sharded as `own`."""
     if not isinstance(own, DTensor):
+        if local.shape != own.shape:
+            raise ConfigError(
+                f"the model gathers {name!r} for its state_dict, and this rank has only a piece of its global value; "
+                "take model.state_dict() inside learner.global_model()."
+            )
         return local
     return DTensor.from_local(
         local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
