@@ -161,6 +161,7 @@ class DilocoCallback(TrainerCallback):
         assert self.learner is not None
         if self._is_over:
             control.should_training_stop = True
+            self._show_if_needed(control)
             return control
         tokens, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
         if not self._tokens:
