@@ -55,7 +55,7 @@ class Shard(Tensor):
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         raise NotImplementedError(f"{func} of a vector of which one rank holds a shard")
 
-    def __repr__(self, **_: object) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Shard({self.local.shape[0]} of {self.size()[0]} elements from {self._start[0]} on)"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
