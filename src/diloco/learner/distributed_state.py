@@ -51,12 +51,12 @@ class Shard(Tensor):
         whole.local, whole._start = local, torch.Size([elements.start])
         return whole
 
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch misnames the argument
+        return f"Shard({self.local.numel()} of {self.numel()} elements from {self._start[0]} on)"
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         raise NotImplementedError(f"{func} of a vector of which one rank holds a shard")
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"Shard({self.local.shape[0]} of {self.size()[0]} elements from {self._start[0]} on)"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         if self.local.numel() == 0:
