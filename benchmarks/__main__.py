@@ -30,6 +30,7 @@ GROUPS = {
     "merges": "Eight learners' outer gradients into one, processor time; ratio: own time ÷ memory copy (lower is "
     "better)",
     "memory": "A syncer's peak in models (fp32), the spool apart (lower is better)",
+    "islands": "A rank of an FSDP2 island, for exchanging: host memory in models (fp32), and bytes (lower is better)",
     "transfer": "A real syncer; ratio: socket's time ÷ own time (higher is better)",
     "step": "A training step; ratio: with a Learner ÷ without (lower is better)",
     "rounds": "A round between two processes; ratio: over torchft ÷ over Collective (lower is better)",
@@ -38,7 +39,7 @@ GROUPS = {
 }
 """Modules of this package with `run(quick) -> rows`, and what their ratios mean."""
 
-LOWER_IS_BETTER = ("fragments", "memory", "merges", "step", "rounds", "virtual", "plan")
+LOWER_IS_BETTER = ("fragments", "islands", "memory", "merges", "step", "rounds", "virtual", "plan")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -87,7 +87,7 @@ def measure(name: str, num_fragments: int, num_learners: int, num_parameters: in
     layout = Layout(tuple(place(f, [TensorSpec(f"w{f}", (size,), "float32")]) for f in range(num_fragments)), ())
     spool_bytes = num_learners * method.up.encoded_bytes(size)
     learners = [f"learner-{index:02d}" for index in range(num_learners)]
-    before = _status_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         with Store(directory) as store, events.EventLog(directory / "events.jsonl", who="syncer") as log:
@@ -97,7 +97,7 @@ def measure(name: str, num_fragments: int, num_learners: int, num_parameters: in
             _take_rounds(driver, method, layout, learners)
             driver.stop()
             driver.raise_failure()
-    return _status_bytes("VmHWM") - before - spool_bytes
+    return status_bytes("VmHWM") - before - spool_bytes
 
 
 def _take_rounds(driver: HostedDriver, method: Method, layout: Layout, learners: Sequence[str]) -> None:
@@ -156,7 +156,8 @@ def _write_contribution(method: Method, buffer: memoryview, num_elements: int) -
         start += len(payload)
 
 
-def _status_bytes(key: str) -> int:
+def status_bytes(key: str) -> int:
+    """A number of bytes that the kernel says of this process, such as VmRSS."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return 1024 * int(line.split()[1])
