@@ -137,7 +137,7 @@ def _parallelize(net: Net, mesh: Any) -> None:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def set_gradients(model: nn.Module, learner: int, step: int, gather: Gather) -> None:
+def set_gradients(model: nn.Module, learner: int, step: int, gather: Gather = read_dtensor) -> None:
     """The same for every shape of island: drawn whole, of which each rank takes its piece."""
     for name, parameter in named_parameters(model):
         piece = gather(name, parameter)

@@ -1,0 +1,42 @@
+"""A rank of an island is lost: torchrun starts its ranks again, and they rejoin as one learner."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.exchange import restarted_life
+from tests.exchange.restarted_life import RUN, STEPS
+
+import diloco
+from diloco.exchange.remote import fetch_model
+from diloco.syncer.server import Options, Syncer
+
+pytestmark = pytest.mark.timeout(300)  # includes a torchrun that starts its ranks twice
+
+
+def test_the_ranks_of_an_island_come_back_as_one_learner(tmp_path: Path) -> None:
+    method = diloco.DiLoCo(sync_every=3)
+    with Syncer(RUN, method, Options("127.0.0.1:0", tmp_path / "state")) as syncer:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
+            "1", "-m", restarted_life.__name__, str(tmp_path), syncer.address,
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        newest = fetch_model(syncer.address, run=RUN)
+    metrics = json.loads((tmp_path / "island.json").read_text())
+    assert (metrics["incarnation"], metrics["steps"]) == (2, STEPS)
+    # The run had gone on from the checkpoint, to the round after step 6: the learner continues from there.
+    assert metrics["versions"] == [STEPS // 3]
+    found = load_file(tmp_path / "island.safetensors")
+    assert found.keys() == newest.keys()
+    for name, value in newest.items():
+        assert torch.equal(found[name], value), name
