@@ -13,6 +13,7 @@ import json
 import sys
 import zlib
 from collections.abc import Mapping
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,24 @@ def whole_model(model: nn.Module) -> dict[str, Tensor]:
     return full(dict(named_parameters(model)))
 
 
+def evaluate(model: nn.Module) -> float:
+    """A number that the parameters say, by a forward pass without a backward pass: after it, FSDP2 holds those of the
+    root module whole. Pipeline stages have none; of FSDP1 the learner cannot undo it."""
+    if isinstance(model, Stage | FullyShardedDataParallel):
+        return 0.0
+    with torch.no_grad():
+        return float(model(torch.arange(53)).square().mean())
+
+
+def evaluated(model: nn.Module, tensors: Mapping[str, Tensor]) -> float:
+    """As `evaluate`, of the same model with these tensors, in one process."""
+    if isinstance(model, Stage | FullyShardedDataParallel):
+        return 0.0
+    net = Net(seed=0)
+    net.load_state_dict(dict(tensors))
+    return evaluate(net)
+
+
 def live(model: nn.Module, exchange: Any, given: diloco.Method | None, number: int, steps: int) -> Result:
     """Train; returns the global model and the learner's own, whole, and what this rank kept and sent."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
@@ -176,11 +195,16 @@ def live(model: nn.Module, exchange: Any, given: diloco.Method | None, number: i
         for step in range(1, steps + 1):
             set_gradients(model, number, step, gather)
             optimizer.step()
+            evaluate(model)
             learner.step(tokens=5)
         state = learner.state_dict()  # answers that are on their way
         own = {f"own.{name}": value for name, value in whole_model(model).items()}
+        before = evaluate(model)
         with learner.global_model():
+            inside = evaluate(model)
             swapped = whole_model(model)
+        assert isclose(inside, evaluated(model, swapped), rel_tol=1e-5)
+        assert evaluate(model) == before
         if not isinstance(model, FullyShardedDataParallel):
             exported = full(learner.global_state_dict())
             assert all(torch.equal(exported[name], value) for name, value in swapped.items())

@@ -26,7 +26,7 @@ from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible
 from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.masters import MasterWeights
-from diloco.learner.models import joined, listed, require_hooks
+from diloco.learner.models import FullyShardedModules, joined, listed, require_hooks
 from diloco.learner.own_ranks import RanksOfLearner, island_of
 from diloco.learner.partition import Partition, Undivided, divided
 from diloco.learner.pieces import Gather, read_dtensor
@@ -112,6 +112,8 @@ class Learner:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         root, self._optimizers = joined(model), listed(optimizer)
+        self._fully_sharded = FullyShardedModules(root)
+        self._fully_sharded.reshard()
         group = island_of(ranks, root, exchange)
         island = None if group is None else Ranks(exchange, group)
         self._exchange = exchange if island is None else island
@@ -205,6 +207,7 @@ class Learner:
     def _step(self, tokens: int) -> None:
         self._require_training()
         self._require_one_mode()
+        self._fully_sharded.reshard()
         timing = self._boundary.timing
         if not self._exchanges_gradients:
             self._exchange.stepped()
@@ -300,6 +303,7 @@ class Learner:
         if self._exchanges_gradients:
             yield
             return
+        self._fully_sharded.reshard()
         own = self._tensors.own_parameters()
         self._holds_global_model = True
         try:
@@ -308,6 +312,7 @@ class Learner:
                     self._tensors.write(fragment, theta)
                 yield
         finally:
+            self._fully_sharded.reshard()
             self._tensors.restore_parameters(own)
             self._holds_global_model = False
 
@@ -351,6 +356,7 @@ class Learner:
         """
         self._require_open()
         self._require_own_parameters()
+        self._fully_sharded.reshard()
         return learner_state(self._boundary)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -372,6 +378,7 @@ class Learner:
         opened = self._start_model
         if opened is None:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
+        self._fully_sharded.reshard()
         self.resumed = resume(self._boundary, opened, state)
         return self.resumed
 
