@@ -173,6 +173,11 @@ def refuses(groups: Groups) -> Result:
         )
     dist.barrier()
     trainer = Trainer(groups, method)
+    calls = {0: trainer.learner.global_state_dict, 1: trainer.learner.step, 2: trainer.learner.metrics}
+    facts["rank 0 alone"] = error_of(calls[rank])
+    trainer.learner.close()
+    dist.barrier()
+    trainer = Trainer(groups, method)
     trainer.train(3)
     state = trainer.learner.state_dict()
     trainer.learner.close()

@@ -227,6 +227,10 @@ class Exchange(ABC):
         """Tokens of one step over all ranks of this learner."""
         return tokens
 
+    def meet(self, what: str) -> None:  # noqa: B027  (one rank waits for no other)
+        """All ranks of this learner come here before they make `what` together. Raises ConfigError on all of them if
+        others take a step."""
+
     @property
     def rank(self) -> tuple[int, int]:
         """Which rank of its learner this process is, and of how many."""

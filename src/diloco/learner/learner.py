@@ -270,12 +270,15 @@ class Learner:
             are kept local have this learner's own values. With `static="digest"`, only what the run holds: for LoRA,
             the adapters.
 
+        All ranks of a learner call it together; with DTensors each gets its shards.
+
         Raises:
-            ConfigError: the learner has several ranks, between which values would cross, and is closed.
+            ConfigError: the learner has several ranks, between which values cross: it is closed, or others step.
         """
         self._require_ranks()
         if self._exchanges_gradients or self._holds_global_model:
             return self._tensors.model_state_dict(None)
+        self._exchange.meet("the global model")
         if self._tensors.has_made_keys:
             with self.global_model():
                 return self._tensors.model_state_dict(None)
@@ -303,6 +306,7 @@ class Learner:
         if self._exchanges_gradients:
             yield
             return
+        self._exchange.meet("the global model")
         self._fully_sharded.reshard()
         own = self._tensors.own_parameters()
         self._holds_global_model = True
@@ -356,6 +360,7 @@ class Learner:
         """
         self._require_open()
         self._require_own_parameters()
+        self._exchange.meet("the learner's state")
         self._fully_sharded.reshard()
         return learner_state(self._boundary)
 
