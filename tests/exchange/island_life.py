@@ -17,6 +17,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.exchange.scenarios import Result
@@ -31,6 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 import diloco
 from diloco.core.boxes import Box
 from diloco.core.names import named_parameters
+from diloco.errors import ExchangeError
+from diloco.exchange.group import Group
+from diloco.exchange.lanes import Job, Lane
 from diloco.learner.pieces import Gather, Piece, read_dtensor
 
 WIDTH, LAYERS = 96, 2
@@ -216,6 +220,25 @@ def live(model: nn.Module, exchange: Any, given: diloco.Method | None, number: i
         return Result(own | swapped, facts)
 
 
+class RunsOutOfMemory(Job):
+    """Fails on the last rank, by what is no error of this package's."""
+
+    def work(self) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise MemoryError("no room")
+
+
+def require_that_a_failure_is_told() -> None:
+    lane = Lane(Group(None, timeout_s=60))
+    if dist.get_rank() > 0:
+        lane.follow(lambda _: RunsOutOfMemory())
+        return
+    last = dist.get_world_size() - 1
+    with pytest.raises(ExchangeError, match=f"rank {last} of this learner failed: MemoryError: no room"):
+        lane.lead({}, RunsOutOfMemory())
+    lane.end()
+
+
 def main(directory: Path, process: int) -> None:
     run: dict[str, Any] = json.loads((directory / "islands.json").read_text())
     of_process = [(number, shape) for number, shape in enumerate(run["shapes"]) for _ in range(SHAPES[shape])]
@@ -231,6 +254,8 @@ def main(directory: Path, process: int) -> None:
         model = shaped(Net(seed=number), shape)
         result = live(model, exchange, None, number, run["steps"])
         write(directory, name, process, result)
+    if SHAPES[shape] > 1:
+        require_that_a_failure_is_told()
     dist.destroy_process_group()
 
 

@@ -178,9 +178,15 @@ def refuses(groups: Groups) -> Result:
     trainer.learner.close()
     dist.barrier()
     trainer = Trainer(groups, method)
-    trainer.train(3)
+    trainer.train(1)
+    older = trainer.learner.state_dict()
+    trainer.train(2)
     state = trainer.learner.state_dict()
     trainer.learner.close()
+    other = Trainer(groups, method)
+    facts["another step"] = error_of(lambda: other.learner.load_state_dict(older if rank == 1 else state))
+    other.learner.close()
+    dist.barrier()
     if rank < 2:
         other_ranks = [state]
         dist.broadcast_object_list(other_ranks, group=groups.job, group_src=1)

@@ -246,8 +246,8 @@ class Exchange(ABC):
         """State that lives with this exchange and not elsewhere: tensors and plain values, possibly nested in dicts."""
         return {}
 
-    def require_rank(self, saved: Sequence[int]) -> None:
-        """Raises CheckpointError unless a learner's checkpoint is of this `rank`."""
+    def require_rank(self, saved: Sequence[int], step: int) -> None:
+        """Raises CheckpointError unless a learner's checkpoint is of this `rank`, and of the same step on all ranks."""
         if tuple(saved) != self.rank:
             raise CheckpointError(wrong_rank(saved, self.rank))
 

@@ -221,11 +221,16 @@ class Ranks(Exchange):
         [empty] = self.group.sum([int(self._first and not state)], "whether the exchange has state")
         return state if self._first or empty else {"rank": self.group.rank}
 
-    def require_rank(self, saved: Sequence[int]) -> None:
+    def require_rank(self, saved: Sequence[int], step: int) -> None:
         """Raises the same error on every rank, if the checkpoint of one does not fit."""
-        for rank, theirs in enumerate(self.group.gather_values(list(saved), "the ranks of the checkpoints")):
+        told = self.group.gather_values([list(saved), step], "the ranks of the checkpoints")
+        for rank, (theirs, _) in enumerate(told):
             if tuple(theirs) != (rank, self.group.size):
                 raise CheckpointError(wrong_rank(theirs, (rank, self.group.size)))
+        if len(steps := sorted({each for _, each in told})) > 1:
+            raise CheckpointError(
+                f"the checkpoints of this learner's ranks are of steps {steps}; give every rank its own of one step."
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         def load() -> dict[str, Any]:
