@@ -446,7 +446,7 @@ def test_versions_are_fetched_until_the_newest_is_here() -> None:
     assert it.beat().versions == (2, 1)
 
 
-@pytest.mark.parametrize("kind", [errors.DigestError, errors.CorruptPayloadError, errors.VersionError])
+@pytest.mark.parametrize("kind", [errors.DigestError, errors.CorruptPayloadError])
 def test_an_update_that_leads_elsewhere_is_fetched_whole_and_fails_if_that_does_too(kind: Any) -> None:
     it = Script().start()
     it.notice(versions=(1, 0))
@@ -456,6 +456,25 @@ def test_an_update_that_leads_elsewhere_is_fetched_whole_and_fails_if_that_does_
     assert (it.open[requests.Fetch].base, it.open[requests.Fetch].joining) == (-1, False)
     it.fail(requests.Fetch, error)
     assert it.take(requests.Fail) == [requests.Fail(error)]
+
+
+def test_a_whole_fragment_of_which_ranks_were_sent_different_versions_is_fetched_again() -> None:
+    """One was published between the fetches of two ranks: while they join, and later."""
+    error = errors.VersionError("rank 0 was sent version 3 of fragment 0 and rank 1 version 4")
+    it = Script()
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.join()
+    fetch = it.fail(requests.Fetch, error)
+    assert fetch.joining
+    assert it.until(requests.Fetch) == fetch
+    it = Script().start()
+    it.notice(versions=(1, 0))
+    for _ in range(3):
+        it.fail(requests.Fetch, error)
+        assert it.until(requests.Fetch).base == -1
+    it.answer(requests.Fetch, it.core.fetched, 1)
+    assert it.take(requests.Fail) == []
 
 
 def test_a_whole_fragment_serves_only_the_version_that_needed_it() -> None:

@@ -14,9 +14,11 @@ import sys
 import warnings
 import zlib
 from collections.abc import Mapping
+from math import isclose
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.exchange.scenarios import Result
@@ -33,6 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 import diloco
 from diloco.core.boxes import Box
 from diloco.core.names import named_parameters
+from diloco.errors import ExchangeError
+from diloco.exchange.group import Group
+from diloco.exchange.lanes import Job, Lane
 from diloco.learner.pieces import Gather, Piece, read_dtensor
 
 WIDTH, LAYERS = 96, 2
@@ -170,6 +175,24 @@ def whole_model(model: nn.Module) -> dict[str, Tensor]:
     return full(dict(named_parameters(model)))
 
 
+def evaluate(model: nn.Module) -> float:
+    """A number that the parameters say, by a forward pass without a backward pass: after it, FSDP2 holds those of the
+    root module whole. Pipeline stages have none; of FSDP1 the learner cannot undo it."""
+    if isinstance(model, Stage | FullyShardedDataParallel):
+        return 0.0
+    with torch.no_grad():
+        return float(model(torch.arange(53)).square().mean())
+
+
+def evaluated(model: nn.Module, tensors: Mapping[str, Tensor]) -> float:
+    """As `evaluate`, of the same model with these tensors, in one process."""
+    if isinstance(model, Stage | FullyShardedDataParallel):
+        return 0.0
+    net = Net(seed=0)
+    net.load_state_dict(dict(tensors))
+    return evaluate(net)
+
+
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return get_optimizer_state_dict(model, optimizer)
 
@@ -198,14 +221,19 @@ def live(
         for step in steps:
             set_gradients(model, number, step, gather)
             optimizer.step()
+            evaluate(model)
             learner.step(tokens=5)
         state = learner.state_dict()  # answers that are on their way
         if saved is not None and steps.start == 1:
             entries = {"learner": learner.distributed_state_dict(), "optimizer": optimizer_state(model, optimizer)}
             dcp.save(entries, checkpoint_id=saved, no_dist=not dist.is_initialized())
         own = {f"own.{name}": value for name, value in whole_model(model).items()}
+        before = evaluate(model)
         with learner.global_model():
+            inside = evaluate(model)
             swapped = whole_model(model)
+        assert isclose(inside, evaluated(model, swapped), rel_tol=1e-5)
+        assert evaluate(model) == before
         if not isinstance(model, FullyShardedDataParallel):
             exported = full(learner.global_state_dict())
             assert all(torch.equal(exported[name], value) for name, value in swapped.items())
@@ -215,6 +243,25 @@ def live(
             **{key: metrics[key] for key in ("versions", "num_bytes", "merges")},
         }
         return Result(own | swapped, facts)
+
+
+class RunsOutOfMemory(Job):
+    """Fails on the last rank, by what is no error of this package's."""
+
+    def work(self) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise MemoryError("no room")
+
+
+def require_that_a_failure_is_told() -> None:
+    lane = Lane(Group(None, timeout_s=60))
+    if dist.get_rank() > 0:
+        lane.follow(lambda _: RunsOutOfMemory())
+        return
+    last = dist.get_world_size() - 1
+    with pytest.raises(ExchangeError, match=f"rank {last} of this learner failed: MemoryError: no room"):
+        lane.lead({}, RunsOutOfMemory())
+    lane.end()
 
 
 def main(directory: Path, process: int) -> None:
@@ -233,6 +280,8 @@ def main(directory: Path, process: int) -> None:
         saved = directory.parent / f"{name}, island {number}" if run["saves"] else None
         result = live(model, exchange, None, number, range(*run["steps"]), saved)
         write(directory, name, process, result)
+    if SHAPES[shape] > 1:
+        require_that_a_failure_is_told()
     dist.destroy_process_group()
 
 

@@ -173,9 +173,20 @@ def refuses(groups: Groups) -> Result:
         )
     dist.barrier()
     trainer = Trainer(groups, method)
-    trainer.train(3)
+    calls = {0: trainer.learner.global_state_dict, 1: trainer.learner.step, 2: trainer.learner.metrics}
+    facts["rank 0 alone"] = error_of(calls[rank])
+    trainer.learner.close()
+    dist.barrier()
+    trainer = Trainer(groups, method)
+    trainer.train(1)
+    older = trainer.learner.state_dict()
+    trainer.train(2)
     state = trainer.learner.state_dict()
     trainer.learner.close()
+    other = Trainer(groups, method)
+    facts["another step"] = error_of(lambda: other.learner.load_state_dict(older if rank == 1 else state))
+    other.learner.close()
+    dist.barrier()
     if rank < 2:
         other_ranks = [state]
         dist.broadcast_object_list(other_ranks, group=groups.job, group_src=1)

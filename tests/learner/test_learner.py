@@ -405,6 +405,14 @@ def test_fully_sharded_modules_are_refused() -> None:
         attach(diloco.DiLoCo(), model=model)
 
 
+def test_an_optimizer_may_hold_parameters_that_are_frozen() -> None:
+    model = make_model()
+    frozen = next(model.parameters()).requires_grad_(False)
+    before = frozen.clone()
+    attach(diloco.DiLoCo(), model=model)
+    assert torch.equal(frozen, before)
+
+
 def test_private_master_weights_are_refused() -> None:
     def of_its_own(model: nn.Module) -> torch.optim.Optimizer:
         return SGD([nn.Parameter(p.detach().float().clone()) for p in model.parameters()], lr=0.1)

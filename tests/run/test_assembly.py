@@ -60,6 +60,26 @@ def test_a_part_that_was_cut_off_is_sent_again() -> None:
     assert scene.spool.held_bytes == 0
 
 
+@pytest.mark.parametrize("how", ["arrives", "is cut off"])
+def test_a_part_that_is_here_is_not_written_again(how: str) -> None:
+    """Its acknowledgement was lost while another part was on its way, and it is uploaded again while that one is."""
+    scene = started("a", method=scheduled(at_least=1))
+    c = contribution("a")
+    first = begin(scene, c, FIRST)
+    assert complete(scene, first) is None
+    again, second = begin(scene, c, FIRST), begin(scene, c, SECOND)
+    assert again.slot is not first.slot  # which is another contribution's once this one is merged
+    assert complete(scene, second) is None
+    scene.settle()
+    assert scene.driver.state.versions == (1, 0)
+    if how == "arrives":
+        assert complete(scene, again) is None
+    else:
+        scene.driver.cut_push(again)
+    assert scene.driver.state.versions == (1, 0)
+    assert scene.spool.held_bytes == 0
+
+
 def test_a_part_is_uploaded_by_one_connection_at_a_time() -> None:
     scene = started("a", method=scheduled(at_least=1))
     c = contribution("a")

@@ -227,6 +227,10 @@ class Exchange(ABC):
         """Tokens of one step over all ranks of this learner."""
         return tokens
 
+    def meet(self, what: str) -> None:  # noqa: B027  (one rank waits for no other)
+        """All ranks of this learner come here before they make `what` together. Raises ConfigError on all of them if
+        others take a step."""
+
     @property
     def rank(self) -> tuple[int, int]:
         """Which rank of its learner this process is, and of how many."""
@@ -242,8 +246,8 @@ class Exchange(ABC):
         """State that lives with this exchange and not elsewhere: tensors and plain values, possibly nested in dicts."""
         return {}
 
-    def require_rank(self, saved: Sequence[int]) -> None:
-        """Raises CheckpointError unless a learner's checkpoint is of this `rank`."""
+    def require_rank(self, saved: Sequence[int], step: int) -> None:
+        """Raises CheckpointError unless a learner's checkpoint is of this `rank`, and of the same step on all ranks."""
         if tuple(saved) != self.rank:
             raise CheckpointError(wrong_rank(saved, self.rank))
 

@@ -7,6 +7,7 @@ all ranks have done it, or none goes on with it.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.errors import DilocoError, NoRoomError, UnreachableError
+from diloco.errors import DilocoError, ExchangeError, NoRoomError, UnreachableError
 from diloco.exchange.group import Group, error_of, to_bytes, to_tensor
+
+log = logging.getLogger("diloco")
 
 Command = Mapping[str, Any]
 """Plain values."""
@@ -84,6 +87,9 @@ class Lane:
             said = job.work()
         except DilocoError as error:
             own = error
+        except Exception as error:  # no memory, or a defect: the other ranks must not wait for what will never come
+            log.exception("rank %d of this learner failed", self.group.rank)
+            own = ExchangeError(f"rank {self.group.rank} of this learner failed: {type(error).__name__}: {error}")
         told = None if own is None else [type(own).__name__, str(own)]
         answers = self.group.gather_values([said, told], "how a command went")
         failed = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}

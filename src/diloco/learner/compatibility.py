@@ -32,9 +32,9 @@ def check_compatible(
             "FullyShardedDataParallel (FSDP1) flattens the parameters; use fully_shard (FSDP2), or say with gather=… "
             "which piece of each parameter a rank holds (docs/islands.md)."
         )
-    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    parameters = set(map(id, model.parameters()))  # optimizers skip those that require no gradient
     for optimizer in optimizers:
-        _check_optimizer(optimizer, trainable)
+        _check_optimizer(optimizer, parameters)
     if method.exchanged == "parameters":
         for optimizer in optimizers:
             if not _is_stateless(optimizer):
@@ -58,9 +58,9 @@ def check_compatible(
         )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, trainable: set[int]) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: set[int]) -> None:
     optimized = [p for group in optimizer.param_groups for p in group["params"]]
-    if strangers := [p for p in optimized if id(p) not in trainable]:
+    if strangers := [p for p in optimized if id(p) not in parameters]:
         raise ConfigError(
             f"{type(optimizer).__name__} trains {len(strangers)} tensor(s) that are not parameters of the model, such "
             "as private master weights, so adopting a global value would not reach them; give it model.parameters()."

@@ -27,7 +27,7 @@ from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible
 from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.masters import MasterWeights
-from diloco.learner.models import joined, listed, require_hooks
+from diloco.learner.models import FullyShardedModules, joined, listed, require_hooks
 from diloco.learner.own_ranks import RanksOfLearner, island_of
 from diloco.learner.partition import Partition, Undivided, divided
 from diloco.learner.pieces import Gather, read_dtensor
@@ -117,6 +117,8 @@ class Learner:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         root, self._optimizers = joined(model), listed(optimizer)
+        self._fully_sharded = FullyShardedModules(root)
+        self._fully_sharded.reshard()
         group = island_of(ranks, root, exchange)
         island = None if group is None else Ranks(exchange, group)
         self._exchange = exchange if island is None else island
@@ -210,6 +212,7 @@ class Learner:
     def _step(self, tokens: int) -> None:
         self._require_training()
         self._require_one_mode()
+        self._fully_sharded.reshard()
         timing = self._boundary.timing
         if not self._exchanges_gradients:
             self._exchange.stepped()
@@ -272,12 +275,15 @@ class Learner:
             are kept local have this learner's own values. With `static="digest"`, only what the run holds: for LoRA,
             the adapters.
 
+        All ranks of a learner call it together; with DTensors each gets its shards.
+
         Raises:
-            ConfigError: the learner has several ranks, between which values would cross, and is closed.
+            ConfigError: the learner has several ranks, between which values cross: it is closed, or others step.
         """
         self._require_ranks()
         if self._exchanges_gradients or self._holds_global_model:
             return self._tensors.model_state_dict(None)
+        self._exchange.meet("the global model")
         if self._tensors.has_made_keys:
             with self.global_model():
                 return self._tensors.model_state_dict(None)
@@ -305,6 +311,8 @@ class Learner:
         if self._exchanges_gradients:
             yield
             return
+        self._exchange.meet("the global model")
+        self._fully_sharded.reshard()
         own = self._tensors.own_parameters()
         self._holds_global_model = True
         try:
@@ -313,6 +321,7 @@ class Learner:
                     self._tensors.write(fragment, theta)
                 yield
         finally:
+            self._fully_sharded.reshard()
             self._tensors.restore_parameters(own)
             self._holds_global_model = False
 
@@ -356,6 +365,8 @@ class Learner:
         """
         self._require_open()
         self._require_own_parameters()
+        self._exchange.meet("the learner's state")
+        self._fully_sharded.reshard()
         return learner_state(self._boundary)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -377,6 +388,7 @@ class Learner:
         opened = self._start_model
         if opened is None:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
+        self._fully_sharded.reshard()
         self.resumed = resume(self._boundary, opened, state)
         return self.resumed
 
@@ -390,6 +402,8 @@ class Learner:
         """
         self._require_own_parameters()
         self._require_ranks()
+        self._exchange.meet("the learner's state")
+        self._fully_sharded.reshard()
         from diloco.learner.distributed_state import distributed_state
 
         return distributed_state(self._boundary)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,6 +53,25 @@ def require_hooks(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} calls no hooks at its steps, as a wrapper around an optimizer may not; give "
             "Learner the optimizer inside it, or call learner.step() after each step, with outer gradients exchanged."
         )
+
+
+class FullyShardedModules:
+    """The modules of a model that `fully_shard` (FSDP2) was applied to.
+
+    Between the passes their parameters are sharded, but for those of the root module after a forward pass that no
+    backward pass has followed, as in an evaluation. These are whole: other tensors in the place of the shards, which
+    the next forward pass takes as they are, whatever was written to the shards meanwhile.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        kind: type | None = getattr(fsdp, "FSDPModule", None)  # Any: torch's own class is no nn.Module
+        self._modules: list[Any] = [] if kind is None else [each for each in model.modules() if isinstance(each, kind)]
+
+    def reshard(self) -> None:
+        """Put the shards into their places; the next forward pass gathers them anew."""
+        for module in self._modules:
+            module.reshard()
 
 
 class Registered:

@@ -196,6 +196,12 @@ class Divided(Partition):
                 f"this rank held {self._boxes[self._rank][name]} of {name!r} when the learner was made, and holds "
                 f"{piece.box} now; make a new Learner after the model is sharded anew."
             )
+        if piece.local.shape != piece.box.sizes:
+            raise LayoutError(
+                f"the piece of {name!r} that is here has the shape {tuple(piece.local.shape)}, and its box "
+                f"{piece.box.sizes}; give both alike, and shard the model again before the learner takes part (FSDP1 "
+                "leaves parameters whole after an evaluation)."
+            )
         return piece
 
     def _cross(

@@ -77,7 +77,7 @@ def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint (there) was saved under another method: {difference}; use the method it was saved with."
         )
-    learner.exchange.require_rank(state["rank"])
+    learner.exchange.require_rank(state["rank"], state["core"]["step"])
 
 
 def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:

@@ -1,5 +1,5 @@
 """Contributions that come in parts: each rank of a learner uploads the bytes of its shard, over a connection of its
-own. What a rank uploads again after its connection broke takes the place of what it uploaded before."""
+own. A part that is here is not written again: a rank that uploads it once more has lost the acknowledgement."""
 
 from __future__ import annotations
 

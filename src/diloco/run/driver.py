@@ -75,8 +75,8 @@ class Upload(Generic[S]):
         num_bytes: of the whole payload.
         slot: the room for what is uploaded, or for the whole payload with `assembly`.
         span: the part of the payload; None: all of it.
-        assembly: what the part belongs to; None: the whole payload is uploaded, or the contribution is here already and
-            the part is not needed.
+        assembly: what the part belongs to; None: the whole payload is uploaded, or the part is here already and is not
+            needed.
     """
 
     contribution: Contribution
@@ -369,9 +369,11 @@ class Driver(Generic[H, S, P]):
         if span is None:
             return Upload(c, num_bytes, allocate(num_bytes))
         sense.check_span(c, span, num_bytes)
-        if c in self._checked_parts or self.core.is_known(c):  # the acknowledgement of this part was lost
+        assembly = self._assemblies.of(c)
+        is_here = assembly is not None and span in assembly.here
+        if is_here or c in self._checked_parts or self.core.is_known(c):  # the acknowledgement of this part was lost
             return Upload(c, num_bytes, allocate(span[1] - span[0]), span)
-        if (assembly := self._assemblies.of(c)) is None:
+        if assembly is None:
             assembly = Assembly(c, num_bytes, allocate(num_bytes))
             self._assemblies.add(assembly)
         assembly.begin(c, num_bytes, span)

@@ -35,6 +35,7 @@ from diloco.core.session.requests import Identity, Report, SessionAction
 from diloco.errors import (
     AlreadyInitialisedError,
     CorruptPayloadError,
+    DigestError,
     DilocoError,
     DrainedError,
     NoRoomError,
@@ -346,6 +347,9 @@ class SessionCore:
                 if self._is_current(request.who):
                     self._cache.distrust(fragment)
                 return [requests.Warn(f"{error}; fetching it whole")]
+            case requests.Fetch(base=base), VersionError() if base == NOTHING and not isinstance(error, DigestError):
+                lane.pause(now)  # the ranks of this learner were sent different versions: one was published in between
+                return []
             case requests.Fetch() | requests.Watch() | requests.Beat() | requests.Push(), StaleIncarnationError():
                 return self._join_again(str(error)) if self._is_current(request.who) else []
         return self._fail(lane, error)

@@ -3,8 +3,8 @@
 Every rank runs the same `Learner` on the same `LearnerCore`, each with its shard of every fragment (`core.shards`): it
 keeps that shard's anchor, encodes it, and adopts it. Only rank 0 touches the wrapped exchange. It gets the encoded
 shards from the others on a thread of its own, and what it hears is broadcast, events and errors alike, as JSON and
-tensors. A step without news costs one all-reduce of six numbers: the step's tokens, the size of the news, the tokens of
-the whole run, the number of live learners, this one's pace, and whether it is drained.
+tensors. A step without news costs one all-reduce of seven numbers: the step's tokens, the size of the news, the tokens
+of the whole run, the number of live learners, this one's pace, whether it is drained, and whether all ranks step.
 """
 
 from __future__ import annotations
@@ -130,12 +130,26 @@ class Ranks(Exchange):
         it = self._exchange.overview if self._first else Overview(num_live=0)
         run_tokens_plus_1 = 0 if it.run_tokens is None else it.run_tokens + 1
         numbers = [tokens, len(self._message.raw), run_tokens_plus_1, it.num_live, it.sync_every or 0, int(it.drained)]
-        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained = self.group.sum(
-            numbers, "the tokens of a step"
+        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained = self._sum(
+            numbers, "the tokens of a step", calls=False
         )
         run_tokens = run_tokens_plus_1 - 1 if run_tokens_plus_1 else None
         self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained))
         return total
+
+    def meet(self, what: str) -> None:
+        self._sum([0] * 6, what, calls=True)
+
+    def _sum(self, numbers: list[int], what: str, *, calls: bool) -> list[int]:
+        """The sum over ranks; each says whether it steps or calls something else."""
+        *sums, num_calls = self.group.sum([*numbers, int(calls)], what)
+        if num_calls not in (0, self.group.size):
+            raise ConfigError(
+                f"{num_calls} of the {self.group.size} ranks of this learner asked for its state where the others took "
+                "a step, and each has a part of it; call global_state_dict(), global_model() and state_dict() on all "
+                "ranks at the same point."
+            )
+        return sums
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         if self._sharded is not None:
@@ -207,11 +221,16 @@ class Ranks(Exchange):
         [empty] = self.group.sum([int(self._first and not state)], "whether the exchange has state")
         return state if self._first or empty else {"rank": self.group.rank}
 
-    def require_rank(self, saved: Sequence[int]) -> None:
+    def require_rank(self, saved: Sequence[int], step: int) -> None:
         """Raises the same error on every rank, if the checkpoint of one does not fit."""
-        for rank, theirs in enumerate(self.group.gather_values(list(saved), "the ranks of the checkpoints")):
+        told = self.group.gather_values([list(saved), step], "the ranks of the checkpoints")
+        for rank, (theirs, _) in enumerate(told):
             if tuple(theirs) != (rank, self.group.size):
                 raise CheckpointError(wrong_rank(theirs, (rank, self.group.size)))
+        if len(steps := sorted({each for _, each in told})) > 1:
+            raise CheckpointError(
+                f"the checkpoints of this learner's ranks are of steps {steps}; give every rank its own of one step."
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         def load() -> dict[str, Any]:

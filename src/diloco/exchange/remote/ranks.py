@@ -26,19 +26,21 @@ from diloco.exchange.connection import Connection
 from diloco.exchange.group import Group, as_bytes
 from diloco.exchange.lanes import Command, Job, Lane, Lanes, ShardTransfer
 from diloco.exchange.remote.messages import pull_request, push_header
-from diloco.exchange.remote.transfers import Download, Key, Receiver, Sender, key_of
+from diloco.exchange.remote.transfers import Download, Key, Payload, Receiver, Sender, key_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of
 
 
 class _Upload(Job):
-    """This rank's shard of a contribution."""
+    """This rank's shard of a contribution. `payload`: None: the training thread may have yet to offer it."""
 
-    def __init__(self, sender: Sender, header: pb.PushHeader, *, again: bool) -> None:
-        self._sender, self._header, self._again = sender, header, again
+    def __init__(self, sender: Sender, header: pb.PushHeader, payload: Payload | None, *, again: bool) -> None:
+        self._sender, self._header, self._payload, self._again = sender, header, payload, again
 
     def work(self) -> None:
-        self._sender.upload(self._header, again=self._again)
+        header = self._header
+        payload = self._payload or self._sender.awaited((header.incarnation, header.fragment, header.number))
+        self._sender.upload(header, payload, again=self._again)
 
 
 class _Fetch(Job):
@@ -116,13 +118,13 @@ class LeadingSender(Sender):
 
     def push(self, call: requests.Push) -> None:
         header = push_header(call)
-        if not self.has(key_of(call.contribution)):
+        if (payload := self.kept(key_of(call.contribution))) is None:
             return
         dropped, self._dropped = self._dropped, []
         command = {"push": header.SerializeToString().hex(), "dropped": dropped, "again": self._refused}
         again, self._refused = self._refused, False
         try:
-            self._lane.lead(command, _Upload(self, header, again=again))
+            self._lane.lead(command, _Upload(self, header, payload, again=again))
         except DilocoError as error:
             self._refused = not isinstance(error, UnreachableError | NoRoomError)
             raise
@@ -181,7 +183,7 @@ class Follower:
         for key in command["dropped"]:
             self.sender.forget(tuple(key))
         header = pb.PushHeader.FromString(bytes.fromhex(command["push"]))
-        return _Upload(self.sender, header, again=command["again"])
+        return _Upload(self.sender, header, None, again=command["again"])
 
     def _receives(self, command: Command) -> Job:
         if "model" in command:

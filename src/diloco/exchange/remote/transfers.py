@@ -26,7 +26,7 @@ from diloco.exchange.wire.frames import bytes_of, frames, tensor_of
 # --- up ---------------------------------------------------------------------------------------------------------------
 
 
-class _Payload:
+class Payload:
     """Of a contribution, or this rank's part of one.
 
     Attributes:
@@ -66,14 +66,14 @@ class Sender:
     def __init__(self, connection: Connection, spans: Sequence[tuple[slice, int]] | None = None) -> None:
         self.num_bytes = 0
         self._connection, self._spans = connection, spans
-        self._payloads: dict[Key, _Payload] = {}
+        self._payloads: dict[Key, Payload] = {}
         self._changed = threading.Condition()
         self._is_over = False
 
     def keep(self, c: Contribution, payload: Callable[[], Tensor]) -> None:
         """A new contribution."""
         with self._changed:
-            self._payloads[key_of(c)] = _Payload(payload)
+            self._payloads[key_of(c)] = Payload(payload)
             self._changed.notify_all()
 
     def drop(self, c: Contribution) -> None:
@@ -87,30 +87,32 @@ class Sender:
 
     def push(self, call: requests.Push) -> None:
         """Upload a contribution, unless it was dropped meanwhile. Raises as `Connection.upload`."""
-        header = push_header(call)
-        if self.has(key_of(call.contribution)):
-            self.upload(header)
+        if (payload := self.kept(key_of(call.contribution))) is not None:
+            self.upload(push_header(call), payload)
 
-    def has(self, key: Key) -> bool:
-        """Whether the contribution is here, and not dropped."""
+    def kept(self, key: Key) -> Payload | None:
+        """What was offered, and not dropped."""
         with self._changed:
-            return key in self._payloads
+            return self._payloads.get(key)
 
-    def upload(self, header: pb.PushHeader, *, again: bool = False) -> None:
-        """Upload what this process sends of a contribution; where its training thread has not offered it yet, wait.
+    def awaited(self, key: Key) -> Payload:
+        """What the training thread has offered or is about to offer. Raises ExchangeError: the exchange is being
+        closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._payloads or self._is_over)
+            if key not in self._payloads:
+                raise ExchangeError("this learner's exchange is being closed.")
+            return self._payloads[key]
+
+    def upload(self, header: pb.PushHeader, payload: Payload, *, again: bool = False) -> None:
+        """Upload what this process sends of a contribution, which may have been dropped meanwhile.
 
         Arguments:
             again: also if this process of the syncer has acknowledged it.
 
         Raises:
-            As `Connection.upload`. ExchangeError: the exchange is being closed.
+            As `Connection.upload`.
         """
-        key = (header.incarnation, header.fragment, header.number)
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._payloads or self._is_over)
-            if key not in self._payloads:
-                raise ExchangeError("this learner's exchange is being closed.")
-            payload = self._payloads[key]
         encoded = payload.bytes()
         if payload.arrived_at == header.boot and not again:
             return
