@@ -4,6 +4,8 @@
 #   make test     the default test suite, in two processes
 #   make coverage the same, and which lines and branches it runs
 #   make lint     ruff, mypy, import directions
+#   make package  build sdist and wheel, and try the wheel where nothing else is installed
+#   make sky      check templates/skypilot with SkyPilot itself, in an environment of its own
 #   make torchtitan   the tests of examples/integrations/torchtitan, in an environment of their own
 #   make storm    whole runs in virtual time in which all goes wrong that can, SEEDS=1-1000
 #   make bench    what exchanging costs, as ratios measured in the same run
@@ -20,7 +22,10 @@
 SEEDS ?= 1-1000
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# Two stamps: the demo needs less than the tests. What is installed for the tests serves the demo; a demo's .venv is completed.
+MADE := $(VENV)/.made
+FOR_DEMO := $(VENV)/.installed-for-demo
+FOR_ALL := $(VENV)/.installed
 
 # Runs where the version is right, venv is complete or pip is at hand. Names that are mere shims fail here and are passed over.
 SUITABLE := import sys, venv, importlib.util as u; sys.exit(sys.version_info < (3, 11) or not (u.find_spec("ensurepip") or u.find_spec("pip")))
@@ -30,29 +35,42 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test coverage lint torchtitan storm bench proto venv clean
+.PHONY: all demo test coverage lint package sky torchtitan storm bench proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
 
-demo: $(STAMP)
+demo: $(FOR_DEMO)
 	$(BIN)/diloco demo $(ARGS)
 
-test: $(STAMP)
+test: $(FOR_ALL)
 	$(PYTEST) $(ARGS)
 
-coverage: $(STAMP)
+package: $(FOR_ALL)
+	$(BIN)/python .ci/package.py
+
+coverage: $(FOR_ALL)
 	$(PYTEST) --cov --cov-report=term $(ARGS)
 
-lint: $(STAMP)
+lint: $(FOR_ALL)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+SKY := .venv-sky
+$(SKY)/.installed: tests/templates/skypilot-constraints.txt | $(MADE)
+	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(SKY); \
+	else "$(PYTHON)" -m venv --without-pip $(SKY); fi
+	@$(BIN)/python -m pip --python $(SKY)/bin/python install --quiet --no-compile $(PIP_ARGS) -c $< skypilot
+	@touch $@
+
+sky: $(SKY)/.installed
+	$(SKY)/bin/python tests/templates/check_skypilot.py
+
 # torchtitan needs an older datasets than the rest, and triton, which it imports on CPUs too.
 TITAN := .venv-torchtitan
-$(TITAN)/.installed: tests/integrations/torchtitan-constraints.txt pyproject.toml | $(STAMP)
+$(TITAN)/.installed: tests/integrations/torchtitan-constraints.txt pyproject.toml | $(MADE)
 	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(TITAN); \
 	else "$(PYTHON)" -m venv --without-pip $(TITAN); fi
 	$(BIN)/python -m pip --python $(TITAN)/bin/python install --quiet $(PIP_ARGS) -c $< \
@@ -60,29 +78,45 @@ $(TITAN)/.installed: tests/integrations/torchtitan-constraints.txt pyproject.tom
 	@touch $@
 
 torchtitan: $(TITAN)/.installed
-	$(TITAN)/bin/python -m pytest -k torchtitan tests/integrations $(ARGS)
+	$(TITAN)/bin/python -m pytest -k torchtitan tests/integrations/test_torchtitan.py tests/integrations/test_stacks.py $(ARGS)
 
-storm: $(STAMP)
+storm: $(FOR_ALL)
 	$(BIN)/python -m tests.storms $(SEEDS)
 
-bench: $(STAMP)
+bench: $(FOR_ALL)
 	$(BIN)/python -m benchmarks $(ARGS)
 
-proto: $(STAMP)
+proto: $(FOR_ALL)
 	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src diloco/exchange/wire/syncer.proto
 
-venv: $(STAMP)
+venv: $(FOR_ALL)
 
 # The constraints hold for torch too, so that no other torch is ever resolved. Where Python comes without ensurepip (Debian keeps it
-# in a package of its own), pip is installed by the pip that is there.
-$(STAMP): constraints.txt pyproject.toml
+# in a package of its own), pip is installed by the pip that is there. Modules are compiled afterwards: all of them on all cores, or
+# for the demo those that its processes import.
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # a few packages ship files that are no Python
+DEMO_IMPORTS := diloco.demo.story, diloco.demo.result_page, diloco.training.loop, diloco.syncer.server, torch._dynamo, \
+	transformers.models.llama.modeling_llama
+
+$(MADE):
 	@test -n "$(PYTHON)" || { echo "diloco: found no Python 3.11 or newer with venv and pip; install one, or name it with make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c '$(SUITABLE)' 2>/dev/null || { echo "diloco: $(PYTHON) is not Python 3.11 or newer with venv and pip; name another with make PYTHON=/path/to/python3" >&2; exit 1; }
 	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(VENV); \
 	else "$(PYTHON)" -m venv --without-pip $(VENV) && "$(PYTHON)" -m pip --python $(BIN)/python install --quiet pip; fi
-	@echo "installing into $(VENV), once; this takes a few minutes"
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch -e ".[train,plot,dev]"
 	@touch $@
 
+$(FOR_DEMO): constraints.txt pyproject.toml setup.py | $(MADE)
+	@echo "installing what the demo needs into $(VENV), once; this takes some minutes"
+	@$(INSTALL) torch -e ".[demo]"
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import $(DEMO_IMPORTS)"
+	@touch $@
+
+$(FOR_ALL): constraints.txt pyproject.toml setup.py | $(MADE)
+	@echo "installing what the tests need into $(VENV), once; this takes some minutes"
+	@$(INSTALL) torch -e ".[train,plot,dev]"
+	@$(COMPILE)
+	@touch $(FOR_DEMO) $@
+
 clean:
-	rm -rf $(VENV) $(TITAN) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SKY) $(TITAN) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -33,6 +33,7 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
         ROOT / "CONTRIBUTING.md",
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "examples").rglob("*.md")),
+        *sorted((ROOT / "templates").rglob("*.md")),
     ]:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"

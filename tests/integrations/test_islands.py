@@ -11,23 +11,21 @@ from diloco.events import Joined, Left, read_events
 
 pytestmark = pytest.mark.timeout(240)
 
-EXAMPLES = (
-    Example("accelerate", "accelerate", ("accelerate", "torchdata.stateful_dataloader"), tokens=(6656, 3328)),
-    Example("transformers", "transformers", ("datasets", "transformers.trainer"), tokens=(3328, 1600)),
-)
+ACCELERATE = Example("accelerate", "accelerate", ("accelerate", "torchdata.stateful_dataloader"), tokens=(6656, 3328))
+TRANSFORMERS = Example("transformers", "transformers", ("datasets", "transformers.trainer"), tokens=(3328, 1600))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_two_ranks_are_one_learner_and_resume_exactly(example: Example, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("example", "how"), [(ACCELERATE, ()), (ACCELERATE, ("--fsdp",)), (TRANSFORMERS, ())])
+def test_two_ranks_are_one_learner_and_resume_exactly(example: Example, how: tuple[str, ...], tmp_path: Path) -> None:
     finals = []
     for directory, kill_after in ((tmp_path / "whole", None), (tmp_path / "killed", SAVE_EVERY + 1)):
         outputs = [directory / f"learner-{index}" for index in range(2)]
         with serve(directory / "syncer") as syncer, running() as scripts:
-            started = example.island(scripts, syncer, outputs[0], "--initialise", kill_after=kill_after)
+            started = example.island(scripts, syncer, outputs[0], "--initialise", *how, kill_after=kill_after)
             started.append(example.learner(scripts, syncer, 1, outputs[1], kill_after=kill_after))
             if kill_after is not None:
                 end_all(started, expect=-9)
-                started = example.island(scripts, syncer, outputs[0], "--resume")
+                started = example.island(scripts, syncer, outputs[0], "--resume", *how)
                 started.append(example.learner(scripts, syncer, 1, outputs[1], "--resume"))
             end_all(started)
         assert_same(model_of(outputs[0]), model_of(outputs[1]))

@@ -6,6 +6,7 @@ The device is the CPU, by the shims of `torchtitan_cpu.py`.
 from __future__ import annotations
 
 import importlib
+import re
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_without_torchtitan_the_error_names_the_extra() -> None:
 
 
 @is_here
-def test_a_connection_is_options_of_the_command_line(tmp_path: Path) -> None:
+def test_an_attachment_is_options_of_the_command_line(tmp_path: Path) -> None:
     """As torchtitan's own parser makes them; and a job with a trainer of its own is refused."""
     script = tmp_path / "options.py"
     script.write_text(OPTIONS)
@@ -59,13 +60,13 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from diloco.errors import ConfigError
-from diloco.integrations.torchtitan import Connection, DilocoTrainer, attach
+from diloco.integrations.torchtitan import Attachment, DilocoTrainer, attach
 
-job = attach(llama3_debugmodel(), Connection(syncer="127.0.0.1:7700", run="demo"))
+job = attach(llama3_debugmodel(), Attachment(syncer="127.0.0.1:7700", run="demo"))
 args = ["--diloco.initialise", "--diloco.learner", "paris", "--diloco.trains", "layers.0.*", "norm.weight"]
 chosen = tyro.cli(type(job), default=job, args=args)
 assert type(chosen) is DilocoTrainer.Config
-assert chosen.diloco == Connection(
+assert chosen.diloco == Attachment(
     syncer="127.0.0.1:7700", run="demo", learner="paris", initialise=True, trains=["layers.0.*", "norm.weight"]
 )
 assert chosen.training == llama3_debugmodel().training
@@ -108,6 +109,21 @@ def start_ranks(
 
 
 @is_here
+@pytest.mark.timeout(240)
+def test_validation_is_of_the_global_model(tmp_path: Path) -> None:
+    """Both learners find the same losses on the same data, at a step where they have own weights and nothing is on its
+    way."""
+    with serve(tmp_path / "syncer") as syncer, running() as scripts:
+        started = [
+            *start_ranks(scripts, syncer, tmp_path, 0, 1, "--initialise", kill_after=None),
+            *start_ranks(scripts, syncer, tmp_path, 1, 1, kill_after=None),
+        ]
+        end_all(started)
+    one, other = (dict(re.findall(r"validate step: +(\d+) +loss: +([\d.]+)", each.said)) for each in started)
+    assert one["5"] == other["5"] != one["1"]
+
+
+@is_here
 @pytest.mark.timeout(600)
 def test_the_ranks_of_fsdp2_are_one_learner_and_resume_together(tmp_path: Path) -> None:
     """A job of two ranks, which shard the parameters, and one of a single rank train one run. All are killed and
@@ -127,7 +143,7 @@ def test_the_ranks_of_fsdp2_are_one_learner_and_resume_together(tmp_path: Path) 
             if directory is broken:
                 end_all(both("--initialise", kill_after=SAVE_EVERY + 1), expect=-9)
                 assert (directory / "learner-0" / "checkpoint" / f"step-{SAVE_EVERY}" / "__1_0.distcp").exists()
-                end_all(both("--resume"))
+                end_all(both("--initialise", "--resume"))  # the command can stay the same
             else:
                 end_all(both("--initialise"))
             for index in range(2):

@@ -183,6 +183,44 @@ def test_a_late_learner_starts_its_schedule_at_the_runs_step(syncer: Syncer, tmp
     assert rates == pytest.approx([0.08, 0.06, 0.04, 0.02])
 
 
+def test_a_learner_that_comes_after_the_runs_end_saves_the_global_model(syncer: Syncer, tmp_path: Path) -> None:
+    model = tiny()
+    with diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=dial(syncer)) as first:
+        for _ in range(4):
+            first.step(1)
+        first.state_dict()  # the syncer has answered what was sent after the fourth
+        callback = DilocoCallback(dial(syncer, initialise=False, learner="b"))
+        trainer = make(
+            tmp_path, callback, max_steps=3, save_strategy="steps", save_steps=1, gradient_accumulation_steps=1
+        )
+        first.finish()
+        trainer.train()
+    assert callback.learner is not None
+    assert (callback.learner.steps, callback.learner.metrics()["tokens"]) == (4, 0)
+    assert_same(loaded(tmp_path / "out" / "checkpoint-1"), copy(trainer.model))
+
+
+class Overflows(LlamaForCausalLM):
+    """Its first gradient is infinite."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **values: Any) -> Any:
+        output = super().forward(input_ids=input_ids, labels=labels, **values)
+        if not hasattr(self, "has_overflowed"):
+            self.has_overflowed = True
+            output.loss = output.loss * float("inf")
+        return output
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])  # a fused one is called, and skips by itself
+def test_a_step_that_the_scaler_skips_counts_without_tokens(optim: str, syncer: Syncer, tmp_path: Path) -> None:
+    callback = DilocoCallback(dial(syncer))
+    trainer = make(tmp_path, callback, model=Overflows(tiny().config), max_steps=3, max_grad_norm=0.0, optim=optim)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    trainer.train()
+    assert callback.learner is not None
+    assert (callback.learner.steps, callback.learner.metrics()["tokens"]) == (3, 2 * 4 * 8)
+
+
 class Fails(LlamaForCausalLM):
     """Has no memory for batches of more than one window."""
 

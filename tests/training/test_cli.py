@@ -83,6 +83,26 @@ def test_a_signal_ends_training_with_a_checkpoint_to_resume_from(run: Run, run_f
     assert json.loads(done.stdout)["steps"] == step + 3
 
 
+def test_a_supervised_part_is_the_same_command_at_its_start_when_stopped_and_after(
+    run: Run, run_file: Path, tmp_path: Path
+) -> None:
+    given = ["train", str(run_file), "--alone", "--supervised", "--set", "schedule.steps=20"]
+    with subprocess.Popen(
+        [*DILOCO, *given, "--set", "run.tokens=2560000"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert "baseline step" in process.stdout.readline()
+        process.terminate()
+        process.terminate()  # torchrun passes on what Slurm has told every process of a step
+        assert "baseline trained" in process.stdout.read()
+    assert process.returncode == 143  # not done
+    (checkpoint,) = (tmp_path / "run" / "baseline" / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    done = run(*given, "--json", "--set", f"run.tokens={(step + 3) * 256}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens"] == (step + 3) * 256  # it went on from its checkpoint
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -92,6 +112,7 @@ def test_a_signal_ends_training_with_a_checkpoint_to_resume_from(run: Run, run_f
         (["--alone", "--initialise"], 2, "--initialise has no effect"),
         (["--alone", "--resume"], 1, "there is no checkpoint"),
         (["--shard", "5", "--isolated"], 2, "--shard 5 does not exist"),
+        (["--alone", "--supervised", "--resume"], 2, "--supervised decides itself whether to resume"),
     ],
 )
 def test_wrong_use_is_one_sentence(run: Run, run_file: Path, arguments: list[str], code: int, message: str) -> None:

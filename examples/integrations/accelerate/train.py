@@ -5,7 +5,8 @@
     python examples/integrations/accelerate/train.py HOST:PORT --shard 1         and again with --resume after a crash
 
 Gradients of two micro-batches are accumulated; batches come from two worker processes, and a checkpoint resumes them in
-the middle of an epoch. `accelerate launch --num-processes N` makes N ranks one learner.
+the middle of an epoch. `accelerate launch --num-processes N` makes N ranks one learner, with
+`--fsdp` too.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import set_seed
+from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -51,12 +52,14 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
     parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--fsdp", action="store_true", help="divide the model over the ranks (FSDP2)")
     parser.add_argument("--output", type=Path, default=Path("runs/accelerate"))
     chosen = parser.parse_args()
 
     accelerator = Accelerator(
         gradient_accumulation_steps=2,
         cpu=not torch.cuda.is_available(),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if chosen.fsdp else None,
         dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
     )
     set_seed(chosen.shard)

@@ -25,12 +25,14 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
 from torchtitan.config.configs import DebugConfig, ParallelismConfig
 from torchtitan.models.llama3 import model_registry
+from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
-from diloco.integrations.torchtitan import Connection, attach  # diloco
+from diloco.integrations.torchtitan import Attachment, attach  # diloco
 
 
 class Windows(IterableDataset):
@@ -58,9 +60,10 @@ class Loader(ParallelAwareDataloader):
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
         shard: int
+        infinite: bool = True  # as validators set it
 
     def __init__(
-        self, config: Config, *, dp_world_size, dp_rank, tokenizer, seq_len, local_batch_size, snapshot_every_n_steps
+        self, config: Config, *, dp_world_size, dp_rank, tokenizer, seq_len, local_batch_size, snapshot_every_n_steps=1
     ):
         super().__init__(
             Windows(config.shard, dp_rank, dp_world_size), dp_rank, dp_world_size, num_workers=config.num_workers,
@@ -103,8 +106,9 @@ def job(shard: int, steps: int, save_every: int, output: Path) -> Trainer.Config
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),  # the default needs a newer torch than 2.13
         checkpoint=CheckpointManager.Config(enable=True, interval=save_every),
+        validator=Validator.Config(enable=True, freq=save_every - 1, steps=2, dataloader=Loader.Config(shard=0)),
         loss=CrossEntropyLoss.Config(global_vocab_size=2048),
-        metrics=MetricsProcessor.Config(log_freq=10),
+        metrics=MetricsProcessor.Config(log_freq=10, disable_color_printing=True),
         debug=DebugConfig(seed=shard),
     )
 
@@ -120,13 +124,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/torchtitan"))
     chosen = parser.parse_args()
 
+    init_logger()
     if not chosen.resume and os.environ["RANK"] == "0":  # torchtitan continues from a checkpoint that it finds
         shutil.rmtree(chosen.output / "checkpoint", ignore_errors=True)
     torch.set_num_threads(1)  # such small tensors gain nothing from more
     name = f"learner-{chosen.shard}"
-    connection = Connection(syncer=chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
+    attachment = Attachment(syncer=chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
     config = job(chosen.shard, chosen.steps, chosen.save_every, chosen.output)
-    config = attach(config, connection)  # diloco
+    config = attach(config, attachment)  # diloco
     trainer = config.build()
     try:
         trainer.train()

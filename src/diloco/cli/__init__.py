@@ -3,7 +3,8 @@
 A command is a typed function `command` in the file that bears its name, or a Typer `app` there if it has commands of
 its own. `diloco --help` lists the summaries below without importing any of them.
 
-Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted.
+Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted, 143 stopped by a signal
+where a supervisor is to start it again (`diloco train --supervised`).
 """
 
 import importlib
@@ -25,6 +26,7 @@ COMMANDS = {
     "syncer": (
         "Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."
     ),
+    "doctor": "Say what is here (torch, GPU, network, clock, disk, packages), what would fail, and what to do.",
     "train": "Train one learner's part of the run that RUN_FILE describes.",
     "status": "Show a live run: learners, rounds and the learners they wait for, tokens, bytes.",
     "report": (

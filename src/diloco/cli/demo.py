@@ -27,7 +27,7 @@ def command(
     """Train with a syncer and three learners on this machine, kill one on the way, and compare with data parallel."""
     for package in ("transformers", "matplotlib"):
         if find_spec(package) is None:
-            raise ConfigError(f"the demo needs {package}; pip install 'diloco[train,plot]'")
+            raise ConfigError(f"the demo needs {package}; pip install 'diloco[demo]'")
 
     from diloco.demo.display import Display
     from diloco.demo.plan import FULL, QUICK

@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from diloco.training.job import Job
     from diloco.training.loop import Attach, Part, Summary, Trainer
 
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a supervised part that a signal has stopped: it is not done, and is to be started again."""
+
 
 def command(
     run_file: RunFile,
@@ -41,6 +44,15 @@ def command(
     isolated: Annotated[bool, typer.Option("--isolated", help="A learner that never communicates, no syncer.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from this learner's newest checkpoint.")] = False,
     resume_from: Annotated[Path | None, typer.Option(help="Continue from this checkpoint directory.")] = None,
+    supervised: Annotated[
+        bool,
+        typer.Option(
+            "--supervised",
+            help="The same command is run again whenever it fails or is stopped: continue from the newest checkpoint "
+            "where there is one, give the run its model only where it has none, and end with exit code 143 when "
+            "stopped by a signal.",
+        ),
+    ] = False,
     overrides: Overrides = None,
     as_json: JsonSummary = False,
 ) -> None:
@@ -51,6 +63,10 @@ def command(
         raise ConfigError("--alone and --isolated are two different controls; choose one")
     if (alone or isolated) and initialise:
         raise ConfigError("--initialise has no effect without a syncer; leave it out")
+    if supervised and (collective or resume or resume_from is not None):
+        raise ConfigError(
+            "--supervised decides itself whether to resume; drop --resume, --resume-from and --collective"
+        )
     if collective:
         if alone or isolated or initialise or name is not None or shard is not None or resume_from is not None:
             raise ConfigError(
@@ -65,14 +81,15 @@ def command(
         raise ConfigError(f"--shard is missing; give each learner its own of 0 to {config.run.learners - 1}")
     check_shard(shard or 0, config.run.learners)
 
-    from diloco.training.checkpoint import latest_checkpoint
+    from diloco.training.checkpoint import latest_checkpoint, list_checkpoints
     from diloco.training.loop import CHECKPOINTS
     from diloco.training.part import Part, Role
 
-    if resume and resume_from is None:
-        resume_from = latest_checkpoint(config.dir / name / CHECKPOINTS)
+    checkpoints = config.dir / name / CHECKPOINTS
+    if (resume and resume_from is None) or (supervised and list_checkpoints(checkpoints)):
+        resume_from = latest_checkpoint(checkpoints)
     role: Role = "baseline" if alone else "isolated" if isolated else "learner"
-    _train(config, Part(name, role, shard or 0, initialise, resume_from), collective, as_json)
+    _train(config, Part(name, role, shard or 0, initialise, resume_from, supervised), collective, as_json)
 
 
 def _own_rank() -> int:
@@ -98,10 +115,12 @@ def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool) -
         torch.set_num_threads(config.train.threads)
     with job_of_process(config.train.device) as job:
         trainer = _trainer(config, part, job, collective, as_json)
-        with _stops_on_signals(trainer):
+        with _stops_on_signals(trainer, supervised=part.supervised):
             summary = trainer.train()
     if job.first:
         _print(summary, as_json)
+    if part.supervised and summary.reason == "stopped":
+        raise typer.Exit(STOPPED)
 
 
 def _trainer(config: "RunConfig", part: "Part", job: "Job", collective: bool, as_json: bool) -> "Trainer":
@@ -136,13 +155,18 @@ def _print(summary: "Summary", as_json: bool) -> None:
 
 
 @contextmanager
-def _stops_on_signals(trainer: "Trainer") -> "Iterator[None]":
-    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; the second ends at once."""
+def _stops_on_signals(trainer: "Trainer", *, supervised: bool) -> "Iterator[None]":
+    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; the second ends at once.
+
+    Under a supervisor the second has no effect: where Slurm signals all processes of a step, torchrun passes on what
+    its ranks have heard already. A supervisor ends a process at once by SIGKILL.
+    """
     before: dict[int, Any] = {}
 
     def stop(number: int, _: object) -> None:
         trainer.stop()
-        signal.signal(number, before[number])
+        if not supervised:
+            signal.signal(number, before[number])
 
     for number in (signal.SIGINT.value, signal.SIGTERM.value):
         before[number] = signal.signal(number, stop)
@@ -173,15 +197,18 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
                 initial_tokens=tokens,
                 source=_source(config, part),
             )
-            return diloco.Learner(
-                model, optimizer, exchange=exchange, trains=config.train.trains or None, overlap=config.train.overlap
-            )
+            trains, overlap = config.train.trains or None, config.train.overlap
+            with ExitStack() as refused:  # its threads would outlive it: an exchange that is refused is closed
+                refused.callback(exchange.close)
+                learner = diloco.Learner(model, optimizer, exchange=exchange, trains=trains, overlap=overlap)
+                refused.pop_all()
+            return learner
 
         try:
             return connect(part.initialise)
         except AlreadyInitialisedError:
             # Restarted after a crash: what this learner gave the run before is the run's model now.
-            if part.resume_from is None:
+            if part.resume_from is None and not part.supervised:
                 raise
             return connect(initialise=False)
 

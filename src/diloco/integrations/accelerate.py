@@ -24,6 +24,7 @@ from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
 from diloco.integrations.needs import needs
+from diloco.integrations.prepared import Prepared
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
@@ -77,10 +78,10 @@ class AcceleratedLearner(Learner):
             raise ConfigError(
                 "the optimizer was not prepared; give what accelerator.prepare(model, optimizer) returned."
             )
-        self._accelerator, self._prepared, self._scheduler = accelerator, optimizer, scheduler
+        self._accelerator, self._prepared, self._scheduler = accelerator, Prepared(optimizer), scheduler
         self._tokens = 0  # of the micro-batches since the last step of the optimizer
         super().__init__(
-            model, optimizer.optimizer, exchange=exchange, method=method, trains=trains, overlap=overlap,
+            model, self._prepared.inner, exchange=exchange, method=method, trains=trains, overlap=overlap,
             buffers=buffers, static=static,
         )  # fmt: skip
         self._forward_schedule(self.steps)
@@ -99,7 +100,7 @@ class AcceleratedLearner(Learner):
         """
         self._tokens += 1 if tokens is None else tokens
         if self._accelerator.sync_gradients:
-            trained, self._tokens = 0 if self._prepared.step_was_skipped else self._tokens, 0
+            trained, self._tokens = 0 if self._prepared.has_skipped else self._tokens, 0
             before = self.steps
             super().step(trained)
             self._forward_schedule(self.steps - before - 1)  # it was evicted and has rejoined

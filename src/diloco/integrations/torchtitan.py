@@ -1,7 +1,7 @@
 """A torchtitan job as a learner.
 
     def my_job() -> Trainer.Config:                                         # in a config registry of torchtitan
-        return attach(llama3_8b(), Connection(syncer="syncer.example.org:7700", run="demo", learner="paris"))
+        return attach(llama3_8b(), Attachment(syncer="syncer.example.org:7700", run="demo", learner="paris"))
 
 torchtitan validates the global model, and its last checkpoint holds it. What the learner needs to continue, its own
 parameters included, is in the trainer's state of every checkpoint.
@@ -32,7 +32,7 @@ with needs("torchtitan"):
 
 
 @dataclass(kw_only=True, slots=True)
-class Connection(Configurable.Config):  # type: ignore[misc]
+class Attachment(Configurable.Config):  # type: ignore[misc]
     """How a job takes part in a run: the arguments of `diloco.connect` and `Learner`, as fields of a config."""
 
     syncer: str
@@ -48,7 +48,8 @@ class Connection(Configurable.Config):  # type: ignore[misc]
     insecure: bool = False
     """Plain text to another machine, on purpose."""
     initialise: bool = False
-    """Give the run this job's model. Exactly one learner does so, once; a job that resumes does not."""
+    """Give the run this job's model. Exactly one learner does so, once: a job that finds its checkpoint does not, so
+    that its command can stay the same."""
     join_timeout_s: float | None = None
     """Seconds to wait for the syncer, and for the run to have a model. None: as long as it takes."""
     trains: list[str] | None = None
@@ -86,7 +87,7 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
     class Config(Trainer.Config):  # type: ignore[misc]
         """torchtitan's configuration of a job, and its part in a run."""
 
-        diloco: Connection
+        diloco: Attachment
 
     config: Config
     validator: Any
@@ -101,7 +102,7 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
         token = None if its.token_file is None else Path(its.token_file).read_text().strip()
         return connect(
             its.syncer, run=its.run, token=token, learner=its.learner, ca=its.ca_file, insecure=its.insecure,
-            initialise=its.initialise, join_timeout_s=its.join_timeout_s,
+            initialise=its.initialise and self._saved is None, join_timeout_s=its.join_timeout_s,
         )  # fmt: skip
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -130,13 +131,12 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
                 "parallelism.pipeline_parallel_degree to 1."
             )
         [model], its = self.model_parts, self.config.diloco
-        resume = None
-        if self._saved is not None:
-            resume, self._saved = torch.load(io.BytesIO(self._saved), weights_only=True), None
+        resume = None if self._saved is None else torch.load(io.BytesIO(self._saved), weights_only=True)
         learner = Learner(
             model, list(self.optimizers), exchange=self.exchange(), trains=its.trains, overlap=its.overlap,
             buffers=its.buffers, static=its.static, resume=resume,
         )  # fmt: skip
+        self._saved = None
         if its.validate == "global" and self.config.validator.enable:
             self.validator = _OnGlobalModel(self.validator, learner)
         return learner
@@ -215,7 +215,7 @@ def _bytes_of(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def attach(config: Trainer.Config, connection: Connection) -> DilocoTrainer.Config:
+def attach(config: Trainer.Config, attachment: Attachment) -> DilocoTrainer.Config:
     """The configuration of the same job as a learner of a run.
 
     Raises:
@@ -227,4 +227,4 @@ def attach(config: Trainer.Config, connection: Connection) -> DilocoTrainer.Conf
             "torchtitan's Trainer, and its Config from DilocoTrainer.Config."
         )
     given = {field.name: getattr(config, field.name) for field in fields(config)}
-    return DilocoTrainer.Config(**given, diloco=connection)
+    return DilocoTrainer.Config(**given, diloco=attachment)

@@ -26,13 +26,13 @@ from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
 from diloco.integrations.needs import needs
+from diloco.integrations.prepared import Prepared
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
-with needs("accelerate", extra="transformers"), needs("transformers"):
-    from accelerate.optimizer import AcceleratedOptimizer
+with needs("accelerate"), needs("transformers"):
     from accelerate.utils import broadcast_object_list
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
@@ -83,6 +83,7 @@ class DilocoCallback(TrainerCallback):
         self.learner: Learner | None = None
         self._exchange, self._method, self._trains, self._overlap = exchange, method, trains, overlap
         self._buffers, self._static = buffers, static
+        self._optimizer: Prepared
         self._life = secrets.token_hex(8)  # names the checkpoints of this training; all ranks take rank 0's
         self._tokens = 0  # that the Trainer has counted before this step
         self._global_model = ExitStack()
@@ -122,10 +123,10 @@ class DilocoCallback(TrainerCallback):
         if (other := _attached.get(model)) is not None and other is not self:
             raise ConfigError("two DilocoCallbacks were given for one model; give the Trainer one.")
         _attached[model] = self
-        while isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
+        self._optimizer = Prepared(optimizer)
         learner = Learner(
-            model, optimizer, exchange=self._exchange, ranks=dist.group.WORLD if args.world_size > 1 else None,
+            model, self._optimizer.inner, exchange=self._exchange,
+            ranks=dist.group.WORLD if args.world_size > 1 else None,
             method=self._method, trains=self._trains, overlap=self._overlap, buffers=self._buffers, static=self._static,
             resume=None if saved is None else saved["learner"],
         )  # fmt: skip
@@ -160,6 +161,7 @@ class DilocoCallback(TrainerCallback):
         assert self.learner is not None
         if self._is_over:
             control.should_training_stop = True
+            self._show_if_needed(control)
             return control
         tokens, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
         if not self._tokens:
@@ -167,9 +169,8 @@ class DilocoCallback(TrainerCallback):
                 "the Trainer has found no tokens in its inputs; set model.main_input_name to the name of the input to "
                 "count."
             )
-        was_skipped = given["optimizer"].step_was_skipped
         before = self.learner.steps
-        self.learner.step(tokens=tokens if args.process_index == 0 and not was_skipped else 0)
+        self.learner.step(tokens=tokens if args.process_index == 0 and not self._optimizer.has_skipped else 0)
         forward(given["lr_scheduler"], self.learner.steps - before - 1)  # it was evicted and has rejoined
         if self.learner.steps >= state.max_steps or self.learner.drained:
             self._is_over = control.should_training_stop = True

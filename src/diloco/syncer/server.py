@@ -153,8 +153,10 @@ class Syncer:
         self.close()
 
     def _status_extra(self) -> dict[str, Any]:
-        """Events that could not be written, and bytes on the sockets by learner and kind, as the kernel counts them."""
-        extra = {"uptime_s": time.time() - self._started_at, "missing_events": self._events.num_missing}
+        """This clock, events that could not be written, and bytes on the sockets by learner and kind, as the kernel
+        counts them."""
+        now = time.time()
+        extra = {"time_s": now, "uptime_s": now - self._started_at, "missing_events": self._events.num_missing}
         if self._sockets is None:
             return {**extra, "num_bytes": None}
         self._sockets.sample()

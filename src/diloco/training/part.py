@@ -20,6 +20,7 @@ class Part:
     shard: int = 0
     initialise: bool = False
     resume_from: Path | None = None  # a checkpoint directory
+    supervised: bool = False  # a supervisor starts it again whenever it ends otherwise than done
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,83 @@
+"""torch, and what it can do here: CUDA, and groups over gloo and NCCL."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.cli.doctor.findings import Finding, State, shown_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DRIVER = Path("/proc/driver/nvidia/version")
+GLOO_ADVICE = (
+    "learners of several ranks need it; where the host's name has no address, add it to /etc/hosts or set "
+    "GLOO_SOCKET_IFNAME"
+)
+
+
+def look_at_torch(*, needs_cuda: bool) -> Iterator[Finding]:
+    """What torch is here and can do; `needs_cuda`: the run file asks for a CUDA device."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("torch", "missing", str(error), "nothing trains without it; install torch anew")
+        return
+    build = "CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda} build"
+    yield Finding("torch", "ok", f"{torch.__version__}, {build}, {torch.get_num_threads()} threads")
+    yield _gpu(needs_cuda)
+    yield _group("gloo", torch.zeros(1), GLOO_ADVICE)
+    if torch.cuda.is_available():
+        yield _nccl()
+
+
+def _gpu(needed: bool) -> Finding:
+    import torch
+
+    driver = DRIVER.read_text(encoding="utf-8").splitlines()[0] if DRIVER.is_file() else None
+    if torch.cuda.is_available():
+        devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+        names = ", ".join(f"{it.name} ({shown_bytes(it.total_memory)}, sm_{it.major}{it.minor})" for it in devices)
+        return Finding("gpu", "ok", f"{names}; {driver or 'driver not told'}")
+    state: State = "missing" if needed else "absent"
+    if driver is None:
+        return Finding("gpu", state, "no NVIDIA driver", 'learners train on the CPU; train.device = "cuda" fails')
+    if torch.version.cuda is None:
+        advice = "torch here is a CPU build and does not see it; install a CUDA build of torch"
+        return Finding("gpu", state, driver, advice)
+    advice = (
+        f"torch was built for CUDA {torch.version.cuda} and cannot use it; update the driver, make the devices visible "
+        "(CUDA_VISIBLE_DEVICES, docker run --gpus all), or install a torch for an older CUDA"
+    )
+    return Finding("gpu", state, driver, advice)
+
+
+def _nccl() -> Finding:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        return Finding("nccl", "missing", "torch was built without it", "ranks on GPUs need it; install a CUDA build")
+    found = _group("nccl", torch.zeros(1, device="cuda"), "ranks on GPUs need it; NCCL_DEBUG=INFO says more")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return Finding(found.what, found.state, f"{version}, {found.found}", found.advice)
+
+
+def _group(backend: str, value: "Tensor", advice: str) -> Finding:
+    """Make a group of this process alone, and take a sum in it."""
+    import torch.distributed as dist
+
+    store = dist.HashStore()  # type: ignore[attr-defined]  # documented, and not in its __all__
+    try:
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
+    except (RuntimeError, ValueError) as error:
+        return Finding(backend, "missing", str(error).splitlines()[0], advice)
+    try:
+        dist.all_reduce(value)
+        value.cpu()
+    except RuntimeError as error:
+        return Finding(backend, "missing", str(error).splitlines()[0], advice)
+    finally:
+        dist.destroy_process_group()
+    return Finding(backend, "ok", "a group of one rank works")

@@ -1,0 +1,161 @@
+"""`diloco doctor`: what it finds on a machine that has everything, and what it says of each thing that fails."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import diloco
+from diloco.cli import main
+from diloco.cli.doctor.packages import within
+from diloco.syncer.server import Options, Syncer
+
+Findings = dict[str, dict[str, str]]
+Doctor = Callable[..., tuple[object, Findings]]
+
+
+@pytest.fixture
+def doctor(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
+    """The command: its exit code, and its findings by name."""
+
+    def call(*arguments: object) -> tuple[object, Findings]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", "--json", "--dir", str(tmp_path), *map(str, arguments)])
+        out, err = capfd.readouterr()
+        assert out, err
+        said = json.loads(out)
+        found = {finding["what"]: finding for finding in said["findings"]}
+        assert said["ok"] is (ended.value.code in (None, 0)) is all(it["state"] != "missing" for it in found.values())
+        return ended.value.code or 0, found
+
+    return call
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    main_exits("keys", "new", tmp_path / "keys", "--host", "127.0.0.1", "--learner", "site-a", "--learner", "site-b")
+    path = tmp_path / "run.toml"
+    keys = tmp_path / "keys"
+    path.write_text(
+        f"run = {{name = 'demo', tokens = 1_000_000, dir = '{tmp_path / 'run'}'}}\n"
+        f"[syncer]\nca = '{keys}/ca.pem'\ncert = '{keys}/server.pem'\nkey = '{keys}/server.key'\n"
+        f"tokens_file = '{keys}/tokens.toml'\ntoken_file = '{keys}/site-a.token'\n"
+    )
+    return path
+
+
+def main_exits(*arguments: object) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    assert not ended.value.code
+
+
+@pytest.fixture
+def syncer(run_file: Path, tmp_path: Path) -> Iterator[Syncer]:
+    keys = tmp_path / "keys"
+    options = Options("127.0.0.1:0", tmp_path / "state", keys / "server.pem", keys / "server.key", keys / "tokens.toml")
+    with Syncer("demo", diloco.DiLoCo(), options) as serving:
+        yield serving
+
+
+def test_here_is_what_the_suite_needs(doctor: Doctor, capfd: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor()
+    assert code == 0
+    for what in ("python", "processor", "memory", "loopback", "disk", "store", "torch", "gloo", "packages"):
+        assert found[what]["state"] != "missing", found[what]
+    assert torch.__version__ in found["torch"]["found"]
+    assert f"diloco {diloco.__version__}" in found["packages"]["found"]
+    assert found["gpu"]["state"] == ("ok" if torch.cuda.is_available() else "absent")
+    assert found["extra train"]["found"].startswith("transformers ")
+    assert all(finding["advice"] for finding in found.values() if finding["state"] != "ok")
+    main_exits("doctor")
+    plain = capfd.readouterr().out
+    assert all(finding["what"] in plain for finding in found.values())
+    assert "nothing that is needed is missing" in plain
+
+
+def test_a_syncer_answers_with_its_round_trip_and_clock(doctor: Doctor, syncer: Syncer, run_file: Path) -> None:
+    code, found = doctor(run_file, "--address", syncer.address, "--name", "site-a")
+    assert code == 0
+    assert found["name"]["found"] == "127.0.0.1 is 127.0.0.1"
+    assert "for run 'demo'" in found["syncer"]["found"]
+    assert "lets this token speak for site-a" in found["syncer"]["found"]
+    assert found["clocks"]["state"] == "ok"  # one machine has one clock
+    assert "give or take" in found["clocks"]["found"]
+
+
+@pytest.mark.parametrize(("arguments", "what", "said"), [
+    (["--name", "site-b"], "syncer", "may speak for learner 'site-a' only, not for 'site-b'"),
+    (["--run", "other"], "syncer", "other"),
+    (["--set", "syncer.ca=''"], "syncer", "cannot be read"),
+])  # fmt: skip
+def test_what_a_syncer_refuses_is_said_in_its_words(
+    doctor: Doctor, syncer: Syncer, run_file: Path, arguments: list[str], what: str, said: str
+) -> None:
+    code, found = doctor(run_file, "--address", syncer.address, *arguments)
+    assert code == 1
+    assert (found[what]["state"], said in found[what]["found"]) == ("missing", True), found[what]
+    assert found["port"]["state"] == "ok"
+    assert "clocks" not in found
+
+
+def test_no_syncer_at_the_address(doctor: Doctor, run_file: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    code, found = doctor(run_file, "--address", f"127.0.0.1:{port}")
+    assert (code, found["port"]["state"]) == (1, "missing")
+    assert "start the syncer" in found["port"]["advice"]
+    code, found = doctor(run_file, "--address", "syncer.invalid:7700")  # RFC 6761: this name never exists
+    assert (code, found["name"]["state"]) == (1, "missing")
+
+
+def test_the_machine_of_the_syncer(doctor: Doctor, run_file: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, found = doctor(run_file, "--serve", address)
+        assert (code, found["port"]["state"]) == (1, "missing")
+        assert found["certificate"]["found"].startswith("for 127.0.0.1, until ")
+    code, found = doctor(run_file, "--serve", address)
+    assert (code, found["port"]["state"], found["keys"]["found"]) == (0, "ok", "TLS and tokens")
+    assert "syncer" not in found
+
+
+def test_a_syncer_that_would_be_refused(doctor: Doctor, tmp_path: Path) -> None:
+    path = tmp_path / "open.toml"
+    path.write_text("run = {name = 'demo', tokens = 1_000_000}\n")
+    code, found = doctor(path, "--serve", "0.0.0.0:0")
+    assert (code, found["keys"]["state"]) == (1, "missing")
+    assert "has no TLS and tokens" in found["keys"]["found"]
+    code, found = doctor(path, "--serve", "0.0.0.0:0", "--set", "syncer.cert='no.pem'", "--set", "syncer.key='no.key'")
+    assert (code, found["certificate"]["state"]) == (1, "missing")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_run_that_asks_for_cuda_fails_without_it(doctor: Doctor, syncer: Syncer, run_file: Path) -> None:
+    code, found = doctor(run_file, "--address", syncer.address, "--set", "train.device=cuda")
+    assert (code, found["gpu"]["state"]) == (1, "missing")
+
+
+@pytest.mark.parametrize("arguments", [["--address", "127.0.0.1:1"], ["--serve", ":1"], ["--set", "run.name=x"]])
+def test_wrong_use(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith("diloco: --")
+
+
+@pytest.mark.parametrize(("version", "bounds", "is_within"), [
+    ("2.13.0+cpu", ">=2.9", True),
+    ("2.8.1", ">=2.9", False),
+    ("0.2", "<0.3,>=0.2", True),
+    ("0.3.0", "<0.3,>=0.2", False),
+    ("5.0.0rc1", ">=5", True),
+    ("1.0", "==1.0.0", True),
+    ("1", "", True),
+])  # fmt: skip
+def test_versions_and_bounds(version: str, bounds: str, is_within: bool) -> None:
+    assert within(version, bounds) is is_within
