@@ -26,7 +26,7 @@ def assembly(name: str, *, encodes: bool, capability: int) -> str:
     kernel = triton_blocks._encode_blocks if encodes else triton_blocks._decode_blocks
     types = {**POINTERS, "out": "*u8" if encodes else "*fp32", **NUMBERS}
     constants = {
-        "levels": codec.levels, "kind": triton_blocks._FORMATS[codec.family].value, "half": codec.block // 2,
+        "levels": codec.levels, "kind": triton_blocks._KINDS[codec.family].value, "half": codec.block // 2,
         "segment_blocks": SEGMENT_ELEMENTS // codec.block, "segment_bytes": codec.encoded_bytes(SEGMENT_ELEMENTS),
         "blocks": max(1, triton_blocks._PROGRAM_ELEMENTS // codec.block),
     }  # fmt: skip

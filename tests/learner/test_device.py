@@ -77,8 +77,13 @@ def test_the_anchor_is_rounded_to_each_tensors_dtype(device: str) -> None:
 def test_values_that_are_not_finite_are_refused(device: str) -> None:
     theta = random(70_000, 0)
     theta[50_000] = torch.nan
-    with pytest.raises(diloco.errors.NonFiniteError):
-        on(device, theta, random(70_000, 1)).compress(codec_from_name("int4"), None, 1.0)
+    queue, codec, anchor = DeviceQueue(torch.device(device)), codec_from_name("int4"), random(70_000, 1)
+    with pytest.raises(diloco.errors.NonFiniteError) as kept:
+        DeviceDisplacement(queue, theta.to(device), None, anchor, ()).compress(codec, None, 1.0)
+    theta[50_000] = 0.0  # the queue is free again, while the error is kept
+    payload = DeviceDisplacement(queue, theta.to(device), None, anchor, ()).encode(codec)
+    assert torch.equal(payload, codec.encode(anchor - theta))
+    del kept
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -137,6 +137,7 @@ class Boundary:
             self._touched.add(fragment.index)
         snapshots = self.tensors.snapshots
         snapshot = snapshots.take(send.fragment, tensors)
+        num_elements = snapshot.values.numel()
         contribution = Contribution(
             self.name, self.incarnation, send.fragment, send.number, send.round, send.base, send.tokens, send.steps,
             self.core.tokens, send.discarded, step=self.core.step, tensors=self._trained[send.fragment],
@@ -155,7 +156,7 @@ class Boundary:
             self.exchange.offer(contribution, payload)
         else:  # the learner's own outer step takes it at this boundary
             encoded = payload()
-            self.eager.sent(send, encoded, snapshot.values.numel())
+            self.eager.sent(send, encoded, num_elements)
             self.exchange.offer(contribution, lambda: encoded)
 
     def _measured_from(self, fragment: int) -> Tensor | None:

@@ -92,30 +92,31 @@ class DeviceDisplacement:
     def encode(self, codec: Codec) -> Tensor:
         """The payload of Δ, uint8 on the host. Raises as `Codec.encode`."""
         payload = torch.empty(codec.encoded_bytes(self._theta.numel()), dtype=torch.uint8)
-        for elements, place in self._runs(codec):
-            self._queue.down("payload", codec.encode(self._delta(elements)), payload[place])
+        with self._queue.held(self._ready):
+            for elements, place in self._runs(codec):
+                self._queue.down("payload", codec.encode(self._delta(elements)), payload[place])
         return payload
 
     def compress(self, codec: Codec, residual: Tensor | None, decay: float) -> tuple[Tensor, Tensor]:
         """(payload, new residual) on the host, of Δ and a residual on the host; `core.codecs.compress`, bit for bit."""
         payload = torch.empty(codec.encoded_bytes(self._theta.numel()), dtype=torch.uint8)
         after = torch.empty(self._theta.numel(), dtype=torch.float32)
-        for elements, place in self._runs(codec):
-            before = None if residual is None else self._queue.up("residual", residual[elements])
-            encoded, left = compress(codec, self._delta(elements), before, decay)
-            self._queue.down("payload", encoded, payload[place])
-            self._queue.down("left", left, after[elements])
+        with self._queue.held(self._ready):
+            for elements, place in self._runs(codec):
+                before = None if residual is None else self._queue.up("residual", residual[elements])
+                encoded, left = compress(codec, self._delta(elements), before, decay)
+                self._queue.down("payload", encoded, payload[place])
+                self._queue.down("left", left, after[elements])
         return payload, after
 
     def _runs(self, codec: Codec) -> Iterator[tuple[slice, slice]]:
-        """(elements, payload bytes) of each run, whole segments but for the last; on the queue's stream."""
+        """(elements, payload bytes) of each run, whole segments but for the last."""
         num_elements, num_segments = self._theta.numel(), -(-self._theta.numel() // SEGMENT_ELEMENTS)
         run_segments = RUN_ELEMENTS // SEGMENT_ELEMENTS
-        with self._queue.held(self._ready):
-            for first in range(0, num_segments, run_segments):
-                last = min(first + run_segments, num_segments)
-                elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, num_elements))
-                yield elements, codec.segment_span(num_elements, first, last)
+        for first in range(0, num_segments, run_segments):
+            last = min(first + run_segments, num_segments)
+            elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, num_elements))
+            yield elements, codec.segment_span(num_elements, first, last)
 
     def _delta(self, elements: slice) -> Tensor:
         theta = self._theta[elements]

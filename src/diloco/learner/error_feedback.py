@@ -66,13 +66,14 @@ class ErrorFeedback:
         Returns:
             The payload, uint8 on the host.
         """
-        on_device = isinstance(outer_gradient, DeviceDisplacement)
         if not self._keep:
-            return outer_gradient.encode(self._codec) if on_device else self._codec.encode(outer_gradient)
+            if isinstance(outer_gradient, DeviceDisplacement):
+                return outer_gradient.encode(self._codec)
+            return self._codec.encode(outer_gradient)
         fragment = tentative.fragment
         with self._lock:
             start = self._residuals[fragment]
-        if on_device:
+        if isinstance(outer_gradient, DeviceDisplacement):
             payload, after = outer_gradient.compress(self._codec, start, self._decay)
         else:
             payload, after = compress(self._codec, outer_gradient, start, self._decay)

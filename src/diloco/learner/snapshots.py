@@ -60,10 +60,9 @@ class Snapshots:
         The anchor is first rounded to each parameter's dtype. Without an anchor the result is the snapshot itself.
         """
         if snapshot.values.device.type == "cuda":
-            rounded = () if self._exact else self._partition.places(fragment)
-            return DeviceDisplacement(
-                self._queue_of(snapshot.values.device), snapshot.values, snapshot.ready, anchor, rounded
-            )
+            places = () if self._exact else self._partition.places(fragment)
+            queue = self._queue_of(snapshot.values.device)
+            return DeviceDisplacement(queue, snapshot.values, snapshot.ready, anchor, places)
         if anchor is None:
             return snapshot.values
         if self._exact:
@@ -75,10 +74,12 @@ class Snapshots:
         return snapshot.values
 
     def give_back(self, snapshot: Snapshot) -> None:
-        """Return the host buffer of a snapshot that is no longer needed. Device memory goes with the snapshot."""
-        if snapshot.values.device.type != "cuda":
-            with self._lock:
-                self._free[snapshot.values.numel()].append(snapshot.values)
+        """Return the buffer of a snapshot that is no longer needed; device memory goes back to torch."""
+        if snapshot.values.device.type == "cuda":
+            snapshot.values = snapshot.values.new_empty(0)
+            return
+        with self._lock:
+            self._free[snapshot.values.numel()].append(snapshot.values)
 
     def _queue_of(self, device: torch.device) -> DeviceQueue:
         with self._lock:

@@ -36,6 +36,7 @@ class ScaledBlocks(Codec):
 
     block: int
     cpu_group_segments: ClassVar[int] = 64
+    device_group_segments: ClassVar[int] = 2048  # the kernels have no scratch
     default_block: ClassVar[int]
     family: ClassVar[str]
     code_bits: ClassVar[int]

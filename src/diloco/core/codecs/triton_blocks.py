@@ -15,7 +15,7 @@ from diloco.core.codecs.formats import SCALE_BYTES, SEGMENT_ELEMENTS
 _PROGRAM_ELEMENTS = 4096
 
 _INT8, _INT4, _E3M0 = (tl.constexpr(i) for i in range(3))
-_FORMATS = {"int8": _INT8, "int4": _INT4, "e3m0": _E3M0}
+_KINDS = {"int8": _INT8, "int4": _INT4, "e3m0": _E3M0}
 _SMALLEST_SCALE_BITS = tl.constexpr((127 - 120) << 7)  # `blocks.SMALLEST_SCALE` in bf16
 _ROUNDS_TO_INTEGERS = tl.constexpr(1.5 * 2.0**23)  # fp32 numbers of this size are the whole numbers
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
@@ -29,19 +29,19 @@ def encode(x: Tensor, out: Tensor, family: str, block: int, levels: float, large
     """
     largest = torch.zeros(1, dtype=torch.int32, device=x.device)
     grid, sizes = _launch(x, out, block)
-    _encode_blocks[grid](
-        x, out, largest, x.numel() // block, 1 / levels, largest_scale, levels=levels, kind=_FORMATS[family],
-        **sizes, enable_fp_fusion=False,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _encode_blocks[grid](
+            x, out, largest, x.numel() // block, 1 / levels, largest_scale, levels=levels, kind=_KINDS[family],
+            **sizes, enable_fp_fusion=False,
+        )  # fmt: skip
     return int(largest)
 
 
 def decode(payload: Tensor, out: Tensor, family: str, block: int) -> None:
     """Decode segments whose scales were checked: payload uint8 [rows, bytes] into out fp32 [rows, 32768]."""
     grid, sizes = _launch(out, payload, block)
-    _decode_blocks[grid](
-        payload, out, out.numel() // block, kind=_FORMATS[family], **sizes, enable_fp_fusion=False
-    )  # fmt: skip
+    with torch.cuda.device_of(out):
+        _decode_blocks[grid](payload, out, out.numel() // block, kind=_KINDS[family], **sizes, enable_fp_fusion=False)
 
 
 def _launch(elements: Tensor, payload: Tensor, block: int) -> tuple[tuple[int], dict[str, int]]:
