@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from tests.exchange.scenarios import Result
 from tests.exchange.worlds import join_world, write
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -167,17 +170,39 @@ def whole_model(model: nn.Module) -> dict[str, Tensor]:
     return full(dict(named_parameters(model)))
 
 
-def live(model: nn.Module, exchange: Any, given: diloco.Method | None, number: int, steps: int) -> Result:
-    """Train; returns the global model and the learner's own, whole, and what this rank kept and sent."""
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return get_optimizer_state_dict(model, optimizer)
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Path) -> None:
+    state = optimizer_state(model, optimizer)
+    dcp.load({"optimizer": state}, checkpoint_id=saved, no_dist=not dist.is_initialized())
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+def live(
+    model: nn.Module, exchange: Any, given: diloco.Method | None, number: int, steps: range, saved: Path | None = None
+) -> Result:
+    """Train these steps; returns the global model and the learner's own, whole, and what this rank kept and sent.
+
+    `saved`: where the checkpoint of this island is: written at the end by learners that begin with step 1, read by
+    others.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     gather = gather_fsdp1(model) if isinstance(model, FullyShardedDataParallel) else read_dtensor
     ranks = dist.group.WORLD if isinstance(model, Stage | FullyShardedDataParallel) else None
     with diloco.Learner(model, optimizer, method=given, exchange=exchange, ranks=ranks, gather=gather) as learner:
-        for step in range(1, steps + 1):
+        if saved is not None and steps.start > 1:
+            assert learner.load_distributed_state_dict(saved)
+            load_optimizer(model, optimizer, saved)
+        for step in steps:
             set_gradients(model, number, step, gather)
             optimizer.step()
             learner.step(tokens=5)
         state = learner.state_dict()  # answers that are on their way
+        if saved is not None and steps.start == 1:
+            entries = {"learner": learner.distributed_state_dict(), "optimizer": optimizer_state(model, optimizer)}
+            dcp.save(entries, checkpoint_id=saved, no_dist=not dist.is_initialized())
         own = {f"own.{name}": value for name, value in whole_model(model).items()}
         with learner.global_model():
             swapped = whole_model(model)
@@ -193,6 +218,7 @@ def live(model: nn.Module, exchange: Any, given: diloco.Method | None, number: i
 
 
 def main(directory: Path, process: int) -> None:
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process that saves and loads
     run: dict[str, Any] = json.loads((directory / "islands.json").read_text())
     of_process = [(number, shape) for number, shape in enumerate(run["shapes"]) for _ in range(SHAPES[shape])]
     number, shape = of_process[process]
@@ -201,11 +227,11 @@ def main(directory: Path, process: int) -> None:
     place.mkdir(exist_ok=True)
     join_world(place, process - first, SHAPES[shape])
     for name, address in run["addresses"].items():
-        exchange = diloco.connect(
-            address, run=name, learner=f"island-{number}", initialise=number == run["initialises"], join_timeout_s=60
-        )
+        begins = number == run["initialises"] and run["steps"][0] == 1
+        exchange = diloco.connect(address, run=name, learner=f"island-{number}", initialise=begins, join_timeout_s=60)
         model = shaped(Net(seed=number), shape)
-        result = live(model, exchange, None, number, run["steps"])
+        saved = directory.parent / f"{name}, island {number}" if run["saves"] else None
+        result = live(model, exchange, None, number, range(*run["steps"]), saved)
         write(directory, name, process, result)
     dist.destroy_process_group()
 

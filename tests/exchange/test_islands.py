@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,17 +35,29 @@ METHODS = {
 Results = dict[str, list[list[Result]]]
 
 
-def run_islands(directory: Path, shapes: Sequence[str], initialises: int = 0) -> Results:
+@contextmanager
+def syncers(directory: Path) -> Iterator[dict[str, str]]:
+    """Of all methods; by name their addresses."""
+    with ExitStack() as stack:
+        addresses = {}
+        for name, method in METHODS.items():
+            options = Options("127.0.0.1:0", directory / f"syncer {name}")
+            addresses[name] = stack.enter_context(Syncer(name, method, options)).address
+        yield addresses
+
+
+def run_islands(
+    directory: Path, shapes: Sequence[str], addresses: dict[str, str], *, initialises: int = 0,
+    steps: range = range(1, STEPS + 1), saves: bool = False,
+) -> Results:  # fmt: skip
     """By method and island the results of its ranks."""
     directory.mkdir()
-    addresses = {}
-    with ExitStack() as stack:
-        for name, method in METHODS.items():
-            syncer = stack.enter_context(Syncer(name, method, Options("127.0.0.1:0", directory / f"syncer {name}")))
-            addresses[name] = syncer.address
-        run = {"shapes": list(shapes), "addresses": addresses, "steps": STEPS, "initialises": initialises}
-        (directory / "islands.json").write_text(json.dumps(run))
-        start_processes(island_life.__name__, directory, sum(SHAPES[shape] for shape in shapes))
+    run = {
+        "shapes": list(shapes), "addresses": addresses, "steps": [steps.start, steps.stop], "saves": saves,
+        "initialises": initialises,
+    }  # fmt: skip
+    (directory / "islands.json").write_text(json.dumps(run))
+    start_processes(island_life.__name__, directory, sum(SHAPES[shape] for shape in shapes))
     results: Results = {}
     for name in METHODS:
         first = 0
@@ -56,13 +68,21 @@ def run_islands(directory: Path, shapes: Sequence[str], initialises: int = 0) ->
     return results
 
 
-def singles(name: str, initialises: int) -> list[Result]:
+def singles(name: str, initialises: int = 0) -> list[Result]:
     """The same updates by three learners of one process each, in this process."""
 
     def life(index: int, exchange: Exchange) -> Result:
-        return live(Net(seed=index or initialises), exchange, METHODS[name], index, STEPS)
+        return live(Net(seed=index or initialises), exchange, METHODS[name], index, range(1, STEPS + 1))
 
     return diloco.run_local(life, learners=LEARNERS)
+
+
+def require_same_model(ranks: Sequence[Result], single: Result) -> None:
+    for rank in ranks:
+        different = [key for key, each in rank.tensors.items() if not torch.equal(each, single.tensors[key])]
+        assert not different
+        assert rank.facts["versions"] == single.facts["versions"]
+    assert {key for rank in ranks for key in rank.tensors} == single.tensors.keys()
 
 
 @pytest.mark.parametrize(
@@ -79,16 +99,26 @@ def singles(name: str, initialises: int) -> list[Result]:
 def test_islands_of_different_shapes_train_as_single_processes(
     shapes: tuple[str, ...], initialises: int, tmp_path: Path
 ) -> None:
-    results = run_islands(tmp_path / "run", shapes, initialises)
+    with syncers(tmp_path) as addresses:
+        results = run_islands(tmp_path / "run", shapes, addresses, initialises=initialises)
     for name in METHODS:
-        reference = singles(name, initialises)
-        for ranks, single in zip(results[name], reference, strict=True):
-            for rank in ranks:
-                different = [key for key, each in rank.tensors.items() if not torch.equal(each, single.tensors[key])]
-                assert not different, name
-                assert rank.facts["versions"] == single.facts["versions"]
-            assert {key for rank in ranks for key in rank.tensors} == single.tensors.keys()
+        for ranks, single in zip(results[name], singles(name, initialises), strict=True):
+            require_same_model(ranks, single)
             kept = [rank.facts["anchors"] for rank in ranks]
             assert [sum(each) for each in zip(*kept, strict=True)] == single.facts["anchors"]
             if len(ranks) > 1:
                 assert max(map(sum, kept)) < sum(single.facts["anchors"])  # no rank keeps the whole model
+            for kind in ("contributions", "updates"):  # the ranks share what one process would send and receive
+                crossed = [rank.facts["num_bytes"][kind] for rank in ranks]
+                assert max(crossed) <= sum(crossed)
+
+
+def test_a_checkpoint_of_an_island_continues_with_any_number_of_ranks(tmp_path: Path) -> None:
+    """All stop in the middle of a round, and each goes on in another shape, by torch.distributed.checkpoint."""
+    with syncers(tmp_path) as addresses:
+        run_islands(tmp_path / "before", ("fsdp", "single", "tp"), addresses, steps=range(1, 6), saves=True)
+        after = ("fsdp, 2 ranks", "hsdp", "single")
+        results = run_islands(tmp_path / "after", after, addresses, steps=range(6, STEPS + 1), saves=True)
+    for name in METHODS:
+        for ranks, single in zip(results[name], singles(name), strict=True):
+            require_same_model(ranks, single)

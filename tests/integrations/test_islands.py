@@ -15,7 +15,11 @@ ACCELERATE = Example("accelerate", "accelerate", ("accelerate", "torchdata.state
 TRANSFORMERS = Example("transformers", "transformers", ("datasets", "transformers.trainer"), tokens=(3328, 1600))
 
 
-@pytest.mark.parametrize(("example", "how"), [(ACCELERATE, ()), (ACCELERATE, ("--fsdp",)), (TRANSFORMERS, ())])
+@pytest.mark.parametrize(("example", "how"), [
+    pytest.param(ACCELERATE, (), marks=pytest.mark.slow),
+    (ACCELERATE, ("--fsdp",)),
+    (TRANSFORMERS, ()),
+])  # fmt: skip
 def test_two_ranks_are_one_learner_and_resume_exactly(example: Example, how: tuple[str, ...], tmp_path: Path) -> None:
     finals = []
     for directory, kill_after in ((tmp_path / "whole", None), (tmp_path / "killed", SAVE_EVERY + 1)):

@@ -75,7 +75,15 @@ def assert_agree(directory: Path, syncer: Syncer) -> None:
         assert_same(model_of(directory / f"learner-{index}"), fetch_model(syncer.address, run=RUN))
 
 
-@pytest.fixture(scope="module", params=EXAMPLES, ids=lambda example: example.name)
+SLOW = ("trl",)
+"""Their trainers are those of another stack; the adapter's test below runs by default."""
+
+PARAMETERS = [
+    pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name in SLOW else []) for each in EXAMPLES
+]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def example(request: pytest.FixtureRequest) -> Example:
     example: Example = request.param
     if example.name == "torchtitan" and find_spec("torchtitan") is None:

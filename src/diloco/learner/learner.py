@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,10 @@ from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
 from diloco.learner.union import described_by_all, static_of_all
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.storage import StorageReader
 
 
 class Learner:
@@ -374,6 +379,38 @@ class Learner:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
         self.resumed = resume(self._boundary, opened, state)
         return self.resumed
+
+    def distributed_state_dict(self) -> dict[str, Any]:
+        """As `state_dict`, for `torch.distributed.checkpoint.save`: it can be loaded with any number of ranks.
+
+        Over a syncer. Every rank calls it. The optimizer's state is the caller's (`get_optimizer_state_dict`).
+
+        Example:
+            >>> dcp.save({"learner": learner.distributed_state_dict(), "optimizer": …}, checkpoint_id=directory)
+        """
+        self._require_own_parameters()
+        self._require_ranks()
+        from diloco.learner.distributed_state import distributed_state
+
+        return distributed_state(self._boundary)
+
+    def load_distributed_state_dict(
+        self, storage: str | Path | StorageReader, prefix: str = "learner", *, process_group: ProcessGroup | None = None
+    ) -> bool:
+        """As `load_state_dict`, from what `torch.distributed.checkpoint.save` has written. Every rank calls it.
+
+        Arguments:
+            storage: the directory, or what reads it.
+            prefix: the key under which `distributed_state_dict` was saved.
+            process_group: of the ranks of this learner; None: all.
+
+        Raises:
+            CheckpointError: there is no learner's state, or it belongs to another model or method.
+            ConfigError: this learner has already taken a step.
+        """
+        from diloco.learner.distributed_state import load_distributed_state
+
+        return self.load_state_dict(load_distributed_state(self._boundary, storage, prefix, process_group))
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 

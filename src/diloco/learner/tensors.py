@@ -61,6 +61,19 @@ class LearnerTensors:
         )
         return Model(fragments, self.frozen.values())
 
+    def parts_here(self) -> list[Tensor]:
+        """Of every fragment, the part of the present parameters that this process exchanges: flat fp32 on the host."""
+        return [self._here(fragment.index) for fragment in self._layout.fragments]
+
+    def pieces_of(self, parts: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What `own_parameters` gives, of the parts of every fragment."""
+        dtypes = {place.spec.name: place.spec.dtype for each in self._layout.fragments for place in each.tensors}
+        pieces: dict[str, Tensor] = {}
+        for fragment, part in enumerate(parts):
+            for name, value in self.partition.spread(fragment, part, torch.device("cpu")).items():
+                pieces[name] = value.to(getattr(torch, dtypes[name]), copy=True)
+        return pieces
+
     def _here(self, fragment: int) -> Tensor:
         return self.partition.gather(fragment, self.parameters).cpu()
 

@@ -1,0 +1,189 @@
+"""A learner's state for `torch.distributed.checkpoint` (DCP), which saves it and loads it with any number of ranks.
+
+Everything that is sharded is a shard of a fragment's flat vector, the parameters too, so a checkpoint of four ranks of
+FSDP2 continues as two ranks of tensor parallel, or as one process.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+
+from diloco.errors import CheckpointError, ConfigError
+from diloco.learner.boundary import Boundary
+from diloco.learner.state_dict import learner_state
+
+PLAIN = "plain"
+"""The entry with the plain values, as JSON."""
+
+
+class Shard(Tensor):
+    """A fragment's flat vector, of which this rank holds a run, as DCP takes it: see `_Checkpointable` of torch.
+
+    It has the size of the whole vector and no memory of its own; nothing can be computed with it.
+
+    Arguments:
+        local: [stop − start], on the host.
+        elements: which of the vector's.
+        num_elements: of the vector.
+    """
+
+    local: Tensor
+    _start: torch.Size
+
+    @staticmethod
+    def __new__(cls, local: Tensor, elements: slice, num_elements: int) -> Self:
+        assert local.shape == (elements.stop - elements.start,)
+        whole: Self = Tensor._make_wrapper_subclass(cls, (num_elements,), dtype=local.dtype, device=local.device)
+        whole.local, whole._start = local, torch.Size([elements.start])
+        return whole
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch misnames the argument
+        return f"Shard({self.local.numel()} of {self.numel()} elements from {self._start[0]} on)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{func} of a vector of which one rank holds a shard")
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        if self.local.numel() == 0:
+            return []
+        chunk = ChunkStorageMetadata(offsets=self._start, sizes=self.local.size())
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.local), self.size())
+        return [WriteItem(MetadataIndex(fqn, self._start), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if self.local.numel() == 0:
+            return []
+        return [ChunkStorageMetadata(offsets=self._start, sizes=self.local.size())]
+
+    def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
+        return self.local
+
+
+def distributed_state(learner: Boundary) -> dict[str, Any]:
+    """What `learner_state` says, for `dcp.save`. Every rank calls it.
+
+    Raises:
+        ConfigError: the exchange has state of its own, which is not of a fragment.
+    """
+    state = learner_state(learner)
+    if state["exchange"]:
+        raise ConfigError(
+            "a checkpoint with any number of ranks needs an exchange without state of its own, a syncer's; save "
+            "learner.state_dict() of every rank."
+        )
+    del state["rank"]
+    state["parameters"] = {str(fragment): here for fragment, here in enumerate(learner.tensors.parts_here())}
+    tensors: dict[str, Any] = {}
+
+    def packed(path: tuple[str, ...], tensor: Tensor) -> Any:
+        name, dtype = "/".join(path), str(tensor.dtype).removeprefix("torch.")
+        fragment = _fragment_of(path) if tensor.dim() == 1 else None
+        tensors[name] = tensor if fragment is None else _shard(learner, tensor, fragment)
+        shape = list(tensor.shape) if fragment is None else []
+        return {"tensor": name, "fragment": fragment, "shape": shape, "dtype": dtype}
+
+    plain = _packed(state, (), packed)
+    return {PLAIN: json.dumps(plain), **tensors}
+
+
+def load_distributed_state(
+    learner: Boundary, storage: str | Path | StorageReader, prefix: str, process_group: ProcessGroup | None
+) -> dict[str, Any]:
+    """A state for `resume`, from a checkpoint whose entry `prefix` is `distributed_state` of any number of ranks.
+
+    Raises:
+        CheckpointError: it is no such checkpoint.
+    """
+
+    def fill(targets: dict[str, Any]) -> dict[str, Any]:
+        reader = FileSystemReader(storage) if isinstance(storage, str | Path) else storage
+        is_alone = learner.exchange.rank[1] == 1
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant here
+            load({prefix: targets}, storage_reader=reader, process_group=process_group, no_dist=is_alone)
+        return targets
+
+    try:
+        plain = json.loads(fill({PLAIN: ""})[PLAIN])
+    except (CheckpointException, OSError, KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint has no learner under {prefix!r} ({str(error).splitlines()[0]}); save "
+            f"{{{prefix!r}: learner.distributed_state_dict()}} with torch.distributed.checkpoint."
+        ) from error
+    targets: dict[str, Any] = {}
+
+    def prepared(spec: Mapping[str, Any]) -> Any:
+        dtype, fragment = getattr(torch, spec["dtype"]), spec["fragment"]
+        if fragment is None:
+            targets[spec["tensor"]] = torch.empty(spec["shape"], dtype=dtype)
+            return targets[spec["tensor"]]
+        elements = learner.tensors.partition.elements(fragment)
+        local = torch.empty(elements.stop - elements.start, dtype=dtype)
+        targets[spec["tensor"]] = _shard(learner, local, fragment)
+        return local
+
+    if dict(plain["mapping"])["layout"] != learner.layout.digest():
+        raise CheckpointError("the checkpoint is of another model or another cut of it; use what it was saved with.")
+    state: dict[str, Any] = _restored(plain, prepared)
+    fill(targets)
+    state["rank"] = list(learner.exchange.rank)
+    parts = [state["parameters"][str(fragment)] for fragment in range(len(learner.layout.fragments))]
+    state["parameters"] = learner.tensors.pieces_of(parts)
+    return state
+
+
+def _shard(learner: Boundary, local: Tensor, fragment: int) -> Shard:
+    elements = learner.tensors.partition.elements(fragment)
+    return Shard(local, elements, learner.layout.fragments[fragment].numel)
+
+
+def _fragment_of(path: tuple[str, ...]) -> int | None:
+    """Whose vector the tensor at a path of the state is: the first key that begins with a number says so."""
+    if path[0] not in _BY_FRAGMENT:
+        return None
+    return next((int(number) for key in path[1:] if (number := key.split(".")[0]).isdigit()), None)
+
+
+_BY_FRAGMENT = ("anchors", "origins", "parameters", "received", "eager", "residuals")
+"""Parts of `learner_state`."""
+
+
+def _packed(value: Any, path: tuple[str, ...], packed: Callable[[tuple[str, ...], Tensor], Any]) -> Any:
+    """Plain values, with `packed` tensors by their path."""
+    match value:
+        case Tensor():
+            return packed(path, value)
+        case Mapping():
+            return {"mapping": [[key, _packed(each, (*path, str(key)), packed)] for key, each in value.items()]}
+        case list() | tuple():
+            entries = [_packed(each, (*path, str(index)), packed) for index, each in enumerate(value)]
+            return {"list": entries, "is_tuple": isinstance(value, tuple)}
+    return value
+
+
+def _restored(value: Any, prepared: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """What `_packed` was given."""
+    match value:
+        case {"tensor": _}:
+            return prepared(value)
+        case {"mapping": items}:
+            return {key: _restored(each, prepared) for key, each in items}
+        case {"list": entries, "is_tuple": is_tuple}:
+            found = [_restored(each, prepared) for each in entries]
+            return tuple(found) if is_tuple else found
+    return value
