@@ -41,8 +41,8 @@ class Snapshots:
         """Copy a fragment's tensors. On CUDA the copy is asked for on the current stream."""
         device = next(iter(tensors.values())).device
         if device.type == "cuda":
-            flat = self._partition.gather(fragment, tensors)
-            return Snapshot(flat, torch.cuda.current_stream(flat.device).record_event())
+            flat = self._partition.gather(fragment, tensors).to(device)  # on the host where this rank holds none of it
+            return Snapshot(flat, torch.cuda.current_stream(device).record_event())
         elements = self._partition.elements(fragment)
         num_elements = elements.stop - elements.start
         with self._lock:
