@@ -6,9 +6,10 @@
 #   make lint     ruff, mypy, import directions
 #   make package  build sdist and wheel, and try the wheel where nothing else is installed
 #   make sky      check templates/skypilot with SkyPilot itself, in an environment of its own
-#   make torchtitan   the tests of examples/integrations/torchtitan, in an environment of their own
+#   make torchtitan   the tests of examples/integrations/torchtitan and of the Triton kernels, in an environment of their own
 #   make storm    whole runs in virtual time in which all goes wrong that can, SEEDS=1-1000
 #   make bench    what exchanging costs, as ratios measured in the same run
+#   make gpu      check and measure the CUDA path on the GPU that is here; exit code 2 where there is none
 #   make proto    the messages of the wire, from their .proto file
 #   make clean    remove what make created, .venv included
 #
@@ -35,7 +36,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test coverage lint package sky torchtitan storm bench proto venv clean
+.PHONY: all demo test coverage lint package sky torchtitan storm bench gpu proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -79,12 +80,16 @@ $(TITAN)/.installed: tests/integrations/torchtitan-constraints.txt pyproject.tom
 
 torchtitan: $(TITAN)/.installed
 	$(TITAN)/bin/python -m pytest -k torchtitan tests/integrations/test_torchtitan.py tests/integrations/test_stacks.py $(ARGS)
+	$(TITAN)/bin/python -m pytest tests/core/test_codecs_triton.py
 
 storm: $(FOR_ALL)
 	$(BIN)/python -m tests.storms $(SEEDS)
 
 bench: $(FOR_ALL)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+gpu: $(FOR_ALL)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 proto: $(FOR_ALL)
 	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src diloco/exchange/wire/syncer.proto

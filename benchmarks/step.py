@@ -70,8 +70,8 @@ def _nothing_due(exchange: Exchange, pairs: int) -> dict[str, Any]:
             training.step()
             learner.step(tokens=TOKENS)
 
-        bare_s, attached_s = _interleaved(training.step, attached, pairs)
-    return _row("a step with nothing due", bare_s, attached_s, target=1.01)
+        bare_s, attached_s = interleaved(training.step, attached, pairs)
+    return row_of("a step with nothing due", bare_s, attached_s, target=1.01)
 
 
 def _in_flight(exchange: Exchange, pairs: int) -> dict[str, Any]:
@@ -89,13 +89,13 @@ def _in_flight(exchange: Exchange, pairs: int) -> dict[str, Any]:
                 training.step()
                 learner.step(tokens=TOKENS)
 
-        bare_s, attached_s = _interleaved(bare, attached, pairs)
+        bare_s, attached_s = interleaved(bare, attached, pairs)
         metrics = learner.metrics()
-    row = _row("a step with an exchange in flight", bare_s, attached_s, target=1.10, num_steps=STEPS_IN_FLIGHT)
+    row = row_of("a step with an exchange in flight", bare_s, attached_s, target=1.10, num_steps=STEPS_IN_FLIGHT)
     return row | {"exchanges": metrics["merges"], "blocked_s": metrics["blocked_s"]}
 
 
-def _interleaved(bare: Callable[[], None], attached: Callable[[], None], pairs: int) -> tuple[list[float], list[float]]:
+def interleaved(bare: Callable[[], None], attached: Callable[[], None], pairs: int) -> tuple[list[float], list[float]]:
     """Seconds of each, pair by pair; whichever goes first takes turns."""
     for warm_up in (bare, attached, bare, attached):
         warm_up()
@@ -108,7 +108,7 @@ def _interleaved(bare: Callable[[], None], attached: Callable[[], None], pairs: 
     return seconds[bare], seconds[attached]
 
 
-def _row(
+def row_of(
     name: str, bare_s: Sequence[float], attached_s: Sequence[float], *, target: float, num_steps: int = 1
 ) -> dict[str, Any]:
     ratios = [attached / bare for attached, bare in zip(attached_s, bare_s, strict=True)]

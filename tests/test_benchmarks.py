@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from benchmarks import __main__ as bench
-from benchmarks import fragments, memory, plan, rounds, transfer
+from benchmarks import fragments, gpu, memory, plan, rounds, transfer
 from rich.console import Console
+
+import diloco
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +90,35 @@ def test_the_planner_answers_what_it_is_asked(command: str) -> None:
     row = plan.row_of(command, num_runs=1)
     assert row["value"] > 0
     assert row["ratio"] > 0
+
+
+def test_make_gpu_says_that_no_gpu_was_found(tmp_path: Path) -> None:
+    """By its exit code, on its page and in a line; it is no success."""
+    page = tmp_path / "gpu" / "page.md"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--page", str(page)], cwd=Path(__file__).parents[1],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert gpu.NO_GPU in done.stderr
+    text = page.read_text()
+    assert gpu.NO_GPU in text
+    assert "GB/s" not in text
+    assert "passed" not in text
+
+
+def test_the_page_of_a_gpu_has_every_figure_and_check() -> None:
+    """Measured on the CPU, where the same code runs without streams and pinned memory."""
+    device, small = torch.device("cpu"), gpu.Workload(width=16, layers=1, tokens=16, pairs=1)
+    [in_flight] = diloco.run_local(lambda _, exchange: gpu.in_flight(device, small, exchange, steps=2), learners=1)
+    assert in_flight["exchanges"] > 0
+    figures = [*gpu.encoding(device, 1 << 17, repeats=1), in_flight]
+    report = """<testsuites><testsuite><testcase name="a"/>
+        <testcase name="b"><skipped message="no CUDA device"/></testcase>
+        <testcase name="c"><failure message="not the same">at line 3</failure></testcase></testsuite></testsuites>"""
+    checks = list(gpu.outcomes(report))
+    assert checks == [("a", "passed", ""), ("b", "skipped", "no CUDA device"), ("c", "failed", "not the same")]
+    text = gpu.page(checks, figures, device)
+    assert all(f"| {row['name']} |" in text for row in figures)
+    assert "1 passed, 1 failed, 1 skipped." in text
+    assert "- failed: `c` (not the same)" in text

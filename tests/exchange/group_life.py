@@ -17,16 +17,24 @@ import torch
 import torch.distributed as dist
 from tests.exchange.scenarios import Result
 from tests.exchange.worlds import join_world, write
-from torch import Tensor
+from torch import Tensor, nn
 
+import diloco
+from diloco.core.boxes import Box
+from diloco.core.fragments import make_layout
 from diloco.errors import ExchangeError
+from diloco.exchange.device_group import DeviceGroup
 from diloco.exchange.group import Group
+from diloco.learner.partition import Divided, divided
+from diloco.learner.pieces import Piece
 
 FOR_EVER_S = 3600.0
 """A rank that waits so long for another is a hang, which the test's own deadline ends."""
 
 BULK_BYTES = 32_000_000
 """Much more than sockets hold."""
+
+WORLD_SIZE = 3
 
 PART_BYTES = [[3, 0, 5_000_001], [0, 0, 0], [2_000_003, 1, 4]]
 """What each rank (row) has for each (column): nothing, little, and more than sockets hold."""
@@ -41,14 +49,19 @@ def part_of(source: int, target: int, number: int) -> Tensor:
 
 
 def exchanges_unequal_and_empty_parts(rank: int, directory: Path) -> dict[str, Any]:
-    """Several exchanges in a row, of both kinds; which of them brought what they should."""
-    group = Group(None, timeout_s=FOR_EVER_S)
+    """Several exchanges in a row, of every kind; which of them brought what they should."""
+    group, world = Group(None, timeout_s=FOR_EVER_S), dist.group.WORLD
+    assert world is not None
     ranks = range(group.size)
     right = []
     for number in range(3):
         send = torch.cat([part_of(rank, target, number) for target in ranks])
         received = group.all_to_all(send, PART_BYTES[rank], [PART_BYTES[source][rank] for source in ranks], "parts")
         right.append(torch.equal(received, torch.cat([part_of(source, rank, number) for source in ranks])))
+        over_gloo = DeviceGroup(world).all_to_all(
+            send, PART_BYTES[rank], [PART_BYTES[source][rank] for source in ranks], "parts"
+        )
+        right.append(torch.equal(over_gloo, received))
         own = part_of(rank, DEAD, number)
         gathered = group.gather(own, [PART_BYTES[source][DEAD] for source in ranks], "parts")
         right.append(torch.equal(gathered, torch.cat([part_of(source, DEAD, number) for source in ranks])))
@@ -98,7 +111,60 @@ def bulk() -> Tensor:
     return torch.ones(BULK_BYTES, dtype=torch.uint8)
 
 
-LIVES = [exchanges_unequal_and_empty_parts, loses_a_rank_in_a_bulk_exchange]
+def moves_pieces_by_both_transports(rank: int, directory: Path) -> dict[str, Any]:
+    """Fragments of a model that the ranks hold in unequal rows, of two dtypes, gathered and spread over the host's
+    connections and over the ranks' own process group: NCCL where every rank has a GPU, else gloo on the CPU."""
+    on_gpus = torch.cuda.device_count() >= WORLD_SIZE
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    ranks = dist.new_group(backend="nccl" if on_gpus else "gloo")
+    group = Group(ranks, timeout_s=FOR_EVER_S)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 7), nn.Linear(7, 11, bias=False).bfloat16(), nn.Linear(11, 5))
+    layout = make_layout(model, diloco.Balanced(2))
+    whole = {name: value.detach() for name, value in model.named_parameters()}
+    boxes = [{name: rows_of(tuple(value.shape), source) for name, value in whole.items()} for source in range(3)]
+    pieces = {
+        name: value[tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))]
+        .clone().to(device)
+        for name, value in whole.items() for box in [boxes[rank][name]]
+    }  # fmt: skip
+
+    def gather(name: str, tensor: Tensor) -> Piece:
+        return Piece(tuple(whole[name].shape), boxes[rank][name], tensor)
+
+    own = DeviceGroup(ranks).all_to_all
+    chosen = divided(layout, pieces, gather, group)
+    partitions = [
+        Divided(layout, rank, boxes, gather, group.all_to_all, torch.device("cpu")),
+        Divided(layout, rank, boxes, gather, own, device),
+        chosen,
+    ]
+    right = []
+    for fragment in layout.fragments:
+        parts = [partition.gather(fragment.index, pieces).cpu() for partition in partitions]
+        right += [torch.equal(part, parts[0]) for part in parts[1:]]
+        elements = partitions[0].elements(fragment.index)
+        flat = torch.cat([whole[place.spec.name].float().flatten() for place in fragment.tensors])
+        right.append(torch.equal(parts[0], flat[elements]))
+        for partition in partitions:
+            found = partition.spread(fragment.index, parts[0].to(device), device)
+            right.append(all(torch.equal(found[name], pieces[name].float()) for name in found))
+    group.disconnect()
+    dist.destroy_process_group(ranks)
+    return {"right": right, "over": "nccl" if chosen._wire.type == "cuda" else "host"}
+
+
+def rows_of(shape: tuple[int, ...], rank: int) -> Box:
+    """All of a vector, which is a replica; of a matrix, one row, two, or the rest."""
+    if len(shape) == 1:
+        return Box.whole(shape)
+    first, stop = ((0, 1), (1, 3), (3, shape[0]))[rank]
+    return Box(shape, (first, 0), (stop - first, shape[1]))
+
+
+LIVES = [exchanges_unequal_and_empty_parts, moves_pieces_by_both_transports, loses_a_rank_in_a_bulk_exchange]
 
 
 def main(directory: Path, rank: int, world_size: int) -> None:

@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.exchange import group_life
 from tests.exchange.worlds import read, start_processes
 
 pytestmark = pytest.mark.timeout(300)  # includes a world of processes
 
-WORLD_SIZE = 3
+WORLD_SIZE = group_life.WORLD_SIZE
 Facts = list[dict[str, Any]]
 
 
@@ -18,16 +19,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
     """Three processes that go through every life of group_life.py, in which the last rank dies at last."""
     directory: Path = tmp_path_factory.mktemp("group")
     start_processes(group_life.__name__, directory, WORLD_SIZE, expect=(0, 0, 9))
-    first, last = (life.__name__ for life in group_life.LIVES)
+    *others, last = (life.__name__ for life in group_life.LIVES)
     return {
-        first: [read(directory, first, rank).facts for rank in range(WORLD_SIZE)],
+        **{name: [read(directory, name, rank).facts for rank in range(WORLD_SIZE)] for name in others},
         last: [read(directory, last, rank).facts for rank in range(WORLD_SIZE - 1)],
     }
 
 
 def test_parts_may_be_unequal_and_empty(world: dict[str, Facts]) -> None:
     for facts in world["exchanges_unequal_and_empty_parts"]:
-        assert facts["right"] == [True] * 6
+        assert facts["right"] == [True] * 9
+
+
+def test_pieces_are_the_same_bits_over_the_ranks_own_process_group(world: dict[str, Facts]) -> None:
+    """On CUDA where there are three GPUs, and there `divided` chooses it; else over gloo."""
+    for facts in world["moves_pieces_by_both_transports"]:
+        assert facts["right"] == [True] * 12
+        assert facts["over"] == ("nccl" if torch.cuda.device_count() >= WORLD_SIZE else "host")
 
 
 def test_a_rank_that_dies_in_a_bulk_exchange_is_named_by_all_others(world: dict[str, Facts]) -> None:

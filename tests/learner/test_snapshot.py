@@ -5,7 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import diloco
+from diloco.core.codecs import codec_from_name
 from diloco.core.fragments import make_layout
+from diloco.learner.device import DeviceDisplacement
 from diloco.learner.partition import Undivided
 from diloco.learner.snapshots import Snapshots
 
@@ -23,6 +25,13 @@ def flat_of(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().float().cpu().flatten() for p in model.parameters()])
 
 
+def values_of(displacement: Tensor | DeviceDisplacement) -> Tensor:
+    """On the host: a displacement on a device gives nothing but payloads."""
+    if isinstance(displacement, Tensor):
+        return displacement
+    return displacement.encode(codec_from_name("fp32")).view(torch.float32)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_displacement_from_the_anchor_rounded_to_the_parameters_dtype(dtype: torch.dtype, device: str) -> None:
@@ -38,7 +47,7 @@ def test_displacement_from_the_anchor_rounded_to_the_parameters_dtype(dtype: tor
         for parameter in model.parameters():
             parameter.zero_()  # training goes on
     kept = anchor.clone()
-    displacement = snapshots.displacement(0, anchor, snapshot)
+    displacement = values_of(snapshots.displacement(0, anchor, snapshot))
 
     assert displacement.dtype == torch.float32
     assert displacement.device.type == "cpu"
@@ -55,7 +64,7 @@ def test_parameters_of_several_dtypes() -> None:
     anchor = torch.randn(fragment.numel)
     rounded = torch.cat([anchor[:18], anchor[18:].bfloat16().float()])
     snapshot = snapshots.take(0, dict(model.named_parameters()))
-    assert torch.equal(snapshots.displacement(0, anchor, snapshot), rounded - flat_of(model))
+    assert torch.equal(values_of(snapshots.displacement(0, anchor, snapshot)), rounded - flat_of(model))
 
 
 def test_without_an_anchor_it_is_the_tensors_themselves() -> None:
@@ -63,7 +72,7 @@ def test_without_an_anchor_it_is_the_tensors_themselves() -> None:
     layout = make_layout(model, diloco.Whole())
     snapshots = Snapshots(layout, Undivided(layout))
     snapshot = snapshots.take(0, dict(model.named_parameters()))
-    assert torch.equal(snapshots.displacement(0, None, snapshot), flat_of(model))
+    assert torch.equal(values_of(snapshots.displacement(0, None, snapshot)), flat_of(model))
 
 
 def test_buffers_are_reused_once_given_back() -> None:
@@ -74,8 +83,8 @@ def test_buffers_are_reused_once_given_back() -> None:
     first = snapshots.take(0, tensors)
     second = snapshots.take(0, tensors)  # two in flight
     other = snapshots.take(1, tensors)
-    addresses = {s.host.data_ptr() for s in (first, second, other)}
+    addresses = {s.values.data_ptr() for s in (first, second, other)}
     assert len(addresses) == 3
     snapshots.give_back(second)
-    assert snapshots.take(0, tensors).host is second.host
-    assert snapshots.take(0, tensors).host.data_ptr() not in addresses
+    assert snapshots.take(0, tensors).values is second.values
+    assert snapshots.take(0, tensors).values.data_ptr() not in addresses

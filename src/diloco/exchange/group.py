@@ -46,13 +46,18 @@ class Group:
         ConfigError: there is no process group, or this process is not in it.
         ExchangeError: (every method) another rank is gone or did not answer in time; names it where it is known, and
             what did not get through.
+
+    Attributes:
+        parent: as given; all ranks where that was None.
+        rank, size: this process's place among the ranks, and how many there are.
     """
 
     def __init__(self, parent: dist.ProcessGroup | DeviceMesh | None, *, timeout_s: float) -> None:
         require_process_group()
         world = dist.group.WORLD
         assert world is not None
-        members = ranks_in(world if parent is None else parent)
+        self.parent = world if parent is None else parent
+        members = ranks_in(self.parent)
         if dist.get_rank() not in members:
             raise ConfigError("this process is not a member of the process group it was given; pass one that it is in.")
         self.rank = members.index(dist.get_rank())

@@ -64,6 +64,7 @@ class Boundary:
         """Start a new incarnation from the run's model, with no contribution in flight."""
         self.name, self.incarnation = opened.learner, opened.incarnation
         self.received.clear()
+        self.tensors.uploads.keep(())
         self.residuals = ErrorFeedback(self.method, len(self.layout.fragments))
         self._sent: dict[int, Send] = {}  # at this boundary
         self._touched: set[int] = set()  # sent or adopted at this boundary
@@ -136,6 +137,7 @@ class Boundary:
             self._touched.add(fragment.index)
         snapshots = self.tensors.snapshots
         snapshot = snapshots.take(send.fragment, tensors)
+        num_elements = snapshot.values.numel()
         contribution = Contribution(
             self.name, self.incarnation, send.fragment, send.number, send.round, send.base, send.tokens, send.steps,
             self.core.tokens, send.discarded, step=self.core.step, tensors=self._trained[send.fragment],
@@ -154,7 +156,7 @@ class Boundary:
             self.exchange.offer(contribution, payload)
         else:  # the learner's own outer step takes it at this boundary
             encoded = payload()
-            self.eager.sent(send, encoded, snapshot.host.numel())
+            self.eager.sent(send, encoded, num_elements)
             self.exchange.offer(contribution, lambda: encoded)
 
     def _measured_from(self, fragment: int) -> Tensor | None:
@@ -228,6 +230,8 @@ class Boundary:
     def _arrived(self, arrived: Arrived) -> None:
         update, fragment = arrived.update, arrived.update.fragment
         self.received.setdefault((fragment, update.version), arrived)  # what is heard twice is no news
+        if self.eager is None and update.version > self.core.versions[fragment]:
+            self.tensors.uploads.start((fragment, update.version), arrived.held.theta)
         self.updates += update.version > self.core.versions[fragment]
         listed = self.core.received(fragment, update.version, arrived.merged)
         self.merges += bool(listed)
@@ -247,16 +251,19 @@ class Boundary:
         self._touched.add(fragment)
         arrived = self.received[fragment, version]
         if self.method.exchanged == "gradients":
-            self.tensors.write(fragment, arrived.held.theta, self.tensors.gradients())
+            theta = self.tensors.uploads.take((fragment, version), arrived.held.theta)
+            self.tensors.write(fragment, theta, self.tensors.gradients())
         elif self.eager is None and not self.core.keeps_own(fragment, version):
+            theta = self.tensors.uploads.take((fragment, version), arrived.held.theta)
             with self._masters.writing(fragment):
-                self.tensors.adopt(fragment, arrived.held.theta, just_sent=fragment in self._sent)
+                self.tensors.adopt(fragment, theta, just_sent=fragment in self._sent)
             self._sent.pop(fragment, None)
         self.tensors.set_anchor(fragment, arrived.held.theta)
         for flight in self.core.adopted(fragment, version):
             if not flight.listed:
                 self.residuals.roll_back(fragment, flight.number)
         self.received = {key: value for key, value in self.received.items() if key[0] != fragment or key[1] > version}
+        self.tensors.uploads.keep(self.received)
 
     def newest(self) -> list[Tensor]:
         """The global fragments that stand for the run's here: those adopted, or newer ones that were received."""

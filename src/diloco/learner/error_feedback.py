@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diloco.core.codecs import compress
 from diloco.core.method import Method
+from diloco.learner.device import DeviceDisplacement
 
 
 @dataclass(eq=False)
@@ -56,21 +57,26 @@ class ErrorFeedback:
                 self._open[fragment].append(tentative)
         return tentative
 
-    def encode(self, tentative: TentativeResidual, outer_gradient: Tensor) -> Tensor:
+    def encode(self, tentative: TentativeResidual, outer_gradient: Tensor | DeviceDisplacement) -> Tensor:
         """Encode Δ + decay · e, where e is the fragment's residual; the new e is tentative until `commit`.
 
         Arguments:
-            outer_gradient: Δ, flat fp32 [n] on the host.
+            outer_gradient: Δ, flat fp32 [n] on the host, or what encodes it on a device.
 
         Returns:
-            The payload, uint8.
+            The payload, uint8 on the host.
         """
         if not self._keep:
+            if isinstance(outer_gradient, DeviceDisplacement):
+                return outer_gradient.encode(self._codec)
             return self._codec.encode(outer_gradient)
         fragment = tentative.fragment
         with self._lock:
             start = self._residuals[fragment]
-        payload, after = compress(self._codec, outer_gradient, start, self._decay)
+        if isinstance(outer_gradient, DeviceDisplacement):
+            payload, after = outer_gradient.compress(self._codec, start, self._decay)
+        else:
+            payload, after = compress(self._codec, outer_gradient, start, self._decay)
         with self._lock:
             if tentative.rolled_back:  # it was rejected before it was encoded
                 return payload

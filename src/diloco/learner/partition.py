@@ -23,6 +23,7 @@ from diloco.core.layout import Placement
 from diloco.core.merges import shard_of
 from diloco.core.shards import Shards
 from diloco.errors import LayoutError
+from diloco.exchange.device_group import current_device, device_group
 from diloco.exchange.group import Group
 from diloco.learner.pieces import Gather, Piece
 
@@ -167,7 +168,7 @@ class Divided(Partition):
             for place in self._layout.fragments[fragment].tensors
             if place.spec.name in own
         }
-        device = next(iter(pieces.values())).device if pieces else torch.device("cpu")
+        device = next(iter(pieces.values())).device if pieces else self._wire
         if out is None:
             out = torch.empty(elements.stop - elements.start, dtype=torch.float32, device=device)
         blocks = [[(block, pieces[block.name][block.box.within(own[block.name])]) for block in each]
@@ -282,10 +283,21 @@ def _require_all(place: Placement, boxes: Sequence[Box | None]) -> None:
 
 
 def divided(layout: Layout, parameters: Mapping[str, Tensor], gather: Gather, group: Group) -> Divided:
-    """The partition of a model whose parameters the ranks of `group` hold in pieces. Every rank calls it."""
-    own = {name: gather(name, parameter).box for name, parameter in parameters.items()}
+    """The partition of a model whose parameters the ranks of `group` hold in pieces. Every rank calls it.
+
+    Where all of them have NCCL, the pieces cross between the devices over the ranks' own process group.
+    """
+    own = {name: gather(name, parameter) for name, parameter in parameters.items()}
+    device = next((piece.local.device for piece in own.values()), current_device())
+    on_device = device_group(group.parent, device)
     told = group.gather_values(
-        {name: [box.shape, box.offsets, box.sizes] for name, box in own.items()}, "what each rank holds of the model"
+        {
+            "boxes": {name: [piece.box.shape, piece.box.offsets, piece.box.sizes] for name, piece in own.items()},
+            "on device": on_device is not None,
+        },
+        "what each rank holds of the model",
     )
-    boxes = [{name: Box(*map(tuple, box)) for name, box in each.items()} for each in told]
+    boxes = [{name: Box(*map(tuple, box)) for name, box in each["boxes"].items()} for each in told]
+    if on_device is not None and all(each["on device"] for each in told):
+        return Divided(layout, group.rank, boxes, gather, on_device.all_to_all, device)
     return Divided(layout, group.rank, boxes, gather, group.all_to_all, torch.device("cpu"))

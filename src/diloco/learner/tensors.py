@@ -18,6 +18,7 @@ from diloco.core.method import Method
 from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.errors import ConfigError
 from diloco.exchange.base import Model
+from diloco.learner.device import Uploads
 from diloco.learner.frozen import FrozenState, averaged_names, exchanged_tensors
 from diloco.learner.models import Registered
 from diloco.learner.partition import Partition
@@ -35,6 +36,7 @@ class LearnerTensors:
             that were sent since their last adoption.
         partition: what of each fragment this process exchanges.
         snapshots: takes snapshots of what is sent.
+        uploads: bring what is adopted to the parameters' device.
         frozen: frozen parameters and buffers.
         registered: the model's parameters at attaching.
     """
@@ -45,6 +47,7 @@ class LearnerTensors:
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
         self.snapshots = Snapshots(layout, partition)
+        self.uploads = Uploads(next(iter(self.parameters.values())).device)
         self.frozen = FrozenState(model, layout)
         self.registered = Registered(model)
         self._aliases = _aliases(model, self.parameters)
@@ -96,7 +99,7 @@ class LearnerTensors:
         """Apply the method's adoption rule to a fragment's parameters and its new global value.
 
         Arguments:
-            theta: the global value, flat fp32 on the host.
+            theta: the global value, flat fp32, on the host or the parameters' device.
             just_sent: the fragment was sent at this boundary, so no work was done since the send.
         """
         origin = None

@@ -26,7 +26,8 @@ def encode_bins(x: Tensor, out: Tensor, range_sigmas: float, scratch: Scratch) -
     y, exponent = scaled(x, scratch)
     width = y.shape[1]
     sums = scratch.take("sums", (4, blocks, width), torch.float32)
-    mean_square = fold(torch.mul(y, y, out=sums[0])).div(n)
+    squares = fold(torch.mul(y, y, out=sums[0]))
+    mean_square = squares.div(torch.full_like(squares, n))  # a GPU would multiply by a number's reciprocal
     edge = mean_square.sqrt_().mul_(range_sigmas / 4)
 
     # Where a value lies in bin 1 or above, 2 or above, and in bin 3. Sums and counts of a bin are differences of these.

@@ -1,16 +1,20 @@
 """Block formats: a bf16 scale for each block, then the codes. The layout, the scales, the packing of 4-bit codes."""
 
+import functools
 import math
 import struct
 from abc import abstractmethod
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
-from diloco.core.codecs.formats import SCALE_BYTES
+from diloco.core.codecs.formats import SCALE_BYTES, SEGMENT_ELEMENTS
 from diloco.errors import CorruptPayloadError
 
 SMALLEST_SCALE = 2.0**-120
@@ -18,6 +22,8 @@ SMALLEST_SCALE = 2.0**-120
 _SMALLEST_SCALE_BITS = (127 - 120) << 7
 # Segments whose scratch stays in a core's L2 cache; measured, see benchmarks/codecs.py.
 _CPU_CACHED_SEGMENTS = 8
+_LARGEST_KERNEL_BLOCK = 4096
+"""Elements; larger blocks do not fit the registers of a GPU's program."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class ScaledBlocks(Codec):
 
     block: int
     cpu_group_segments: ClassVar[int] = 64
+    device_group_segments: ClassVar[int] = 2048  # the kernels have no scratch
     default_block: ClassVar[int]
     family: ClassVar[str]
     code_bits: ClassVar[int]
@@ -56,6 +63,9 @@ class ScaledBlocks(Codec):
 
     def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         num_elements = x.shape[1]
+        if (kernels := self._kernels(x.device, num_elements)) is not None:
+            refuse_nonfinite(kernels.encode(x, out, self.family, self.block, self.levels, self.largest_scale))
+            return
         for x_, out_ in zip(self._in_cache(x), self._in_cache(out), strict=True):
             scales, codes = self._split(out_, num_elements)
             for elements, blocks, code_bytes in self._parts(num_elements):
@@ -69,6 +79,9 @@ class ScaledBlocks(Codec):
         rows, num_elements = out.shape
         codes = self._split(payload, num_elements)[1]
         stored, largest = self._checked_scales(payload, num_elements, scratch)
+        if (kernels := self._kernels(out.device, num_elements)) is not None:
+            kernels.decode(payload, out, self.family, self.block)
+            return
         scales = stored.float()
         for elements, blocks, code_bytes in self._parts(num_elements):
             width = elements.stop - elements.start
@@ -85,6 +98,12 @@ class ScaledBlocks(Codec):
 
     def check_rows(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
         self._checked_scales(payload, num_elements, scratch)
+
+    def _kernels(self, device: torch.device, num_elements: int) -> ModuleType | None:
+        """`triton_blocks`, which writes the same bits on a GPU; None where the torch operations below are used."""
+        if device.type != "cuda" or num_elements != SEGMENT_ELEMENTS or self.block > _LARGEST_KERNEL_BLOCK:
+            return None
+        return gpu_kernels()
 
     def _in_cache(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Few rows at a time, so that their scratch stays in cache; scales, being small, are read for more at once."""
@@ -139,6 +158,12 @@ class ScaledBlocks(Codec):
                 f"{self.largest_scale:.3g}; send it again"
             )
         return scales, float(scales.amax())
+
+
+@functools.cache
+def gpu_kernels() -> ModuleType | None:
+    """The module `triton_blocks`; None where torch came without Triton."""
+    return import_module("diloco.core.codecs.triton_blocks") if find_spec("triton") else None
 
 
 def pack_halves(codes: Tensor, out: Tensor, scratch: Scratch) -> None:

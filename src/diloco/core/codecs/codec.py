@@ -55,6 +55,7 @@ class Codec(ABC):
     """
 
     cpu_group_segments: ClassVar[int] = _CPU_GROUP_SEGMENTS
+    device_group_segments: ClassVar[int] = _DEVICE_GROUP_SEGMENTS
 
     def __post_init__(self) -> None:
         wire_format(self.name)
@@ -157,7 +158,7 @@ class Codec(ABC):
 
     def _groups(self, num_elements: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
         """(elements, payload bytes, rows) of each group of equally long segments."""
-        group = self.cpu_group_segments if device.type == "cpu" else _DEVICE_GROUP_SEGMENTS
+        group = self.cpu_group_segments if device.type == "cpu" else self.device_group_segments
         num_full, tail = divmod(num_elements, SEGMENT_ELEMENTS)
         segment_bytes = self.encoded_bytes(SEGMENT_ELEMENTS)
         for first in range(0, num_full, group):

@@ -45,7 +45,9 @@ class Uniform8(Codec):
         rows, n = x.shape
         y, exponent = scaled(x, scratch)
         squares = torch.mul(y, y, out=scratch.take("squares", tuple(y.shape), torch.float32))
-        width = fold(squares).div_(n).sqrt_().mul_(RANGE_SIGMAS / NUM_BUCKETS)
+        total = fold(squares)
+        # A tensor, not a number: a GPU would multiply by a number's reciprocal, which rounds differently.
+        width = total.div_(torch.full_like(total, n)).sqrt_().mul_(RANGE_SIGMAS / NUM_BUCKETS)
         y = y[:, :n]
         bucket = torch.div(
             y, width.masked_fill_(width == 0, torch.inf), out=scratch.take("buckets", (rows, n), torch.float32)

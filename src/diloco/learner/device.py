@@ -1,0 +1,174 @@
+"""What leaves a CUDA device and comes to it: through pinned memory, on streams beside the training's.
+
+Anchors and residuals stay on the host. A displacement is encoded on the device run by run: a run's anchor and residual
+go up, its payload and new residual come down. docs/gpu.md says why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from diloco.core.codecs import SEGMENT_ELEMENTS, Codec, compress
+from diloco.core.layout import Placement
+
+RUN_ELEMENTS = 256 * SEGMENT_ELEMENTS
+"""Elements on the way at a time: 32 MiB of fp32."""
+
+Key = tuple[int, int]
+"""(fragment, version)."""
+
+
+class DeviceQueue:
+    """A stream of its own, and the pinned memory through which it copies; used by one thread at a time.
+
+    On the CPU there is no stream and nothing is pinned, and the values are the same.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging: dict[str, Tensor] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def held(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Run what follows on the stream, once `after` has happened on the device."""
+        with self._lock, torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None and after is not None:
+                self._stream.wait_event(after)
+            yield
+
+    def up(self, name: str, source: Tensor) -> Tensor:
+        """A device copy of host values. `synchronize` before the next one of this name."""
+        staging = self._staged(name, source).copy_(source)
+        return staging.to(self.device, non_blocking=True)
+
+    def down(self, name: str, source: Tensor, into: Tensor) -> None:
+        """Copy device values to the host; complete on return, as is all that was asked for before."""
+        staging = self._staged(name, source).copy_(source, non_blocking=True)
+        self.synchronize()
+        into.copy_(staging)
+
+    def synchronize(self) -> None:
+        """Wait until the stream has done all that it was given."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event that happens when the stream is done with what it was given so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def _staged(self, name: str, like: Tensor) -> Tensor:
+        staging = self._staging.get(name)
+        if staging is None or staging.numel() < like.nbytes:
+            pinned = self._stream is not None
+            staging = self._staging[name] = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return staging[: like.nbytes].view(like.dtype)
+
+
+class DeviceDisplacement:
+    """Δ = anchor − θ of a fragment whose snapshot θ is on a device; encoded there, run by run.
+
+    Arguments:
+        theta: flat fp32 on the device; given up when the displacement is.
+        ready: happens on the device when `theta` is complete.
+        anchor: flat fp32 on the host; None: θ itself is encoded.
+        rounded: the tensors to whose dtypes the anchor is first rounded.
+    """
+
+    def __init__(
+        self, queue: DeviceQueue, theta: Tensor, ready: torch.cuda.Event | None, anchor: Tensor | None,
+        rounded: Sequence[Placement],
+    ) -> None:  # fmt: skip
+        self._queue, self._theta, self._ready = queue, theta, ready
+        self._anchor, self._rounded = anchor, rounded
+
+    def encode(self, codec: Codec) -> Tensor:
+        """The payload of Δ, uint8 on the host. Raises as `Codec.encode`."""
+        payload = torch.empty(codec.encoded_bytes(self._theta.numel()), dtype=torch.uint8)
+        with self._queue.held(self._ready):
+            for elements, place in self._runs(codec):
+                self._queue.down("payload", codec.encode(self._delta(elements)), payload[place])
+        return payload
+
+    def compress(self, codec: Codec, residual: Tensor | None, decay: float) -> tuple[Tensor, Tensor]:
+        """(payload, new residual) on the host, of Δ and a residual on the host; `core.codecs.compress`, bit for bit."""
+        payload = torch.empty(codec.encoded_bytes(self._theta.numel()), dtype=torch.uint8)
+        after = torch.empty(self._theta.numel(), dtype=torch.float32)
+        with self._queue.held(self._ready):
+            for elements, place in self._runs(codec):
+                before = None if residual is None else self._queue.up("residual", residual[elements])
+                encoded, left = compress(codec, self._delta(elements), before, decay)
+                self._queue.down("payload", encoded, payload[place])
+                self._queue.down("left", left, after[elements])
+        return payload, after
+
+    def _runs(self, codec: Codec) -> Iterator[tuple[slice, slice]]:
+        """(elements, payload bytes) of each run, whole segments but for the last."""
+        num_elements, num_segments = self._theta.numel(), -(-self._theta.numel() // SEGMENT_ELEMENTS)
+        run_segments = RUN_ELEMENTS // SEGMENT_ELEMENTS
+        for first in range(0, num_segments, run_segments):
+            last = min(first + run_segments, num_segments)
+            elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, num_elements))
+            yield elements, codec.segment_span(num_elements, first, last)
+
+    def _delta(self, elements: slice) -> Tensor:
+        theta = self._theta[elements]
+        if self._anchor is None:
+            return theta
+        delta = torch.empty_like(theta).copy_(self._queue.up("anchor", self._anchor[elements]))
+        for place in self._rounded:
+            start, stop = max(place.elements.start, elements.start), min(place.elements.stop, elements.stop)
+            if start < stop:
+                part = delta[start - elements.start : stop - elements.start]
+                part.copy_(part.to(getattr(torch, place.spec.dtype)))
+        return delta.sub_(theta)
+
+
+class Uploads:
+    """Copies new global values to a device while training goes on, so that adopting one is a write on the device.
+
+    On the CPU there is nothing to copy. Every method runs on the training thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._queue = DeviceQueue(device)
+        self._started: dict[Key, Future[tuple[Tensor, torch.cuda.Event | None]]] = {}
+        self._thread = ThreadPoolExecutor(1, "diloco-upload") if device.type == "cuda" else None
+
+    def start(self, key: Key, theta: Tensor) -> None:
+        """Begin to copy a version (flat fp32 on the host)."""
+        if self._thread is not None and key not in self._started:
+            self._started[key] = self._thread.submit(self.copy, theta)
+
+    def take(self, key: Key, theta: Tensor) -> Tensor:
+        """The version on the device, for the current stream; `theta` itself where its copy was not started."""
+        started = self._started.pop(key, None)
+        if started is None:
+            return theta
+        value, complete = started.result()
+        if complete is not None:
+            stream = torch.cuda.current_stream(value.device)
+            stream.wait_event(complete)
+            value.record_stream(stream)
+        return value
+
+    def keep(self, keys: Collection[Key]) -> None:
+        """Give up the copies of other versions."""
+        self._started = {key: started for key, started in self._started.items() if key in keys}
+
+    def copy(self, theta: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """A copy on the device, run by run, and what happens when it is complete."""
+        with self._queue.held():
+            value = torch.empty(theta.numel(), dtype=theta.dtype, device=self._queue.device)
+            for start in range(0, theta.numel(), RUN_ELEMENTS):
+                run = slice(start, min(start + RUN_ELEMENTS, theta.numel()))
+                value[run].copy_(self._queue.up("theta", theta[run]))
+                self._queue.synchronize()  # the pinned memory is free again
+            return value, self._queue.mark()
