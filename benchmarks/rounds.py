@@ -125,7 +125,7 @@ class _Side:
         self._model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
         self._moves: list[Tensor] = [1e-3 * torch.randn_like(parameter) for parameter in self._model.parameters()]
         optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
-        self.learner = diloco.Learner(self._model, optimizer, method=method, exchange=exchange)
+        self.learner = diloco.Learner(self._model, optimizer, method=method, exchange=exchange, ranks="self")
 
     def round_s(self) -> float:
         """Seconds of one round, which both processes begin at once."""

@@ -127,6 +127,7 @@ def schedule_free(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def eight_bit(model: nn.Module) -> torch.optim.Optimizer:
+    pytest.importorskip("bitsandbytes")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from bitsandbytes.optim import AdamW8bit

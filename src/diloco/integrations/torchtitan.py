@@ -9,7 +9,6 @@ parameters included, is in the trainer's state of every checkpoint.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +24,7 @@ from diloco.integrations.needs import needs
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
+from diloco.training.checkpoint import from_bytes, to_bytes
 
 with needs("torchtitan"):
     from torchtitan.config import Configurable
@@ -131,7 +131,9 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
                 "parallelism.pipeline_parallel_degree to 1."
             )
         [model], its = self.model_parts, self.config.diloco
-        resume = None if self._saved is None else torch.load(io.BytesIO(self._saved), weights_only=True)
+        resume = (
+            None if self._saved is None else from_bytes(torch.frombuffer(bytearray(self._saved), dtype=torch.uint8))
+        )
         learner = Learner(
             model, list(self.optimizers), exchange=self.exchange(), trains=its.trains, overlap=its.overlap,
             buffers=its.buffers, static=its.static, resume=resume,
@@ -210,9 +212,7 @@ class _OnGlobalModel:
 
 
 def _bytes_of(state: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
+    return to_bytes(state).numpy().tobytes()
 
 
 def attach(config: Trainer.Config, attachment: Attachment) -> DilocoTrainer.Config:
