@@ -20,10 +20,13 @@ from torch import distributed as dist
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Exchange
+from diloco.exchange.group import Group
+from diloco.exchange.island.messages import collect
 from diloco.integrations.needs import needs
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
+from diloco.training.checkpoint import from_bytes, to_bytes
 
 try:
     from lightning.pytorch import LightningModule, Trainer
@@ -226,13 +229,20 @@ def _global_state_dict(learner: Learner, module: LightningModule) -> dict[str, A
         }
 
 
+_GATHER_TIMEOUT_S = 1800.0
+
+
 def _gathered(state: dict[str, Any]) -> list[Any]:
     """The states of all ranks, on rank 0, which saves them."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [state]
-    states: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-    dist.gather_object(state, states or None)
-    return states
+    group, mine = Group(None, timeout_s=_GATHER_TIMEOUT_S), to_bytes(state)
+    try:
+        sizes = group.gather_values(mine.numel(), "the sizes of what ranks save")
+        joined = collect(group, mine, sizes, "what ranks save")
+    finally:
+        group.disconnect()
+    return [from_bytes(raw) for raw in joined.split(sizes)] if group.rank == 0 else []
 
 
 def _refuse(trainer: Trainer) -> None:

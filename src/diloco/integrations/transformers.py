@@ -33,7 +33,7 @@ from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 with needs("accelerate"), needs("transformers"):
-    from accelerate.utils import broadcast_object_list
+    from accelerate.utils import broadcast
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
 
@@ -84,7 +84,7 @@ class DilocoCallback(TrainerCallback):
         self._exchange, self._method, self._trains, self._overlap = exchange, method, trains, overlap
         self._buffers, self._static = buffers, static
         self._optimizer: Prepared
-        self._life = secrets.token_hex(8)  # names the checkpoints of this training; all ranks take rank 0's
+        self._life = secrets.randbits(62)  # names the checkpoints of this training; all ranks take rank 0's
         self._tokens = 0  # that the Trainer has counted before this step
         self._global_model = ExitStack()
         self._shows_global_model = False  # the global weights are in the model
@@ -103,7 +103,7 @@ class DilocoCallback(TrainerCallback):
         self._tokens = state.num_input_tokens_seen
         if self.learner is None:
             saved = _saved_state(args, state) if state.global_step else None
-            self._life = broadcast_object_list([self._life])[0]
+            self._life = int(broadcast(torch.tensor(self._life, device=args.device)))
             self.learner = self._attach(args, model, optimizer, saved)
             behind = self.learner.steps - (0 if saved is None else int(saved["steps"]))
         else:
