@@ -1,7 +1,9 @@
-"""What holds for every test: one torch thread, seeded random numbers, repeatable properties, the longest first."""
+"""What holds for every test: one torch thread, seeded random numbers, no process group, repeatable properties, the
+longest first."""
 
 import random
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,16 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _without_process_group() -> Iterator[None]:
+    """Libraries that a test runs in this process may leave theirs behind, which the next test would find."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
