@@ -1,6 +1,7 @@
 """What holds for every test: one torch thread, seeded random numbers, no process group, repeatable properties, the
 longest first."""
 
+import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -34,6 +35,16 @@ def _without_process_group() -> Iterator[None]:
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Lightning's strategies set the variables of a job of several ranks, which the next test's processes would get."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
