@@ -6,11 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
+from benchmarks import processes
 
 from diloco.config import load_config
 from diloco.core.presets import method_from_table
@@ -95,11 +96,7 @@ PartitionName=all Nodes=localhost Default=YES MaxTime=INFINITE State=UP
 """A node that says it has the processors and devices that the template asks for."""
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 100.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+until = partial(processes.until, limit_s=100.0)
 
 
 def free_ports(number: int) -> list[int]:
@@ -144,11 +141,11 @@ def slurm(tmp_path: Path) -> Iterator[Mapping[str, str]]:
                 subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
             if command[0] == "munged":
-                wait_for((directory / "munge.socket").exists, "munged does not serve")
-        wait_for(lambda: "idle" in run(environment, "sinfo", "--noheader", "--format=%T", check=False), "no idle node")
+                until((directory / "munge.socket").exists, "munged does not serve")
+        until(lambda: "idle" in run(environment, "sinfo", "--noheader", "--format=%T", check=False), "no idle node")
         yield environment
         run(environment, "scancel", "--user=root")  # of this cluster
-        wait_for(lambda: not run(environment, "squeue", "--noheader"), "jobs do not end")
+        until(lambda: not run(environment, "squeue", "--noheader"), "jobs do not end")
     finally:
         for daemon in reversed(running):
             daemon.send_signal(signal.SIGTERM)
@@ -188,18 +185,18 @@ def test_a_learner_of_two_ranks_that_runs_out_of_time_is_queued_again_and_goes_o
         def failed() -> bool:
             return job_state() in ("FAILED", "COMPLETED", "CANCELLED")
 
-        wait_for(lambda: len(steps()) > 3 or failed(), f"the learner took no step: {job_state()}")
+        until(lambda: len(steps()) > 3 or failed(), f"the learner took no step: {job_state()}")
         assert not failed(), log.read_text()
         run(slurm, "scancel", "--signal=USR1", "--batch", job)  # what --signal=B:USR1@120 sends
-        wait_for(lambda: job_state() == "PENDING" or failed(), "the job is not queued again")
+        until(lambda: job_state() == "PENDING" or failed(), "the job is not queued again")
         assert not failed(), log.read_text()
         (checkpoint,) = (tmp_path / "runs" / "site-a" / "checkpoints").iterdir()
         step = int(checkpoint.name.removeprefix("step-"))
         run_file.write_text(RUN.format(steps=step + 4, address=syncer.address))
-        wait_for(lambda: "idle" in run(slurm, "sinfo", "--noheader", "--format=%T"), "the first start does not end")
+        until(lambda: "idle" in run(slurm, "sinfo", "--noheader", "--format=%T"), "the first start does not end")
         # Slurm lets a job that is queued again wait for two minutes. It cannot start in the second of its end.
         run(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now+3")
-        wait_for(failed, "the learner does not end")
+        until(failed, "the learner does not end")
     said = log.read_text()
     assert job_state() == "COMPLETED", said
     assert "site-a trained" in said

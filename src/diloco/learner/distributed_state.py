@@ -51,7 +51,8 @@ class Shard(Tensor):
         whole.local, whole._start = local, torch.Size([elements.start])
         return whole
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch misnames the argument
+    # torch's annotations have another name for the argument.
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Shard({self.local.numel()} of {self.numel()} elements from {self._start[0]} on)"
 
     @classmethod
