@@ -38,13 +38,15 @@ def _without_process_group() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _same_environment() -> Iterator[None]:
-    """Lightning's strategies set the variables of a job of several ranks, which the next test's processes would get."""
-    before = dict(os.environ)
+def _same_process() -> Iterator[None]:
+    """Lightning's strategies set the variables of a job of several ranks, which the next test's processes would get,
+    and this process's number of threads, on which the bits of a product depend."""
+    environment, num_threads = dict(os.environ), torch.get_num_threads()
     yield
-    for name in os.environ.keys() - before.keys():
+    for name in os.environ.keys() - environment.keys():
         del os.environ[name]
-    os.environ.update(before)
+    os.environ.update(environment)
+    torch.set_num_threads(num_threads)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

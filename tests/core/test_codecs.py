@@ -410,15 +410,11 @@ def test_parameters_of_a_model_can_be_encoded(codec: Codec) -> None:
 @each_codec
 def test_bits_do_not_depend_on_the_number_of_threads(codec: Codec) -> None:
     x = normal(20 * SEGMENT_ELEMENTS + 77)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            payload = codec.encode(x)
-            results.append((payload, codec.decode(payload, len(x))))
-    finally:
-        torch.set_num_threads(before)
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        payload = codec.encode(x)
+        results.append((payload, codec.decode(payload, len(x))))
     for payload, decoded in results[1:]:
         assert torch.equal(payload, results[0][0])
         assert same_bits(decoded, results[0][1])

@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from diloco.cli import main
@@ -29,9 +28,8 @@ class Done:
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Done]]:
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """The command line in this process: starting one costs seconds of imports each time."""
-    threads = torch.get_num_threads()
 
     def call(*arguments: str) -> Done:
         with pytest.raises(SystemExit) as ended:
@@ -40,8 +38,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Done]]:
         assert code is None or isinstance(code, int)
         return Done(code or 0, *capfd.readouterr())
 
-    yield call
-    torch.set_num_threads(threads)
+    return call
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from diloco.cli import main
 from diloco.config import RunConfig, dump_config
@@ -20,16 +19,13 @@ Call = Callable[..., tuple[object, str, str]]
 
 
 @pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Iterator[Call]:
-    threads = torch.get_num_threads()
-
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
     def run(*arguments: str) -> tuple[object, str, str]:
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         return ended.value.code or 0, *capfd.readouterr()
 
-    yield run
-    torch.set_num_threads(threads)
+    return run
 
 
 @pytest.fixture
