@@ -11,7 +11,7 @@ import diloco
 from diloco.core.codecs import SEGMENT_ELEMENTS, codec_from_name
 from diloco.core.fragments import Balanced, Named, Whole, layout_of
 from diloco.core.held import HeldFragment, advance, close
-from diloco.core.layout import BaseTensor, Layout, Placement, Role, TensorSpec, place
+from diloco.core.layout import SAME_MODEL, BaseTensor, Layout, Placement, Role, TensorSpec, place
 from diloco.core.merges import Encoded, shard_of
 from diloco.core.method import Method, OuterAt
 from diloco.core.outer import Outer
@@ -161,15 +161,16 @@ def test_a_difference_names_the_tensor_and_what_becomes_of_it() -> None:
     averaged, local, fixed = layout("variance"), layout("local"), layout("")
     assert len({each.digest() for each in (averaged, local, fixed)}) == 3
     assert averaged.first_difference(local) == (
-        "tensor 'bn.running_var' is (3,) float32 that is averaged, a variance here and (3,) float32 kept local there"
+        "tensor 'bn.running_var' is (3,) float32 that is averaged, a variance here and (3,) float32 kept local there; "
+        + SAME_MODEL
     )
     assert fixed.first_difference(local) == (
-        "tensor 'bn.running_var' is (3,) float32 here and (3,) float32 kept local there"
+        f"tensor 'bn.running_var' is (3,) float32 here and (3,) float32 kept local there; {SAME_MODEL}"
     )
     one, two = (Layout(fixed.fragments, (), (BaseTensor(WEIGHT_2, digit * 64),)) for digit in "ab")
     assert one.first_difference(two) == (
         f"tensor 'base' is (2,) float32 with digest {'a' * 12}, which each learner brings, here and "
-        f"(2,) float32 with digest {'b' * 12}, which each learner brings, there"
+        f"(2,) float32 with digest {'b' * 12}, which each learner brings, there; {SAME_MODEL}"
     )
 
 

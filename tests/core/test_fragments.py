@@ -28,7 +28,7 @@ from diloco.core.fragments import (
     make_layout,
     scatter,
 )
-from diloco.core.layout import Digest, digest_of_segments
+from diloco.core.layout import SAME_MODEL, Digest, digest_of_segments
 from diloco.errors import ConfigError, LayoutError
 
 
@@ -321,7 +321,7 @@ def _layout(
     ],
 )
 def test_the_first_difference_names_the_tensor(other: Layout, phrase: str) -> None:
-    assert _layout().first_difference(other) == phrase
+    assert _layout().first_difference(other) == f"{phrase}; {SAME_MODEL}"
     assert _layout().digest() != other.digest()
 
 

@@ -150,6 +150,30 @@ def test_a_loop_that_cannot_be_edited_trains_like_one_that_calls_step(method: di
     assert_same(diloco.run_local(by_hook, learners=2), diloco.run_local(by_hand, learners=2))
 
 
+def test_tokens_may_be_a_tensor_and_must_be_a_number_of_them() -> None:
+    def life(exchange: Exchange) -> int:
+        with attached(exchange) as learner:
+            for wrong in (-1, 1.5, float("nan"), "3", torch.tensor(2.0), torch.tensor([1, 2])):
+                with pytest.raises(ConfigError, match=r"learner\.step\(tokens=.*\) is "):
+                    learner.step(wrong)
+            learner.step(torch.tensor([[1, 1], [1, 0]]).sum())
+            learner.step(4)
+            return learner.metrics()["tokens"]
+
+    assert alone(life) == 7
+
+
+def test_a_closure_computes_gradients_after_they_were_exchanged() -> None:
+    def life(exchange: Exchange) -> None:
+        with attached(exchange, method=diloco.DataParallel()) as learner:
+            for call in (lambda: learner.optimizer.step(float), lambda: learner.optimizer.step(closure=float)):
+                with pytest.raises(ConfigError, match=r"DataParallel.*SGD\.step\(closure\) computes others"):
+                    call()
+            learner.optimizer.step(None)
+
+    alone(life)
+
+
 def test_a_learner_that_steps_after_its_optimizer_is_not_stepped_by_hand() -> None:
     def life(exchange: Exchange) -> None:
         with attached(exchange) as learner:
@@ -338,7 +362,10 @@ def test_the_hook_is_on_the_last_of_several_optimizers() -> None:
         (lambda model: ({"a.b": model}, SGD(model.parameters())), r"'a\.b'.*choose another"),
         (lambda model: ({"train": model}, SGD(model.parameters())), "'train'.*choose another"),
         (lambda model: ({"a": 3}, SGD(model.parameters())), "'a'.*choose another"),
+        (lambda model: ([model], SGD(model.parameters())), r"is a list; pass a module, or modules by name"),
+        (lambda model: (nn.LazyLinear(3), SGD(model.parameters())), "'weight' has no shape yet.*run one batch"),
         (lambda model: (model, []), "has no optimizer"),
+        (lambda model: (model, [SGD(model.parameters()), "adamw"]), "has a str, which is no optimizer"),
     ],
 )
 def test_what_is_no_model_or_optimizer_is_refused(make: Callable[[nn.Module], Any], text: str) -> None:
@@ -379,6 +406,22 @@ def add(model: nn.Module) -> None:
     model.append(nn.Linear(3, 3))
 
 
+def add_statistics(model: nn.Module) -> None:
+    model.append(nn.BatchNorm1d(3, affine=False))
+
+
+def replace_statistics(model: nn.Module) -> None:
+    model[4] = nn.BatchNorm1d(3, affine=False)
+
+
+def remove_statistics(model: nn.Module) -> None:
+    model[4].running_var = None
+
+
+def widen(model: nn.Module) -> None:
+    model.double()
+
+
 def remove(model: nn.Module) -> None:
     del model[2].bias
     model[2].bias = None
@@ -389,24 +432,70 @@ def remove(model: nn.Module) -> None:
     [
         (replace, r"'2\.weight' was replaced.*in place, or close this learner and attach a new one"),
         (replace_module, r"'2\.weight' was replaced"),
-        (add, r"'4\.weight' was added.*close this learner and attach a new one"),
+        (add, r"'5\.weight' was added.*close this learner and attach a new one"),
         (remove, r"'2\.bias' was removed"),
+        (add_statistics, r"buffer '5\.running_mean' was added.*attach a new one"),
+        (replace_statistics, r"buffer '4\.running_mean' was replaced with its module.*attach a new one"),
+        (remove_statistics, r"buffer '4\.running_var' was removed.*attach a new one"),
+        (widen, r"'0\.weight' is \(.*\) float64, and the layout has .* float32; bring the model into its dtype"),
     ],
 )
 @pytest.mark.parametrize(
     "method", [DILOCO, diloco.StreamingDiLoCo(sync_every=4, overlap=0, fragments=diloco.Balanced(2))]
 )
-def test_a_parameter_that_is_not_the_one_attached_is_refused_by_name(
+def test_a_tensor_that_is_not_the_one_attached_is_refused_by_name(
     change: Callable[[nn.Module], None], text: str, method: diloco.Method
 ) -> None:
     def life(exchange: Exchange) -> None:
-        with attached(exchange, method=method) as learner:
+        model = nn.Sequential(*make_model(), nn.BatchNorm1d(3, affine=False).eval())
+        with Learner(model, SGD(model.parameters(), lr=0.1), method=method, exchange=exchange) as learner:
             run(learner, 0, range(1, 2))
             change(learner.model)
             with pytest.raises(LayoutError, match=text):
                 learner.step()
 
     alone(life)
+
+
+def test_a_buffer_that_is_gone_at_the_first_boundary_is_named() -> None:
+    def life(exchange: Exchange) -> None:
+        model = make_model()
+        model.register_buffer("scale", torch.ones(3))
+        with Learner(model, SGD(model.parameters(), lr=0.1), method=diloco.DiLoCo(), exchange=exchange) as learner:
+            del model.scale
+            with pytest.raises(LayoutError, match="no tensor 'scale' any more.*attach a new one"):
+                learner.step()
+
+    alone(life)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["added", "swapped"])
+def test_what_an_optimizer_is_given_later_is_refused(swapped: bool) -> None:
+    def life(exchange: Exchange) -> None:
+        with attached(exchange) as learner:
+            run(learner, 0, range(1, 2))
+            groups = learner.optimizer.param_groups
+            if swapped:  # as libraries for mixed precision do when they come late
+                groups[0]["params"] = [nn.Parameter(each.detach().clone()) for each in groups[0]["params"]]
+            else:
+                learner.optimizer.add_param_group({"params": nn.Linear(3, 3).parameters()})
+            with pytest.raises(ConfigError, match=r"SGD was given \d tensor\(s\) after the learner was attached"):
+                learner.step()
+
+    alone(life)
+
+
+def test_a_model_whose_tensors_are_not_contiguous_initialises_a_run() -> None:
+    def life(index: int, exchange: Exchange) -> dict[str, Tensor]:
+        model = make_model(index)
+        model.register_buffer("base", torch.arange(6.0).view(2, 3).t() + index)
+        with Learner(model, SGD(model.parameters(), lr=0.1), method=DILOCO, exchange=exchange) as learner:
+            run(learner, index, range(1, 3))
+            return learner.global_state_dict()
+
+    one, other = diloco.run_local(life, learners=2)
+    assert_same(one, other)
+    assert torch.equal(one["base"], torch.arange(6.0).view(2, 3).t())
 
 
 def test_what_moves_or_casts_nothing_changes_nothing() -> None:

@@ -13,7 +13,7 @@ from diloco.errors import ConfigError, translated
 
 
 def command(
-    run_file: Annotated[Path, typer.Argument(help="The run file; its [syncer] table says where and how to serve.")],
+    run_file: Annotated[Path, typer.Argument(help="The run file; its \\[syncer] table says where and how to serve.")],
     address: Annotated[str | None, typer.Option(help="host:port to bind, instead of the run file's.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the run lives, instead of the run file's.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Loopback port for Prometheus; 0 chooses one.")] = None,

@@ -104,6 +104,10 @@ class Fragment:
         return tuple(placement.spec.name for placement in self.tensors)
 
 
+SAME_MODEL = "make the same model on all learners, with the same answers for its buffers and frozen tensors"
+"""What to do where two layouts differ."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a model is cut: its fragments, and the static tensors (frozen parameters, persistent buffers) beside them.
@@ -170,11 +174,18 @@ class Layout:
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
     def first_difference(self, other: "Layout") -> str | None:
-        """A phrase that names the first tensor in which `other` ("there") differs from this layout ("here"), or None.
+        """A phrase that names the first tensor in which `other` ("there") differs from this layout ("here"), and what
+        to do; None where the two are equal.
 
         >>> here.first_difference(there)
-        "tensor 'layers.0.w' is (4, 4) float32 here and (4, 8) float32 there"
+        "tensor 'layers.0.w' is (4, 4) float32 here and (4, 8) float32 there; make the same model on all learners, with
+        the same answers for its buffers and frozen tensors"
         """
+        if (difference := self._difference(other)) is None:
+            return None
+        return f"{difference}; {SAME_MODEL}"
+
+    def _difference(self, other: "Layout") -> str | None:
         mine, theirs = self._entries(), other._entries()
         for name, (spec, _) in mine.items():
             if name not in theirs:
@@ -226,7 +237,10 @@ def gather(fragment: Fragment, tensors: Mapping[str, Tensor], out: Tensor | None
             raise LayoutError(f"tensor {spec.name!r} of fragment {fragment.index} is missing; pass all of its tensors.")
         found = replace(spec_of(spec.name, tensors[spec.name]), role=spec.role)
         if found != spec:
-            raise LayoutError(f"tensor {spec.name!r} is {found}, and the layout has {spec}.")
+            raise LayoutError(
+                f"tensor {spec.name!r} is {found}, and the layout has {spec}; bring the model into its dtype and shape "
+                "before the learner attaches, and leave it so."
+            )
     if out is None:
         out = torch.empty(fragment.numel, dtype=torch.float32, device=tensors[fragment.names[0]].device)
     for name, view in scatter(fragment, out).items():

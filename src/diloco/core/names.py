@@ -49,6 +49,16 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield path + name, buffer
 
 
+def buffer_holders(model: nn.Module) -> dict[str, nn.Module]:
+    """The module that holds each persistent buffer, by the buffer's canonical name."""
+    return {
+        path + name: module
+        for path, module in _modules(model)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
 def tensor_names(model: nn.Module) -> set[str]:
     """The canonical names of all parameters and buffers."""
     return {name for name, _ in named_parameters(model)} | {name for name, _ in named_buffers(model)}

@@ -130,6 +130,7 @@ class Boundary:
         self._sent[send.fragment] = send
         fragment, measured = self.layout.fragments[send.fragment], self._measured_from(send.fragment)
         self.tensors.registered.check()
+        self._masters.check_groups()
         self.tensors.frozen.check(fragment.index, len(self.layout.fragments))
         if measured is not None:
             self.tensors.frozen.check_trained(fragment, self._trained[fragment.index])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from diloco.core.method import Method
 from diloco.errors import ConfigError
@@ -32,6 +34,12 @@ def check_compatible(
             "FullyShardedDataParallel (FSDP1) flattens the parameters; use fully_shard (FSDP2), or say with gather=… "
             "which piece of each parameter a rank holds (docs/islands.md)."
         )
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name!r} has no shape yet, as it belongs to a lazy module; run one batch through the model before "
+                "the learner attaches."
+            )
     parameters = set(map(id, model.parameters()))  # optimizers skip those that require no gradient
     for optimizer in optimizers:
         _check_optimizer(optimizer, parameters)

@@ -44,7 +44,8 @@ class FrozenState:
 
     def values(self) -> dict[str, Tensor]:
         """Host copies of the current static values, by name; of sharded ones whole, which every rank gathers."""
-        return {name: whole_of(current(place)).to("cpu", copy=True) for name, place in self._places.items()}
+        whole = {name: whole_of(current(place)) for name, place in self._places.items()}
+        return {name: each.to("cpu", copy=True).contiguous() for name, each in whole.items()}
 
     def averaged(self) -> dict[str, Tensor]:
         """The present averaged tensors, by name; training may have replaced them."""
@@ -173,7 +174,16 @@ def averaged_names(layout: Layout) -> list[str]:
 
 
 def current(place: Place) -> Tensor:
-    """The tensor that is at a place now."""
-    tensor = getattr(*place)
-    assert isinstance(tensor, Tensor)
+    """The tensor that is at a place now.
+
+    Raises:
+        LayoutError: there is none any more.
+    """
+    module, attribute = place
+    tensor = getattr(module, attribute, None)
+    if not isinstance(tensor, Tensor):
+        raise LayoutError(
+            f"the model's {type(module).__name__} has no tensor {attribute!r} any more, which the run's model has; "
+            "keep it, or close this learner and attach a new one."
+        )
     return tensor

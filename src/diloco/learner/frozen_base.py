@@ -95,7 +95,8 @@ class Base:
                 continue
             raise LayoutError(
                 f"training changed {name!r}, which static='digest' takes for the same on every learner for the whole "
-                "run; freeze it, or make it trainable before the learner attaches."
+                "run; leave it as it was loaded (evaluate adapters without merging them), or make it trainable before "
+                "the learner attaches."
             )
 
     def _is_unchanged(self, name: str, now: _Seen) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -148,7 +149,7 @@ class Learner:
         self._steps_by_itself = self._holds_global_model = False
         self._modes: list[bool | None] = []
         if self._exchanges_gradients:
-            self._hooks.append(self._optimizers[-1].register_step_pre_hook(lambda *_: self._before_step()))
+            self._hooks.append(self._optimizers[-1].register_step_pre_hook(self._before_step))
         self.resumed: bool | None = None
         if resume is not None:
             with ExitStack() as undo:
@@ -171,13 +172,17 @@ class Learner:
         optimizer, whatever the number of micro-batches; one that a gradient scaler skips is none.
 
         Arguments:
-            tokens: tokens of that inner step on this rank. None: 1, where tokens are not counted. Weights by tokens are
+            tokens: tokens of that inner step on this rank, a whole number: an int, or a tensor of one (one on a GPU is
+                waited for). None: 1, where tokens are not counted. Weights by tokens are
                 then by steps of ranks, and `run_tokens` counts these; all learners of a run must count the same unit.
 
         Raises:
-            ConfigError: the learner is closed or has finished, or steps by itself (`step_after_optimizer`); a
-                schedule-free optimizer is in another mode than at earlier steps.
-            LayoutError: training changed a frozen tensor; a parameter was added, replaced, removed, frozen or unfrozen.
+            ConfigError: the learner is closed or has finished, or steps by itself (`step_after_optimizer`); `tokens` is
+                no number of tokens; a schedule-free optimizer is in another mode than at earlier steps, or an optimizer
+                was given tensors that are not the model's. With gradients exchanged, `optimizer.step(closure)` raises
+                it too.
+            LayoutError: training changed a frozen tensor; a parameter or buffer was added, replaced or removed; a parameter
+                was frozen or unfrozen.
         """
         if self._steps_by_itself:
             raise ConfigError("this learner steps after its optimizer by itself; leave learner.step(…) out.")
@@ -211,6 +216,7 @@ class Learner:
 
     def _step(self, tokens: int) -> None:
         self._require_training()
+        tokens = _number_of(tokens)
         self._require_one_mode()
         self._fully_sharded.reshard()
         timing = self._boundary.timing
@@ -228,8 +234,14 @@ class Learner:
             self._boundary.after_step(tokens)
         timing.step_ends()
 
-    def _before_step(self) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_training()
+        if any(map(callable, (*args[1:], kwargs.get("closure")))):  # args[0] is the optimizer
+            raise ConfigError(
+                f"{self.method.name} exchanges gradients before the optimizer's step, and {type(optimizer).__name__}"
+                ".step(closure) computes others inside it; call the closure first and step() without it, or use a "
+                "method that exchanges outer gradients."
+            )
         self._boundary.before_step()
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -486,3 +498,14 @@ class Learner:
                 "the model holds the global weights inside learner.global_model(); leave that block to train, save or "
                 "load."
             )
+
+
+def _number_of(tokens: int | Tensor) -> int:
+    """The number of tokens of a step, from an int or what stands for one, as a tensor of one whole number."""
+    try:
+        number = index(tokens)
+    except TypeError as error:
+        raise ConfigError(f"learner.step(tokens={tokens!r}) is no whole number; pass tokens as an int.") from error
+    if number < 0:
+        raise ConfigError(f"learner.step(tokens={number}) is below 0; pass the tokens of the step.")
+    return number

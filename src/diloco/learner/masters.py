@@ -53,9 +53,25 @@ class MasterWeights:
         self, optimizers: Sequence[torch.optim.Optimizer], layout: Layout, parameters: Mapping[str, Tensor]
     ) -> None:
         self._optimizers, self._parameters = optimizers, parameters
+        self._known = {id(each): each for optimizer in optimizers for each in _trained_by(optimizer)}
         self._first: dict[str, Tensor] = {}  # of half precision, without an answer yet: samples after the first step
         self._has_stepped = False
         self._writes = [_Writes(fragment, parameters) for fragment in layout.fragments]
+
+    def check_groups(self) -> None:
+        """Look whether an optimizer was given tensors since the learner attached that are not the model's.
+
+        Raises:
+            ConfigError: it was.
+        """
+        known = self._known.keys() | {id(each) for each in self._parameters.values()}
+        for optimizer in self._optimizers:
+            if strangers := [each for each in _trained_by(optimizer) if id(each) not in known]:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} was given {len(strangers)} tensor(s) after the learner was attached "
+                    "that are no parameters of its model, such as a new module's or private master weights, so their "
+                    "training is not exchanged; make all of the model and its optimizers before attaching."
+                )
 
     @torch.no_grad()
     def look(self, fragment: Fragment) -> None:
@@ -121,6 +137,10 @@ class MasterWeights:
             for key, tensor in _tensors_of(vars(optimizer), "", seen):
                 if tensor.dtype == torch.float32 and id(tensor) not in own:
                     yield optimizer, key, local_of(tensor)
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"])
 
 
 def _tensors_of(value: object, key: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.core.names import named_parameters
+from diloco.core.names import buffer_holders, named_buffers, named_parameters
 from diloco.errors import ConfigError, LayoutError
 
 
@@ -17,10 +17,12 @@ def joined(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
     """One module that holds all models; the names of a model's tensors begin with its own name.
 
     Raises:
-        ConfigError: there is no model, or a name cannot be that of a submodule.
+        ConfigError: there is no model, it is no module, or a name cannot be that of a submodule.
     """
     if isinstance(model, nn.Module):
         return model
+    if not isinstance(model, Mapping):
+        raise ConfigError(f"Learner(model=…) is a {type(model).__name__}; pass a module, or modules by name.")
     if not model:
         raise ConfigError("Learner(model={}) has no model; pass a model, or models by name.")
     root = nn.Module()
@@ -38,11 +40,17 @@ def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -
     """All optimizers.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or one is no optimizer.
     """
     optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     if not optimizers:
         raise ConfigError("Learner(optimizer=[]) has no optimizer; pass those that train the model.")
+    for each in optimizers:
+        if not hasattr(each, "param_groups"):
+            raise ConfigError(
+                f"Learner(optimizer=…) has a {type(each).__name__}, which is no optimizer; pass those that train the "
+                "model."
+            )
     return optimizers
 
 
@@ -75,17 +83,21 @@ class FullyShardedModules:
 
 
 class Registered:
-    """The parameters of a model as they were when the learner was attached: only these are exchanged."""
+    """The parameters of a model as they were when the learner was attached: only these are exchanged.
+
+    Also which modules hold its persistent buffers. Training may replace a buffer, but not the module around it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._parameters = dict(named_parameters(model))
+        self._holders = buffer_holders(model)
 
     def check(self) -> None:
-        """Compare the model's parameters with those at attaching, by identity.
+        """Compare the model's parameters with those at attaching, by identity, and its buffers by their modules.
 
         Raises:
-            LayoutError: a parameter was added, replaced or removed; names it.
+            LayoutError: a parameter or buffer was added, replaced or removed; names it.
         """
         now = dict(named_parameters(self._model))
         for name, parameter in self._parameters.items():
@@ -100,4 +112,21 @@ class Registered:
                 raise LayoutError(
                     f"parameter {name!r} was added after the learner was attached, so it would never be exchanged; "
                     "complete the model first, or close this learner and attach a new one."
+                )
+        self._check_buffers()
+
+    def _check_buffers(self) -> None:
+        """A buffer without floating-point values may be added: it would be the learner's own (`learner.frozen`)."""
+        now = buffer_holders(self._model)
+        for name, module in self._holders.items():
+            if now.get(name) is not module:
+                raise LayoutError(
+                    f"buffer {name!r} was {'replaced with its module' if name in now else 'removed'} after the learner "
+                    "was attached; keep it, or close this learner and attach a new one."
+                )
+        for name, buffer in named_buffers(self._model):
+            if name in now and name not in self._holders and buffer.is_floating_point():
+                raise LayoutError(
+                    f"buffer {name!r} was added after the learner was attached, so it would be neither exchanged nor "
+                    "compared; complete the model first, or close this learner and attach a new one."
                 )

@@ -13,7 +13,6 @@ from typing import Any, Literal, Self, get_args
 
 from torch import Tensor, nn
 
-from diloco.core.choices import nearest
 from diloco.core.fragments import TRAINABLE_DTYPES, describe, layout_of
 from diloco.core.layout import BaseTensor, Layout, TensorSpec
 from diloco.core.method import Method
@@ -71,7 +70,7 @@ def described(
         LayoutError: training is known to change a tensor for which the answer is "refuse".
     """
     if static not in STATIC:
-        raise ConfigError(f"static={static!r}{nearest(static, STATIC)}; use 'exchange' or 'digest'.")
+        raise ConfigError(f"static={static!r} is no answer; use 'exchange' or 'digest'.")
     trained, others = describe(model)
     parameters = dict(named_parameters(model))
     trained = tuple(replace(spec, shape=gather(spec.name, parameters[spec.name]).shape) for spec in trained)
@@ -103,20 +102,20 @@ def _answered(
     specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], buffers: Buffers | Mapping[str, Buffers]
 ) -> list[TensorSpec]:
     """The specs with their roles."""
-    answers = {"*": buffers} if isinstance(buffers, str) else dict(buffers)
+    by_name = isinstance(buffers, Mapping)  # a frozen parameter is meant only where a pattern names it
+    answers = dict(buffers) if isinstance(buffers, Mapping) else {"*": buffers}
     for pattern, answer in answers.items():
         if answer not in BUFFERS:
-            where = "" if isinstance(buffers, str) else f" of {pattern!r}"
+            where = f" of {pattern!r}" if by_name else ""
             raise ConfigError(
-                f"buffers={answer!r}{where}{nearest(answer, BUFFERS)}; use 'refuse', 'average' or 'local'."
+                f"buffers={answer!r}{where} is no answer; use 'refuse', 'average' or 'local', or {{pattern: answer}}."
             )
-        if not isinstance(buffers, str) and not any(fnmatchcase(spec.name, pattern) for spec in specs):
+        if by_name and not any(fnmatchcase(spec.name, pattern) for spec in specs):
             raise ConfigError(f"buffers={{{pattern!r}: …}} matches no buffer and no frozen parameter of the model.")
     found = []
     for spec in specs:
         tensor = tensors[spec.name]
         answer = next((each for pattern, each in answers.items() if fnmatchcase(spec.name, pattern)), "refuse")
-        by_name = not isinstance(buffers, str)  # a frozen parameter is meant only where a pattern names it
         is_meant = by_name or not isinstance(tensor, nn.Parameter)
         if answer == "refuse" or not is_meant or not tensor.is_floating_point():
             found.append(spec)

@@ -254,6 +254,8 @@ def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Meth
     """
     if patterns is None:
         return [None] * len(layout.fragments)
+    if isinstance(patterns, str):
+        raise ConfigError(f"trains={patterns!r} is one text; pass a list of patterns, as in trains=[{patterns!r}].")
     if isinstance(method.adopt, Eager):
         raise ConfigError(
             f"trains=… cannot be used with {method.name}, which replaces the learner's own share of every mean: that "

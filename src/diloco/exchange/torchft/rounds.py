@@ -15,6 +15,7 @@ from torch import Tensor
 from diloco.core.contribution import MISSED, OUTLIER, Contribution, Rejected
 from diloco.core.fragments import Layout
 from diloco.core.held import close, published_mean
+from diloco.core.layout import SAME_MODEL
 from diloco.core.merges import encoded_of
 from diloco.core.method import Method
 from diloco.core.weights import merge_weights
@@ -142,7 +143,7 @@ class ElasticRounds:
     def _require_same_model(self, replica: str, layout: str | dict[str, Any]) -> None:
         """Compare another member's layout, or its digest while it trains, with this one's."""
         if isinstance(layout, str):
-            difference = None if layout == self._layout.digest() else "give both the same one"
+            difference = None if layout == self._layout.digest() else SAME_MODEL
         else:
             difference = self._layout.first_difference(Layout.from_dict(layout))
         if difference:
