@@ -181,8 +181,8 @@ class Learner:
                 no number of tokens; a schedule-free optimizer is in another mode than at earlier steps, or an optimizer
                 was given tensors that are not the model's. With gradients exchanged, `optimizer.step(closure)` raises
                 it too.
-            LayoutError: training changed a frozen tensor; a parameter or buffer was added, replaced or removed; a parameter
-                was frozen or unfrozen.
+            LayoutError: training changed a frozen tensor; a parameter or buffer was added, replaced or removed; a
+                parameter was frozen or unfrozen.
         """
         if self._steps_by_itself:
             raise ConfigError("this learner steps after its optimizer by itself; leave learner.step(…) out.")
