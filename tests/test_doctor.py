@@ -2,8 +2,10 @@
 
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 import diloco
 from diloco.cli import main
 from diloco.cli.doctor.packages import within
+from diloco.errors import ConfigError
 from diloco.syncer.server import Options, Syncer
 
 Findings = dict[str, dict[str, str]]
@@ -132,6 +135,50 @@ def test_a_syncer_that_would_be_refused(doctor: Doctor, tmp_path: Path) -> None:
     assert "has no TLS and tokens" in found["keys"]["found"]
     code, found = doctor(path, "--serve", "0.0.0.0:0", "--set", "syncer.cert='no.pem'", "--set", "syncer.key='no.key'")
     assert (code, found["certificate"]["state"]) == (1, "missing")
+
+
+def test_a_key_of_another_certificate(doctor: Doctor, run_file: Path, tmp_path: Path) -> None:
+    main_exits("keys", "new", tmp_path / "others", "--host", "127.0.0.1", "--learner", "site-a")
+    for key, said in (
+        (tmp_path / "others" / "server.key", "is not the key of"),
+        (tmp_path / "no.key", "cannot be read"),
+    ):
+        code, found = doctor(run_file, "--serve", "127.0.0.1:0", "--set", f"syncer.key='{key}'")
+        assert (code, found["certificate"]["state"], found["port"]["state"]) == (1, "missing", "ok")
+        assert said in found["certificate"]["found"]
+        options = Options("127.0.0.1:0", tmp_path / "state", tmp_path / "keys" / "server.pem", key)
+        with pytest.raises(ConfigError, match=said):
+            Syncer("demo", diloco.DiLoCo(), options)
+
+
+def test_clocks_that_are_apart(doctor: Doctor, syncer: Syncer, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SimpleNamespace(time=lambda: time.time() - 7.0, monotonic=time.monotonic)
+    monkeypatch.setattr("diloco.cli.doctor.network.time", slow)
+    code, found = doctor(run_file, "--address", syncer.address, "--name", "site-a")
+    assert (code, found["clocks"]["state"]) == (0, "absent")
+    assert found["clocks"]["found"].startswith(("the syncer's is 7.", "the syncer's is 6.9"))
+    assert "ahead" in found["clocks"]["found"]
+
+
+def test_a_directory_where_no_run_fits(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    code, found = doctor("--dir", tmp_path / "file" / "run")
+    assert (code, found["disk"]["state"]) == (1, "missing")
+    assert "file is no directory" in found["disk"]["found"]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=2**40, free=10**7))
+    code, found = doctor()
+    assert (code, found["disk"]["state"], "store" in found) == (1, "missing", False)
+    assert found["disk"]["found"].startswith("10 MB free at")
+
+
+def test_a_host_whose_name_leads_nowhere(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
+    code, found = doctor()
+    assert (code, found["gloo"]["state"]) == (0, "absent")
+    assert "is 127.0.1.1" in found["gloo"]["found"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert doctor()[1]["gloo"]["state"] == "ok"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -1,4 +1,4 @@
-"""A certificate for the syncer's port and the authority that vouches for it, made in one go.
+"""A certificate for the syncer's port and the authority that vouches for it, made in one go, and read again.
 
 The authority's private key is used once and never written, so a second certificate that learners would trust cannot be
 made.
@@ -10,8 +10,10 @@ import datetime as dt
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -71,6 +73,30 @@ def make_certificates(hosts: Sequence[str], *, days: int = 825) -> Certificates:
     pem = serialization.Encoding.PEM
     secret = server_key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return Certificates(ca.public_bytes(pem), server.public_bytes(pem), secret)
+
+
+def read_certificate(cert: Path, key: Path) -> tuple[x509.Certificate, bytes, bytes]:
+    """A syncer's certificate, and the bytes of both PEM files, the key's first.
+
+    Raises:
+        ConfigError: a file cannot be read, or the key is not that of the certificate.
+    """
+    try:
+        secret, public = key.read_bytes(), cert.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be read ({error.strerror}); make it with `diloco keys new`."
+        ) from error
+    try:
+        certificate = x509.load_pem_x509_certificate(public)
+        owner = serialization.load_pem_private_key(secret, password=None).public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
+        raise ConfigError(
+            f"{cert} and {key} are no certificate and plain key in PEM ({error}); make them with `diloco keys new`."
+        ) from error
+    if owner != certificate.public_key():
+        raise ConfigError(f"{key} is not the key of {cert}; use the two that `diloco keys new` made together.")
+    return certificate, secret, public
 
 
 def _name(host: str) -> x509.GeneralName:

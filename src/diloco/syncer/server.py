@@ -21,6 +21,7 @@ from diloco.errors import ConfigError
 from diloco.exchange.wire.address import split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.syncer.auth import Authenticator, check_binding
+from diloco.syncer.certificates import read_certificate
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
@@ -186,13 +187,8 @@ class Syncer:
 def _credentials(options: Options) -> grpc.ServerCredentials | None:
     if options.cert is None or options.key is None:
         return None
-    try:
-        pair = (options.key.read_bytes(), options.cert.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename} cannot be read ({error.strerror}); make it with `diloco keys new`."
-        ) from error
-    return grpc.ssl_server_credentials([pair])
+    _, key, cert = read_certificate(options.cert, options.key)
+    return grpc.ssl_server_credentials([(key, cert)])
 
 
 def _bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

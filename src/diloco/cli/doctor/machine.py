@@ -107,7 +107,10 @@ def _timex_status(timex: "ctypes.Array[ctypes.c_int]") -> int:
 
 def _disk(store: Path) -> Iterator[Finding]:
     """Room below `store`, and what it takes to make a megabyte durable there."""
-    place = next(path for path in (store, *store.absolute().parents) if path.is_dir())
+    place = next(path for path in (store, *store.absolute().parents) if path.exists())
+    if not place.is_dir():
+        yield Finding("disk", "missing", f"{place.absolute()} is no directory", "remove it, or set run.dir elsewhere")
+        return
     free = shutil.disk_usage(place).free
     found = f"{shown_bytes(free)} free at {place.absolute()}"
     if free < NO_DISK_BYTES:

@@ -110,8 +110,8 @@ def look_at_port(address: str, table: "SyncerTable") -> Iterator[Finding]:
     else:
         kinds = [name for name, there in (("TLS", has_tls), ("tokens", has_tokens)) if there]
         yield Finding("keys", "ok", " and ".join(kinds) or "none, which loopback and --insecure allow")
-    if table.cert is not None:
-        yield _certificate(table.cert)
+    if table.cert is not None and table.key is not None:  # the run file has both or neither
+        yield _certificate(table.cert, table.key)
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -121,14 +121,16 @@ def look_at_port(address: str, table: "SyncerTable") -> Iterator[Finding]:
         yield Finding("port", "ok", f"{address} is free; whether a firewall lets learners in, only they can say")
 
 
-def _certificate(path: Path) -> Finding:
-    """Whether the syncer's certificate can be read and is valid now, and for which names."""
+def _certificate(cert: Path, key: Path) -> Finding:
+    """Whether the syncer's certificate and its key belong together, whether it is valid now, and for which names."""
     from cryptography import x509
 
+    from diloco.syncer.certificates import read_certificate
+
     try:
-        certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as error:
-        return Finding("certificate", "missing", f"{path}: {error}", "make it with `diloco keys new`")
+        certificate, _, _ = read_certificate(cert, key)
+    except DilocoError as error:
+        return Finding("certificate", "missing", str(error), "a syncer refuses to start so")
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     said = ", ".join(str(name.value) for name in names)
     until = certificate.not_valid_after_utc

@@ -1,7 +1,10 @@
 """torch, and what it can do here: CUDA, and groups over gloo and NCCL."""
 
+import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DRIVER = Path("/proc/driver/nvidia/version")
-GLOO_ADVICE = (
-    "learners of several ranks need it; where the host's name has no address, add it to /etc/hosts or set "
-    "GLOO_SOCKET_IFNAME"
-)
+SET_INTERFACE = "set GLOO_SOCKET_IFNAME to the interface that the ranks share"
 
 
 def look_at_torch(*, needs_cuda: bool) -> Iterator[Finding]:
@@ -27,7 +27,7 @@ def look_at_torch(*, needs_cuda: bool) -> Iterator[Finding]:
     build = "CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda} build"
     yield Finding("torch", "ok", f"{torch.__version__}, {build}, {torch.get_num_threads()} threads")
     yield _gpu(needs_cuda)
-    yield _group("gloo", torch.zeros(1), GLOO_ADVICE)
+    yield _gloo()
     if torch.cuda.is_available():
         yield _nccl()
 
@@ -51,6 +51,24 @@ def _gpu(needed: bool) -> Finding:
         "(CUDA_VISIBLE_DEVICES, docker run --gpus all), or install a torch for an older CUDA"
     )
     return Finding("gpu", state, driver, advice)
+
+
+def _gloo() -> Finding:
+    """Whether a group works, and whether ranks on other machines could reach this one."""
+    import torch
+
+    found = _group("gloo", torch.zeros(1), f"learners of several ranks need it; {SET_INTERFACE}")
+    if found.state != "ok" or "GLOO_SOCKET_IFNAME" in os.environ:
+        return found
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "no address"
+    if address != "no address" and not ip_address(address).is_loopback:
+        return found
+    advice = f"ranks on other machines cannot reach it; give the name its address in /etc/hosts, or {SET_INTERFACE}"
+    return Finding("gloo", "absent", f"{found.found}, but this host's name {name!r} is {address}", advice)
 
 
 def _nccl() -> Finding:
