@@ -13,6 +13,7 @@ import torch
 import diloco
 from diloco.cli import main
 from diloco.cli.doctor.packages import within
+from diloco.cli.doctor.pytorch import look_for_compiler
 from diloco.errors import ConfigError
 from diloco.syncer.server import Options, Syncer
 
@@ -179,6 +180,17 @@ def test_a_host_whose_name_leads_nowhere(doctor: Doctor, monkeypatch: pytest.Mon
     assert "is 127.0.1.1" in found["gloo"]["found"]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert doctor()[1]["gloo"]["state"] == "ok"
+
+
+def test_what_triton_compiles_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    found = look_for_compiler()
+    assert (found.state, found.found) == ("missing", f"no C compiler and no {tmp_path / 'Python.h'}")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CC", "cc")
+    assert look_for_compiler().state == "ok"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

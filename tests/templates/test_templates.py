@@ -201,6 +201,8 @@ def test_the_dockerfile_copies_what_there_is_and_installs_what_is_declared() -> 
     for name, rest in steps:
         if name in ("ENTRYPOINT", "CMD"):
             assert json.loads(rest)  # the form without a shell, so that signals arrive
+        if name == "RUN" and "pip install" in rest:
+            assert any("gcc" in before for _, before in steps[: steps.index([name, rest])])  # Triton needs it
         if name == "RUN":
             subprocess.run(["sh", "-n", "-c", rest], check=True)
 

@@ -1,9 +1,12 @@
 """torch, and what it can do here: CUDA, and groups over gloo and NCCL."""
 
 import os
+import shutil
 import socket
+import sysconfig
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +33,8 @@ def look_at_torch(*, needs_cuda: bool) -> Iterator[Finding]:
     yield _gloo()
     if torch.cuda.is_available():
         yield _nccl()
+        if find_spec("triton"):
+            yield look_for_compiler()
 
 
 def _gpu(needed: bool) -> Finding:
@@ -69,6 +74,17 @@ def _gloo() -> Finding:
         return found
     advice = f"ranks on other machines cannot reach it; give the name its address in /etc/hosts, or {SET_INTERFACE}"
     return Finding("gloo", "absent", f"{found.found}, but this host's name {name!r} is {address}", advice)
+
+
+def look_for_compiler() -> Finding:
+    """Whether there is what Triton compiles its launchers with: a C compiler, and Python's headers."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    lacking = [name for name, there in (("C compiler", compiler), (str(header), header.is_file())) if not there]
+    if not lacking:
+        return Finding("compiler", "ok", f"{compiler}, and Python's headers")
+    advice = "Triton, which encodes on the GPU, fails without it; install gcc and Python's headers (python3-dev)"
+    return Finding("compiler", "missing", f"no {' and no '.join(lacking)}", advice)
 
 
 def _nccl() -> Finding:
