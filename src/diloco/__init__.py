@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from diloco import errors as errors
     from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
+    from diloco.core.boxes import Box
     from diloco.core.codecs import BF16, E3M0, FP16, FP32, Int4, Int8, SignPruned, TopK, TwoBit
     from diloco.core.fragments import Balanced, ByLayer, Named, Whole
     from diloco.core.merges import (
@@ -45,12 +46,15 @@ if TYPE_CHECKING:
     from diloco.exchange.local import run_local
     from diloco.exchange.remote import connect
     from diloco.learner import Learner
+    from diloco.learner.pieces import Gather, Piece
 
     __version__: str
 
 __all__ = [
     # what a training script holds
     "Learner", "run_local", "Collective", "connect", "Pool",
+    # what a rank holds of a tensor, for Learner(gather=…)
+    "Gather", "Piece", "Box",
     # methods
     "Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "MuLoCo", "SparseLoCo", "DelayedDiLoCo",
     "EagerDiLoCo",
@@ -70,6 +74,8 @@ __all__ = [
 
 _MODULES = {
     "diloco.learner": ("Learner",),
+    "diloco.learner.pieces": ("Gather", "Piece"),
+    "diloco.core.boxes": ("Box",),
     "diloco.exchange.local": ("run_local",),
     "diloco.exchange.collective": ("Collective",),
     "diloco.exchange.remote": ("connect",),
