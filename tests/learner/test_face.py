@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,25 @@ def test_a_closed_learner_of_a_syncer_still_tells_what_it_knows(tmp_path: Path) 
     assert_same(learner.global_state_dict(), before)
     with pytest.raises(ConfigError, match="this learner is closed; save its state before close"):
         learner.state_dict()
+
+
+def test_a_learner_that_is_refused_leaves_no_thread_behind(tmp_path: Path) -> None:
+    with start_syncer(tmp_path, DILOCO) as syncer:
+        model = make_model()
+        with Learner(model, SGD(model.parameters()), exchange=diloco.connect(syncer.address, run=RUN, initialise=True)):
+            pass
+        before = {each for each in threading.enumerate() if each.name.startswith("diloco")}
+        other = nn.Linear(3, 3)
+        exchange = diloco.connect(syncer.address, run=RUN, learner="other")
+        with pytest.raises(LayoutError, match="make the same model on all learners, with the same answers"):
+            Learner(other, SGD(other.parameters()), exchange=exchange)
+        assert {each for each in threading.enumerate() if each.name.startswith("diloco")} <= before
+
+
+def test_an_address_is_no_exchange() -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match=r"exchange='127\.0\.0\.1:7700'\) is no exchange; pass what diloco\.connect"):
+        Learner(model, SGD(model.parameters()), exchange="127.0.0.1:7700")  # type: ignore[arg-type]
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

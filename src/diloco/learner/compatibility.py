@@ -18,6 +18,15 @@ from diloco.learner.pieces import Gather
 MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
 
 
+def require_exchange(exchange: object) -> None:
+    """Raise ConfigError for what is no exchange, such as an address."""
+    if not isinstance(exchange, Exchange):
+        raise ConfigError(
+            f"Learner(exchange={exchange!r}) is no exchange; pass what diloco.connect(…) or Collective(…) "
+            "returns, or what run_local gives."
+        )
+
+
 def check_compatible(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], method: Method, exchange: Exchange,
     gather: Gather | None,

@@ -25,7 +25,7 @@ from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, Model, Opened
 from diloco.exchange.island import Ranks
 from diloco.learner.boundary import Boundary
-from diloco.learner.compatibility import check_compatible
+from diloco.learner.compatibility import check_compatible, require_exchange
 from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.masters import MasterWeights
 from diloco.learner.models import FullyShardedModules, joined, listed, require_hooks
@@ -116,6 +116,7 @@ class Learner:
         gather: Gather | None = None,
         resume: Mapping[str, Any] | None = None,
     ) -> None:
+        require_exchange(exchange)
         self.model, self.optimizer = model, optimizer
         root, self._optimizers = joined(model), listed(optimizer)
         self._fully_sharded = FullyShardedModules(root)

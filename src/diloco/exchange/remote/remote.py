@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -134,7 +134,11 @@ class Remote(ShardedExchange):
         entry = Entry(connection, layout, self._initial, model, overlap, parts)
         self._session = Session(core, connection, entry, sender, receiver)
         self._session.begin()
-        opened = self._session.inbox.wait_for_start()
+        with ExitStack() as undo:
+            if lanes is None:  # else the other ranks hear of it first
+                undo.callback(self.close)
+            opened = self._session.inbox.wait_for_start()
+            undo.pop_all()
         self._incarnation = opened.incarnation
         return opened
 
