@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.optim.swa_utils import update_bn
 
 import diloco
 from diloco import Learner
@@ -373,6 +374,23 @@ def test_the_global_model_has_the_averaged_statistics_and_the_learners_come_back
             with learner.global_model():
                 assert all(torch.equal(each, wanted[name]) for name, each in model.state_dict().items())
             assert all(torch.equal(each, own[name]) for name, each in model.state_dict().items())
+
+    diloco.run_local(life, learners=2)
+
+
+def test_statistics_taken_of_the_global_model_are_not_the_learners_own_after() -> None:
+    def life(index: int, exchange: Exchange) -> None:
+        model = of_index(index)
+        inner = SGD(model.parameters(), lr=0.1)
+        with Learner(model, inner, method=diloco.DiLoCo(sync_every=2), exchange=exchange, buffers="local") as learner:
+            for step in range(1, 4):
+                train_step(model, inner, index, step)
+                learner.step()
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            with learner.global_model():
+                update_bn([torch.randn(6, 4)], model)
+                assert not torch.equal(model.state_dict()["1.running_mean"], before["1.running_mean"])
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
     diloco.run_local(life, learners=2)
 

@@ -307,7 +307,8 @@ class Learner:
         """The global weights are in the model inside the block, to evaluate it; its own are back after, to the bit.
 
         They are those of `global_state_dict`. The learner's own parameters are kept on the host meanwhile, in their own
-        dtypes: one copy of the model in host memory; the device needs one fragment in fp32, as at an adoption. Where
+        dtypes: one copy of the model in host memory. So are its local buffers and counters, which an evaluation may
+        change (`update_bn`). The device needs one fragment in fp32, as at an adoption. Where
         gradients are exchanged, the model is the global one, and nothing is copied. Inside, the learner can neither
         step nor save its state, and a schedule-free optimizer is in eval mode. All ranks of a learner enter and leave
         the block together.
@@ -326,7 +327,7 @@ class Learner:
             return
         self._exchange.meet("the global model")
         self._fully_sharded.reshard()
-        own = self._tensors.own_parameters()
+        own, counters = self._tensors.own_parameters(), self._tensors.frozen.counters()
         self._holds_global_model = True
         try:
             with in_eval_mode(self._optimizers):
@@ -336,6 +337,7 @@ class Learner:
         finally:
             self._fully_sharded.reshard()
             self._tensors.restore_parameters(own)
+            self._tensors.frozen.load_counters(counters)
             self._holds_global_model = False
 
     def metrics(self) -> dict[str, Any]:
