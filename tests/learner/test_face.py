@@ -72,7 +72,7 @@ def test_what_a_closed_learner_still_does_and_what_it_refuses() -> None:
             assert_same(parameters_of(learner.model), before)
         for call in (
             learner.step, learner.step_after_optimizer, learner.state_dict, lambda: learner.load_state_dict(state),
-            learner.finish,
+            learner.finish, learner.distributed_state_dict, lambda: learner.load_distributed_state_dict("nowhere"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match="this learner is closed"):
                 call()

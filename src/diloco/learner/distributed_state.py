@@ -122,8 +122,9 @@ def load_distributed_state(
     try:
         plain = json.loads(fill({PLAIN: ""})[PLAIN])
     except (CheckpointException, OSError, KeyError, RuntimeError, ValueError) as error:
+        where = f"{storage} " if isinstance(storage, str | Path) else ""
         raise CheckpointError(
-            f"the checkpoint has no learner under {prefix!r} ({str(error).splitlines()[0]}); save "
+            f"the checkpoint {where}has no learner under {prefix!r} ({str(error).splitlines()[0]}); save "
             f"{{{prefix!r}: learner.distributed_state_dict()}} with torch.distributed.checkpoint."
         ) from error
     targets: dict[str, Any] = {}

@@ -412,11 +412,15 @@ class Learner:
 
         Over a syncer. Every rank calls it. The optimizer's state is the caller's (`get_optimizer_state_dict`).
 
+        Raises:
+            ConfigError: the learner is closed, or the global weights are in its model; the exchange has state of its
+                own, such as a process group's.
+
         Example:
             >>> dcp.save({"learner": learner.distributed_state_dict(), "optimizer": …}, checkpoint_id=directory)
         """
+        self._require_open()
         self._require_own_parameters()
-        self._require_ranks()
         self._exchange.meet("the learner's state")
         self._fully_sharded.reshard()
         from diloco.learner.distributed_state import distributed_state
@@ -435,8 +439,9 @@ class Learner:
 
         Raises:
             CheckpointError: there is no learner's state, or it belongs to another model or method.
-            ConfigError: this learner has already taken a step.
+            ConfigError: this learner has already taken a step, or is closed.
         """
+        self._require_open()
         from diloco.learner.distributed_state import load_distributed_state
 
         return self.load_state_dict(load_distributed_state(self._boundary, storage, prefix, process_group))
