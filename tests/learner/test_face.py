@@ -383,6 +383,7 @@ def test_the_hook_is_on_the_last_of_several_optimizers() -> None:
         (lambda model: ({"train": model}, SGD(model.parameters())), "'train'.*choose another"),
         (lambda model: ({"a": 3}, SGD(model.parameters())), "'a'.*choose another"),
         (lambda model: ([model], SGD(model.parameters())), r"is a list; pass a module, or modules by name"),
+        (lambda model: (model.to("meta"), SGD(model.parameters())), r"'0\.weight' is on the meta device"),
         (lambda model: (nn.LazyLinear(3), SGD(model.parameters())), "'weight' has no shape yet.*run one batch"),
         (lambda model: (model, []), "has no optimizer"),
         (lambda model: (model, [SGD(model.parameters()), "adamw"]), "has a str, which is no optimizer"),
@@ -392,6 +393,16 @@ def test_what_is_no_model_or_optimizer_is_refused(make: Callable[[nn.Module], An
     def life(exchange: Exchange) -> None:
         with pytest.raises(ConfigError, match=text):
             Learner(*make(make_model()), method=DILOCO, exchange=exchange)
+
+    alone(life)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_model_is_refused() -> None:
+    def life(exchange: Exchange) -> None:
+        model = nn.ModuleDict({"scripted": torch.jit.script(nn.Linear(4, 3))})
+        with pytest.raises(ConfigError, match=r"ScriptModule.*before torch\.jit\.script, or use torch\.compile"):
+            Learner(model, SGD(model.parameters()), method=DILOCO, exchange=exchange)
 
     alone(life)
 

@@ -43,12 +43,7 @@ def check_compatible(
             "FullyShardedDataParallel (FSDP1) flattens the parameters; use fully_shard (FSDP2), or say with gather=… "
             "which piece of each parameter a rank holds (docs/islands.md)."
         )
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(tensor):
-            raise ConfigError(
-                f"{name!r} has no shape yet, as it belongs to a lazy module; run one batch through the model before "
-                "the learner attaches."
-            )
+    _check_tensors(model)
     parameters = set(map(id, model.parameters()))  # optimizers skip those that require no gradient
     for optimizer in optimizers:
         _check_optimizer(optimizer, parameters)
@@ -73,6 +68,26 @@ def check_compatible(
             "step at different times; join them into one (diloco.training.optimizers.Chained), or use a method that "
             "exchanges outer gradients."
         )
+
+
+def _check_tensors(model: nn.Module) -> None:
+    """Refuse tensors that are not there yet, or that only TorchScript can reach."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ConfigError(
+            "the model holds a ScriptModule, whose tensors TorchScript keeps to itself; attach to the model as it was "
+            "before torch.jit.script, or use torch.compile."
+        )
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name!r} has no shape yet, as it belongs to a lazy module; run one batch through the model before "
+                "the learner attaches."
+            )
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{name!r} is on the meta device, where it has no values; call model.to_empty(device=…) and initialise "
+                "it before the learner attaches."
+            )
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: set[int]) -> None:
