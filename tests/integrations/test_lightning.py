@@ -246,10 +246,14 @@ def test_it_works_with_the_package_of_the_older_name(tmp_path: Path) -> None:
     assert callback.learner.metrics()["merges"] > 0
 
 
+class FSDPOnTheCPU(lightning.strategies.FSDPStrategy):  # type: ignore[misc, name-defined]
+    """Lightning itself refuses `FSDPStrategy` on the CPU, by its exact type."""
+
+
 @pytest.mark.parametrize(
     ("trainer", "callbacks", "message"),
     [
-        ({"strategy": lightning.strategies.ModelParallelStrategy()}, (), "ModelParallelStrategy"),
+        ({"strategy": FSDPOnTheCPU()}, (), "FSDPOnTheCPU.* ModelParallelStrategy"),
         ({}, (lightning.callbacks.StochasticWeightAveraging(0.1),), "StochasticWeightAveraging"),
     ],
 )
@@ -295,9 +299,16 @@ def test_without_lightning_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
         importlib.import_module("diloco.integrations.lightning")
 
 
+IMPORTS = (
+    "lightning", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "diloco.integrations.lightning",
+)  # fmt: skip
+
+
 def start_learner(
-    scripts: Scripts, syncer: Syncer, directory: Path, index: int, ranks: int, *arguments: str, kill_after: int | None
-) -> list[Process]:
+    scripts: Scripts, syncer: Syncer, directory: Path, index: int, kind: str, ranks: int, *arguments: str,
+    kill_after: int | None = None,
+) -> list[Process]:  # fmt: skip
     """A learner of one or more ranks, as torchrun starts them."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -309,37 +320,71 @@ def start_learner(
     return [
         scripts.start(
             ROOT / "tests" / "integrations" / "lightning_ranks.py", syncer.address, name, str(STEPS), str(SAVE_EVERY),
-            str(directory / name), *arguments, log=directory / f"{name}-{len(scripts.started)}.log",
-            imports=["lightning"], kill_after=kill_after,
+            str(directory / name), kind, *arguments, log=directory / f"{name}-{len(scripts.started)}.log",
+            imports=IMPORTS, kill_after=kill_after,
             environment={key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()},
         )
         for rank in range(ranks)
     ]  # fmt: skip
 
 
+def assert_validated(model: dict[str, torch.Tensor], said: str, dtype: torch.dtype) -> None:
+    """At the run's end, this model was."""
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    layers.load_state_dict({name.removeprefix("layers."): value for name, value in model.items()})
+    loss = layers.to(dtype)(torch.ones(5, 4, dtype=dtype)).float().square().mean().item()
+    found = re.search(rf"^validated {STEPS} (\S+)$", said, re.MULTILINE)
+    assert found is not None, said
+    assert float(found[1]) == pytest.approx(loss, rel=1e-5)
+
+
+KINDS = {
+    "ddp": (2, 2, 2, torch.float32),
+    "fsdp": (2, 1, 2, torch.bfloat16),
+    "fsdp-one-file": (2, 2, 2, torch.bfloat16),
+    "tensor": (2, 2, 1, torch.float32),
+}
+"""Ranks before and after the interruption, batches that they have in a step, and the type that they compute in."""
+
+
 @pytest.mark.timeout(240)
-def test_the_ranks_of_ddp_are_one_learner_and_resume_together(tmp_path: Path) -> None:
-    """Two ranks and a single process train one run. All are killed and resumed, and end with the bits of a run without
-    an interruption."""
-
-    def both(*arguments: str, kill_after: int | None = None) -> list[Process]:
-        resumes = [each for each in arguments if each == "--resume"]
-        return [
-            *start_learner(scripts, syncer, directory, 0, 2, *arguments, kill_after=kill_after),
-            *start_learner(scripts, syncer, directory, 1, 1, *resumes, kill_after=kill_after),
-        ]
-
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[pytest.mark.slow] if each == "fsdp-one-file" else []) for each in KINDS]
+)
+def test_ranks_are_one_learner_and_resume_together(kind: str, tmp_path: Path) -> None:
+    """Two ranks and a single process train one run, and validate its model. All are killed and resumed, with as many
+    ranks or others, and end with the bits of a run without an interruption."""
+    ranks, ranks_after, batches, dtype = KINDS[kind]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for directory in (whole, broken):
         directory.mkdir()
         with serve(directory / "syncer") as syncer, running() as scripts:
+            kill_after, expect = (None, 0) if directory is whole else (SAVE_EVERY + 1, -9)
+            job = start_learner(scripts, syncer, directory, 0, kind, ranks, "--initialise", kill_after=kill_after)
+            other = start_learner(scripts, syncer, directory, 1, "one", 1, kill_after=kill_after)
+            end_all([*job, *other], expect=expect)
             if directory is broken:
-                end_all(both("--initialise", kill_after=SAVE_EVERY + 1), expect=-9)
-                end_all(both("--resume"))
-            else:
-                end_all(both("--initialise"))
-            for index in range(2):
-                assert_same(model_of(directory / f"learner-{index}"), fetch_model(syncer.address, run=RUN))
+                job = start_learner(scripts, syncer, directory, 0, kind, ranks_after, "--resume")
+                other = start_learner(scripts, syncer, directory, 1, "one", 1, "--resume")
+                end_all([*job, *other])
+            final = fetch_model(syncer.address, run=RUN)
+        for index, (processes, precision) in enumerate([(job, dtype), (other, torch.float32)]):
+            assert_same(model_of(directory / f"learner-{index}"), final)
+            assert_validated(final, processes[0].said, precision)
     assert_same(model_of(broken / "learner-0"), model_of(whole / "learner-0"))
     tokens = {e.learner: e.tokens for e in read_events(whole / "syncer" / "events.jsonl") if isinstance(e, Left)}
-    assert tokens == {"learner-0": 2 * STEPS * 5, "learner-1": STEPS * 5}
+    assert tokens == {"learner-0": batches * STEPS * 5, "learner-1": STEPS * 5}
+
+
+@pytest.mark.timeout(240)
+def test_a_sharded_job_that_was_killed_returns(tmp_path: Path) -> None:
+    """From its checkpoint, when the run has gone on."""
+    with serve(tmp_path / "syncer") as syncer, running() as scripts:
+        stays = start_learner(scripts, syncer, tmp_path, 1, "one", 1, "--initialise")
+        killed = start_learner(scripts, syncer, tmp_path, 0, "fsdp", 2, kill_after=STEPS - 1)
+        end_all(killed, expect=-9)
+        returns = start_learner(scripts, syncer, tmp_path, 0, "fsdp", 2, "--resume")
+        end_all([*stays, *returns])
+        assert "the run has gone on since step 6" in returns[0].said
+        for index in range(2):
+            assert_same(model_of(tmp_path / f"learner-{index}"), fetch_model(syncer.address, run=RUN))

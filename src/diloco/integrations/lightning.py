@@ -12,10 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, DilocoError
@@ -38,8 +40,8 @@ except ModuleNotFoundError:
 
 log = logging.getLogger("diloco")
 
-STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
-"""Those whose optimizers train the module's own whole parameters, by the names of their classes."""
+STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+"""Those whose optimizers train the module's own parameters, whole or as DTensors, by the names of their classes."""
 
 
 class DilocoCallback(Callback):
@@ -53,12 +55,14 @@ class DilocoCallback(Callback):
     at the run's step and trains up to the run's end.
 
     `fit(ckpt_path=…)` continues with the same bits where the run has not gone on without this learner, and from the
-    run's newest model where it has.
+    run's newest model where it has. Distributed checkpoints of `ModelParallelStrategy` continue with any number of
+    ranks, others with as many as before.
 
     Arguments:
         exchange: from `diloco.connect(…)`; a callback and its exchange serve one `fit`.
         method, trains, overlap, buffers, static: as `Learner` takes them.
         tokens: counts the tokens of a batch, on this rank. None: a batch is one, so that all steps weigh the same.
+            Ranks that share a batch (`tensor_parallel_size`) count it once.
         validate: what `fit` validates: the "global" model, or this learner's own ("local"). The sanity check before
             training validates the module as given.
 
@@ -87,6 +91,8 @@ class DilocoCallback(Callback):
         self._buffers, self._static = buffers, static
         self._count_tokens, self._validates_global = tokens, validate == "global"
         self._state: Mapping[str, Any] = {}  # before training what was loaded, after it the last
+        self._entry: str | None = None  # of a distributed checkpoint, where the learner's state is
+        self._parts: dict[str, Any] = {}  # after training the last, as it is saved there
         self._tokens = 0  # since the last step
         self._has_stepped = self._is_over = self._is_closed = False
         self._hooks, self._global_model = ExitStack(), ExitStack()
@@ -104,18 +110,23 @@ class DilocoCallback(Callback):
             raise ConfigError("this DilocoCallback has trained before; make a new one, with an exchange of its own.")
         model = trainer.strategy.model
         assert model is not None
-        state = self._state_of_rank(trainer)
+        if self._exchange.dials_out and getattr(trainer.strategy, "_save_distributed_checkpoint", False):
+            self._entry = f"optimizer_{len(trainer.optimizers)}"
         self.learner = learner = Learner(
             model, trainer.optimizers, method=self._method, exchange=self._exchange, trains=self._trains,
-            overlap=self._overlap, buffers=self._buffers, static=self._static, resume=state,
+            overlap=self._overlap, buffers=self._buffers, static=self._static, resume=self._state_of_rank(trainer),
         )  # fmt: skip
+        if (entry := self._state.get("entry")) is not None:
+            path = trainer.strategy.broadcast(trainer.ckpt_path)
+            assert path is not None
+            learner.load_distributed_state_dict(path, entry)
         if learner.method.exchanged == "gradients":
             raise ConfigError(
                 "Lightning computes gradients inside optimizer.step(), after they would have been exchanged; use "
                 f"strategy='ddp' instead of {learner.method.name}, or a method that exchanges outer gradients."
             )
+        saved_steps = int(self._state.get("steps", 0))
         self._state = {}
-        saved_steps = 0 if state is None else int(state["core"]["step"])
         if learner.resumed is False:
             log.warning(
                 "the run has gone on since step %d, where this checkpoint was saved; %s continues at step %d with the "
@@ -125,15 +136,16 @@ class DilocoCallback(Callback):
         for each in trainer.optimizers:
             self._hooks.callback(each.register_step_post_hook(self._stepped).remove)
 
-    def _state_of_rank(self, trainer: Trainer) -> Mapping[str, Any] | None:
-        if not self._state:
+    def _state_of_rank(self, trainer: Trainer) -> dict[str, Any] | None:
+        """From a checkpoint with one state for each rank."""
+        ranks: Sequence[dict[str, Any]] | None = self._state.get("ranks")
+        if ranks is None:
             return None
-        ranks: Sequence[Mapping[str, Any]] = self._state["ranks"]
         if len(ranks) != trainer.world_size:
             raise CheckpointError(
                 f"the checkpoint is of a job of {len(ranks)} ranks, and this one has {trainer.world_size}; use as many."
             )
-        return ranks[trainer.global_rank]
+        return deepcopy(ranks[trainer.global_rank])  # Lightning may have mapped the file into memory
 
     def _follow(self, trainer: Trainer, num_missed: int) -> None:
         """The run has taken steps that this Trainer has not."""
@@ -154,7 +166,8 @@ class DilocoCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """One step of the learner, where an optimizer has stepped."""
-        self._tokens += 1 if self._count_tokens is None else self._count_tokens(batch)
+        if _counts(trainer):
+            self._tokens += 1 if self._count_tokens is None else self._count_tokens(batch)
         if not self._has_stepped or self._is_over:
             return
         assert self.learner is not None
@@ -175,20 +188,34 @@ class DilocoCallback(Callback):
         self._global_model.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the learner needs to continue, of all ranks; before training what was loaded, after it the last."""
+        """What the learner needs to continue, of all ranks; before training what was loaded, after it the last.
+
+        A distributed checkpoint has it in an entry of its own (`on_save_checkpoint`), which is named here.
+        """
         if not self._is_training:
             return dict(self._state)
         assert self.learner is not None
-        return {"ranks": _gathered(self.learner.state_dict())}
+        saved = {"ranks": _gathered(self.learner.state_dict())} if self._entry is None else {"entry": self._entry}
+        return {"steps": self.learner.steps, **saved}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep it until training begins."""
         self._state = state_dict
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """The model of a checkpoint is the global one."""
+        """The model of a checkpoint is the global one. A distributed one has the learner's state beside those of the
+        optimizers."""
+        parts = self._parts
         if self.learner is not None and self._is_training:
-            checkpoint["state_dict"] = _global_state_dict(self.learner, pl_module)
+            with self.learner.global_model():
+                checkpoint["state_dict"] = _copied(trainer.strategy.lightning_module_state_dict())
+            parts = self._own_parts()
+        if self._entry is not None:
+            checkpoint["optimizer_states"].append(parts)
+
+    def _own_parts(self) -> dict[str, Any]:
+        assert self.learner is not None
+        return {} if self._entry is None else self.learner.distributed_state_dict()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -197,8 +224,10 @@ class DilocoCallback(Callback):
         assert self.learner is not None
         with self._hooks:
             self.learner.finish()
-            self._state = self.state_dict()  # waits for the answers that are on their way
-            pl_module.load_state_dict(_global_state_dict(self.learner, pl_module))
+            self._state, self._parts = self.state_dict(), self._own_parts()  # with the answers that are on their way
+            with self.learner.global_model():
+                final = _copied(pl_module.state_dict())
+            pl_module.load_state_dict(final)
             self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -207,7 +236,7 @@ class DilocoCallback(Callback):
             return
         with self._hooks, self._global_model:
             if any(map(_saves_on_exception, trainer.checkpoint_callbacks)) and not isinstance(exception, DilocoError):
-                self._state = self.state_dict()
+                self._state, self._parts = self.state_dict(), self._own_parts()
             self._close()
 
     @property
@@ -220,13 +249,16 @@ class DilocoCallback(Callback):
         self.learner.close()
 
 
-def _global_state_dict(learner: Learner, module: LightningModule) -> dict[str, Any]:
-    """The module's state with the global weights, under the module's own names."""
-    with learner.global_model():
-        return {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in module.state_dict().items()
-        }
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def _counts(trainer: Trainer) -> bool:
+    """Whether this rank is the one to count a batch that several ranks have, as tensor parallel ones do."""
+    if "ModelParallelStrategy" not in _names(trainer.strategy):
+        return True
+    mesh: DeviceMesh = trainer.strategy.device_mesh  # type: ignore[attr-defined]
+    return mesh.get_local_rank("tensor_parallel") == 0
 
 
 _GATHER_TIMEOUT_S = 1800.0
@@ -251,7 +283,8 @@ def _refuse(trainer: Trainer) -> None:
     if _names(strategy).isdisjoint(STRATEGIES):
         raise ConfigError(
             f"the Trainer's strategy is {type(strategy).__name__}, which shards or copies parameters in a way that "
-            "checkpoints and adoption do not follow; use strategy='auto' on one device, or 'ddp'."
+            "checkpoints and adoption do not follow; use strategy='auto' on one device, 'ddp', or "
+            "ModelParallelStrategy with fully_shard in configure_model."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set by a connector of Lightning's
         if "StochasticWeightAveraging" in _names(callback):
