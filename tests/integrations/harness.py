@@ -151,6 +151,15 @@ class Scripts:
         return process
 
 
+def worlds() -> list[dict[str, str]]:
+    """What torchrun puts into the environment of two ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+
+
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
@@ -200,18 +209,11 @@ class Example:
     def island(
         self, scripts: Scripts, syncer: Syncer, output: Path, *arguments: str, kill_after: int | None = None
     ) -> list[Process]:
-        """Start learner 0 as a job of two ranks, with the environment that torchrun makes."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        """Start learner 0 as a job of two ranks."""
         return [
-            self.learner(
-                scripts, syncer, 0, output, *arguments, kill_after=kill_after,
-                environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(2)
-        ]  # fmt: skip
+            self.learner(scripts, syncer, 0, output, *arguments, kill_after=kill_after, environment=world)
+            for world in worlds()
+        ]
 
     @property
     def num_lines(self) -> int:

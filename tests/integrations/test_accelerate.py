@@ -8,14 +8,18 @@ from typing import Any, Self
 
 import pytest
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from tests.integrations.harness import RUN, serve
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import diloco
 from diloco.errors import CheckpointError, ConfigError
 from diloco.integrations.accelerate import AcceleratedLearner
+from diloco.integrations.prepared import is_first_copy, num_copies, require_part
 from diloco.syncer.server import Syncer
 
 METHOD = diloco.StreamingDiLoCo(sync_every=4, overlap=1, fragments=diloco.Balanced(2))
@@ -116,6 +120,44 @@ def test_a_checkpoint_without_the_learners_state_is_refused(syncer: Syncer, tmp_
         (tmp_path / "checkpoint" / "diloco").rename(tmp_path / "elsewhere")
         with pytest.raises(CheckpointError):
             loop.accelerator.load_state(tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_fsdp1_is_refused(process_group: None, syncer: Syncer) -> None:
+    model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
+    with pytest.raises(ConfigError, match="FSDP1 .* set fsdp_version to 2"):
+        AcceleratedLearner(accelerator, model, optimizer, exchange=diloco.connect(syncer.address, run=RUN))
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_ranks_that_share_a_batch_count_it_once(rank: int) -> None:
+    """Of 8 ranks, 2 that divide the data, each over 2 of tensor and 2 of context parallelism."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    try:
+        sizes = ParallelismConfig(dp_shard_size=2, tp_size=2, cp_size=2)
+        assert is_first_copy(sizes, sizes.build_device_mesh("cpu")) == (rank in (0, 4))
+        assert num_copies(sizes) == 4
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_checkpoint_of_fewer_ranks_is_refused(tmp_path: Path) -> None:
+    """By each rank that has no part in it; those that have one hear from each other (`Learner.load_state_dict`)."""
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}").mkdir()
+    require_part(tmp_path / "rank-1", 3)
+    with pytest.raises(CheckpointError, match="of 2 ranks, and this one has 3; use as many"):
+        require_part(tmp_path / "rank-2", 3)
 
 
 def test_an_optimizer_that_was_not_prepared_is_refused(syncer: Syncer) -> None:

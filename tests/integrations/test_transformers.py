@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from tests.integrations.harness import RUN, assert_same, serve
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -313,6 +315,20 @@ def test_inputs_without_tokens_are_counted_by_the_name_that_the_model_gives(sync
     trainer.train()
     assert callback.learner is not None
     assert callback.learner.metrics()["tokens"] == 2 * 4 * 8
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_fsdp1_is_refused(syncer: Syncer, tmp_path: Path) -> None:
+    """accelerate 1.15 makes it only where there are accelerators."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny()
+        model.lm_head = FullyShardedDataParallel(model.lm_head, device_id=torch.device("cpu"))
+        trainer = make(tmp_path, DilocoCallback(dial(syncer)), model=model)
+        with pytest.raises(ConfigError, match="FSDP1 .* set fsdp_version to 2"):
+            trainer.train()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_checkpoint_without_the_learners_state_is_refused(syncer: Syncer, tmp_path: Path) -> None:

@@ -52,14 +52,15 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
     parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--fsdp", action="store_true", help="divide the model over the ranks (FSDP2)")
+    parser.add_argument("--fsdp", choices=["FULL_STATE_DICT", "SHARDED_STATE_DICT"], help="divide the model (FSDP2)")
     parser.add_argument("--output", type=Path, default=Path("runs/accelerate"))
     chosen = parser.parse_args()
 
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=chosen.fsdp) if chosen.fsdp else None
     accelerator = Accelerator(
         gradient_accumulation_steps=2,
         cpu=not torch.cuda.is_available(),
-        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if chosen.fsdp else None,
+        fsdp_plugin=plugin,
         dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
     )
     set_seed(chosen.shard)
@@ -92,9 +93,10 @@ def main() -> None:
             if learner.steps >= chosen.steps:
                 break
 
-    final = learner.global_state_dict()  # diloco
-    if accelerator.is_main_process:
-        save_file(final, chosen.output / "model.safetensors")
+    with learner.global_model():  # diloco
+        final = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            save_file(final, chosen.output / "model.safetensors")
     learner.close()  # diloco
 
 

@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
     parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--fsdp", choices=["FULL_STATE_DICT", "SHARDED_STATE_DICT"], help="divide the model (FSDP2)")
     parser.add_argument("--output", type=Path, default=Path("runs/transformers"))
     chosen = parser.parse_args()
 
@@ -64,12 +65,16 @@ def main() -> None:
             seed=chosen.shard,
             report_to="none",
             use_cpu=not torch.cuda.is_available(),
+            fsdp=True if chosen.fsdp else None,
+            fsdp_config={"fsdp_version": 2, "state_dict_type": chosen.fsdp} if chosen.fsdp else None,
         ),
         train_dataset=data["train"].shard(num_shards=2, index=chosen.shard),
         eval_dataset=data["test"],
         callbacks=[DilocoCallback(exchange)],  # diloco
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(chosen.output) if chosen.resume else None)
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")  # else nothing is saved
     trainer.save_model()  # the global model
 
 

@@ -24,7 +24,7 @@ from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
 from diloco.integrations.needs import needs
-from diloco.integrations.prepared import Prepared
+from diloco.integrations.prepared import Prepared, is_first_copy, refuse_fsdp1, require_part
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
@@ -72,14 +72,16 @@ class AcceleratedLearner(Learner):
         if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ConfigError(
                 f"{accelerator.distributed_type.value} trains copies of the parameters, which adopting a global value "
-                "would not reach; use DDP or FSDP."
+                "would not reach; use DDP or FSDP2."
             )
+        refuse_fsdp1(model)
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise ConfigError(
                 "the optimizer was not prepared; give what accelerator.prepare(model, optimizer) returned."
             )
         self._accelerator, self._prepared, self._scheduler = accelerator, Prepared(optimizer), scheduler
         self._tokens = 0  # of the micro-batches since the last step of the optimizer
+        self._is_first_copy = is_first_copy(accelerator.parallelism_config, accelerator.torch_device_mesh)
         super().__init__(
             model, self._prepared.inner, exchange=exchange, method=method, trains=trains, overlap=overlap,
             buffers=buffers, static=static,
@@ -93,14 +95,16 @@ class AcceleratedLearner(Learner):
         A step that the gradient scaler skipped counts, with no tokens.
 
         Arguments:
-            tokens: of that micro-batch on this rank; None: 1.
+            tokens: of that micro-batch on this rank; None: 1. Ranks that share a batch (tensor and context parallelism)
+                count it once.
 
         Raises:
             As `Learner.step`.
         """
         self._tokens += 1 if tokens is None else tokens
         if self._accelerator.sync_gradients:
-            trained, self._tokens = 0 if self._prepared.has_skipped else self._tokens, 0
+            counts = self._is_first_copy and not self._prepared.has_skipped
+            trained, self._tokens = self._tokens if counts else 0, 0
             before = self.steps
             super().step(trained)
             self._forward_schedule(self.steps - before - 1)  # it was evicted and has rejoined
@@ -139,6 +143,7 @@ class _Checkpoint:
 
     def _load(self, models: list[nn.Module], input_dir: str) -> None:
         self._loads_from = Path(input_dir) / self._own
+        require_part(self._loads_from, self._learner._accelerator.num_processes)
 
     def state_dict(self) -> dict[str, int]:
         """For people; the state itself is in safetensors beside it."""

@@ -1,13 +1,19 @@
-"""What is inside an optimizer that an Accelerator has prepared, and which of its steps a gradient scaler skips."""
+"""What an Accelerator has prepared: the optimizer inside, its steps that a gradient scaler skips, and how ranks share
+the model, the batches and a checkpoint."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from diloco.errors import CheckpointError, ConfigError
 from diloco.integrations.needs import needs
 
 with needs("accelerate"):
+    from accelerate import ParallelismConfig
     from accelerate.optimizer import AcceleratedOptimizer
 
 
@@ -40,3 +46,45 @@ class Prepared:
         if isinstance(self._outer, AcceleratedOptimizer) and self._outer.step_was_skipped:
             return True
         return self._found_inf is not None and bool(self._found_inf)
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise ConfigError where the Accelerator has divided the model with FSDP1."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ConfigError(
+            "FSDP1 flattens the parameters, so that saving and loading them would miss the global model; set "
+            "fsdp_version to 2."
+        )
+
+
+def num_copies(parallelism: ParallelismConfig | None) -> int:
+    """How many ranks have the same batch, as those of tensor and context parallelism do."""
+    return 1 if parallelism is None else parallelism.tp_size * parallelism.cp_size
+
+
+def is_first_copy(parallelism: ParallelismConfig | None, mesh: DeviceMesh | None) -> bool:
+    """Whether this rank is the first of those that have its batch.
+
+    Arguments:
+        mesh: of the Accelerator.
+    """
+    if num_copies(parallelism) == 1:
+        return True
+    assert mesh is not None
+    assert mesh.mesh_dim_names is not None
+    return all(mesh.get_local_rank(name) == 0 for name in ("tp", "cp") if name in mesh.mesh_dim_names)
+
+
+def require_part(own: Path, num_ranks: int) -> None:
+    """Before a rank reads its part of a checkpoint, which is beside those of the others.
+
+    Raises:
+        CheckpointError: there are parts, of fewer ranks.
+    """
+    saved = [] if own.is_dir() else list(own.parent.glob("rank-*"))
+    if saved:
+        raise CheckpointError(
+            f"the checkpoint is of a job of {len(saved)} ranks, and this one has {num_ranks}; use as many."
+        )

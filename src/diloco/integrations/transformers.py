@@ -26,13 +26,14 @@ from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
 from diloco.integrations.needs import needs
-from diloco.integrations.prepared import Prepared
+from diloco.integrations.prepared import Prepared, num_copies, refuse_fsdp1, require_part
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 with needs("accelerate"), needs("transformers"):
+    from accelerate.state import AcceleratorState
     from accelerate.utils import broadcast
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
@@ -67,7 +68,8 @@ class DilocoCallback(TrainerCallback):
 
     Raises:
         ConfigError: when training begins, what cannot work with a Trainer, and what `Learner` refuses.
-        CheckpointError: the Trainer resumes from a checkpoint without this callback's state.
+        CheckpointError: the Trainer resumes from a checkpoint without this callback's state, or of another number of
+            ranks.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class DilocoCallback(TrainerCallback):
         """Join the run; where the Trainer resumes, continue from its checkpoint."""
         _refuse(args, state)
         model, optimizer = given["model"], given["optimizer"]
+        refuse_fsdp1(model)
         if args.include_num_input_tokens_seen == "no":
             args.include_num_input_tokens_seen = "all"
         self._tokens = state.num_input_tokens_seen
@@ -169,6 +172,7 @@ class DilocoCallback(TrainerCallback):
                 "the Trainer has found no tokens in its inputs; set model.main_input_name to the name of the input to "
                 "count."
             )
+        tokens //= num_copies(AcceleratorState().parallelism_config)  # the Trainer counts those of all ranks
         before = self.learner.steps
         self.learner.step(tokens=tokens if args.process_index == 0 and not self._optimizer.has_skipped else 0)
         forward(given["lr_scheduler"], self.learner.steps - before - 1)  # it was evicted and has rejoined
@@ -253,7 +257,8 @@ def _refuse(args: TrainingArguments, state: TrainerState) -> None:
         )
     if args.deepspeed is not None:
         raise ConfigError(
-            "DeepSpeed trains copies of the parameters, which adopting a global value would not reach; use DDP or FSDP."
+            "DeepSpeed trains copies of the parameters, which adopting a global value would not reach; use DDP or "
+            "FSDP2."
         )
     if args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         raise ConfigError(
@@ -295,7 +300,8 @@ def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]
     if args.resume_from_checkpoint is not None:
         candidates.insert(0, Path(args.resume_from_checkpoint))
     for candidate in candidates:
-        if (directory := candidate / _own(args)).is_dir():
+        require_part(directory := candidate / _own(args), args.world_size)
+        if directory.is_dir():
             saved = load_checkpoint(latest_checkpoint(directory))
             if (saved["life"], saved["global_step"]) == (known["attributes"]["life"], state.global_step):
                 return saved
