@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from diloco.core import memory
 from diloco.core.choices import Choice, Registry, fraction, positive, whole_number
 from diloco.core.elementwise import blocks
 from diloco.errors import ConfigError, LayoutError
@@ -56,9 +57,9 @@ class Outer(Choice):
         Raises LayoutError when lengths or dtypes do not fit.
         """
         _check_fit(self, state, params, delta)
-        new = torch.empty_like(params) if out is None else out
+        new = memory.empty_like(params) if out is None else out
         if new_state is None:
-            new_state = {name: torch.empty_like(each) for name, each in state.items()}
+            new_state = {name: memory.empty_like(each) for name, each in state.items()}
         for part in blocks(params):
             held = {name: each[part] if each.dim() else each for name, each in state.items()}
             values, made = self.step_block(held, params[part], delta[part])

@@ -14,11 +14,12 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from diloco.core.memory import room
 from diloco.core.session.lanes import StallTimeout
 from diloco.errors import AuthError, ConfigError, DilocoError, ExchangeError, UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import is_loopback, split_address
-from diloco.exchange.wire.frames import filling, read_header, room
+from diloco.exchange.wire.frames import filling, read_header
 from diloco.exchange.wire.probe import noise, timed
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
 

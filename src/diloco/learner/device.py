@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from diloco.core import memory
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec, compress
 from diloco.core.layout import Placement
 
@@ -91,7 +92,7 @@ class DeviceDisplacement:
 
     def encode(self, codec: Codec) -> Tensor:
         """The payload of Δ, uint8 on the host. Raises as `Codec.encode`."""
-        payload = torch.empty(codec.encoded_bytes(self._theta.numel()), dtype=torch.uint8)
+        payload = memory.empty(codec.encoded_bytes(self._theta.numel()), torch.uint8)
         with self._queue.held(self._ready):
             for elements, place in self._runs(codec):
                 self._queue.down("payload", codec.encode(self._delta(elements)), payload[place])
@@ -99,8 +100,8 @@ class DeviceDisplacement:
 
     def compress(self, codec: Codec, residual: Tensor | None, decay: float) -> tuple[Tensor, Tensor]:
         """(payload, new residual) on the host, of Δ and a residual on the host; `core.codecs.compress`, bit for bit."""
-        payload = torch.empty(codec.encoded_bytes(self._theta.numel()), dtype=torch.uint8)
-        after = torch.empty(self._theta.numel(), dtype=torch.float32)
+        payload = memory.empty(codec.encoded_bytes(self._theta.numel()), torch.uint8)
+        after = memory.empty(self._theta.numel())
         with self._queue.held(self._ready):
             for elements, place in self._runs(codec):
                 before = None if residual is None else self._queue.up("residual", residual[elements])

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from diloco.core import memory
 from diloco.core.adopt import eager_gradient
 from diloco.core.averaged import AveragedElements
 from diloco.core.elementwise import flush_denormals
@@ -75,7 +75,7 @@ class EagerSteps:
         gradient = eager_gradient(own, mean, subtracted)
         if gradient is not None:
             state, anchor = self._states[fragment], self.anchors[fragment]
-            new, new_state = torch.empty_like(anchor), {name: torch.empty_like(each) for name, each in state.items()}
+            new, new_state = memory.empty_like(anchor), {name: memory.empty_like(each) for name, each in state.items()}
             whole, averaged = slice(0, anchor.numel()), self._averaged[fragment]
             averaged.step(self._method.outer, whole, state, anchor, gradient, new, new_state)
             averaged.floor(whole, new)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diloco.core import memory
 from diloco.core.fragments import Layout
 from diloco.learner.device import DeviceDisplacement, DeviceQueue
 from diloco.learner.partition import Partition
@@ -49,7 +50,7 @@ class Snapshots:
             free = self._free.setdefault(num_elements, [])
             host = free.pop() if free else None
         if host is None:
-            host = torch.empty(num_elements, dtype=torch.float32)
+            host = memory.empty(num_elements)
         self._partition.gather(fragment, tensors, out=host)
         return Snapshot(host)
 

@@ -14,10 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from diloco.core.fragments import Layout
+from diloco.core.memory import room
 from diloco.core.shards import Segments, num_segments_of
 from diloco.errors import CorruptPayloadError, DilocoError, LayoutError, NoRoomError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, filling, frames, read_header, room, tensor_of
+from diloco.exchange.wire.frames import bytes_of, filling, frames, read_header, tensor_of
 from diloco.exchange.wire.rpc import SERVICE, abort
 from diloco.run import sense
 from diloco.run.driver import Upload

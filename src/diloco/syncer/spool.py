@@ -11,8 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from diloco.core.memory import room
 from diloco.errors import NoRoomError
-from diloco.exchange.wire.frames import room, tensor_of
+from diloco.exchange.wire.frames import tensor_of
 
 
 class Slot:

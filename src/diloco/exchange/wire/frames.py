@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -19,8 +17,6 @@ CHUNK_BYTES = 1 << 19
 """Bytes of one chunk, the last one of a stream may be shorter. gRPC copies each chunk several times: this many bytes
 stay in a core's cache and are given back to the allocator without a system call, and are enough to spread what a
 message costs in Python."""
-
-_HUGE_PAGE_BYTES = 2 << 20
 
 H = TypeVar("H", bound=Message)
 
@@ -43,17 +39,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def tensor_of(buffer: bytearray | memoryview, dtype: torch.dtype = torch.uint8) -> Tensor:
     """A tensor over a writable buffer, without a copy; it keeps the buffer alive."""
     return torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
-
-
-def room(num_bytes: int) -> memoryview:
-    """A new writable buffer of zeros, in huge pages where the system has them: filling fresh small pages takes as long
-    as receiving."""
-    if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return memoryview(bytearray(num_bytes))
-    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        buffer.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(buffer)
 
 
 def frames(header: Message, *parts: memoryview) -> Iterator[bytes]:
