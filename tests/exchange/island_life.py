@@ -34,16 +34,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import diloco
 from diloco.core.boxes import Box
-from diloco.core.names import named_parameters
+from diloco.core.names import Parts, named_parameters
 from diloco.errors import ExchangeError
 from diloco.exchange.group import Group
 from diloco.exchange.lanes import Job, Lane
+from diloco.learner.models import joined
 from diloco.learner.pieces import Gather, Piece, read_dtensor
 
 WIDTH, LAYERS = 96, 2
 SHAPES = {
     "single": 1, "ddp": 2, "fsdp": 4, "fsdp, 2 ranks": 2, "hsdp": 4, "tp": 2, "fsdp and tp": 4, "stages": 2,
-    "stages of fsdp": 4, "fsdp1": 2,
+    "stages of fsdp": 4, "virtual stages": 2, "fsdp1": 2,
 }  # fmt: skip
 
 
@@ -122,6 +123,8 @@ def shaped(net: Net, shape: str) -> nn.Module:
             stage = Stage(net, mesh.get_local_rank("pp"), 2)
             fully_shard(stage, mesh=mesh["dp"])
             return stage
+        case "virtual stages":
+            return joined([Stage(net, index, 4) for index in (dist.get_rank(), 3 - dist.get_rank())])
         case "fsdp1":
             return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
         case "fsdp and tp":
@@ -178,7 +181,7 @@ def whole_model(model: nn.Module) -> dict[str, Tensor]:
 def evaluate(model: nn.Module) -> float:
     """A number that the parameters say, by a forward pass without a backward pass: after it, FSDP2 holds those of the
     root module whole. Pipeline stages have none; of FSDP1 the learner cannot undo it."""
-    if isinstance(model, Stage | FullyShardedDataParallel):
+    if isinstance(model, Stage | Parts | FullyShardedDataParallel):
         return 0.0
     with torch.no_grad():
         return float(model(torch.arange(53)).square().mean())
@@ -186,7 +189,7 @@ def evaluate(model: nn.Module) -> float:
 
 def evaluated(model: nn.Module, tensors: Mapping[str, Tensor]) -> float:
     """As `evaluate`, of the same model with these tensors, in one process."""
-    if isinstance(model, Stage | FullyShardedDataParallel):
+    if isinstance(model, Stage | Parts | FullyShardedDataParallel):
         return 0.0
     net = Net(seed=0)
     net.load_state_dict(dict(tensors))
@@ -213,8 +216,9 @@ def live(
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     gather = gather_fsdp1(model) if isinstance(model, FullyShardedDataParallel) else read_dtensor
-    ranks = dist.group.WORLD if isinstance(model, Stage | FullyShardedDataParallel) else None
-    with diloco.Learner(model, optimizer, method=given, exchange=exchange, ranks=ranks, gather=gather) as learner:
+    ranks = dist.group.WORLD if isinstance(model, Stage | Parts | FullyShardedDataParallel) else None
+    held = list(model.children()) if isinstance(model, Parts) else model
+    with diloco.Learner(held, optimizer, method=given, exchange=exchange, ranks=ranks, gather=gather) as learner:
         if saved is not None and steps.start > 1:
             assert learner.load_distributed_state_dict(saved)
             load_optimizer(model, optimizer, saved)

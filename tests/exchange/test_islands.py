@@ -91,7 +91,7 @@ def require_same_model(ranks: Sequence[Result], single: Result) -> None:
         (("ddp", "fsdp", "single"), 0),
         (("single", "fsdp and tp", "tp"), 1),
         (("hsdp", "single", "fsdp, 2 ranks"), 0),
-        (("stages", "stages of fsdp", "single"), 1),
+        (("stages", "stages of fsdp", "virtual stages"), 1),
         (("single", "fsdp1", "fsdp, 2 ranks"), 1),
     ],
     ids=str,

@@ -59,6 +59,25 @@ def test_a_state_that_does_not_fit_closes_the_learner_that_was_to_resume_from_it
     assert diloco.run_local(life, learners=2)[0]["versions"] == [2]
 
 
+def test_a_state_of_a_rank_with_other_pieces_is_refused() -> None:
+    """As after a change of the parallelism, with as many ranks as before."""
+
+    def life(exchange: Exchange) -> None:
+        with attached(exchange) as learner:
+            state = learner.state_dict()
+            own = state["parameters"].pop("0.weight")
+            with pytest.raises(
+                CheckpointError, match=r"has nothing of parameter '0\.weight', .* of the shape \(8, 4\)"
+            ):
+                learner.load_state_dict(state)
+            state["parameters"]["0.weight"] = own[:4]
+            with pytest.raises(CheckpointError, match=r"has a piece of the shape \(4, 4\) of parameter '0\.weight'"):
+                learner.load_state_dict(state)
+            run(learner, 0, range(1, 3))
+
+    alone(life)
+
+
 def test_what_a_closed_learner_still_does_and_what_it_refuses() -> None:
     def life(exchange: Exchange) -> None:
         learner = attached(exchange)
@@ -359,6 +378,66 @@ def test_several_models_and_optimizers_are_one_learner() -> None:
     assert list(by_names[0][0])[:2] == ["generator.weight", "generator.bias"]
 
 
+def test_the_parts_of_a_model_are_exchanged_as_the_whole() -> None:
+    """As the stages that a rank of a pipeline holds: with the names, the layout and the bits of the whole model."""
+
+    class Part(nn.Module):
+        """Layers of a model, with a frozen tensor and a buffer, under the names that they have in it."""
+
+        def __init__(self, index: int, layers: range) -> None:
+            super().__init__()
+            torch.manual_seed(index)
+            whole = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)]
+            self.layers = nn.ModuleDict({str(layer): whole[layer] for layer in layers})
+            for layer in self.layers.values():
+                layer[0].bias.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers.values():
+                x = torch.tanh(layer(x))
+            return x
+
+    def life(index: int, exchange: Exchange, cut: bool) -> Any:
+        parts = [Part(index, range(1)), Part(index, range(1, 3))] if cut else [Part(index, range(3))]
+        optimizers = [SGD([p for p in part.parameters() if p.requires_grad], lr=0.1) for part in parts]
+        buffers = {"layers.0.*": "average", "*": "local"}
+        method = diloco.StreamingDiLoCo(sync_every=4, overlap=1, fragments=diloco.Balanced(2))
+        model = parts if cut else parts[0]
+        with Learner(model, optimizers, method=method, exchange=exchange, buffers=buffers) as learner:
+            for step in range(1, 9):
+                x = torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * index + step))
+                for part in parts:
+                    x = part(x)
+                x.square().sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                learner.step()
+            own = {name: value.clone() for part in parts for name, value in part.state_dict().items()}
+            with learner.global_model():
+                swapped = {name: value.clone() for part in parts for name, value in part.state_dict().items()}
+            return learner.global_state_dict(), swapped, own, learner.layout.digest()
+
+    def lives(cut: tuple[bool, bool]) -> Any:
+        return diloco.run_local(lambda index, exchange: life(index, exchange, cut[index]), learners=2)
+
+    whole, mixed = lives((False, False)), lives((True, False))
+    assert_same(mixed, whole)
+    exported, swapped, own, _ = mixed[0]
+    assert exported.keys() == own.keys()
+    assert_same(exported, swapped)
+    assert not torch.equal(own["layers.2.0.weight"], exported["layers.2.0.weight"])
+
+
+def test_parts_of_one_model_hold_no_tensor_twice() -> None:
+    def life(exchange: Exchange) -> None:
+        model = make_model()
+        with pytest.raises(ConfigError, match=r"two parts of the model have a tensor '0\.bias'.*\{name: model\}"):
+            Learner([model, make_model(1)], SGD(model.parameters()), method=DILOCO, exchange=exchange)
+
+    alone(life)
+
+
 def test_the_hook_is_on_the_last_of_several_optimizers() -> None:
     def life(exchange: Exchange) -> None:
         model = make_model()
@@ -379,6 +458,7 @@ def test_the_hook_is_on_the_last_of_several_optimizers() -> None:
     ("make", "text"),
     [
         (lambda model: ({}, SGD(model.parameters())), "has no model"),
+        (lambda model: ([], SGD(model.parameters())), "has no model"),
         (lambda model: ({"a.b": model}, SGD(model.parameters())), r"'a\.b'.*choose another"),
         (lambda model: ({"train": model}, SGD(model.parameters())), "'train'.*choose another"),
         (lambda model: ({"a": 3}, SGD(model.parameters())), "'a'.*choose another"),

@@ -3,10 +3,10 @@
 `torch.compile`, `DistributedDataParallel`, `nn.DataParallel`, FSDP1 and activation checkpointing wrap a module into
 another one, and thereby add `_orig_mod.`, `module.`, `_fsdp_wrapped_module.` or `_checkpoint_wrapped_module.` to the
 names of its tensors. Without these components a wrapped learner and a plain one have the same layout, and what they
-export loads into the plain model.
+export loads into the plain model. The parts of a model that a rank holds (`Parts`) have the names of the whole one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,15 @@ def _wrapped_attribute(module: nn.Module) -> str | None:
     if isinstance(module, DistributedDataParallel | nn.DataParallel):
         return "module"
     return next((attribute for attribute in _WRAPPED if attribute in module._modules), None)
+
+
+class Parts(nn.Module):
+    """Parts of one model, such as the pipeline stages of a rank. In canonical names their own places do not occur."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for index, part in enumerate(parts):
+            self.add_module(str(index), part)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -64,6 +73,15 @@ def tensor_names(model: nn.Module) -> set[str]:
     return {name for name, _ in named_parameters(model)} | {name for name, _ in named_buffers(model)}
 
 
+def named_children(model: nn.Module) -> dict[str, list[str]]:
+    """Of every module with several children, by canonical path: their names, in order, also of those that are None."""
+    found: dict[str, list[str]] = {}
+    for path, module in _modules(model):
+        names = found.setdefault(path.removesuffix("."), [])
+        names.extend(name for name in module._modules if name not in names)
+    return {path: names for path, names in found.items() if len(names) > 1}
+
+
 def canonical_key(model: nn.Module, key: str) -> str:
     """A key of `model.state_dict()` without the wrappers' components, some of which a wrapper may have removed."""
     module: nn.Module | None = model
@@ -74,7 +92,8 @@ def canonical_key(model: nn.Module, key: str) -> str:
             if component == attribute:
                 break
         else:
-            kept.append(component)
+            if not isinstance(module, Parts):
+                kept.append(component)
             module = None if module is None else module._modules.get(component)
     return ".".join(kept)
 
@@ -82,15 +101,26 @@ def canonical_key(model: nn.Module, key: str) -> str:
 def holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module and the attribute that hold the tensor with this canonical name."""
     *path, attribute = name.split(".")
-    module = unwrapped(model)
-    for component in path:
-        module = unwrapped(module.get_submodule(component))
-    return module, attribute
+    top = unwrapped(model)
+    for part in top.children() if isinstance(top, Parts) else [top]:
+        module = unwrapped(part)
+        for component in path:
+            if (child := module._modules.get(component)) is None:
+                break
+            module = unwrapped(child)
+        else:
+            if hasattr(module, attribute):
+                return module, attribute
+    raise KeyError(name)
 
 
 def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every module with the canonical beginning of its tensors' names, as often as it occurs; no wrapper."""
     module = unwrapped(module)
+    if isinstance(module, Parts):
+        for part in module.children():
+            yield from _modules(part, path)
+        return
     yield path, module
     for name, child in module._modules.items():
         if child is not None:

@@ -32,7 +32,7 @@ from diloco.learner.models import FullyShardedModules, joined, listed, require_h
 from diloco.learner.own_ranks import RanksOfLearner, island_of
 from diloco.learner.partition import Partition, Undivided, divided
 from diloco.learner.pieces import Gather, read_dtensor
-from diloco.learner.roles import Buffers, Static, described
+from diloco.learner.roles import Buffers, Static, described, require_answers
 from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
@@ -51,9 +51,10 @@ class Learner:
 
     Arguments:
         model: a module, or several by name: `{"generator": g, "discriminator": d}` puts "generator." before the names
-            of g's tensors. Parameters on CPU or CUDA in fp32, bf16 or fp16. Joining overwrites them with the run's.
-            Names are canonical: those of the model without `torch.compile`, DistributedDataParallel and checkpoint
-            wrappers, so wrapped and plain learners can meet.
+            of g's tensors. Or a list of the parts of one model that this rank holds, such as pipeline stages, whose
+            tensors have the names of the whole model. Parameters on CPU or CUDA in fp32, bf16 or fp16. Joining
+            overwrites them with the run's. Names are canonical: those of the model without `torch.compile`,
+            DistributedDataParallel and checkpoint wrappers, so wrapped and plain learners can meet.
         optimizer: what trains the model, or several (Muon and AdamW). Its state is local and never reset. Of a
             schedule-free optimizer, the global model is the one that the parameters hold when the learner steps
             (docs/learner.md).
@@ -103,7 +104,7 @@ class Learner:
 
     def __init__(
         self,
-        model: nn.Module | Mapping[str, nn.Module],
+        model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         method: Method | None = None,
@@ -130,6 +131,7 @@ class Learner:
         whole = described(root, self.method, buffers, static, gather)
         if island is not None:
             whole = described_by_all(whole, island.group)
+        require_answers(root, buffers, whole)
         self.layout: Layout = whole.layout(self.method)
         partition: Partition = Undivided(self.layout)
         if island is not None:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from diloco.core.names import buffer_holders, named_buffers, named_parameters
+from diloco.core.fragments import describe
+from diloco.core.names import Parts, buffer_holders, named_buffers, named_parameters
 from diloco.errors import ConfigError, LayoutError
 
 
-def joined(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
-    """One module that holds all models; the names of a model's tensors begin with its own name.
+def joined(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]) -> nn.Module:
+    """One module that holds all models. The names of a model's tensors begin with its own name, where it has one.
 
     Raises:
-        ConfigError: there is no model, it is no module, or a name cannot be that of a submodule.
+        ConfigError: there is no model, it is no module, a name cannot be that of a submodule, or two parts hold a tensor
+            of one name.
     """
     if isinstance(model, nn.Module):
         return model
-    if not isinstance(model, Mapping):
+    if isinstance(model, str) or not isinstance(model, Mapping | Sequence):
         raise ConfigError(f"Learner(model=…) is a {type(model).__name__}; pass a module, or modules by name.")
     if not model:
-        raise ConfigError("Learner(model={}) has no model; pass a model, or models by name.")
+        raise ConfigError(f"Learner(model={model}) has no model; pass a model, models by name, or the parts of one.")
+    if isinstance(model, Sequence):
+        return _whole(model)
     root = nn.Module()
     for name, each in model.items():
         try:
@@ -34,6 +39,21 @@ def joined(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
                 f"Learner(model={{{name!r}: …}}) is no name of a model: {error}; choose another."
             ) from error
     return root
+
+
+def _whole(parts: Sequence[nn.Module]) -> Parts:
+    seen: set[str] = set()
+    for part in parts:
+        if not isinstance(part, nn.Module):
+            raise ConfigError(f"Learner(model=[…]) holds a {type(part).__name__}; pass the parts of a model, as modules.")
+        names = {spec.name for spec in chain(*describe(part))}
+        if twice := seen & names:
+            raise ConfigError(
+                f"two parts of the model have a tensor {min(twice)!r}, so one of them would not be exchanged; pass "
+                "parts with the names that they have in the whole model, or different models as {name: model}."
+            )
+        seen |= names
+    return Parts(parts)
 
 
 def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from diloco.core.fragments import TRAINABLE_DTYPES, describe, layout_of
 from diloco.core.layout import BaseTensor, Layout, TensorSpec
 from diloco.core.method import Method
-from diloco.core.names import holder, named_parameters
+from diloco.core.names import holder, named_children, named_parameters, tensor_names
 from diloco.errors import ConfigError, LayoutError
 from diloco.learner.frozen import current
 from diloco.learner.frozen_base import base_tensor
@@ -31,21 +31,33 @@ STATIC: tuple[Static, ...] = get_args(Static)
 
 @dataclass(frozen=True)
 class Described:
-    """The tensors of a model, or of the part of one that a rank holds, by what becomes of them: each in model order."""
+    """The tensors of a model, or of the part of one that a rank holds, by what becomes of them.
+
+    Attributes:
+        exchanged: in the fragments: trained parameters, then averaged tensors.
+        static, base: the others. Here and among the averaged tensors, frozen parameters come before buffers; all else
+            is in model order.
+        buffers: the names of all buffers among them.
+        children: the order of the modules that they are in (`core.names.named_children`).
+    """
 
     exchanged: tuple[TensorSpec, ...]
     static: tuple[TensorSpec, ...]
     base: tuple[BaseTensor, ...]
+    buffers: tuple[str, ...]
+    children: Mapping[str, Sequence[str]]
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for the other ranks."""
-        return {name: [asdict(each) for each in getattr(self, name)] for name in ("exchanged", "static", "base")}
+        specs = {name: [asdict(each) for each in getattr(self, name)] for name in ("exchanged", "static", "base")}
+        return {**specs, "buffers": self.buffers, "children": self.children}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """What `to_dict` gave; JSON in between does no harm."""
         exchanged, static = (tuple(map(_spec, values[name])) for name in ("exchanged", "static"))
-        return cls(exchanged, static, tuple(BaseTensor(_spec(each["spec"]), each["digest"]) for each in values["base"]))
+        base = tuple(BaseTensor(_spec(each["spec"]), each["digest"]) for each in values["base"])
+        return cls(exchanged, static, base, tuple(values["buffers"]), values["children"])
 
     def layout(self, method: Method) -> Layout:
         """The model, cut as the method says."""
@@ -66,8 +78,7 @@ def described(
         gather: gives the shapes of parameters that are sharded.
 
     Raises:
-        ConfigError: an unknown answer, a pattern that matches nothing, or a tensor that cannot be averaged.
-        LayoutError: training is known to change a tensor for which the answer is "refuse".
+        ConfigError: an unknown answer, or a tensor that cannot be averaged.
     """
     if static not in STATIC:
         raise ConfigError(f"static={static!r} is no answer; use 'exchange' or 'digest'.")
@@ -76,7 +87,6 @@ def described(
     trained = tuple(replace(spec, shape=gather(spec.name, parameters[spec.name]).shape) for spec in trained)
     tensors = {spec.name: current(holder(model, spec.name)) for spec in others}
     answered = _answered(others, tensors, buffers)
-    _refuse_changing(model, {id(tensors[spec.name]): spec.name for spec in answered if not spec.role})
     averaged = [spec for spec in answered if spec.is_averaged]
     if averaged and method.exchanged == "gradients":
         raise ConfigError(
@@ -90,7 +100,31 @@ def described(
         (*trained, *averaged),
         tuple(spec for spec in kept if spec.name not in names),
         tuple(base_tensor(spec, tensors[spec.name]) for spec in brought),
+        tuple(spec.name for spec in others if not isinstance(tensors[spec.name], nn.Parameter)),
+        named_children(model),
     )
+
+
+def require_answers(model: nn.Module, buffers: Buffers | Mapping[str, Buffers], found: Described) -> None:
+    """Check the answers against what all ranks of the learner hold.
+
+    Arguments:
+        model: as it is here.
+        found: of all ranks.
+
+    Raises:
+        ConfigError: a pattern matches nothing that it could mean.
+        LayoutError: training is known to change a tensor for which the answer is "refuse".
+    """
+    compared = (*found.static, *(each.spec for each in found.base))
+    averaged = (spec for spec in found.exchanged if spec.is_averaged)
+    names = [spec.name for spec in (*averaged, *compared)]
+    for pattern in buffers if isinstance(buffers, Mapping) else ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"buffers={{{pattern!r}: …}} matches no buffer and no frozen parameter of the model.")
+    here = tensor_names(model)
+    unanswered = [spec.name for spec in compared if not spec.role and spec.name in here]
+    _refuse_changing(model, {id(current(holder(model, name))): name for name in unanswered})
 
 
 def is_counter(tensor: Tensor) -> bool:
@@ -110,8 +144,6 @@ def _answered(
             raise ConfigError(
                 f"buffers={answer!r}{where} is no answer; use 'refuse', 'average' or 'local', or {{pattern: answer}}."
             )
-        if by_name and not any(fnmatchcase(spec.name, pattern) for spec in specs):
-            raise ConfigError(f"buffers={{{pattern!r}: …}} matches no buffer and no frozen parameter of the model.")
     found = []
     for spec in specs:
         tensor = tensors[spec.name]

@@ -42,7 +42,7 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
     """Continue from `learner_state` in the run that `opened` describes (`Learner.load_state_dict`).
 
     Raises:
-        CheckpointError: the state belongs to another model or method.
+        CheckpointError: the state belongs to another model, method, number of ranks or parallelism.
     """
     _check(learner, state)
     exchange, core = state["exchange"], learner.core
@@ -78,6 +78,7 @@ def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
             f"the checkpoint (there) was saved under another method: {difference}; use the method it was saved with."
         )
     learner.exchange.require_rank(state["rank"], state["core"]["step"])
+    learner.tensors.require_pieces(state["parameters"])
 
 
 def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from diloco.core.elementwise import blocks
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.names import canonical_key, named_buffers, named_parameters
-from diloco.errors import ConfigError
+from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Model
 from diloco.learner.device import Uploads
 from diloco.learner.frozen import FrozenState, averaged_names, exchanged_tensors
@@ -178,6 +178,16 @@ class LearnerTensors:
     def own_parameters(self) -> dict[str, Tensor]:
         """Host copies of what this process holds of the parameters, in their own dtypes."""
         return {name: own.to("cpu", copy=True) for name, own in self._local_parameters()}
+
+    def require_pieces(self, own: Mapping[str, Tensor]) -> None:
+        """Raise CheckpointError unless `own`, of a checkpoint, has what this process holds of the parameters."""
+        for name, local in self._local_parameters():
+            if name not in own or own[name].shape != local.shape:
+                held = f"a piece of the shape {tuple(own[name].shape)}" if name in own else "nothing"
+                raise CheckpointError(
+                    f"in the checkpoint this rank has {held} of parameter {name!r}, and it holds one of the shape "
+                    f"{tuple(local.shape)}; resume with the parallelism that it was saved with."
+                )
 
     @torch.no_grad()
     def restore_parameters(self, own: Mapping[str, Tensor]) -> None:

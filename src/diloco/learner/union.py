@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -16,24 +16,52 @@ from diloco.learner.roles import Described
 
 T = TypeVar("T", TensorSpec, BaseTensor)
 
-_LAYER = re.compile(r"(.*?)\.?\b(\d+)\.")
+
+class _Before:
+    """Whether a tensor comes before another in the model, as far as the modules of the ranks tell."""
+
+    def __init__(self, children: Sequence[Mapping[str, Sequence[str]]]) -> None:
+        self._children = children
+
+    def __call__(self, name: str, other: str) -> bool:
+        mine, theirs = name.split("."), other.split(".")
+        common = next(i for i, (one, another) in enumerate(zip(mine, theirs, strict=False)) if one != another)
+        path, one, another = ".".join(mine[:common]), mine[common], theirs[common]
+        for children in self._children:
+            if one in (names := children.get(path, ())) and another in names:
+                return names.index(one) < names.index(another)
+        return one.isdigit() and another.isdigit() and int(one) < int(another)
 
 
 def described_by_all(mine: Described, group: Group) -> Described:
     """The tensors of all ranks; every rank calls it.
 
     Ranks that hold the same tensors hold them in the order of the model. Where they hold different ones, as pipeline
-    stages do, their orders are merged: layers of one list by number, all else by rank.
+    stages do, their orders are merged: as the modules are ordered where a rank has them, if only as None or without
+    layers; else layers of one list by number, and all else by rank.
 
     Raises:
         LayoutError: two ranks describe a tensor differently.
     """
     told = group.gather_values(mine.to_dict(), "what each rank holds of the model")
-    all_ = [Described.from_dict(each) for each in told]
+    return merged([Described.from_dict(each) for each in told])
+
+
+def merged(described: Sequence[Described]) -> Described:
+    """The tensors of all ranks, in the order of a single process that holds the whole model."""
+    buffers = dict.fromkeys(chain.from_iterable(each.buffers for each in described))
+
+    def turn(each: TensorSpec | BaseTensor) -> int:
+        is_averaged = isinstance(each, TensorSpec) and each.is_averaged
+        return 2 if _name(each) in buffers else int(is_averaged)
+
+    before = _Before([each.children for each in described])
     return Described(
-        _merged([each.exchanged for each in all_]),
-        _merged([each.static for each in all_]),
-        _merged([each.base for each in all_]),
+        _merged([each.exchanged for each in described], turn, before),
+        _merged([each.static for each in described], turn, before),
+        _merged([each.base for each in described], turn, before),
+        tuple(buffers),
+        {},
     )
 
 
@@ -59,7 +87,8 @@ def static_of_all(mine: Mapping[str, Tensor], layout: Layout, group: Group) -> d
     return found
 
 
-def _merged(orders: Sequence[Sequence[T]]) -> tuple[T, ...]:
+def _merged(orders: Sequence[Sequence[T]], turn: Callable[[T], int], before: _Before) -> tuple[T, ...]:
+    """All tensors, first those whose turn is 0, then 1, then 2."""
     found: dict[str, T] = {}
     for rank, order in enumerate(orders):
         for each in order:
@@ -69,26 +98,26 @@ def _merged(orders: Sequence[Sequence[T]]) -> tuple[T, ...]:
                     f"tensor {_name(each)!r} is {each} on rank {rank} of this learner and {known} on an earlier one; "
                     "give different tensors different names, or say with gather=… which piece of one each rank holds."
                 )
-    left = list({tuple(map(_name, order)): None for order in orders})
-    merged: list[str] = list(left.pop()) if len(left) == 1 else []
-    while heads := [names[0] for names in left if names]:
+    names = [
+        _in_one_order([[_name(each) for each in order if turn(each) == number] for order in orders], before)
+        for number in range(3)
+    ]
+    return tuple(found[name] for name in chain(*names))
+
+
+def _in_one_order(orders: Sequence[Sequence[str]], before: _Before) -> list[str]:
+    left = list({tuple(order): None for order in orders})
+    names: list[str] = list(left.pop()) if len(left) == 1 else []
+    while heads := list(dict.fromkeys(order[0] for order in left if order)):
         # A name waits where it is not the next one of every rank that holds it.
-        ready = [head for head in heads if all(head == names[0] for names in left if head in names)] or heads
+        ready = [head for head in heads if all(head == order[0] for order in left if head in order)] or heads
         chosen = ready[0]
         for head in ready[1:]:
-            chosen = head if _comes_before(head, chosen) else chosen
-        merged.append(chosen)
-        left = [tuple(name for name in names if name != chosen) for names in left]
-    return tuple(found[name] for name in merged)
+            chosen = head if before(head, chosen) else chosen
+        names.append(chosen)
+        left = [tuple(name for name in order if name != chosen) for order in left]
+    return names
 
 
 def _name(each: TensorSpec | BaseTensor) -> str:
     return each.name if isinstance(each, TensorSpec) else each.spec.name
-
-
-def _comes_before(name: str, other: str) -> bool:
-    """Whether both are of one list of layers, and the first name of an earlier layer."""
-    mine, theirs = _LAYER.match(name), _LAYER.match(other)
-    if mine is None or theirs is None or mine[1] != theirs[1]:
-        return False
-    return int(mine[2]) < int(theirs[2])
