@@ -8,11 +8,16 @@ from __future__ import annotations
 import importlib
 import re
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 from tests.integrations.harness import (
+    METHOD,
     ROOT,
     RUN,
     SAVE_EVERY,
@@ -25,7 +30,11 @@ from tests.integrations.harness import (
     running,
     serve,
 )
+from tests.syncer.runs import versions_of
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import diloco
 from diloco.errors import ConfigError
 from diloco.events import Left, read_events
 from diloco.exchange.remote import fetch_model
@@ -64,10 +73,12 @@ from diloco.integrations.torchtitan import Attachment, DilocoTrainer, attach
 
 job = attach(llama3_debugmodel(), Attachment(syncer="127.0.0.1:7700", run="demo"))
 args = ["--diloco.initialise", "--diloco.learner", "paris", "--diloco.trains", "layers.0.*", "norm.weight"]
+args += ["--diloco.buffers", "*.expert_bias_E", "average", "*.scale", "local"]
 chosen = tyro.cli(type(job), default=job, args=args)
 assert type(chosen) is DilocoTrainer.Config
 assert chosen.diloco == Attachment(
-    syncer="127.0.0.1:7700", run="demo", learner="paris", initialise=True, trains=["layers.0.*", "norm.weight"]
+    syncer="127.0.0.1:7700", run="demo", learner="paris", initialise=True, trains=["layers.0.*", "norm.weight"],
+    buffers={"*.expert_bias_E": "average", "*.scale": "local"},
 )
 assert chosen.training == llama3_debugmodel().training
 
@@ -87,67 +98,182 @@ else:
 """
 
 
-def start_ranks(
-    scripts: Scripts, syncer: Syncer, directory: Path, index: int, ranks: int, *arguments: str, kill_after: int | None
-) -> list[Process]:
-    """A learner of one or more ranks, as torchrun starts them."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    output = directory / f"learner-{index}"
-    output.mkdir(exist_ok=True)
-    world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        scripts.start(
-            RUNNER, str(ROOT / "examples" / "integrations" / "torchtitan" / "train.py"), syncer.address,
-            "--shard", str(index), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--output", str(output),
-            *arguments, log=directory / f"learner-{index}-{len(scripts.started)}.log",
-            kill_after=None if kill_after is None else 2 * kill_after,  # the container of optimizers is one too
-            environment={key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()},
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
+@dataclass(frozen=True)
+class Island:
+    """A job of torchtitan.
 
+    Attributes:
+        num_ranks: its processes.
+        options: of the example and of torchtitan's command line.
+        num_parts: parts of the model, each with an optimizer, that a rank holds.
+    """
 
-@is_here
-@pytest.mark.timeout(240)
-def test_validation_is_of_the_global_model(tmp_path: Path) -> None:
-    """Both learners find the same losses on the same data, at a step where they have own weights and nothing is on its
-    way."""
-    with serve(tmp_path / "syncer") as syncer, running() as scripts:
-        started = [
-            *start_ranks(scripts, syncer, tmp_path, 0, 1, "--initialise", kill_after=None),
-            *start_ranks(scripts, syncer, tmp_path, 1, 1, kill_after=None),
-        ]
-        end_all(started)
-    one, other = (dict(re.findall(r"validate step: +(\d+) +loss: +([\d.]+)", each.said)) for each in started)
-    assert one["5"] == other["5"] != one["1"]
+    num_ranks: int
+    options: tuple[str, ...] = ()
+    num_parts: int = 1
 
-
-@is_here
-@pytest.mark.timeout(600)
-def test_the_ranks_of_fsdp2_are_one_learner_and_resume_together(tmp_path: Path) -> None:
-    """A job of two ranks, which shard the parameters, and one of a single rank train one run. All are killed and
-    resumed, and end with the bits of a run without an interruption."""
-
-    def both(*arguments: str, kill_after: int | None = None) -> list[Process]:
-        resumes = [each for each in arguments if each == "--resume"]
+    def start(
+        self, scripts: Scripts, syncer: Syncer, directory: Path, index: int, *arguments: str,
+        kill_after: int | None = None,
+    ) -> list[Process]:  # fmt: skip
+        """Start it as learner `index`, with the environment that torchrun makes."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        output = directory / f"learner-{index}"
+        output.mkdir(exist_ok=True)
+        world = {"WORLD_SIZE": self.num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return [
-            *start_ranks(scripts, syncer, directory, 0, 2, *arguments, kill_after=kill_after),
-            *start_ranks(scripts, syncer, directory, 1, 1, *resumes, kill_after=kill_after),
-        ]
+            scripts.start(
+                RUNNER, str(ROOT / "examples" / "integrations" / "torchtitan" / "train.py"), syncer.address,
+                "--shard", str(index), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--output", str(output),
+                *self.options, *arguments, log=directory / f"learner-{index}-{len(scripts.started)}.log",
+                # torchtitan's container of optimizers is one too
+                kill_after=None if kill_after is None else (self.num_parts + 1) * kill_after,
+                environment={key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()},
+            )
+            for rank in range(self.num_ranks)
+        ]  # fmt: skip
 
+
+def sized(**degrees: int) -> tuple[str, ...]:
+    """Options for degrees of parallelism."""
+    named = ((f"--parallelism.{name.replace('_', '-')}-degree", str(degree)) for name, degree in degrees.items())
+    return tuple(chain.from_iterable(named))
+
+
+LAYERS = ("--layers", "2")
+EXPERTS = (*LAYERS, "--model", "deepseek_v3", "--diloco.buffers", "average")
+INTERLEAVED = ("--parallelism.pipeline-parallel-schedule", "Interleaved1F1B")  # two stages on each rank
+
+SINGLE = Island(1, LAYERS)
+FSDP = Island(2, LAYERS)
+HSDP = Island(
+    4,
+    (*LAYERS, *sized(data_parallel_replicate=2, data_parallel_shard=2), "--training.local-batch-size", "2"),
+)
+TP = Island(2, (*LAYERS, *sized(tensor_parallel=2)))
+FSDP_AND_TP = Island(4, (*LAYERS, *sized(data_parallel_shard=2, tensor_parallel=2)))
+STAGES = Island(2, (*LAYERS, *sized(pipeline_parallel=2)))
+VIRTUAL_STAGES = Island(2, (*LAYERS, *sized(pipeline_parallel=2), *INTERLEAVED), num_parts=2)
+
+ISLANDS = {
+    "stages, TP": (STAGES, TP, SINGLE),
+    "virtual stages, HSDP": (VIRTUAL_STAGES, HSDP, SINGLE),
+    "FSDP2 with TP, FSDP2": (FSDP_AND_TP, FSDP, SINGLE),
+    "experts": (Island(2, (*EXPERTS, *sized(expert_parallel=2))), Island(1, EXPERTS)),
+}
+
+
+def start_all(
+    islands: Sequence[Island], scripts: Scripts, syncer: Syncer, directory: Path, *arguments: str,
+    kill_after: int | None = None,
+) -> list[Process]:  # fmt: skip
+    """Learner 0 begins the run; the command of a job that returns is the same."""
+    return [
+        each
+        for index, island in enumerate(islands)
+        for each in island.start(
+            scripts, syncer, directory, index, *["--initialise"][index:], *arguments, kill_after=kill_after
+        )
+    ]
+
+
+def finish(processes: Sequence[Process], expect: int = 0) -> None:
+    """Wait for the end of processes that are more than this machine may have cores for."""
+    for each in processes:
+        each.end(timeout_s=400)
+    end_all(processes, expect)
+
+
+def saved_model(directory: Path) -> dict[str, Tensor]:
+    """The tensors of the model in torchtitan's last checkpoint, under its own keys."""
+    dcp_to_torch_save(directory / "checkpoint" / f"step-{STEPS}", directory / "whole.pt")
+    saved: dict[str, Tensor] = torch.load(directory / "whole.pt")
+    return saved
+
+
+def assert_all_have_the_model(directory: Path, syncer: Syncer, num_learners: int) -> None:
+    """Each learner ends with the run's newest model, and so does its last checkpoint."""
+    run = fetch_model(syncer.address, run=RUN)
+    for index in range(num_learners):
+        output = directory / f"learner-{index}"
+        model, checkpoint = model_of(output), saved_model(output)
+        biases = {name: run[name] for name in run if name.endswith("expert_bias_E")}  # the example saves no buffers
+        assert_same(model | biases, run)
+        same = run.keys() & checkpoint.keys()
+        assert_same({name: checkpoint[name] for name in same}, {name: run[name] for name in same})
+        assert biases.keys() <= same
+        assert all(".wqkv." in name for name in run.keys() - same)  # which torchtitan saves in three
+
+
+@is_here
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("islands", ISLANDS.values(), ids=ISLANDS)
+def test_the_ranks_of_a_job_are_one_learner_and_resume_together(islands: tuple[Island, ...], tmp_path: Path) -> None:
+    """Jobs of different parallelism train one run. All are killed and resumed, and end with the bits of a run without
+    an interruption."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
+    method = replace(METHOD, quorum=diloco.AllLive(at_least=len(islands)))
     for directory in (whole, broken):
         directory.mkdir()
-        with serve(directory / "syncer") as syncer, running() as scripts:
+        with serve(directory / "syncer", method) as syncer, running() as scripts:
             if directory is broken:
-                end_all(both("--initialise", kill_after=SAVE_EVERY + 1), expect=-9)
-                assert (directory / "learner-0" / "checkpoint" / f"step-{SAVE_EVERY}" / "__1_0.distcp").exists()
-                end_all(both("--initialise", "--resume"))  # the command can stay the same
+                finish(start_all(islands, scripts, syncer, directory, kill_after=SAVE_EVERY + 1), expect=-9)
+                for index, island in enumerate(islands):
+                    saved = directory / f"learner-{index}" / "checkpoint" / f"step-{SAVE_EVERY}"
+                    assert len(list(saved.glob("__*_0.distcp"))) == island.num_ranks
+                finish(start_all(islands, scripts, syncer, directory, "--resume"))
             else:
-                end_all(both("--initialise"))
-            for index in range(2):
-                assert_same(model_of(directory / f"learner-{index}"), fetch_model(syncer.address, run=RUN))
+                finish(start_all(islands, scripts, syncer, directory))
+            assert_all_have_the_model(directory, syncer, len(islands))
     assert_same(model_of(broken / "learner-0"), model_of(whole / "learner-0"))
     tokens = {e.learner: e.tokens for e in read_events(whole / "syncer" / "events.jsonl") if isinstance(e, Left)}
-    assert tokens == dict.fromkeys(("learner-0", "learner-1"), STEPS * 8 * 32)
+    assert tokens == {f"learner-{index}": STEPS * 8 * 32 for index in range(len(islands))}
+
+
+@is_here
+@pytest.mark.timeout(300)
+def test_a_killed_pipeline_returns(tmp_path: Path) -> None:
+    """The run has gone on since its checkpoint; the other learner is never interrupted."""
+    with serve(tmp_path / "syncer") as syncer, running() as scripts:
+        stays = SINGLE.start(scripts, syncer, tmp_path, 0, "--initialise")
+        end_all(VIRTUAL_STAGES.start(scripts, syncer, tmp_path, 1, kill_after=STEPS - 1), expect=-9)
+        end_all([*stays, *VIRTUAL_STAGES.start(scripts, syncer, tmp_path, 1, "--resume")])
+        assert versions_of(syncer) == [3, 3]
+        assert_all_have_the_model(tmp_path, syncer, 2)
+
+
+@is_here
+@pytest.mark.timeout(300)
+def test_the_ranks_of_context_parallel_share_the_tokens(tmp_path: Path) -> None:
+    """torchtitan wants blocks of 128 tokens on each rank."""
+    job = ("--training.seq-len", "256", "--training.local-batch-size", "1", "--training.global-batch-size", "1")
+    islands = (Island(2, (*job, *sized(context_parallel=2))), Island(1, job))
+    with serve(tmp_path / "syncer") as syncer, running() as scripts:
+        end_all(start_all(islands, scripts, syncer, tmp_path))
+        assert_all_have_the_model(tmp_path, syncer, 2)
+    tokens = [event.tokens for event in read_events(tmp_path / "syncer" / "events.jsonl") if isinstance(event, Left)]
+    assert tokens == [STEPS * 256] * 2
+
+
+@is_here
+def test_a_mixture_needs_an_answer_for_its_router(tmp_path: Path) -> None:
+    """Before it dials."""
+    with serve(tmp_path / "syncer") as syncer, running() as scripts:
+        [job] = started = Island(1, (*LAYERS, "--model", "deepseek_v3")).start(scripts, syncer, tmp_path, 0)
+        end_all(started, expect=1)
+    assert "ConfigError: torchtitan moves 'layers.1.moe.expert_bias_E'" in job.said
+    assert "--diloco.buffers" in job.said
+
+
+@is_here
+@pytest.mark.timeout(300)
+def test_validation_is_of_the_global_model(tmp_path: Path) -> None:
+    """A single process and a pipeline find the same losses on the same data, at a step where they have own weights and
+    nothing is on its way."""
+    with serve(tmp_path / "syncer") as syncer, running() as scripts:
+        single, _, last = started = start_all((SINGLE, STAGES), scripts, syncer, tmp_path)
+        end_all(started)
+    one, other = (dict(re.findall(r"validate step: +(\d+) +loss: +([\d.]+)", each.said)) for each in (single, last))
+    assert float(one["5"]) == pytest.approx(float(other["5"]), abs=0.001)  # sums of other micro-batches
+    assert abs(float(one["5"]) - float(one["1"])) > 0.1

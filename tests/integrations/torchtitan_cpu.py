@@ -1,8 +1,9 @@
 """Runs a script as `python script ARGUMENTS` does, with torchtitan on the CPU, which it does not know.
 
 Shims, for the tests only: the device and what torchtitan asks of it, dense attention without a compiled kernel, how
-FSDP divides gradients, and the timeouts of process groups, which torchtitan changes by the number of a device. All else
-is torchtitan as installed.
+FSDP divides gradients, and the timeouts of process groups, which torchtitan changes by the number of a device. One more
+is for torch 2.13: torchtitan 0.3 gives a pipeline's schedule its microbatches, as a newer torch takes them. All else is
+torchtitan as installed.
 """
 
 import os
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import torch
 import torch._utils
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
 from torch.nn.attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -31,6 +33,20 @@ def set_divide_factor(self, factor):
 
 set_gradient_divide_factor = FSDPModule.set_gradient_divide_factor
 FSDPModule.set_gradient_divide_factor = set_divide_factor
+
+
+def step(
+    self, *, target=None, arg_mbs=None, kwarg_mbs=None, target_mbs=None, losses=None, loss_kwargs=None,
+    return_outputs=False,
+):  # fmt: skip
+    """A step of a pipeline's schedule whose batch is split already; `target` is None."""
+    for stage in self._stages if isinstance(self, schedules.PipelineScheduleMulti) else [self._stage]:
+        stage.has_backward = self._has_backward
+        stage.clear_runtime_states()
+    self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+
+
+schedules.PipelineScheduleSingle.step = schedules.PipelineScheduleMulti.step = step
 
 from torchtitan.distributed import utils  # noqa: E402
 from torchtitan.models.common import attention  # noqa: E402

@@ -4,7 +4,8 @@
     torchrun … examples/integrations/torchtitan/train.py HOST:PORT --shard 0 --initialise
     torchrun … examples/integrations/torchtitan/train.py HOST:PORT --shard 1     and again with --resume after a crash
 
-Gradients of two micro-batches are accumulated. Batches come from two worker processes.
+Further options are torchtitan's, such as --parallelism.tensor-parallel-degree 2. Gradients of two micro-batches are
+accumulated. Batches come from two worker processes.
 """
 
 import argparse
@@ -12,9 +13,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import torch
+import tyro
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -28,7 +31,6 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
 from torchtitan.config.configs import DebugConfig, ParallelismConfig
-from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
@@ -36,18 +38,18 @@ from diloco.integrations.torchtitan import Attachment, attach  # diloco
 
 
 class Windows(IterableDataset):
-    """This learner's half of the windows of 33 bytes of a text, the squares of the numbers, again and again."""
+    """This learner's half of the windows of a text, the squares of the numbers, again and again."""
 
-    def __init__(self, shard: int, rank: int, num_ranks: int) -> None:
-        self.text, self.at = " ".join(str(number**2) for number in range(1000)).encode(), 0
-        self.starts = range(32 * shard, len(self.text) - 33, 64)[rank::num_ranks]
+    def __init__(self, length: int, shard: int, rank: int, num_ranks: int) -> None:
+        self.text, self.length, self.at = " ".join(str(number**2) for number in range(1000)).encode(), length, 0
+        self.starts = range(length * shard, len(self.text) - length - 1, 2 * length)[rank::num_ranks]
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
             start = self.starts[self.at % len(self.starts)]
             self.at += 1
-            tokens = torch.tensor(list(self.text[start : start + 33]))
-            yield {"input": tokens[:-1], "positions": torch.arange(32)}, tokens[1:]
+            tokens = torch.tensor(list(self.text[start : start + self.length + 1]))
+            yield {"input": tokens[:-1], "positions": torch.arange(self.length)}, tokens[1:]
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
@@ -66,8 +68,8 @@ class Loader(ParallelAwareDataloader):
         self, config: Config, *, dp_world_size, dp_rank, tokenizer, seq_len, local_batch_size, snapshot_every_n_steps=1
     ):
         super().__init__(
-            Windows(config.shard, dp_rank, dp_world_size), dp_rank, dp_world_size, num_workers=config.num_workers,
-            snapshot_every_n_steps=snapshot_every_n_steps, batch_size=local_batch_size,
+            Windows(seq_len, config.shard, dp_rank, dp_world_size), dp_rank, dp_world_size,
+            snapshot_every_n_steps=snapshot_every_n_steps, num_workers=config.num_workers, batch_size=local_batch_size,
         )  # fmt: skip
 
 
@@ -91,9 +93,9 @@ class Bytes(BaseTokenizer):
         return 256
 
 
-def job(shard: int, steps: int, save_every: int, output: Path) -> Trainer.Config:
-    spec = model_registry("debugmodel")
-    spec.model.layers = spec.model.layers[:1]
+def job(model: str, layers: int, shard: int, steps: int, save_every: int, output: Path) -> Trainer.Config:
+    spec = import_module(f"torchtitan.models.{model}").model_registry("debugmodel")
+    spec.model.layers = spec.model.layers[:layers]
     return Trainer.Config(
         model_spec=spec,
         dump_folder=str(output),
@@ -117,12 +119,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("syncer", help="its address, HOST:PORT")
     parser.add_argument("--shard", type=int, default=0, help="which half of the data")
+    parser.add_argument("--model", default="llama3", help="whose debugmodel, of torchtitan.models")
+    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--initialise", action="store_true", help="give the run this learner's model; one does, once")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--output", type=Path, default=Path("runs/torchtitan"))
-    chosen = parser.parse_args()
+    chosen, options = parser.parse_known_args()
 
     init_logger()
     if not chosen.resume and os.environ["RANK"] == "0":  # torchtitan continues from a checkpoint that it finds
@@ -130,17 +134,23 @@ def main() -> None:
     torch.set_num_threads(1)  # such small tensors gain nothing from more
     name = f"learner-{chosen.shard}"
     attachment = Attachment(syncer=chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
-    config = job(chosen.shard, chosen.steps, chosen.save_every, chosen.output)
+    config = job(chosen.model, chosen.layers, chosen.shard, chosen.steps, chosen.save_every, chosen.output)
     config = attach(config, attachment)  # diloco
-    trainer = config.build()
+    trainer = tyro.cli(type(config), default=config, args=options).build()
     try:
         trainer.train()
     finally:
         trainer.close()
-    [model] = trainer.model_parts
-    tensors = {canonical_fqn(name): parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    mine = {
+        canonical_fqn(name): parameter.detach().full_tensor()
+        for part in trainer.model_parts  # several where this rank has several stages of a pipeline
+        for name, parameter in part.named_parameters()
+    }
+    of_ranks = [mine] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, mine)
     if torch.distributed.get_rank() == 0:
-        save_file(tensors, chosen.output / "model.safetensors")
+        whole = {name: tensor for tensors in of_ranks for name, tensor in tensors.items()}
+        save_file(whole, chosen.output / "model.safetensors")
     torch.distributed.destroy_process_group()
 
 

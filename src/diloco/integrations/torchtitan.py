@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from diloco.core.names import tensor_names
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
 from diloco.exchange.remote import connect
@@ -56,8 +58,9 @@ class Attachment(Configurable.Config):  # type: ignore[misc]
     """Shell patterns of the names of the parameters that this learner trains. None: all."""
     overlap: int | None = None
     """Inner steps that an exchange overlaps. None: the method's."""
-    buffers: Buffers = "refuse"
-    """What becomes of buffers that training changes, as for `Learner`."""
+    buffers: Buffers | dict[str, Buffers] = "refuse"
+    """What becomes of buffers that training changes, as for `Learner`: one answer, or pairs of a shell pattern and an
+    answer. The biases of a mixture's router need one."""
     static: Static = "exchange"
     """Whether frozen tensors come from the run, or are compared by digest, as for `Learner`."""
     validate: Literal["global", "local"] = "global"
@@ -65,7 +68,7 @@ class Attachment(Configurable.Config):  # type: ignore[misc]
 
 
 class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
-    """torchtitan's `Trainer`, as one learner of a run. All ranks of a job are one learner.
+    """torchtitan's `Trainer`, as one learner of a run. All ranks of a job are one learner, whatever the parallelism.
 
     A step of the learner is a `train_step`: one optimizer step over all micro-batches. `training.steps` is the length
     of the run: a job that joins it later, or returns without a checkpoint, has the run's step in `step` and in its
@@ -79,7 +82,8 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
         learner: the learner, from the first step on.
 
     Raises:
-        ConfigError: when training begins, what cannot work with torchtitan, and what `Learner` refuses.
+        ConfigError: when training begins, a mixture without an answer for its router's biases, and what `Learner`
+            refuses.
         CheckpointError: the checkpoint is of a job with another number of ranks.
     """
 
@@ -125,23 +129,29 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
             self._end()
 
     def _attach(self) -> Learner:
-        if self.parallel_dims.pp_enabled:
-            raise ConfigError(
-                "pipeline parallelism gives every rank another model, which is not supported; set "
-                "parallelism.pipeline_parallel_degree to 1."
-            )
-        [model], its = self.model_parts, self.config.diloco
+        its = self.config.diloco
+        if its.buffers == "refuse":
+            self._refuse_router_biases()
         resume = (
             None if self._saved is None else from_bytes(torch.frombuffer(bytearray(self._saved), dtype=torch.uint8))
         )
         learner = Learner(
-            model, list(self.optimizers), exchange=self.exchange(), trains=its.trains, overlap=its.overlap,
-            buffers=its.buffers, static=its.static, resume=resume,
+            self.model_parts, list(self.optimizers), exchange=self.exchange(), ranks=torch.distributed.group.WORLD,
+            trains=its.trains, overlap=its.overlap, buffers=its.buffers, static=its.static, resume=resume,
         )  # fmt: skip
         self._saved = None
         if its.validate == "global" and self.config.validator.enable:
             self.validator = _OnGlobalModel(self.validator, learner)
         return learner
+
+    def _refuse_router_biases(self) -> None:
+        for name in chain.from_iterable(tensor_names(part) for part in self.model_parts):
+            if name.endswith(".expert_bias_E"):
+                raise ConfigError(
+                    f"torchtitan moves {name!r}, the biases of a router, by a rule of its own at every step, so "
+                    "learners would drift apart; set --diloco.buffers (Attachment(buffers=…)) to average, with the "
+                    "parameters, or to local, for each learner to keep its own."
+                )
 
     def _follow(self) -> None:
         """Take the run's step, where it has gone on without this learner, or before it came."""
@@ -153,16 +163,15 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
     @property
     def _counts_tokens(self) -> bool:
         """Whether no other rank counts the same tokens."""
-        mesh = self.parallel_dims.get_optional_mesh("tp")
-        return mesh is None or mesh.get_local_rank() == 0
+        meshes = map(self.parallel_dims.get_optional_mesh, ("pp", "tp"))
+        return all(mesh is None or mesh.get_local_rank() == 0 for mesh in meshes)
 
     def _end(self) -> None:
         """Put the global model in, which the last checkpoint then holds."""
         assert self.learner is not None
         self.learner.finish()
         self._saved = _bytes_of(self.learner.state_dict())  # waits for the answers that are on their way
-        [model] = self.model_parts
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = [each for part in self.model_parts for each in (*part.parameters(), *part.buffers())]
         with self.learner.global_model():
             final = [tensor.detach().clone() for tensor in tensors]
         with torch.no_grad():
