@@ -19,12 +19,12 @@ def joined(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]) -> 
     """One module that holds all models. The names of a model's tensors begin with its own name, where it has one.
 
     Raises:
-        ConfigError: there is no model, it is no module, a name cannot be that of a submodule, or two parts hold a tensor
-            of one name.
+        ConfigError: there is no model, it is no module, a name cannot be that of a submodule, or two parts hold a
+            tensor of one name.
     """
     if isinstance(model, nn.Module):
         return model
-    if isinstance(model, str) or not isinstance(model, Mapping | Sequence):
+    if not isinstance(model, Mapping | Sequence):
         raise ConfigError(f"Learner(model=…) is a {type(model).__name__}; pass a module, or modules by name.")
     if not model:
         raise ConfigError(f"Learner(model={model}) has no model; pass a model, models by name, or the parts of one.")
@@ -45,7 +45,7 @@ def _whole(parts: Sequence[nn.Module]) -> Parts:
     seen: set[str] = set()
     for part in parts:
         if not isinstance(part, nn.Module):
-            raise ConfigError(f"Learner(model=[…]) holds a {type(part).__name__}; pass the parts of a model, as modules.")
+            raise ConfigError(f"Learner(model=[…]) has a {type(part).__name__}; pass the parts of a model, as modules.")
         names = {spec.name for spec in chain(*describe(part))}
         if twice := seen & names:
             raise ConfigError(
