@@ -12,8 +12,8 @@ from tests.exchange.worlds import read, start_processes
 
 import diloco
 from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS
+from diloco.core.shards import Shards, dealt
 from diloco.errors import ConfigError
-from diloco.exchange.collective.shards import Shards
 from diloco.exchange.group import reason_of
 
 pytestmark = pytest.mark.timeout(300)  # includes a world of processes
@@ -35,9 +35,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
     return facts | {killed: [read(directory, killed, rank).facts for rank in range(WORLD_SIZE - 1)]}
 
 
-@given(num_elements=st.integers(1, 12 * SEGMENT_ELEMENTS), num_shards=st.integers(1, 9))
-def test_shards_cover_a_vector_in_whole_segments(num_elements: int, num_shards: int) -> None:
-    shards = Shards(num_elements, num_shards)
+@given(num_elements=st.integers(1, 12 * SEGMENT_ELEMENTS), num_shards=st.integers(1, 9), first=st.integers(0, 8))
+def test_shards_cover_a_vector_in_whole_segments(num_elements: int, num_shards: int, first: int) -> None:
+    shards = Shards(num_elements, num_shards, first=first % num_shards)
     parts = [shards.elements(rank) for rank in range(num_shards)]
     assert parts[0].start == 0
     assert parts[-1].stop == num_elements
@@ -49,9 +49,18 @@ def test_shards_cover_a_vector_in_whole_segments(num_elements: int, num_shards: 
         assert sum(sizes) == codec.encoded_bytes(num_elements)
 
 
-def test_shards_differ_by_one_segment_at_most() -> None:
-    parts = [Shards(11 * SEGMENT_ELEMENTS, 4).segments(rank) for rank in range(4)]
-    assert [part.stop - part.first for part in parts] == [2, 3, 3, 3]
+@given(
+    nums_elements=st.lists(st.integers(1, 7 * SEGMENT_ELEMENTS), min_size=1, max_size=20),
+    num_shards=st.integers(1, 9),
+)
+def test_the_shards_of_all_fragments_differ_by_one_segment_at_most(nums_elements: list[int], num_shards: int) -> None:
+    shards = dealt(nums_elements, num_shards)
+    parts = [[each.segments(rank) for each in shards] for rank in range(num_shards)]
+    in_all = [sum(part.stop - part.first for part in own) for own in parts]
+    assert max(in_all) - min(in_all) <= 1
+    for fragment in zip(*parts, strict=True):
+        of_one = [part.stop - part.first for part in fragment]
+        assert max(of_one) - min(of_one) <= 1
 
 
 def test_needs_a_process_group() -> None:

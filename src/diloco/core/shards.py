@@ -6,6 +6,7 @@ its shards, joined in rank order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
@@ -37,19 +38,27 @@ def num_segments_of(num_elements: int) -> int:
 class Shards:
     """How a vector is divided over ranks: rank r owns a run of whole segments, which may be empty.
 
-    `owner`: the one rank that owns all of it, where a merge needs whole fragments.
+    Attributes:
+        owner: the one rank that owns all of it, where a merge needs whole fragments.
+        first: the first of the ranks that own one segment more than others, where they cannot all own equally many. The
+            next ranks follow, and rank 0 after the last.
     """
 
     num_elements: int
     num_shards: int
     owner: int | None = None
+    first: int = 0
 
     def segments(self, rank: int) -> Segments:
         """Of a rank's shard."""
         num_segments = num_segments_of(self.num_elements)
         if self.owner is not None:
             return Segments(0, num_segments) if rank == self.owner else Segments(num_segments, num_segments)
-        return Segments(rank * num_segments // self.num_shards, (rank + 1) * num_segments // self.num_shards)
+        each, left = divmod(num_segments, self.num_shards)
+        own = each + ((rank - self.first) % self.num_shards < left)
+        wrapped = max(0, self.first + left - self.num_shards)  # ranks from 0 on that own one more
+        before = rank * each + min(rank, wrapped) + min(max(0, rank - self.first), left - wrapped)
+        return Segments(before, before + own)
 
     def elements(self, rank: int) -> slice:
         """Of the fp32 vector."""
@@ -63,3 +72,12 @@ class Shards:
         """Of every rank's part of the payload."""
         spans = (self.payload(codec, rank) for rank in range(self.num_shards))
         return [span.stop - span.start for span in spans]
+
+
+def dealt(nums_elements: Iterable[int], num_shards: int) -> tuple[Shards, ...]:
+    """The shards of all fragments of a model: no rank owns two segments more than another, however small each is."""
+    shards, first = list[Shards](), 0
+    for num_elements in nums_elements:
+        shards.append(Shards(num_elements, num_shards, first=first))
+        first = (first + num_segments_of(num_elements)) % num_shards
+    return tuple(shards)

@@ -19,7 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
@@ -133,6 +133,11 @@ class Overview:
         return cls(standing.num_live, standing.run_tokens, standing.sync_every, standing.drained)
 
 
+Call = Literal[
+    "step", "global_state_dict", "global_model", "state_dict", "distributed_state_dict", "load_state_dict"
+]  # fmt: skip
+"""Methods of a learner in which all of its ranks take part."""
+
 Event = Arrived | CallForWork | Rejected | Rejoined | Drained
 
 
@@ -227,9 +232,9 @@ class Exchange(ABC):
         """Tokens of one step over all ranks of this learner."""
         return tokens
 
-    def meet(self, what: str) -> None:  # noqa: B027  (one rank waits for no other)
-        """All ranks of this learner come here before they make `what` together. Raises ConfigError on all of them if
-        others take a step."""
+    def meet(self, call: Call) -> None:  # noqa: B027  (one rank waits for no other)
+        """All ranks of this learner come here before they do together what this call of theirs needs. Raises
+        ConfigError on all of them if others call something else."""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -280,8 +285,11 @@ class ShardedExchange(Exchange):
         """Do from now on what rank 0 has all ranks do. `initial` is called as on rank 0."""
 
     @abstractmethod
-    def fetched(self, fragment: int, version: int) -> Advanced:
-        """This rank's shard of a version that all ranks have fetched; asked for once."""
+    def fetched(self, fragment: int, version: int, incarnation: int | None = None) -> Advanced:
+        """This rank's shard of a version that all ranks have fetched; asked for once, in the order of the news.
+
+        `incarnation`: which starts from it; None: the one that has started last received it.
+        """
 
 
 def wrong_rank(saved: Sequence[int], here: tuple[int, int]) -> str:

@@ -12,9 +12,11 @@ directions of a link often take turns.
 from __future__ import annotations
 
 import json
+import logging
 import re
+import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -28,8 +30,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from diloco import errors
 from diloco.errors import ConfigError, DilocoError, ExchangeError
 
+log = logging.getLogger("diloco")
+
 FRAME_BYTES = 2048
 """Size of a small message that every rank sends to every other; JSON, padded with spaces."""
+
+SIGNALS_AFTER_S = 1.0
+"""After how long of waiting for other ranks this process looks at its signals, Ctrl-C among them."""
 
 TEXT_CHARACTERS = 256
 """How much of an error's text goes into a frame; escaped as JSON it fits with everything else that a frame says."""
@@ -102,12 +109,32 @@ class Group:
             with self._named(what):
                 self._gloo.broadcast([as_bytes(tensor)], dist.BroadcastOptions()).wait()
 
-    def sum(self, values: Sequence[int], what: str) -> list[int]:
-        """The sum over ranks of each whole number."""
+    def sum(self, values: Sequence[int], what: str, *, remind_after_s: float | None = None) -> list[int]:
+        """The sum over ranks of each whole number. `remind_after_s`: after how long of waiting it warns of it first."""
         numbers = torch.tensor(values, dtype=torch.int64)
         with self._named(what):
-            self._gloo.allreduce([numbers], dist.AllreduceOptions()).wait()
+            work = self._gloo.allreduce([numbers], dist.AllreduceOptions())
+            if remind_after_s is None:
+                work.wait()
+            else:
+                self._wait(work, what, remind_after_s)
         return [int(number) for number in numbers.tolist()]
+
+    def _wait(self, work: Any, what: str, remind_after_s: float) -> None:
+        """Wait for the other ranks, and say so at doubled times. Signals are handled meanwhile."""
+        began_s, remind_at_s = time.monotonic(), remind_after_s
+        while True:
+            with suppress(RuntimeError):  # the time is over, or it has failed
+                work.wait(timedelta(seconds=min(remind_at_s, SIGNALS_AFTER_S)))
+            if work.is_completed():
+                work.wait()
+                return
+            if (waited_s := time.monotonic() - began_s) >= remind_at_s:
+                log.warning(
+                    "rank %d has waited %.0f s for the other %d ranks in %s; they take longer, or wait for this one "
+                    "in something else.", self.rank, waited_s, self.size - 1, what,
+                )  # fmt: skip
+                remind_at_s = 2 * waited_s
 
     def disconnect(self) -> None:
         """Close the connections; ranks that still wait for this one get an error at once."""

@@ -298,7 +298,7 @@ class Learner:
         self._require_ranks()
         if self._exchanges_gradients or self._holds_global_model:
             return self._tensors.model_state_dict(None)
-        self._exchange.meet("the global model")
+        self._exchange.meet("global_state_dict")
         if self._tensors.has_made_keys:
             with self.global_model():
                 return self._tensors.model_state_dict(None)
@@ -327,7 +327,7 @@ class Learner:
         if self._exchanges_gradients:
             yield
             return
-        self._exchange.meet("the global model")
+        self._exchange.meet("global_model")
         self._fully_sharded.reshard()
         own, counters = self._tensors.own_parameters(), self._tensors.frozen.counters()
         self._holds_global_model = True
@@ -382,7 +382,7 @@ class Learner:
         """
         self._require_open()
         self._require_own_parameters()
-        self._exchange.meet("the learner's state")
+        self._exchange.meet("state_dict")
         self._fully_sharded.reshard()
         return learner_state(self._boundary)
 
@@ -405,6 +405,7 @@ class Learner:
         opened = self._start_model
         if opened is None:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
+        self._exchange.meet("load_state_dict")
         self._fully_sharded.reshard()
         self.resumed = resume(self._boundary, opened, state)
         return self.resumed
@@ -423,7 +424,7 @@ class Learner:
         """
         self._require_open()
         self._require_own_parameters()
-        self._exchange.meet("the learner's state")
+        self._exchange.meet("distributed_state_dict")
         self._fully_sharded.reshard()
         from diloco.learner.distributed_state import distributed_state
 

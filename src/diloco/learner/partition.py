@@ -21,7 +21,7 @@ from diloco.core.boxes import Box, cut
 from diloco.core.fragments import Fragment, Layout, gather, scatter
 from diloco.core.layout import Placement
 from diloco.core.merges import shard_of
-from diloco.core.shards import Shards
+from diloco.core.shards import dealt
 from diloco.errors import LayoutError
 from diloco.exchange.device_group import current_device, device_group
 from diloco.exchange.group import Group
@@ -136,7 +136,7 @@ class Divided(Partition):
     ) -> None:  # fmt: skip
         self._layout, self._rank, self._boxes = layout, rank, boxes
         self._gather, self._all_to_all, self._wire = gather, all_to_all, wire
-        self._shards = [Shards(fragment.numel, len(boxes)) for fragment in layout.fragments]
+        self._shards = dealt((fragment.numel for fragment in layout.fragments), len(boxes))
         self._dtypes = {p.spec.name: _dtype(p) for f in layout.fragments for p in f.tensors}
         self._sending: list[_Route] = []
         self._adopting: list[_Route] = []

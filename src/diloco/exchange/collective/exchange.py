@@ -14,6 +14,7 @@ from torch import Tensor
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
+from diloco.core.shards import dealt
 from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, required_method
 from diloco.exchange.collective.agreement import name_of
@@ -90,9 +91,10 @@ class Collective(Exchange):
             if not joined:
                 self._closed = True
                 self._group.disconnect()
+        shards = dealt((fragment.numel for fragment in layout.fragments), self._group.size)
         self._fragments = [
-            first_held(method, fragment, theta, self._group.rank, self._group.size)
-            for fragment, theta in zip(layout.fragments, model.fragments, strict=True)
+            first_held(method, fragment, theta, each, self._group.rank)
+            for fragment, theta, each in zip(layout.fragments, model.fragments, shards, strict=True)
         ]
         self._rounds = ShardedRounds(self._group, method, self._fragments, self._num_bytes)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-collective")

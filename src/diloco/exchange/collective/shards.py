@@ -38,10 +38,10 @@ class Held:
         self.whole, self.own = whole, replace(own, theta=whole.theta[self.elements])
 
 
-def first_held(method: Method, fragment: Fragment, theta: Tensor, rank: int, num_ranks: int) -> Held:
-    """What `rank` keeps of a fragment at version 0, `theta`."""
-    owner = fragment.index % num_ranks if method.needs_whole_fragments else None
-    shards = Shards(theta.numel(), num_ranks, owner)
+def first_held(method: Method, fragment: Fragment, theta: Tensor, shards: Shards, rank: int) -> Held:
+    """What `rank` keeps of a fragment at version 0, `theta`. `shards`: of the fragment, unless one rank owns it."""
+    if method.needs_whole_fragments:
+        shards = replace(shards, owner=fragment.index % shards.num_shards)
     elements = shards.elements(rank)
     whole = HeldFragment.first(method, fragment.index, theta)
     if method.outer_at == "syncer":

@@ -18,6 +18,9 @@ from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Opened, Rejoined
 from diloco.exchange.group import Group, as_bytes, error_of, to_bytes, to_tensor
 
+Fetched = Callable[[int, int, int | None], Advanced]
+"""`ShardedExchange.fetched`."""
+
 
 @dataclass(frozen=True)
 class Told:
@@ -58,7 +61,7 @@ class Message:
 
 def share(
     group: Group, message: Message, num_bytes: int, shards: Sequence[Shards], what: str, failure: DilocoError | None,
-    fetched: Callable[[int, int], Advanced] | None = None,
+    fetched: Fetched | None = None,
 ) -> Any:  # fmt: skip
     """Rank 0's message, of a size that all ranks know, on every rank: the value, or the error in it, raised.
 
@@ -133,7 +136,7 @@ def _referring(value: Any) -> Any:
     return value
 
 
-def _resolved(value: Any, fetched: Callable[[int, int], Advanced] | None) -> Any:
+def _resolved(value: Any, fetched: Fetched | None) -> Any:
     """Events with this rank's shards in place of references."""
     if fetched is None:
         return value
@@ -141,9 +144,9 @@ def _resolved(value: Any, fetched: Callable[[int, int], Advanced] | None) -> Any
         case tuple():
             return tuple(_resolved(each, fetched) for each in value)
         case _Arrival(update=update, merged=merged):
-            return Arrived.of(update, fetched(update.fragment, update.version), merged)
+            return Arrived.of(update, fetched(update.fragment, update.version, None), merged)
         case Opened():
-            shards = [fetched(each.fragment, each.version).held for each in value.fragments]
+            shards = [fetched(each.fragment, each.version, value.incarnation).held for each in value.fragments]
             return replace(value, fragments=tuple(shards))
         case Rejoined():
             return replace(value, opened=_resolved(value.opened, fetched))

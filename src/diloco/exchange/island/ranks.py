@@ -3,8 +3,8 @@
 Every rank runs the same `Learner` on the same `LearnerCore`, each with its shard of every fragment (`core.shards`): it
 keeps that shard's anchor, encodes it, and adopts it. Only rank 0 touches the wrapped exchange. It gets the encoded
 shards from the others on a thread of its own, and what it hears is broadcast, events and errors alike, as JSON and
-tensors. A step without news costs one all-reduce of seven numbers: the step's tokens, the size of the news, the tokens
-of the whole run, the number of live learners, this one's pace, whether it is drained, and whether all ranks step.
+tensors. A step without news costs one all-reduce of twelve numbers: the step's tokens, the size of the news, the tokens
+of the whole run, the number of live learners, this one's pace, whether it is drained, and what each rank calls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,19 +23,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from diloco.core.codecs import Codec
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
-from diloco.core.held import Advanced
 from diloco.core.method import Method
 from diloco.core.session.requests import Report
-from diloco.core.shards import Shards
+from diloco.core.shards import Shards, dealt
 from diloco.errors import CheckpointError, ConfigError, DilocoError
-from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, ShardedExchange, wrong_rank
+from diloco.exchange.base import Call, Event, Exchange, Model, Opened, Overview, ShardedExchange, wrong_rank
 from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, error_of
-from diloco.exchange.island.messages import Message, collect, share
+from diloco.exchange.island.messages import Fetched, Message, collect, share
 from diloco.exchange.lanes import Lane, Lanes
 
 TIMEOUT_S = 24 * 3600.0
 """How long ranks wait for rank 0, which may itself wait for the slowest learner. A dead rank is noticed at once.
 """
+
+CALLS: tuple[Call, ...] = get_args(Call)
+
+NUM_SUMS = 6
+"""Numbers that are summed over the ranks at a step."""
 
 _ASKED = -1
 """The size of a message in place of one: rank 0 asks for every rank's shard of the model."""
@@ -76,7 +80,7 @@ class Ranks(Exchange):
         self._closed = False
 
     @property
-    def _fetched(self) -> Callable[[int, int], Advanced] | None:
+    def _fetched(self) -> Fetched | None:
         return None if self._sharded is None else self._sharded.fetched
 
     @property
@@ -98,7 +102,7 @@ class Ranks(Exchange):
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
     ) -> Opened:
-        self._shards = tuple(Shards(fragment.numel, self.group.size) for fragment in layout.fragments)
+        self._shards = dealt((fragment.numel for fragment in layout.fragments), self.group.size)
         self._codec = method.up
 
         def whole() -> Model:
@@ -130,26 +134,26 @@ class Ranks(Exchange):
         it = self._exchange.overview if self._first else Overview(num_live=0)
         run_tokens_plus_1 = 0 if it.run_tokens is None else it.run_tokens + 1
         numbers = [tokens, len(self._message.raw), run_tokens_plus_1, it.num_live, it.sync_every or 0, int(it.drained)]
-        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained = self._sum(
-            numbers, "the tokens of a step", calls=False
-        )
+        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained = self._meet("step", numbers)
         run_tokens = run_tokens_plus_1 - 1 if run_tokens_plus_1 else None
         self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained))
         return total
 
-    def meet(self, what: str) -> None:
-        self._sum([0] * 6, what, calls=True)
+    def meet(self, call: Call) -> None:
+        self._meet(call, [0] * NUM_SUMS)
 
-    def _sum(self, numbers: list[int], what: str, *, calls: bool) -> list[int]:
-        """The sum over ranks; each says whether it steps or calls something else."""
-        *sums, num_calls = self.group.sum([*numbers, int(calls)], what)
-        if num_calls not in (0, self.group.size):
+    def _meet(self, call: Call, numbers: list[int]) -> list[int]:
+        """The sum over ranks of each number, if all of them call the same."""
+        calls = [int(call == each) for each in CALLS]
+        sums = self.group.sum([*numbers, *calls], f"learner.{call}()", remind_after_s=self.remind_after_s)
+        called = {each: num for each, num in zip(CALLS, sums[NUM_SUMS:], strict=True) if num}
+        if len(called) > 1:
+            told = " and ".join(f"{each}() on {num}" for each, num in called.items())
             raise ConfigError(
-                f"{num_calls} of the {self.group.size} ranks of this learner asked for its state where the others took "
-                "a step, and each has a part of it; call global_state_dict(), global_model() and state_dict() on all "
-                "ranks at the same point."
+                f"the {self.group.size} ranks of this learner called different methods at the same point, {told} of "
+                "them, and each rank has a part of the learner; call all of these on every rank, in the same order."
             )
-        return sums
+        return sums[:NUM_SUMS]
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         if self._sharded is not None:

@@ -8,6 +8,7 @@ the digests of all shards make up the one that was published.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from diloco.core.layout import digest_of_segments
 from diloco.core.method import Method
 from diloco.core.session import requests
 from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
-from diloco.core.shards import Segments, Shards
+from diloco.core.shards import Segments, dealt
 from diloco.errors import DilocoError, ExchangeError, NoRoomError, UnreachableError, VersionError
 from diloco.exchange.base import Model
 from diloco.exchange.connection import Connection
@@ -67,18 +68,24 @@ class _Fetch(Job):
 
 
 class Fetched:
-    """The shards of versions that were fetched and that the training thread has not taken in yet."""
+    """The shards of versions that were fetched and that the training thread has not taken in yet.
+
+    An incarnation fetches a version once. The next one may fetch the same version again, before the training thread has
+    heard of either.
+    """
 
     def __init__(self) -> None:
-        self._by_version: dict[tuple[int, int], Advanced] = {}
+        self._by_version: dict[tuple[int, int, int], Advanced] = {}  # incarnation, fragment, version
+        self._incarnation = 0  # of the training thread
         self._changed = threading.Condition()
         self._is_over = False
 
-    def put(self, download: Download) -> None:
-        """A version is here."""
-        assert download.advanced is not None
+    def put(self, incarnation: int, download: Download) -> None:
+        """A version is here, fetched as this incarnation."""
+        update, advanced = download.update, download.advanced
+        assert advanced is not None
         with self._changed:
-            self._by_version[download.update.fragment, download.update.version] = download.advanced
+            self._by_version[incarnation, update.fragment, update.version] = advanced
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -87,19 +94,27 @@ class Fetched:
             self._is_over = True
             self._changed.notify_all()
 
-    def take(self, fragment: int, version: int) -> Advanced:
-        """A version that all ranks have, which this one may be about to put; earlier ones are not asked for any more.
+    def take(self, fragment: int, version: int, incarnation: int | None) -> Advanced:
+        """A version that all ranks have, which this one may be about to put; earlier ones, and what earlier
+        incarnations have fetched, are not asked for any more.
+
+        Arguments:
+            incarnation: which starts from it; None: the one that has started last received it.
 
         Raises:
             ExchangeError: rank 0 is gone.
         """
         with self._changed:
-            self._changed.wait_for(lambda: (fragment, version) in self._by_version or self._is_over)
-            if (fragment, version) not in self._by_version:
+            self._incarnation = incarnation or self._incarnation
+            wanted = self._incarnation, fragment, version
+            self._changed.wait_for(lambda: wanted in self._by_version or self._is_over)
+            if wanted not in self._by_version:
                 raise ExchangeError("rank 0 of this learner is gone; start all of its ranks again.")
-            found = self._by_version.pop((fragment, version))
-            for key in [key for key in self._by_version if key[0] == fragment and key[1] < version]:
-                del self._by_version[key]
+            found = self._by_version.pop(wanted)
+            self._by_version = {
+                key: each for key, each in self._by_version.items()
+                if key[0] >= wanted[0] and (key[1] != fragment or key > wanted)
+            }  # fmt: skip
         return found
 
 
@@ -195,9 +210,10 @@ class Follower:
 
     def close(self) -> None:
         """Follow rank 0 to its end of the run; hang up if that takes longer than it can."""
+        self.sender.close()  # the training thread offers nothing more
+        give_up_at = time.monotonic() + LEAVE_TIMEOUT_S + 2 * GONE_TIMEOUT_S
         for thread in self._threads:
-            thread.join(LEAVE_TIMEOUT_S + 2 * GONE_TIMEOUT_S)
-        self.sender.close()
+            thread.join(max(0.0, give_up_at - time.monotonic()))
         self._connection.close()
 
 
@@ -211,12 +227,12 @@ class _Follow(_Fetch):
     def settle(self, said: Sequence[Any], group: Group) -> None:
         super().settle(said, group)
         self._follower.receiver.take(self.download)
-        self._follower.fetched.put(self.download)
+        self._follower.fetched.put(self._request.incarnation, self.download)
 
 
 def divided(layout: Layout, method: Method, lanes: Lanes) -> tuple[list[tuple[slice, int]], list[Segments]]:
     """Of every fragment, the bytes of a contribution that this rank sends, with its size, and what it fetches."""
-    shards = [Shards(fragment.numel, lanes.num_ranks) for fragment in layout.fragments]
+    shards = dealt((fragment.numel for fragment in layout.fragments), lanes.num_ranks)
     spans = [(each.payload(method.up, lanes.rank), method.up.encoded_bytes(each.num_elements)) for each in shards]
     return spans, [each.segments(lanes.rank) for each in shards]
 

@@ -152,9 +152,9 @@ class Remote(ShardedExchange):
         model = None if self._initial is None else initial()
         self._follower = Follower(self._connection, layout, method, self._lanes, model)
 
-    def fetched(self, fragment: int, version: int) -> Advanced:
+    def fetched(self, fragment: int, version: int, incarnation: int | None = None) -> Advanced:
         assert self._follower is not None
-        return self._follower.fetched.take(fragment, version)
+        return self._follower.fetched.take(fragment, version, incarnation)
 
     # --- the protocol -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,179 @@
+"""One rank of an island that gets into trouble: each life is one kind of it, over a syncer of its own.
+
+    python -m tests.exchange.troubled_life DIRECTORY RANK WORLD_SIZE
+
+DIRECTORY/lives.json says where each rank dials in each life.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tests.exchange.island_life import Net, full, set_gradients, shaped
+from tests.exchange.scenarios import Result
+from tests.exchange.worlds import join_world, write
+from torch import nn
+
+import diloco
+from diloco.core.names import named_parameters
+from diloco.errors import DilocoError
+from diloco.exchange.base import Exchange
+
+SHAPE, WORLD_SIZE = "fsdp, 2 ranks", 2
+STEPS = 12
+
+
+class Life:
+    """A learner that trains: a rank of an island, or a single process.
+
+    Attributes:
+        store: over which the test and the ranks hear of each other.
+    """
+
+    def __init__(
+        self, model: nn.Module, exchange: Exchange, store: dist.Store | None = None,
+        method: diloco.Method | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.store = model, store
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        self.learner = diloco.Learner(model, self.optimizer, method=method, exchange=exchange)
+
+    def train(self, last: int) -> None:
+        while self.learner.steps < last:
+            self.step()
+
+    def step(self) -> None:
+        self.compute()
+        self.learner.step(tokens=5)
+
+    def compute(self) -> None:
+        set_gradients(self.model, 1, self.learner.steps + 1)
+        self.optimizer.step()
+
+    def say(self, what: str) -> None:
+        assert self.store is not None
+        self.store.set(f"{what}, rank {dist.get_rank()}", "")
+
+    def wait_for(self, what: str) -> None:
+        assert self.store is not None
+        self.store.wait([what])
+
+    def result(self) -> Result:
+        self.learner.state_dict()  # answers that are on their way
+        weights = full(self.learner.global_state_dict())
+        own = {f"own.{name}": value for name, value in full(dict(named_parameters(self.model))).items()}
+        return Result(weights | own, self.learner.metrics())
+
+
+def error_of(act: Callable[[], object]) -> list[str]:
+    try:
+        act()
+    except DilocoError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def trains(life: Life) -> Result:
+    life.train(STEPS)
+    return life.result()
+
+
+def is_given_up(life: Life) -> Result:
+    """Rank 1 is late for its boundary; rank 0 waits there, with news that it has taken in already."""
+    life.train(4)
+    life.wait_for("version 1 is here")
+    life.compute()
+    if dist.get_rank() == 1:
+        life.wait_for("a new incarnation has started")
+    life.say("goes on")
+    life.learner.step(tokens=5)
+    life.train(STEPS)
+    return life.result()
+
+
+def is_replaced(life: Life) -> Result:
+    """Another process joins under its name, between two steps."""
+    life.train(4)
+    life.say("trains")
+    life.wait_for("replaced")
+
+    def trains_on() -> None:
+        while True:
+            life.step()
+
+    return Result({}, {"error": error_of(trains_on)})
+
+
+def runs_asynchronously(life: Life) -> Result:
+    while min(life.learner.versions) < 2 or life.learner.metrics()["merges"] < 2:
+        life.step()
+    return life.result()
+
+
+def calls_different_methods(life: Life) -> Result:
+    learner, rank = life.learner, dist.get_rank()
+    facts = {
+        "state": error_of((learner.state_dict, lambda: learner.load_state_dict({}))[rank]),
+        "model": error_of((learner.global_state_dict, learner.state_dict)[rank]),
+    }
+    life.train(2)
+    facts["step"] = error_of((life.step, learner.distributed_state_dict)[rank])
+    life.train(STEPS)
+    return Result({}, facts | {"versions": list(learner.versions)})
+
+
+class UsersError(Exception):
+    """Of the training loop."""
+
+
+def fails_on_one_rank(life: Life) -> Result:
+    """Rank 1 fails inside a boundary, after rank 0 has offered its part of a contribution and before it has."""
+    rank, facts = dist.get_rank(), {}
+    try:
+        with life.learner:
+            life.train(3)
+            if rank == 1:
+                life.learner._exchange.offer = fails  # type: ignore[method-assign]
+            life.train(STEPS)
+    except (UsersError, DilocoError) as error:
+        facts["error"] = type(error).__name__
+    facts["threads"] = [each.name for each in threading.enumerate() if each.name.startswith("diloco-follow")]
+    return Result({}, facts)
+
+
+def fails(*_: object) -> None:
+    raise UsersError
+
+
+LIVES: dict[str, Callable[[Life], Result]] = {
+    "given up": is_given_up,
+    "replaced": is_replaced,
+    "cut": trains,
+    "decoupled": runs_asynchronously,
+    "asynchronous": runs_asynchronously,
+    "calls": calls_different_methods,
+    "fails": fails_on_one_rank,
+}
+
+
+def main(directory: Path, rank: int, world_size: int) -> None:
+    join_world(directory, rank, world_size)
+    for name, addresses in json.loads((directory / "lives.json").read_text()).items():
+        store = dist.FileStore(str(directory / f"{name}.store"), -1)
+        exchange = diloco.connect(
+            addresses[rank], run=name, learner="island", initialise=True, join_timeout_s=60
+        )  # fmt: skip
+        life = Life(shaped(Net(seed=1), SHAPE), exchange, store)
+        write(directory, name, rank, LIVES[name](life))
+        life.learner.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
