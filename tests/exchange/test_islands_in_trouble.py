@@ -16,7 +16,7 @@ from benchmarks.processes import until
 from tests.exchange import troubled_life
 from tests.exchange.island_life import Net
 from tests.exchange.scenarios import Result
-from tests.exchange.troubled_life import LIVES, STEPS, WORLD_SIZE, Life
+from tests.exchange.troubled_life import ATTACHES, LIVES, STEPS, WORLD_SIZE, Life
 from tests.exchange.worlds import read, start_processes
 from tests.syncer.relay import Link, Relay
 from tests.syncer.runs import status_of, versions_of
@@ -44,6 +44,8 @@ METHODS = {
     "asynchronous": diloco.AsyncDiLoCo(learners=2, sync_every=3, wait=True),
     "calls": STREAMING,
     "fails": diloco.DiLoCo(sync_every=4, overlap=2),
+    "stages": diloco.DiLoCo(sync_every=3),
+    "refused": diloco.DiLoCo(sync_every=3),
 }
 CUT_AFTER_BYTES = 40_000
 """In the middle of the first part that rank 1 uploads."""
@@ -66,7 +68,7 @@ class World:
         self.relay = stack.enter_context(Relay(self.syncers["cut"].port, self._before_up))
         addresses = {name: [syncer.address] * WORLD_SIZE for name, syncer in self.syncers.items()}
         addresses["cut"][1] = self.relay.address
-        (directory / "lives.json").write_text(json.dumps({name: addresses[name] for name in LIVES}))
+        (directory / "lives.json").write_text(json.dumps({name: addresses[name] for name in (*LIVES, *ATTACHES)}))
         pool = stack.enter_context(ThreadPoolExecutor(4))
         self.processes = pool.submit(start_processes, troubled_life.__name__, directory, WORLD_SIZE)
         self.facts: dict[str, Any] = {}
@@ -241,3 +243,19 @@ def test_a_rank_that_fails_ends_the_others_and_leaves_nothing_behind(world: Worl
     assert first["threads"] == second["threads"] == []
     # Rank 0 does not wait for what rank 1 will never offer.
     assert "leaves while a contribution is still in flight" not in (world.directory / "rank0.log").read_text()
+
+
+def test_a_rank_may_train_nothing(world: World) -> None:
+    first, second = results(world, "stages")
+    assert first.facts["versions"] == second.facts["versions"] == [STEPS // 3]
+    assert first.facts["ledger"] == second.facts["ledger"]
+    assert {key for key in second.tensors if not key.startswith("own.")} == {"frozen.weight", "frozen.bias"}
+
+
+def test_what_is_wrong_with_one_rank_is_an_error_on_every_rank(world: World) -> None:
+    """None of them waits for one that cannot attach."""
+    first, second = (result.facts for result in results(world, "refused"))
+    assert first["pattern"] == second["pattern"]
+    assert "'froze.*': …} matches no buffer and no frozen parameter of the model" in first["pattern"][1]
+    assert second["answer"][0] == first["answer"][0] == "ConfigError"
+    assert first["answer"][1] == "rank 1 of this learner: " + second["answer"][1]

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,11 +39,13 @@ class Life:
 
     def __init__(
         self, model: nn.Module, exchange: Exchange, store: dist.Store | None = None,
-        method: diloco.Method | None = None,
+        method: diloco.Method | None = None, ranks: dist.ProcessGroup | None = None, buffers: Any = "refuse",
     ) -> None:  # fmt: skip
         self.model, self.store = model, store
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-        self.learner = diloco.Learner(model, self.optimizer, method=method, exchange=exchange)
+        self.learner = diloco.Learner(
+            model, self.optimizer, method=method, exchange=exchange, ranks=ranks, buffers=buffers
+        )
 
     def train(self, last: int) -> None:
         while self.learner.steps < last:
@@ -54,6 +57,8 @@ class Life:
 
     def compute(self) -> None:
         set_gradients(self.model, 1, self.learner.steps + 1)
+        for frozen in (each for each in self.model.parameters() if not each.requires_grad):
+            frozen.grad = None
         self.optimizer.step()
 
     def say(self, what: str) -> None:
@@ -128,6 +133,14 @@ def calls_different_methods(life: Life) -> Result:
     return Result({}, facts | {"versions": list(learner.versions)})
 
 
+class Frozen(nn.Module):
+    """A pipeline stage that trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(3, 5).requires_grad_(False)
+
+
 class UsersError(Exception):
     """Of the training loop."""
 
@@ -151,6 +164,23 @@ def fails(*_: object) -> None:
     raise UsersError
 
 
+def attaches(exchange: Exchange, buffers: Any) -> Result:
+    """As two stages of a pipeline, of which the second trains nothing."""
+    stage = Net(seed=1) if dist.get_rank() == 0 else Frozen()
+    life = Life(stage, exchange, ranks=dist.group.WORLD, buffers=buffers)
+    with life.learner:
+        return trains(life)
+
+
+def is_refused(exchange: Exchange) -> Result:
+    """What is wrong is on rank 1."""
+    facts = {
+        "pattern": error_of(lambda: attaches(exchange, {"froze.*": "local"})),
+        "answer": error_of(lambda: attaches(exchange, {"frozen.*": "local" if dist.get_rank() == 0 else "locl"})),
+    }
+    return Result({}, facts)
+
+
 LIVES: dict[str, Callable[[Life], Result]] = {
     "given up": is_given_up,
     "replaced": is_replaced,
@@ -160,16 +190,20 @@ LIVES: dict[str, Callable[[Life], Result]] = {
     "calls": calls_different_methods,
     "fails": fails_on_one_rank,
 }
+ATTACHES: dict[str, Callable[[Exchange], Result]] = {
+    "stages": lambda exchange: attaches(exchange, {"frozen.bias": "local"}),
+    "refused": is_refused,
+}
 
 
 def main(directory: Path, rank: int, world_size: int) -> None:
     join_world(directory, rank, world_size)
     for name, addresses in json.loads((directory / "lives.json").read_text()).items():
-        store = dist.FileStore(str(directory / f"{name}.store"), -1)
-        exchange = diloco.connect(
-            addresses[rank], run=name, learner="island", initialise=True, join_timeout_s=60
-        )  # fmt: skip
-        life = Life(shaped(Net(seed=1), SHAPE), exchange, store)
+        exchange = diloco.connect(addresses[rank], run=name, learner="island", initialise=True, join_timeout_s=60)
+        if name in ATTACHES:
+            write(directory, name, rank, ATTACHES[name](exchange))
+            continue
+        life = Life(shaped(Net(seed=1), SHAPE), exchange, dist.FileStore(str(directory / f"{name}.store"), -1))
         write(directory, name, rank, LIVES[name](life))
         life.learner.close()
     dist.destroy_process_group()

@@ -40,6 +40,11 @@ class Box:
         """The place of its first element in the whole tensor's row-major order."""
         return sum(offset * stride for offset, stride in zip(self.offsets, self.strides, strict=True))
 
+    @property
+    def last(self) -> int:
+        """The place of its last element there; of a box that is not empty."""
+        return self.first + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+
     def within(self, other: Box) -> tuple[slice, ...]:
         """The slices that cut it out of `other`, a box of the same tensor that contains it."""
         return tuple(

@@ -6,7 +6,7 @@ itself are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,8 +52,11 @@ def device_group(ranks: dist.ProcessGroup | DeviceMesh, device: torch.device) ->
     return None
 
 
-def current_device() -> torch.device:
-    """Where a rank that holds nothing of the model takes part."""
+def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    """Where a rank's tensors of the model are; where it takes part, if it holds none."""
+    found = next((each.device for each in tensors.values()), None)
+    if found is not None:
+        return found
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -32,7 +33,7 @@ from diloco.learner.models import FullyShardedModules, joined, listed, require_h
 from diloco.learner.own_ranks import RanksOfLearner, island_of
 from diloco.learner.partition import Partition, Undivided, divided
 from diloco.learner.pieces import Gather, read_dtensor
-from diloco.learner.roles import Buffers, Static, described, require_answers
+from diloco.learner.roles import Buffers, Described, Static, described, require_answers
 from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
@@ -125,27 +126,37 @@ class Learner:
         group = island_of(ranks, root, exchange)
         island = None if group is None else Ranks(exchange, group)
         self._exchange = exchange if island is None else island
-        self.method = self._exchange.method(method)
-        check_compatible(root, self._optimizers, self.method, exchange, gather)
-        gather = gather or read_dtensor
-        whole = described(root, self.method, buffers, static, gather)
-        if island is not None:
-            whole = described_by_all(whole, island.group)
-        require_answers(root, buffers, whole)
-        self.layout: Layout = whole.layout(self.method)
-        partition: Partition = Undivided(self.layout)
-        if island is not None:
-            partition = divided(self.layout, exchanged_tensors(root, self.layout), gather, island.group)
-        self._tensors = LearnerTensors(root, self.layout, self.method, partition)
-        trained = trained_tensors(self.layout, trains, self.method)
-        own = self.method if overlap is None else self.method.with_own_overlap(overlap)
-        exchange.take()
-        opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
-        self._core = LearnerCore(own.rules(len(self.layout.fragments)), opened.versions, step=opened.step)
-        masters = MasterWeights(self._optimizers, self.layout, self._tensors.parameters)
-        self._boundary = Boundary(
-            self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, opened
-        )
+        with ExitStack() as undo:
+            if island is not None:
+                undo.callback(island.disconnect)  # the other ranks wait for this one
+            self.method = self._exchange.method(method)
+
+            def describe() -> Described:
+                check_compatible(root, self._optimizers, self.method, exchange, gather)
+                return described(root, self.method, buffers, static, gather or read_dtensor)
+
+            whole = describe() if island is None else described_by_all(island.each("attaching", describe), island.group)
+            answer = partial(require_answers, root, buffers, whole)
+            if island is None:
+                answer()
+            else:
+                island.each("the answers for buffers", answer)
+            self.layout: Layout = whole.layout(self.method)
+            partition: Partition = Undivided(self.layout)
+            if island is not None:
+                tensors = exchanged_tensors(root, self.layout)
+                partition = divided(self.layout, tensors, gather or read_dtensor, island.group)
+            self._tensors = LearnerTensors(root, self.layout, self.method, partition)
+            trained = trained_tensors(self.layout, trains, self.method)
+            own = self.method if overlap is None else self.method.with_own_overlap(overlap)
+            exchange.take()
+            opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
+            self._core = LearnerCore(own.rules(len(self.layout.fragments)), opened.versions, step=opened.step)
+            masters = MasterWeights(self._optimizers, self.layout, self._tensors.parameters)
+            self._boundary = Boundary(
+                self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, opened
+            )
+            undo.pop_all()
         self._start_model: Opened | None = opened
         self._closed = False
         self._hooks: list[RemovableHandle] = []

@@ -9,6 +9,7 @@ pieces (`Divided`). So no rank ever holds a whole fragment, and replicas cost no
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -23,7 +24,7 @@ from diloco.core.layout import Placement
 from diloco.core.merges import shard_of
 from diloco.core.shards import dealt
 from diloco.errors import LayoutError
-from diloco.exchange.device_group import current_device, device_group
+from diloco.exchange.device_group import device_group, device_of
 from diloco.exchange.group import Group
 from diloco.learner.pieces import Gather, Piece
 
@@ -237,15 +238,18 @@ class Divided(Partition):
         shards = self._shards[fragment.index]
         route = _Route([[] for _ in range(num_ranks)], [[] for _ in range(num_ranks)])
         runs = [shards.elements(owner) for owner in range(num_ranks)]
+        starts, stops = [run.start for run in runs], [run.stop for run in runs]
         for place in fragment.tensors:
             holders: dict[Box, list[int]] = {}
             for holder, held in enumerate(self._boxes):
-                if place.spec.name in held and held[place.spec.name].numel:
-                    holders.setdefault(held[place.spec.name], []).append(holder)
+                box = held.get(place.spec.name)
+                if box is not None and box.numel:
+                    holders.setdefault(box, []).append(holder)
             for box, ranks in holders.items():
-                for owner in range(num_ranks):
-                    low, high = runs[owner].start - place.offset, runs[owner].stop - place.offset
-                    if high <= 0 or low >= place.spec.numel or low >= high:
+                # Only of these owners is anything in the box: for all of them the work would grow with their square.
+                low, high = place.offset + box.first, place.offset + box.last + 1
+                for owner in range(bisect_right(stops, low), bisect_left(starts, high)):
+                    if starts[owner] == stops[owner]:
                         continue
                     chosen = ranks
                     if replicas == "near":
@@ -255,13 +259,12 @@ class Divided(Partition):
                     route.crosses |= chosen != [owner]
                     if rank != owner and rank not in chosen:
                         continue
-                    blocks = [
-                        _Block(place.spec.name, part, place.offset - runs[owner].start) for part in cut(box, low, high)
-                    ]
-                    for holder in chosen:
-                        if holder == rank:
-                            route.held[owner].extend(blocks)
-                        if owner == rank:
+                    run = starts[owner] - place.offset, stops[owner] - place.offset
+                    blocks = [_Block(place.spec.name, part, -run[0]) for part in cut(box, *run)]
+                    if rank in chosen:
+                        route.held[owner].extend(blocks)
+                    if rank == owner:
+                        for holder in chosen:
                             route.owned[holder].extend(blocks)
         return route
 
@@ -288,7 +291,7 @@ def divided(layout: Layout, parameters: Mapping[str, Tensor], gather: Gather, gr
     Where all of them have NCCL, the pieces cross between the devices over the ranks' own process group.
     """
     own = {name: gather(name, parameter) for name, parameter in parameters.items()}
-    device = next((piece.local.device for piece in own.values()), current_device())
+    device = device_of({name: piece.local for name, piece in own.items()})
     on_device = device_group(group.parent, device)
     told = group.gather_values(
         {

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diloco.core import memory
 from diloco.core.fragments import Layout
+from diloco.exchange.device_group import device_of
 from diloco.learner.device import DeviceDisplacement, DeviceQueue
 from diloco.learner.partition import Partition
 
@@ -40,7 +41,7 @@ class Snapshots:
     @torch.no_grad()
     def take(self, fragment: int, tensors: Mapping[str, Tensor]) -> Snapshot:
         """Copy a fragment's tensors. On CUDA the copy is asked for on the current stream."""
-        device = next(iter(tensors.values())).device
+        device = device_of(tensors)
         if device.type == "cuda":
             flat = self._partition.gather(fragment, tensors).to(device)  # on the host where this rank holds none of it
             return Snapshot(flat, torch.cuda.current_stream(device).record_event())

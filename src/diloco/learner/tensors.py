@@ -18,6 +18,7 @@ from diloco.core.method import Method
 from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Model
+from diloco.exchange.device_group import device_of
 from diloco.learner.device import Uploads
 from diloco.learner.frozen import FrozenState, averaged_names, exchanged_tensors
 from diloco.learner.models import Registered
@@ -47,7 +48,7 @@ class LearnerTensors:
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
         self.snapshots = Snapshots(layout, partition)
-        self.uploads = Uploads(next(iter(self.parameters.values())).device)
+        self.uploads = Uploads(device_of(self.parameters))
         self.frozen = FrozenState(model, layout)
         self.registered = Registered(model)
         self._aliases = _aliases(model, self.parameters)
@@ -124,7 +125,7 @@ class LearnerTensors:
             origin: what `how` takes for the values at the last send; None: the present values.
         """
         tensors = self.parameters if tensors is None else tensors
-        device = next(iter(tensors.values())).device
+        device = device_of(tensors)
         origins = {} if origin is None else self.partition.spread(fragment, origin, device)
         for name, value in self.partition.spread(fragment, flat, device).items():
             own = self.partition.local(name, tensors[name])

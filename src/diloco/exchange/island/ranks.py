@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from diloco.exchange.base import Call, Event, Exchange, Model, Opened, Overview,
 from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, error_of
 from diloco.exchange.island.messages import Fetched, Message, collect, share
 from diloco.exchange.lanes import Lane, Lanes
+
+T = TypeVar("T")
 
 TIMEOUT_S = 24 * 3600.0
 """How long ranks wait for rank 0, which may itself wait for the slowest learner. A dead rank is noticed at once.
@@ -86,6 +88,23 @@ class Ranks(Exchange):
     @property
     def rank(self) -> tuple[int, int]:
         return self.group.rank, self.group.size
+
+    def each(self, what: str, make: Callable[[], T]) -> T:
+        """What each rank makes for itself; if one of them cannot, its error on every rank.
+
+        Raises:
+            DilocoError: this rank's own, or else that of the first rank that has one.
+        """
+        made, own = None, None
+        try:
+            made = make()
+        except DilocoError as error:
+            own = error
+        told = self.group.gather_values(None if own is None else [type(own).__name__, str(own)], what)
+        for rank, error in enumerate(told):
+            if error is not None:
+                raise own or error_of(error[0], f"rank {rank} of this learner: {error[1]}")
+        return cast("T", made)
 
     # --- joining ------------------------------------------------------------------------------------------------------
 
@@ -246,6 +265,11 @@ class Ranks(Exchange):
         self._overview = replace(self._overview, run_tokens=said["run_tokens"])
         return bool(said["loaded"])
 
+    def disconnect(self) -> None:
+        """Leave the other ranks, which hear of it, without having joined the run."""
+        for group in (self.group, *self._background):
+            group.disconnect()
+
     def close(self) -> None:
         """Rank 0 leaves the run; all ranks disconnect from each other."""
         if self._closed:
@@ -257,8 +281,7 @@ class Ranks(Exchange):
                 self._exchange.close()
             self._worker.shutdown(wait=True)
         finally:
-            for group in self._background:
-                group.disconnect()
+            self.disconnect()
 
     # --- rank 0 and the others ----------------------------------------------------------------------------------------
 
