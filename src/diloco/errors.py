@@ -24,6 +24,7 @@ edge where they enter; everything else propagates.
     │   └── UnreachableError   the call failed on the way; the other side may be restarting
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
     │   └── NoRoomError        there is no room now; the same call is taken once there is
+    │       └── BusyError      an earlier connection has not ended; the same call is taken once it has
     └── CheckpointError        a checkpoint is missing, damaged or belongs to something else
 """
 
@@ -109,6 +110,11 @@ class StoreError(DilocoError):
 
 class NoRoomError(StoreError):
     """There is no room now; the same call is taken once there is."""
+
+
+class BusyError(NoRoomError):
+    """An earlier connection, which may be broken at its other end only, holds the room; the same call is taken once it
+    has ended."""
 
 
 class CheckpointError(DilocoError):

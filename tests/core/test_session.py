@@ -339,13 +339,21 @@ def test_what_has_a_verdict_is_not_sent_again() -> None:
     assert requests.Push not in it.open
 
 
-def test_a_syncer_without_room_is_asked_again_and_said_once() -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (errors.NoRoomError("the disk is full."), "has no room yet, trying again: the disk is full."),
+        (errors.BusyError("it is still being uploaded."), "is still busy, trying again: it is still being uploaded."),
+    ],
+    ids=["full", "busy"],
+)
+def test_a_syncer_without_room_is_asked_again_and_said_once(error: errors.NoRoomError, said: str) -> None:
     it = Script().start()
     c = it.offer(1)
     for _ in range(4):
         it.until(requests.Push)
-        it.fail(requests.Push, errors.NoRoomError("the disk is full."))
-    assert ["has no room" in warn.text for warn in it.take(requests.Warn)] == [True]
+        it.fail(requests.Push, error)
+    assert [said in warn.text for warn in it.take(requests.Warn)] == [True]
     it.until(requests.Push)
     assert it.push() == c
 

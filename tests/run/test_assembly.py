@@ -9,7 +9,7 @@ import pytest
 from tests.run.toy import NUM_BYTES, Scene, contribution, scheduled, started
 
 from diloco.core.contribution import Contribution
-from diloco.errors import CorruptPayloadError, DilocoError, NonFiniteError, NoRoomError, PayloadError
+from diloco.errors import BusyError, CorruptPayloadError, DilocoError, NonFiniteError, NoRoomError, PayloadError
 from diloco.run.driver import Upload
 from diloco.run.memory import MemorySlot
 
@@ -84,8 +84,9 @@ def test_a_part_is_uploaded_by_one_connection_at_a_time() -> None:
     scene = started("a", method=scheduled(at_least=1))
     c = contribution("a")
     stuck = begin(scene, c, FIRST)
-    with pytest.raises(NoRoomError, match="earlier connection"):
+    with pytest.raises(BusyError, match=r"bytes 0 to 1 of contribution 1 of learner 'a' to fragment 0 are still being"):
         begin(scene, c, FIRST)
+    assert scene.driver.status()["waits_for"] is None  # there is room
     scene.driver.cut_push(stuck)
     assert scene.spool.held_bytes == 0  # no part of it is here
     for span in (FIRST, SECOND):
@@ -165,3 +166,17 @@ def test_room_is_made_for_all_of_it_with_the_first_part() -> None:
         assert complete(scene, begin(scene, c, span)) is None
     scene.settle()
     assert scene.driver.state.versions == (1, 0)
+
+
+def test_a_part_for_which_the_disk_has_no_room_is_sent_again() -> None:
+    """The room is made when the first byte comes, and another part finds it a moment later."""
+    scene = started("a", method=scheduled(at_least=1))
+    c = contribution("a")
+    first, second = begin(scene, c, FIRST), begin(scene, c, SECOND)
+    scene.driver.cut_push(first, NoRoomError("the disk is full."))
+    assert scene.driver.status()["waits_for"] == "the disk is full."
+    assert complete(scene, second) is None
+    assert complete(scene, begin(scene, c, FIRST)) is None
+    scene.settle()
+    assert scene.driver.state.versions == (1, 0)
+    assert scene.spool.held_bytes == 0

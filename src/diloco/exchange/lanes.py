@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.errors import DilocoError, ExchangeError, NoRoomError, UnreachableError
+from diloco.errors import BusyError, DilocoError, ExchangeError, NoRoomError, UnreachableError
 from diloco.exchange.group import Group, error_of, to_bytes, to_tensor
 
 log = logging.getLogger("diloco")
@@ -104,7 +104,7 @@ class Lane:
         return own if own is not None and rank == self.group.rank else error_of(*failed[rank])
 
 
-_TRIED_AGAIN = (UnreachableError.__name__, NoRoomError.__name__)
+_TRIED_AGAIN = (UnreachableError.__name__, NoRoomError.__name__, BusyError.__name__)
 """Of several ranks' errors, others say more."""
 
 

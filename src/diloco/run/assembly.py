@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from diloco.core.contribution import Contribution
-from diloco.errors import NoRoomError, PayloadError
+from diloco.errors import BusyError, PayloadError
 from diloco.run.ports import S
 
 Span = tuple[int, int]
@@ -42,7 +42,7 @@ class Assembly(Generic[S]):
 
         Raises:
             PayloadError: it is a part of another contribution, or overlaps with another part.
-            NoRoomError: it is still being uploaded over an earlier connection.
+            BusyError: it is still being uploaded over an earlier connection.
         """
         if contribution != self.contribution or num_bytes != self.num_bytes:
             raise PayloadError(
@@ -56,8 +56,10 @@ class Assembly(Generic[S]):
                     f"bytes {start} to {stop}, which another rank sends; divide it as `core.shards` does."
                 )
         if span in self.coming:
-            raise NoRoomError(
-                "an earlier connection still uploads this part; it is taken once that connection has ended."
+            raise BusyError(
+                f"bytes {span[0]} to {span[1]} of contribution {contribution.number} of learner "
+                f"{contribution.learner!r} to fragment {contribution.fragment} are still being uploaded over an "
+                "earlier connection; they are taken once that has ended, within a minute."
             )
         self.coming.add(span)
 

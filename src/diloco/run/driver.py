@@ -42,6 +42,7 @@ from diloco.core.members import Deadlines
 from diloco.core.pool import Pool
 from diloco.core.syncer import SyncerCore
 from diloco.errors import (
+    BusyError,
     DilocoError,
     LayoutError,
     NoRoomError,
@@ -346,7 +347,8 @@ class Driver(Generic[H, S, P]):
             RestartedError: another driver than this one, which may lack what that one had acknowledged.
             StaleIncarnationError: from an incarnation that is out. PayloadError: its numbers make no sense.
             LayoutError: no such fragment or tensor. CorruptPayloadError: not the size that its fragment and codec need.
-            NoRoomError: there is none now; the same push is taken once there is.
+            NoRoomError: there is none now; the same push is taken once there is. BusyError: once an earlier connection
+                has ended, which uploads the same.
         """
         c = contribution
         self.core.check(c.learner, c.incarnation)
@@ -360,6 +362,8 @@ class Driver(Generic[H, S, P]):
         sense.check_size(c, num_bytes, self._ports.jobs.contribution_bytes(fragment.numel), len(fragment.tensors))
         try:
             return self._upload(c, num_bytes, span)
+        except BusyError:
+            raise
         except NoRoomError as error:
             self._sent_back(c, error)
             raise

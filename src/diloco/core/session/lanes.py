@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from diloco.core.session import requests
-from diloco.errors import DilocoError, NoRoomError, UnreachableError
+from diloco.errors import BusyError, DilocoError, NoRoomError, UnreachableError
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
 """Pauses between tries. They must be shorter than a restarted syncer's shortest deadline."""
@@ -82,8 +82,10 @@ class Lane:
         if type(error) in self._said:
             return None
         self._said.add(type(error))
-        why = "cannot be reached" if self.is_away else "has no room"
-        return f"the syncer {why} yet, trying again: {error}"
+        why = "cannot be reached yet" if self.is_away else "has no room yet"
+        if isinstance(error, BusyError):
+            why = "is still busy"
+        return f"the syncer {why}, trying again: {error}"
 
 
 class ControlConnection:
