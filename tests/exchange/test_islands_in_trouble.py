@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -119,18 +120,21 @@ class World:
         """Rank 1's connection, when rank 0's part of the contribution is there already."""
         syncer = self.syncers["cut"]
         self.until(self.is_stuck.is_set, "rank 1 does not upload")
-        self.until(lambda: syncer.driver.ask(has_a_part), "rank 0 does not upload")
-        self.facts["cut"] = [fragment["contributed"] for fragment in status_of(syncer)["fragments"]]
+        self.until(lambda: bool(syncer.driver.ask(fragments_with_a_part)), "rank 0 does not upload")
+        [fragment] = syncer.driver.ask(fragments_with_a_part)
+        self.facts["cut"] = status_of(syncer)["fragments"][fragment]["contributed"]
         for link in self.relay.links:
             if not link.may_flow.is_set():
                 link.hang_up()
 
     def beside(self, name: str) -> None:
-        """A single process trains as long as the island does."""
+        """A single process trains before the island does, as long as it does, and until both have been merged."""
         address = self.syncers[name].address
         single = Life(Net(seed=2), diloco.connect(address, run=name, learner="single", join_timeout_s=60))
         with single.learner:
-            while not self.has_ended(name):
+            single.step()
+            self.store(name).set("the other learner trains", "")
+            while not self.has_ended(name) or single.learner.metrics()["merges"] == 0:
                 single.step()
             self.facts[name] = single.learner.metrics()
 
@@ -145,8 +149,8 @@ def evict_stalled(driver: SyncerDriver) -> None:
     driver.core.deadlines = Deadlines()
 
 
-def has_a_part(driver: SyncerDriver) -> bool:
-    return any(each.here for each in driver._assemblies._open.values())
+def fragments_with_a_part(driver: SyncerDriver) -> list[int]:
+    return [each.contribution.fragment for each in driver._assemblies._open.values() if each.here]
 
 
 @pytest.fixture(scope="module")
@@ -188,20 +192,22 @@ def test_an_island_that_was_given_up_is_one_learner_again(world: World) -> None:
     assert island.facts["incarnation"] == 2
     assert island.facts["merges"] > 0
     assert island.facts["versions"] > [1]
+    log = (world.directory / "rank0.log").read_text()
+    assert re.search(r"rank 0 of 2 has waited \d+ s for other ranks in learner\.step\(\)", log)
 
 
 def test_an_island_whose_name_another_process_takes_is_told_so_on_every_rank(world: World) -> None:
     for result in results(world, "replaced"):
         kind, text = result.facts["error"]
         assert kind == "StaleIncarnationError"
-        assert "another process has joined run 'replaced' as 'island'" in text
+        assert re.match("another process has joined .* as 'island'; give every learner its own name", text)
     assert world.facts["replaced"]["incarnation"] == 2
     assert world.facts["replaced"]["tokens"] == 5 * STEPS
 
 
 def test_a_contribution_of_which_a_part_was_cut_off_counts_once_it_is_whole(world: World) -> None:
     island = require_one_learner(world, "cut")
-    assert world.facts["cut"] == [[]] * len(world.facts["cut"])
+    assert world.facts["cut"] == []
 
     def life(_: int, exchange: Exchange) -> Result:
         single = Life(Net(seed=1), exchange, method=STREAMING)
@@ -250,6 +256,12 @@ def test_a_rank_may_train_nothing(world: World) -> None:
     assert first.facts["versions"] == second.facts["versions"] == [STEPS // 3]
     assert first.facts["ledger"] == second.facts["ledger"]
     assert {key for key in second.tensors if not key.startswith("own.")} == {"frozen.weight", "frozen.bias"}
+
+
+def test_ranks_that_could_not_join_leave_nothing_behind(world: World) -> None:
+    for result in results(world, "stages"):
+        assert result.facts["again"][0] == "AlreadyInitialisedError"
+        assert result.facts["threads"] == []
 
 
 def test_what_is_wrong_with_one_rank_is_an_error_on_every_rank(world: World) -> None:

@@ -11,6 +11,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ def is_replaced(life: Life) -> Result:
 
 
 def runs_asynchronously(life: Life) -> Result:
+    life.wait_for("the other learner trains")
     while min(life.learner.versions) < 2 or life.learner.metrics()["merges"] < 2:
         life.step()
     return life.result()
@@ -147,7 +149,7 @@ class UsersError(Exception):
 
 def fails_on_one_rank(life: Life) -> Result:
     """Rank 1 fails inside a boundary, after rank 0 has offered its part of a contribution and before it has."""
-    rank, facts = dist.get_rank(), {}
+    rank, facts = dist.get_rank(), dict[str, Any]()
     try:
         with life.learner:
             life.train(3)
@@ -156,8 +158,11 @@ def fails_on_one_rank(life: Life) -> Result:
             life.train(STEPS)
     except (UsersError, DilocoError) as error:
         facts["error"] = type(error).__name__
-    facts["threads"] = [each.name for each in threading.enumerate() if each.name.startswith("diloco-follow")]
-    return Result({}, facts)
+    return Result({}, facts | {"threads": followers()})
+
+
+def followers() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("diloco-follow")]
 
 
 def fails(*_: object) -> None:
@@ -172,8 +177,19 @@ def attaches(exchange: Exchange, buffers: Any) -> Result:
         return trains(life)
 
 
-def is_refused(exchange: Exchange) -> Result:
+def attaches_twice(connect: Callable[[], Exchange]) -> Result:
+    """The second time the run is there already."""
+    buffers = {"frozen.bias": "local"}
+    result, again = attaches(connect(), buffers), connect()
+    result.facts["again"] = error_of(lambda: attaches(again, buffers))
+    again.close()
+    result.facts["threads"] = followers()
+    return result
+
+
+def is_refused(connect: Callable[[], Exchange]) -> Result:
     """What is wrong is on rank 1."""
+    exchange = connect()
     facts = {
         "pattern": error_of(lambda: attaches(exchange, {"froze.*": "local"})),
         "answer": error_of(lambda: attaches(exchange, {"frozen.*": "local" if dist.get_rank() == 0 else "locl"})),
@@ -190,19 +206,20 @@ LIVES: dict[str, Callable[[Life], Result]] = {
     "calls": calls_different_methods,
     "fails": fails_on_one_rank,
 }
-ATTACHES: dict[str, Callable[[Exchange], Result]] = {
-    "stages": lambda exchange: attaches(exchange, {"frozen.bias": "local"}),
-    "refused": is_refused,
-}
+ATTACHES: dict[str, Callable[[Callable[[], Exchange]], Result]] = {"stages": attaches_twice, "refused": is_refused}
 
 
 def main(directory: Path, rank: int, world_size: int) -> None:
     join_world(directory, rank, world_size)
     for name, addresses in json.loads((directory / "lives.json").read_text()).items():
-        exchange = diloco.connect(addresses[rank], run=name, learner="island", initialise=True, join_timeout_s=60)
+        connect = partial(
+            diloco.connect, addresses[rank], run=name, learner="island", initialise=True, join_timeout_s=60
+        )
         if name in ATTACHES:
-            write(directory, name, rank, ATTACHES[name](exchange))
+            write(directory, name, rank, ATTACHES[name](connect))
             continue
+        exchange = connect()
+        exchange.remind_after_s = 0.001
         life = Life(shaped(Net(seed=1), SHAPE), exchange, dist.FileStore(str(directory / f"{name}.store"), -1))
         write(directory, name, rank, LIVES[name](life))
         life.learner.close()

@@ -107,13 +107,13 @@ class Group:
         """`tensor` (contiguous, any dtype) becomes rank 0's, in place."""
         if tensor.numel():
             with self._named(what):
-                self._gloo.broadcast([as_bytes(tensor)], dist.BroadcastOptions()).wait()
+                self._connections.broadcast([as_bytes(tensor)], dist.BroadcastOptions()).wait()
 
     def sum(self, values: Sequence[int], what: str, *, remind_after_s: float | None = None) -> list[int]:
         """The sum over ranks of each whole number. `remind_after_s`: after how long of waiting it warns of it first."""
         numbers = torch.tensor(values, dtype=torch.int64)
         with self._named(what):
-            work = self._gloo.allreduce([numbers], dist.AllreduceOptions())
+            work = self._connections.allreduce([numbers], dist.AllreduceOptions())
             if remind_after_s is None:
                 work.wait()
             else:
@@ -131,10 +131,16 @@ class Group:
                 return
             if (waited_s := time.monotonic() - began_s) >= remind_at_s:
                 log.warning(
-                    "rank %d has waited %.0f s for the other %d ranks in %s; they take longer, or wait for this one "
-                    "in something else.", self.rank, waited_s, self.size - 1, what,
+                    "rank %d of %d has waited %.0f s for other ranks in %s; they take longer, or wait for this one in "
+                    "something else.", self.rank, self.size, waited_s, what,
                 )  # fmt: skip
                 remind_at_s = 2 * waited_s
+
+    @property
+    def _connections(self) -> Any:
+        if self._gloo is None:
+            raise ExchangeError("this rank has left the others; make a new Learner on all of them.")
+        return self._gloo
 
     def disconnect(self) -> None:
         """Close the connections; ranks that still wait for this one get an error at once."""
@@ -162,7 +168,8 @@ class Group:
         later = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         lost: dict[int, RuntimeError] = {}
         works: list[tuple[int, Any]] = []
-        for start, ranks, ends in ((self._gloo.recv, later[::-1], places), (self._gloo.send, later, parts)):
+        gloo = self._connections
+        for start, ranks, ends in ((gloo.recv, later[::-1], places), (gloo.send, later, parts)):
             for rank in ranks:
                 if ends[rank].numel():
                     try:

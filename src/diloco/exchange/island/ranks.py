@@ -101,9 +101,9 @@ class Ranks(Exchange):
         except DilocoError as error:
             own = error
         told = self.group.gather_values(None if own is None else [type(own).__name__, str(own)], what)
-        for rank, error in enumerate(told):
-            if error is not None:
-                raise own or error_of(error[0], f"rank {rank} of this learner: {error[1]}")
+        for rank, refusal in enumerate(told):
+            if refusal is not None:
+                raise own or error_of(refusal[0], f"rank {rank} of this learner: {refusal[1]}")
         return cast("T", made)
 
     # --- joining ------------------------------------------------------------------------------------------------------
