@@ -6,6 +6,7 @@ python -m tests.exchange.group_life DIRECTORY RANK WORLD_SIZE
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sys
 import threading
@@ -164,7 +165,40 @@ def rows_of(shape: tuple[int, ...], rank: int) -> Box:
     return Box(shape, (first, 0), (stop - first, shape[1]))
 
 
-LIVES = [exchanges_unequal_and_empty_parts, moves_pieces_by_both_transports, loses_a_rank_in_a_bulk_exchange]
+def leaves_while_a_thread_waits(rank: int, directory: Path) -> dict[str, Any]:
+    """Rank 0 disconnects while a thread of its own waits for the others, who then come."""
+    group, store = Group(None, timeout_s=FOR_EVER_S), dist.distributed_c10d._get_default_store()
+    sums: list[list[int]] = []
+    if rank == 0:
+        waits = Heard()
+        thread = threading.Thread(target=lambda: sums.append(group.sum([1], "a sum", remind_after_s=0.01)))
+        thread.start()
+        waits.heard.wait()
+        group.disconnect()
+        store.set("rank 0 has left", "")
+        thread.join()
+        return {"sums": sums}
+    store.wait(["rank 0 has left"])
+    sums.append(group.sum([1], "a sum"))
+    return {"sums": sums, "error": str(error_of(lambda: group.sum([1], "the next one")))}
+
+
+class Heard(logging.Handler):
+    """`heard` is set by the first warning of a rank that waits for others."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.heard = threading.Event()
+        logging.getLogger("diloco").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.set()
+
+
+LIVES = [
+    exchanges_unequal_and_empty_parts, moves_pieces_by_both_transports, leaves_while_a_thread_waits,
+    loses_a_rank_in_a_bulk_exchange,
+]  # fmt: skip
 
 
 def main(directory: Path, rank: int, world_size: int) -> None:

@@ -38,6 +38,15 @@ def test_pieces_are_the_same_bits_over_the_ranks_own_process_group(world: dict[s
         assert facts["over"] == ("nccl" if torch.cuda.device_count() >= WORLD_SIZE else "host")
 
 
+def test_a_rank_may_leave_while_one_of_its_threads_waits_for_the_others(world: dict[str, Facts]) -> None:
+    """gloo would wait for that operation, and let no other thread of the process run."""
+    first, *others = world["leaves_while_a_thread_waits"]
+    assert first == {"sums": [[WORLD_SIZE]]}
+    for facts in others:
+        assert facts["sums"] == [[WORLD_SIZE]]
+        assert facts["error"].startswith("the next one did not get through, because")
+
+
 def test_a_rank_that_dies_in_a_bulk_exchange_is_named_by_all_others(world: dict[str, Facts]) -> None:
     """By name, and by no other name: the others finish their parts with each other."""
     for facts in world["loses_a_rank_in_a_bulk_exchange"]:

@@ -106,13 +106,13 @@ class Group:
     def broadcast(self, tensor: Tensor, what: str) -> None:
         """`tensor` (contiguous, any dtype) becomes rank 0's, in place."""
         if tensor.numel():
-            with self._named(what):
+            with self._named(what), self._kept():
                 self._connections.broadcast([as_bytes(tensor)], dist.BroadcastOptions()).wait()
 
     def sum(self, values: Sequence[int], what: str, *, remind_after_s: float | None = None) -> list[int]:
         """The sum over ranks of each whole number. `remind_after_s`: after how long of waiting it warns of it first."""
         numbers = torch.tensor(values, dtype=torch.int64)
-        with self._named(what):
+        with self._named(what), self._kept():
             work = self._connections.allreduce([numbers], dist.AllreduceOptions())
             if remind_after_s is None:
                 work.wait()
@@ -143,8 +143,18 @@ class Group:
         return self._gloo
 
     def disconnect(self) -> None:
-        """Close the connections; ranks that still wait for this one get an error at once."""
+        """Close the connections, at once or when an operation of another thread ends; ranks that still wait for this
+        one get an error then."""
         self._gloo = None
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep the connections meanwhile: to close them, gloo waits for the operation and lets no other thread run."""
+        connections = self._connections
+        try:
+            yield
+        finally:
+            del connections  # an error holds this frame
 
     def _exchange(self, parts: Sequence[Tensor], receive_bytes: Sequence[int], what: str) -> Tensor:
         """Part r to rank r; returns the parts from all ranks, in rank order."""
