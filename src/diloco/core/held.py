@@ -28,12 +28,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from diloco.core import memory
 from diloco.core.averaged import AveragedElements
 from diloco.core.codecs import SEGMENT_ELEMENTS
 from diloco.core.codecs.codec import Scratch
 from diloco.core.elementwise import flush_denormals
 from diloco.core.layout import Digest, Placement, digest
+from diloco.core.memory import new_like, new_vector
 from diloco.core.merges import Encoded, merged_runs, refused_by
 from diloco.core.method import Method
 from diloco.core.update import Update
@@ -239,7 +239,7 @@ def advance(
         )
     _require_size(update, payload, method.down.encoded_bytes(num_elements))
     next_ = _NextVersion(method, held, AveragedElements(places), steps=method.outer_at == "learners")
-    mean = memory.empty_like(held.theta) if method.outer_at == "learners" else None
+    mean = new_like(held.theta) if method.outer_at == "learners" else None
     for run in _runs(num_elements):
         if mean is not None:
             next_.step(run, next_.decode(payload, run, mean[run]))
@@ -274,7 +274,7 @@ class _NextVersion:
         self._scratch = Scratch(held.theta.device)
         self._outer_state = _like(held.outer_state) if steps else held.outer_state
         self._residual = held.residual
-        self.theta = memory.empty_like(held.theta)
+        self.theta = new_like(held.theta)
 
     def decode(self, payload: Tensor, run: slice, out: Tensor) -> Tensor:
         """What the payload says of a run."""
@@ -329,11 +329,11 @@ class _Closing(_NextVersion):
         if down.lossless:
             self._residual = None
         elif held.residual is None or not in_place:
-            self._residual = memory.empty_like(held.theta)
+            self._residual = new_like(held.theta)
         if _sends_theta(method):
             self.payload = self.theta.view(torch.uint8)
         else:
-            self.payload = memory.empty(down.encoded_bytes(held.theta.numel()), torch.uint8)
+            self.payload = new_vector(down.encoded_bytes(held.theta.numel()), torch.uint8)
 
     def encode(self, run: slice) -> None:
         """Encode a run, whose merged outer gradient is in `theta`. Nothing is written to what is held."""
@@ -408,7 +408,7 @@ def _runs(num_elements: int) -> Iterator[slice]:
 
 def _like(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Room for the next outer state: a copy of its counters, and vectors to be written to."""
-    return {name: memory.empty_like(each) if each.dim() else each.clone() for name, each in state.items()}
+    return {name: new_like(each) if each.dim() else each.clone() for name, each in state.items()}
 
 
 def _within(state: Mapping[str, Tensor], elements: slice) -> dict[str, Tensor]:

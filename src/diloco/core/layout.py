@@ -16,8 +16,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from diloco.core import memory
 from diloco.core.codecs.formats import SEGMENT_ELEMENTS
+from diloco.core.memory import new_vector
 from diloco.errors import LayoutError
 
 Role = Literal["", "averaged", "variance", "local"]
@@ -243,7 +243,7 @@ def gather(fragment: Fragment, tensors: Mapping[str, Tensor], out: Tensor | None
                 "before the learner attaches, and leave it so."
             )
     if out is None:
-        out = memory.empty(fragment.numel, device=tensors[fragment.names[0]].device)
+        out = new_vector(fragment.numel, device=tensors[fragment.names[0]].device)
     for name, view in scatter(fragment, out).items():
         view.copy_(tensors[name].detach())
     return out

@@ -26,7 +26,7 @@ def room(num_bytes: int) -> memoryview:
     return memoryview(buffer)
 
 
-def empty(num_elements: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+def new_vector(num_elements: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
     """As `torch.empty`, of shape [num_elements]."""
     num_bytes = num_elements * dtype.itemsize
     if _is_small(num_bytes) or (device is not None and device.type != "cpu"):
@@ -34,9 +34,9 @@ def empty(num_elements: int, dtype: torch.dtype = torch.float32, device: torch.d
     return torch.frombuffer(room(num_bytes), dtype=dtype)
 
 
-def empty_like(tensor: Tensor) -> Tensor:
-    """As `torch.empty_like`, of a flat tensor."""
-    return empty(tensor.numel(), tensor.dtype, tensor.device)
+def new_like(tensor: Tensor) -> Tensor:
+    """As `torch.empty_like`."""
+    return new_vector(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape)
 
 
 def _is_small(num_bytes: int) -> bool:

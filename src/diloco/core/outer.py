@@ -22,9 +22,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core import memory
 from diloco.core.choices import Choice, Registry, fraction, positive, whole_number
 from diloco.core.elementwise import blocks
+from diloco.core.memory import new_like
 from diloco.errors import ConfigError, LayoutError
 
 State = dict[str, Tensor]
@@ -57,9 +57,9 @@ class Outer(Choice):
         Raises LayoutError when lengths or dtypes do not fit.
         """
         _check_fit(self, state, params, delta)
-        new = memory.empty_like(params) if out is None else out
+        new = new_like(params) if out is None else out
         if new_state is None:
-            new_state = {name: memory.empty_like(each) for name, each in state.items()}
+            new_state = {name: new_like(each) for name, each in state.items()}
         for part in blocks(params):
             held = {name: each[part] if each.dim() else each for name, each in state.items()}
             values, made = self.step_block(held, params[part], delta[part])

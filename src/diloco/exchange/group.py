@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from diloco import errors
-from diloco.core import memory
+from diloco.core.memory import new_vector
 from diloco.errors import ConfigError, DilocoError, ExchangeError
 
 log = logging.getLogger("diloco")
@@ -159,7 +159,7 @@ class Group:
 
     def _exchange(self, parts: Sequence[Tensor], receive_bytes: Sequence[int], what: str) -> Tensor:
         """Part r to rank r; returns the parts from all ranks, in rank order."""
-        received = memory.empty(sum(receive_bytes), torch.uint8)
+        received = new_vector(sum(receive_bytes), torch.uint8)
         places = received.split(list(receive_bytes))
         places[self.rank].copy_(parts[self.rank])
         if lost := self._cross(parts, places):

@@ -14,9 +14,9 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from diloco.core import memory
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec, compress
 from diloco.core.layout import Placement
+from diloco.core.memory import new_vector
 
 RUN_ELEMENTS = 256 * SEGMENT_ELEMENTS
 """Elements on the way at a time: 32 MiB of fp32."""
@@ -92,7 +92,7 @@ class DeviceDisplacement:
 
     def encode(self, codec: Codec) -> Tensor:
         """The payload of Δ, uint8 on the host. Raises as `Codec.encode`."""
-        payload = memory.empty(codec.encoded_bytes(self._theta.numel()), torch.uint8)
+        payload = new_vector(codec.encoded_bytes(self._theta.numel()), torch.uint8)
         with self._queue.held(self._ready):
             for elements, place in self._runs(codec):
                 self._queue.down("payload", codec.encode(self._delta(elements)), payload[place])
@@ -100,8 +100,8 @@ class DeviceDisplacement:
 
     def compress(self, codec: Codec, residual: Tensor | None, decay: float) -> tuple[Tensor, Tensor]:
         """(payload, new residual) on the host, of Δ and a residual on the host; `core.codecs.compress`, bit for bit."""
-        payload = memory.empty(codec.encoded_bytes(self._theta.numel()), torch.uint8)
-        after = memory.empty(self._theta.numel())
+        payload = new_vector(codec.encoded_bytes(self._theta.numel()), torch.uint8)
+        after = new_vector(self._theta.numel())
         with self._queue.held(self._ready):
             for elements, place in self._runs(codec):
                 before = None if residual is None else self._queue.up("residual", residual[elements])

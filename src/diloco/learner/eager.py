@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.core import memory
 from diloco.core.adopt import eager_gradient
 from diloco.core.averaged import AveragedElements
 from diloco.core.elementwise import flush_denormals
 from diloco.core.in_flight import Send
 from diloco.core.layout import Placement
+from diloco.core.memory import new_like
 from diloco.core.method import Method
 from diloco.exchange.base import Arrived, Opened
 
@@ -75,7 +75,7 @@ class EagerSteps:
         gradient = eager_gradient(own, mean, subtracted)
         if gradient is not None:
             state, anchor = self._states[fragment], self.anchors[fragment]
-            new, new_state = memory.empty_like(anchor), {name: memory.empty_like(each) for name, each in state.items()}
+            new, new_state = new_like(anchor), {name: new_like(each) for name, each in state.items()}
             whole, averaged = slice(0, anchor.numel()), self._averaged[fragment]
             averaged.step(self._method.outer, whole, state, anchor, gradient, new, new_state)
             averaged.floor(whole, new)

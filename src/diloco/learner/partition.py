@@ -18,10 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diloco.core import memory
 from diloco.core.boxes import Box, cut
 from diloco.core.fragments import Fragment, Layout, gather, scatter
 from diloco.core.layout import Placement
+from diloco.core.memory import new_vector
 from diloco.core.merges import shard_of
 from diloco.core.shards import dealt
 from diloco.errors import LayoutError
@@ -172,7 +172,7 @@ class Divided(Partition):
         }
         device = next(iter(pieces.values())).device if pieces else self._wire
         if out is None:
-            out = memory.empty(elements.stop - elements.start, device=device)
+            out = new_vector(elements.stop - elements.start, device=device)
         blocks = [[(block, pieces[block.name][block.box.within(own[block.name])]) for block in each]
                   for each in route.held]  # fmt: skip
         for block, values in self._cross(
@@ -185,7 +185,7 @@ class Divided(Partition):
     def spread(self, fragment: int, part: Tensor, device: torch.device) -> dict[str, Tensor]:
         route, own = self._adopting[fragment], self._boxes[self._rank]
         names = [place.spec.name for place in self._layout.fragments[fragment].tensors if place.spec.name in own]
-        found = {name: memory.empty(own[name].numel, device=device).view(own[name].sizes) for name in names}
+        found = {name: new_vector(own[name].numel, device=device).view(own[name].sizes) for name in names}
         blocks = [[(block, block.in_part(part)) for block in each] for each in route.owned]
         fp32 = dict.fromkeys(self._dtypes, torch.float32)
         for block, values in self._cross(route, blocks, route.held, fp32, f"the new values of fragment {fragment}"):
@@ -218,7 +218,7 @@ class Divided(Partition):
         sent = [[] if rank == self._rank else blocks for rank, blocks in enumerate(sent)]
         expected = [[] if rank == self._rank else blocks for rank, blocks in enumerate(expected)]
         sizes = [sum(block.num_bytes(dtypes) for block, _ in blocks) for blocks in sent]
-        buffer = memory.empty(sum(sizes), torch.uint8, self._wire)
+        buffer = new_vector(sum(sizes), torch.uint8, self._wire)
         start = 0
         for block, values in chain(*sent):
             into = buffer[start : start + block.num_bytes(dtypes)]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.core import memory
 from diloco.core.fragments import Layout
+from diloco.core.memory import new_vector
 from diloco.exchange.device_group import device_of
 from diloco.learner.device import DeviceDisplacement, DeviceQueue
 from diloco.learner.partition import Partition
@@ -51,7 +51,7 @@ class Snapshots:
             free = self._free.setdefault(num_elements, [])
             host = free.pop() if free else None
         if host is None:
-            host = memory.empty(num_elements)
+            host = new_vector(num_elements)
         self._partition.gather(fragment, tensors, out=host)
         return Snapshot(host)
 

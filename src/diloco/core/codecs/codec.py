@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core import memory
 from diloco.core.codecs.formats import SEGMENT_ELEMENTS, WireFormat, wire_format
+from diloco.core.memory import new_like, new_vector
 from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
 
 # Equal segments are handled several at a time: enough to spread what calling torch costs, few enough to stay in cache.
@@ -34,7 +34,7 @@ class Scratch:
         """The buffer of this name and shape; its content is whatever was left in it."""
         buffer = self._buffers.get((name, shape))
         if buffer is None:
-            buffer = memory.empty(math.prod(shape), dtype, self._device).view(shape)
+            buffer = new_vector(math.prod(shape), dtype, self._device).view(shape)
             self._buffers[name, shape] = buffer
         return buffer
 
@@ -115,7 +115,7 @@ class Codec(ABC):
         """
         _require(x, torch.float32, None, "input of encode")
         if out is None:
-            out = memory.empty(self.encoded_bytes(x.numel()), torch.uint8, x.device)
+            out = new_vector(self.encoded_bytes(x.numel()), torch.uint8, x.device)
         _require(out, torch.uint8, self.encoded_bytes(x.numel()), "output of encode")
         x, scratch = x.detach(), scratch or Scratch(x.device)
         for elements, payload_bytes, rows in self._groups(x.numel(), x.device):
@@ -135,7 +135,7 @@ class Codec(ABC):
         """
         self._require_size(payload, num_elements)
         if out is None:
-            out = memory.empty(num_elements, device=payload.device)
+            out = new_vector(num_elements, device=payload.device)
         _require(out, torch.float32, num_elements, "output of decode")
         scratch = scratch or Scratch(payload.device)
         for elements, payload_bytes, rows in self._groups(num_elements, payload.device):
@@ -189,7 +189,7 @@ def compress(codec: Codec, x: Tensor, residual: Tensor | None, decay: float = 1.
         total = x.detach()
     else:
         _require(residual, torch.float32, x.numel(), "residual of compress")
-        total = memory.empty_like(x)
+        total = new_like(x)
         torch.add(x.detach(), residual if decay == 1 else residual * decay, out=total)
     payload = codec.encode(total)
     if codec.lossless:

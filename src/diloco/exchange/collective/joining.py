@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from diloco.core import memory
 from diloco.core.fragments import Layout
+from diloco.core.memory import new_vector
 from diloco.core.method import Method
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.base import Model
@@ -59,7 +59,7 @@ def broadcast(group: Group, num_bytes: dict[str, int], layout: Layout, initial: 
         fragments = tuple(theta.contiguous() for theta in model.fragments)
         static = {name: value.contiguous() for name, value in model.static.items()}
     else:
-        fragments = tuple(memory.empty(each.numel) for each in layout.fragments)
+        fragments = tuple(new_vector(each.numel) for each in layout.fragments)
         static = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in layout.static}
     for index, theta in enumerate(fragments):
         group.broadcast(theta, f"fragment {index} of {name_of(0)}'s model")
