@@ -125,7 +125,7 @@ def parse(arguments: list[str]) -> None:
         raise UsageError(f"no command {name}")
     command = _load(name)
     context = command.make_context(name, rest)
-    if isinstance(command, TyperGroup):
+    if isinstance(command, TyperGroup) and context._protected_args:  # `diloco syncer RUN_FILE` names none
         child, inner, left = command.resolve_command(context, [*context._protected_args, *context.args])
         assert inner is not None
         inner.make_context(str(child), left, parent=context)

@@ -1,4 +1,4 @@
-"""`diloco syncer`: serve one run."""
+"""`diloco syncer RUN_FILE`: serve one run."""
 
 import signal
 import threading
