@@ -78,7 +78,7 @@ def _cases(theta: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
         first = torch.zeros(1)
         layout = Layout((place(0, [TensorSpec("x", (1,), "float32")]),), ())
         held = HeldFragment(0, 0, first, {}, None, digest(first))
-        store.initialise("benchmark", METHOD, InitialModel(layout, (held,), b"", "", "nothing"))
+        store.initialise("benchmark", METHOD, InitialModel(layout, (held,), b"", "", "nothing", "0" * 32))
         yield "digest and publishing, with momentum", _publishing(store, theta, {"momentum": other})
 
 

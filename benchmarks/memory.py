@@ -114,7 +114,7 @@ def _take_rounds(driver: HostedDriver, method: Method, layout: Layout, learners:
 
 def _initialise(driver: HostedDriver, layout: Layout) -> None:
     thetas = [torch.randn(fragment.numel) for fragment in layout.fragments]
-    model = driver.jobs.initial(layout, thetas, save({}), learner="benchmark", source="random numbers")
+    model = driver.jobs.initial(layout, thetas, save({}), learner="benchmark", source="random numbers", run_id="0" * 32)
 
     def event(it: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
         it.initialise(model, done)

@@ -205,7 +205,7 @@ class _Learner:
         self._connection, self._name = connection, name
         request = pb.JoinRequest(run=RUN, learner=name, layout=json.dumps(layout.to_dict()))
         self._incarnation = connection.call("joins", "Join", request, pb.JoinReply).incarnation
-        self._boot = self._beat().boot
+        self._boot = self._beat().lineage.boot
 
     def _beat(self) -> pb.HeartbeatReply:
         request = pb.HeartbeatRequest(run=RUN, learner=self._name, incarnation=self._incarnation)

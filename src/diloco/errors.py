@@ -14,6 +14,7 @@ edge where they enter; everything else propagates.
     │   └── DigestError        the same version with different bits
     ├── RunError               the run cannot do what was asked in the state it is in
     │   ├── UnknownRunError    no such run at this address
+    │   ├── LineageError       an older state of the run than one that was seen, or a second one
     │   ├── NotInitialisedError      the run has no model yet
     │   ├── AlreadyInitialisedError  the run has a model already
     │   ├── StaleIncarnationError    this learner was replaced or evicted
@@ -70,6 +71,10 @@ class RunError(DilocoError):
 
 class UnknownRunError(RunError):
     """No such run at this address."""
+
+
+class LineageError(RunError):
+    """The syncer serves an older state of the run than the learner has seen, or a second copy of the same one."""
 
 
 class NotInitialisedError(RunError):

@@ -11,6 +11,7 @@ import pytest
 
 from diloco import errors
 from diloco.core.contribution import DROPPED, OUTLIER, CallForWork, Contribution, Drained, Rejected, Standing, Verdict
+from diloco.core.lineage import Lineage
 from diloco.core.members import Deadlines
 from diloco.core.session import SessionCore, requests
 from diloco.core.session.ends import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
@@ -32,7 +33,7 @@ class Script:
     Attributes:
         open: calls under way, by kind.
         told: news, drops, warnings and the like, in order; `take` empties it.
-        boot, standing: what the syncer answers with.
+        boot, standing: what the syncer answers with; each process begins an epoch.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -41,6 +42,10 @@ class Script:
         self.open: dict[type, Any] = {}
         self.told: list[Any] = []
         self.boot, self.standing = 1, STANDING
+
+    @property
+    def lineage(self) -> Lineage:
+        return Lineage("run", epoch=self.boot, boot=self.boot)
 
     def do(self, event: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> None:
         for action in event(self.now, *args, **kwargs):
@@ -87,30 +92,30 @@ class Script:
     # --- whole passages -----------------------------------------------------------------------------------------------
 
     def join(self, incarnation: int = 1) -> None:
-        self.open.pop(requests.Join)
-        self.do(self.core.joined, incarnation)
+        join = self.open.pop(requests.Join)
+        self.do(self.core.joined, join, self.lineage, incarnation)
 
     def fetch(self, *versions: int) -> None:
         """As a joiner: both fragments and the static tensors."""
         for fragment, version in enumerate(versions):
-            fetch = self.answer(requests.Fetch, self.core.fetched, version)
+            fetch = self.answer(requests.Fetch, self.core.fetched, self.lineage, version)
             assert (fetch.fragment, fetch.base, fetch.joining) == (fragment, -1, True)
-        assert self.answer(requests.Fetch, self.core.fetched, 0).fragment is None
+        assert self.answer(requests.Fetch, self.core.fetched, self.lineage, 0).fragment is None
 
     def beat(self) -> requests.Beat:
-        return self.answer(requests.Beat, self.core.beaten, self.boot, self.standing)  # type: ignore[no-any-return]
+        return self.answer(requests.Beat, self.core.beaten, self.lineage, self.standing)  # type: ignore[no-any-return]
 
     def welcome(self) -> None:
-        self.do(self.core.welcomed, self.open[requests.Watch], self.boot, self.standing)
+        self.do(self.core.welcomed, self.open[requests.Watch], self.lineage, self.standing)
 
     def notice(self, **changes: Any) -> None:
         self.standing = replace(self.standing, **changes)
-        self.do(self.core.heard, self.open[requests.Watch], self.boot, self.standing)
+        self.do(self.core.heard, self.open[requests.Watch], self.lineage, self.standing)
 
     def start(self, versions: tuple[int, ...] = (0, 0)) -> Script:
         self.standing = replace(self.standing, versions=versions)
         self.do(self.core.begin)
-        self.answer(requests.Describe, self.core.described, initialised=True)
+        self.answer(requests.Describe, self.core.described, self.lineage, initialised=True)
         self.join()
         self.fetch(*versions)
         self.beat()
@@ -148,8 +153,8 @@ def test_a_learner_joins_fetches_listens_and_starts_from_where_it_was_welcome() 
     it = Script(at_least=2)
     it.standing = replace(STANDING, step=12, start_step=8, run_tokens=70, versions=(3, 4))
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=True)
-    assert it.open[requests.Join] == requests.Join(WHO, again=False)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    assert it.open[requests.Join] == requests.Join(WHO, again=False, seen=None)
     it.join()
     assert requests.Watch not in it.open, "it counts as live before it has the model"
     it.fetch(3, 4)
@@ -168,10 +173,10 @@ def test_a_learner_waits_for_the_runs_model_as_long_as_it_may() -> None:
     it = Script(join_timeout_s=1.0)
     it.do(it.core.begin)
     for _ in range(4):
-        it.answer(requests.Describe, it.core.described, initialised=False)
+        it.answer(requests.Describe, it.core.described, it.lineage, initialised=False)
         it.until(requests.Describe)
     assert [type(each) for each in it.told] == [requests.Warn]
-    it.answer(requests.Describe, it.core.described, initialised=False)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=False)
     assert isinstance(it.take(requests.Fail)[0].error, errors.NotInitialisedError)
     assert it.core.wake_at == math.inf
 
@@ -189,7 +194,7 @@ def test_a_syncer_that_never_answers_is_given_up_in_time() -> None:
 def test_the_first_learner_gives_the_run_its_model() -> None:
     it = Script(initialises=True)
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=False)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=False)
     it.open.pop(requests.Initialise)
     it.do(it.core.initialised)
     assert requests.Join in it.open
@@ -198,7 +203,7 @@ def test_the_first_learner_gives_the_run_its_model() -> None:
 def test_a_run_that_has_a_model_is_not_initialised_again() -> None:
     it = Script(initialises=True)
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     assert isinstance(it.take(requests.Fail)[0].error, errors.AlreadyInitialisedError)
     assert not it.open
 
@@ -207,7 +212,7 @@ def test_a_model_that_another_learner_uploaded_is_not_taken_for_ones_own() -> No
     """The first upload was refused for lack of room: it cannot have arrived."""
     it = Script(initialises=True)
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=False)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=False)
     it.fail(requests.Initialise, errors.NoRoomError("the disk is full."))
     it.until(requests.Initialise)
     it.fail(requests.Initialise, errors.AlreadyInitialisedError("the run has a model already."))
@@ -220,10 +225,10 @@ def test_an_initialisation_whose_answer_was_lost_is_found_to_be_there(found: str
     """It may be found when the learner asks, or arrive so late that the next upload is refused."""
     it = Script(initialises=True)
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=False)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=False)
     it.fail(requests.Initialise)
     it.until(requests.Describe)
-    it.answer(requests.Describe, it.core.described, initialised=found == "described")
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=found == "described")
     if found == "refused":
         it.until(requests.Initialise)
         it.fail(requests.Initialise, errors.AlreadyInitialisedError("it has one."))
@@ -234,7 +239,7 @@ def test_an_initialisation_whose_answer_was_lost_is_found_to_be_there(found: str
 def test_another_initialiser_fails() -> None:
     it = Script(initialises=True)
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=False)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=False)
     error = errors.AlreadyInitialisedError("another learner was quicker.")
     it.fail(requests.Initialise, error)
     assert it.take(requests.Fail) == [requests.Fail(error)]
@@ -243,7 +248,7 @@ def test_another_initialiser_fails() -> None:
 def test_a_joiner_gives_signs_of_life_while_it_fetches_a_large_model() -> None:
     it = Script()
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     it.join()
     for _ in range(5):
         it.until(requests.Beat)
@@ -255,7 +260,7 @@ def test_a_joiner_gives_signs_of_life_while_it_fetches_a_large_model() -> None:
 def test_a_stream_lost_before_the_start_must_be_welcome_again() -> None:
     it = Script(at_least=2)
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     it.join()
     it.fetch(0, 0)
     it.beat()
@@ -398,7 +403,7 @@ def test_a_rejection_that_is_heard_again_and_again_is_told_once() -> None:
         it.until(requests.Beat)
         it.beat()
     it.notice(versions=(1, 0))
-    it.answer(requests.Fetch, it.core.fetched, 1, (rejected,))
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 1, (rejected,))
     news = it.take(Rejected | requests.TellArrival)  # type: ignore[arg-type]
     assert news == [Rejected(0, 1, DROPPED), requests.TellArrival(0, 1, merged=0)]
 
@@ -412,7 +417,7 @@ def test_an_unheard_rejection_comes_with_the_version_and_before_it() -> None:
     it.push()
     it.notice(versions=(1, 0))
     fetched = (Verdict(0, 1, OUTLIER, 0), Verdict(0, 2, None, 1))
-    it.answer(requests.Fetch, it.core.fetched, 1, fetched)
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 1, fetched)
     news = it.take(Rejected | requests.TellArrival)  # type: ignore[arg-type]
     assert news == [Rejected(0, 1, OUTLIER), requests.TellArrival(0, 1, merged=2)]
 
@@ -423,8 +428,8 @@ def test_a_verdict_heard_before_its_version_counts_when_that_arrives() -> None:
         it.offer(number)
         it.push()
     it.notice(versions=(2, 0), verdicts=(Verdict(0, 1, None, 1), Verdict(0, 2, None, 2)))
-    it.answer(requests.Fetch, it.core.fetched, 1)  # confirmed since: the syncer says them no more
-    it.answer(requests.Fetch, it.core.fetched, 2)
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 1)  # confirmed since: the syncer says them no more
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 2)
     assert [arrival.merged for arrival in it.take(requests.TellArrival)] == [1, 2]
 
 
@@ -445,7 +450,7 @@ def test_versions_are_fetched_until_the_newest_is_here() -> None:
     it = Script().start()
     it.notice(versions=(2, 1))
     for fragment, base, version in [(0, 0, 1), (0, 1, 2), (1, 0, 1)]:
-        fetch = it.answer(requests.Fetch, it.core.fetched, version)
+        fetch = it.answer(requests.Fetch, it.core.fetched, it.lineage, version)
         assert (fetch.fragment, fetch.base, fetch.joining) == (fragment, base, False)
     assert requests.Fetch not in it.open
     it.notice(versions=(1, 1))  # delayed
@@ -471,7 +476,7 @@ def test_a_whole_fragment_of_which_ranks_were_sent_different_versions_is_fetched
     error = errors.VersionError("rank 0 was sent version 3 of fragment 0 and rank 1 version 4")
     it = Script()
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     it.join()
     fetch = it.fail(requests.Fetch, error)
     assert fetch.joining
@@ -481,7 +486,7 @@ def test_a_whole_fragment_of_which_ranks_were_sent_different_versions_is_fetched
     for _ in range(3):
         it.fail(requests.Fetch, error)
         assert it.until(requests.Fetch).base == -1
-    it.answer(requests.Fetch, it.core.fetched, 1)
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 1)
     assert it.take(requests.Fail) == []
 
 
@@ -489,7 +494,7 @@ def test_a_whole_fragment_serves_only_the_version_that_needed_it() -> None:
     it = Script().start()
     it.notice(versions=(2, 0))
     it.fail(requests.Fetch, errors.DigestError("damaged"))
-    it.answer(requests.Fetch, it.core.fetched, 2)
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 2)
     it.notice(versions=(3, 0))
     assert it.open[requests.Fetch].base == 2
 
@@ -518,7 +523,7 @@ def test_a_call_that_stands_before_the_start_is_told_after_it() -> None:
     it = Script()
     it.standing = replace(it.standing, calls=((1, 0),))
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     it.join()
     it.fetch(0, 0)
     it.beat()
@@ -647,8 +652,8 @@ def test_news_of_an_old_incarnation_is_no_news() -> None:
     fetch, watch = it.open.pop(requests.Fetch), it.open[requests.Watch]
     it.do(it.core.evicted, watch, "gone", replaced=False)
     it.take(requests.Warn)
-    it.do(it.core.fetched, fetch, 1)
-    it.do(it.core.heard, watch, 1, replace(it.standing, versions=(9, 9)))
+    it.do(it.core.fetched, fetch, it.lineage, 1)
+    it.do(it.core.heard, watch, it.lineage, replace(it.standing, versions=(9, 9)))
     it.do(it.core.evicted, watch, "gone", replaced=False)
     assert it.told == []
     assert requests.Join in it.open
@@ -657,9 +662,9 @@ def test_news_of_an_old_incarnation_is_no_news() -> None:
 def test_a_joiner_evicted_while_it_fetches_joins_again() -> None:
     it = Script()
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     it.join()
-    it.answer(requests.Fetch, it.core.fetched, 3)
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 3)
     it.fail(requests.Fetch, STALE)
     assert it.open[requests.Join].again
     it.join(2)
@@ -685,7 +690,7 @@ def test_a_learner_that_had_no_place_at_first_is_replaced_as_any_other() -> None
     """Its first request to join was refused: it cannot arrive late."""
     it = Script()
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     it.fail(requests.Join, errors.NoRoomError("the run's pool has no place."))
     it.until(requests.Join)
     it.join()
@@ -702,7 +707,7 @@ def test_a_call_to_join_that_arrives_late_is_no_other_process() -> None:
     """It failed on the way, was made again, and replaces the incarnation of the second one."""
     it = Script()
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     it.fail(requests.Join)
     it.until(requests.Join)
     it.join(1)
@@ -761,10 +766,12 @@ def test_a_finished_learner_tells_a_new_process_so_once_that_has_its_contributio
     assert it.beat().report.finished
     it.boot = 2
     it.until(requests.Beat)
-    assert it.beat().boot == 1
+    before = it.beat().seen
+    assert before is not None
+    assert before.boot == 1
     it.until(requests.Beat)
     beat = it.beat()
-    assert (beat.boot, beat.report.finished) == (2, False)
+    assert (beat.seen, beat.report.finished) == (it.lineage, False)
     it.push()
     it.until(requests.Beat)
     assert it.beat().report.finished
@@ -773,7 +780,7 @@ def test_a_finished_learner_tells_a_new_process_so_once_that_has_its_contributio
 def test_a_learner_without_a_place_in_the_pool_asks_again_and_says_so_once() -> None:
     it = Script()
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     full = errors.NoRoomError("the run's pool has places for 1 of 2 learners at step 0, and b have them.")
     for _ in range(3):
         it.until(requests.Join)
@@ -814,7 +821,7 @@ def test_a_learner_that_is_evicted_and_has_lost_its_place_for_good_asks_no_more(
 def test_a_joiner_without_a_place_for_good_fails() -> None:
     it = Script()
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     it.until(requests.Join)
     it.fail(requests.Join, DRAINED)
     assert it.take(requests.Fail) == [requests.Fail(DRAINED)]
@@ -890,5 +897,71 @@ def test_a_learner_that_never_joined_leaves_without_a_word() -> None:
     it.do(it.core.begin)
     it.do(it.core.leave)
     assert it.told == [requests.Close()]
-    it.answer(requests.Describe, it.core.described, initialised=True)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     assert not it.open
+
+
+# --- older states of the run ------------------------------------------------------------------------------------------
+
+
+def test_an_older_state_of_the_run_is_not_followed_and_said_once() -> None:
+    it = Script().start()
+    it.boot = 3
+    it.until(requests.Beat)
+    it.beat()
+    it.boot = 2
+    it.standing = replace(it.standing, versions=(9, 9))
+    for _ in range(3):
+        it.until(requests.Beat)
+        it.beat()
+    said = [each.text for each in it.take(requests.Warn)]
+    assert len(said) == 1
+    assert "epoch 2" in said[0]
+    assert "epoch 3" in said[0]
+    assert requests.Fetch not in it.open
+    assert it.core.standing is not None
+    assert it.core.standing.versions == (0, 0)
+    it.boot = 4
+    it.until(requests.Beat)
+    it.beat()
+    assert it.open[requests.Fetch].base == 0
+
+
+def test_of_two_syncers_with_the_same_epoch_the_first_one_heard_is_followed() -> None:
+    it = Script().start()
+    call = it.until(requests.Beat)
+    del it.open[requests.Beat]
+    it.do(it.core.beaten, call, replace(it.lineage, boot=77), it.standing)
+    assert "two syncers" in it.take(requests.Warn)[0].text
+    it.until(requests.Beat)
+    it.beat()
+    assert it.core.seen == it.lineage
+
+
+def test_another_run_of_the_same_name_ends_the_learner() -> None:
+    it = Script().start()
+    call = it.until(requests.Beat)
+    del it.open[requests.Beat]
+    it.do(it.core.beaten, call, replace(it.lineage, run_id="other", epoch=9), it.standing)
+    (failed,) = it.take(requests.Fail)
+    assert isinstance(failed.error, errors.UnknownRunError)
+
+
+def test_a_part_comes_from_a_syncer_that_can_be_followed_and_is_followed_from_then_on() -> None:
+    it = Script().start()
+    later = replace(it.lineage, epoch=2, boot=2)
+    assert it.core.distrusts(it.lineage) is it.core.distrusts(later) is None
+    assert isinstance(it.core.distrusts(replace(it.lineage, epoch=0, boot=2)), errors.LineageError)
+    it.notice(versions=(1, 0))
+    fetch = it.open.pop(requests.Fetch)
+    assert (fetch.seen, fetch.versions) == (it.lineage, (0, 0))
+    it.do(it.core.fetched, fetch, later, 1)
+    assert it.core.seen == later
+
+
+def test_requests_say_which_syncer_was_followed_and_what_is_held() -> None:
+    it = Script().start(versions=(3, 4))
+    watch = it.open[requests.Watch]
+    assert (watch.seen, watch.versions) == (it.lineage, (3, 4))
+    it.fail(requests.Watch, errors.StaleIncarnationError("version 4 is not part of it any more"))
+    assert it.until(requests.Join) == requests.Join(it.core.who, again=True, seen=it.lineage)

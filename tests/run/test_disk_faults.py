@@ -110,7 +110,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
     it.close()
 
 
-MODEL = InitialModel(LAYOUT, (held_of(0, 0), held_of(1, 0)), STATIC, "site-a", "seed 17", step=3, tokens=5)
+MODEL = InitialModel(LAYOUT, (held_of(0, 0), held_of(1, 0)), STATIC, "site-a", "seed 17", "0" * 32, step=3, tokens=5)
 
 State = tuple[tuple[int, int], int | None] | None
 """Versions of both fragments, and the number in the record; None: no run."""

@@ -11,6 +11,7 @@ from tests.run.memory import LimitedSpool
 from tests.run.toy import (
     LAYOUT,
     NUM_BYTES,
+    RUN_ID,
     Line,
     Number,
     Player,
@@ -289,7 +290,7 @@ def test_a_learner_that_had_finished_before_a_restart_may_still_send_what_the_dr
     scene.beat("a", 4, finished=True)
     scene.settle()
     scene.restart()
-    scene.beat("a", 4, finished=True, boot=scene.boot - 1)
+    scene.beat("a", 4, finished=True, seen=replace(scene.driver.lineage, epoch=1))
     assert scene.push(contribution("b")) is None
     scene.settle()
     assert scene.driver.state.versions == (0, 0)
@@ -393,7 +394,7 @@ def test_of_two_that_initialise_at_once_one_does() -> None:
         tries = iter([is_refused])
         scene.refuse = lambda _, tries=tries: next(tries, False)  # type: ignore[misc]
         for value in (1, 2):
-            model = InitialModel(LAYOUT, (Number(0, value), Number(0, value)), b"", "a", "test")
+            model = InitialModel(LAYOUT, (Number(0, value), Number(0, value)), b"", "a", "test", RUN_ID)
             scene.driver.initialise(model, answers.append)
         scene.settle()
         assert [type(answer) for answer in answers] == (

@@ -24,6 +24,8 @@ from diloco.run.memory import MemorySlot, MemoryStore
 from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports
 
 RUN = "toy"
+
+RUN_ID = "0" * 32
 LAYOUT = Layout(tuple(place(index, [TensorSpec(f"w{index}", (2,), "float32")]) for index in range(2)), ())
 NUM_BYTES = 8
 NEVER = Deadlines(lost_floor_s=1e6, lost_cap_s=1e6, stalled_floor_s=1e6, stalled_cap_s=1e6)
@@ -150,9 +152,11 @@ class Scene:
         ports = Ports[Number, MemorySlot, int](
             self, self.spool, Sums(), self.store, LaterWorker(self._later), self.observer
         )
+        saved = self.store.load()
         self.driver = Driver(
-            RUN, self.method, ports, boot=self.boot, deadlines=self.deadlines, saved=self.store.load(), pool=self.pool
-        )
+            RUN, self.method, ports, boot=self.boot, deadlines=self.deadlines, pool=self.pool,
+            saved=None if saved is None else self.store.begin(saved),
+        )  # fmt: skip
         return self.driver
 
     def _later(self, what: str, fragment: int | None, do: Callable[[], None]) -> None:
@@ -185,7 +189,7 @@ class Scene:
     def initialise(self) -> DilocoError | None:
         """The run gets its model; returns the answer."""
         answers: list[DilocoError | None] = []
-        model = InitialModel(LAYOUT, (Number(0, 0), Number(0, 0)), b"", "a", "test")
+        model = InitialModel(LAYOUT, (Number(0, 0), Number(0, 0)), b"", "a", "test", RUN_ID)
         self.driver.initialise(model, answers.append)
         self.settle()
         return answers[0]
@@ -205,7 +209,14 @@ class Scene:
 
     def beat(self, learner: str, step: int, incarnation: int = 1, **fields: Any) -> Standing:
         """A sign of life, at ten tokens a step."""
-        values = {"step": step, "steps": step, "tokens": 10 * step, "step_s": 1.0, "waiting": False, "boot": self.boot}
+        values = {
+            "step": step,
+            "steps": step,
+            "tokens": 10 * step,
+            "step_s": 1.0,
+            "waiting": False,
+            "seen": self.driver.lineage,
+        }
         return self.driver.heartbeat(learner, incarnation, **{**values, **fields})
 
     def begin(self, c: Contribution, payload: int = 1) -> Upload[MemorySlot]:

@@ -15,6 +15,7 @@ from diloco.core.actions import MergeRound
 from diloco.core.contribution import Contribution, Standing, Verdict
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
+from diloco.core.lineage import Lineage
 from diloco.core.method import Method
 from diloco.errors import PayloadError
 from diloco.exchange.virtual.client import SessionClient
@@ -36,8 +37,11 @@ class StormDriver(Driver[HeldFragment, MemorySlot, Tensor]):
         self._told(learner, standing.verdicts)
         return standing
 
-    def fetch(self, fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Fetched[HeldFragment, Tensor]:
-        fetched = super().fetch(fragment, base, learner, incarnation)
+    def fetch(
+        self, fragment: int, base: int, learner: str = "", incarnation: int = 0, *, versions: Sequence[int] = (),
+        seen: Lineage | None = None,
+    ) -> Fetched[HeldFragment, Tensor]:  # fmt: skip
+        fetched = super().fetch(fragment, base, learner, incarnation, versions=versions, seen=seen)
         overlap, schedule = self.core.members[learner].overlap, self.core.rules.schedule
         in_flight = schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
         self.ledger.fetched(fragment, base, fetched, num_due=1 + in_flight)

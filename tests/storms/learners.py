@@ -98,7 +98,9 @@ class Process:
 
     def _initial(self) -> InitialModel[HeldFragment]:
         thetas = [torch.full((size,), 1.0 + index) for index, size in enumerate(self._storm.plan.sizes)]
-        return self._storm.jobs.initial(self._storm.plan.layout, thetas, b"", learner=self.name, source="storm")
+        return self._storm.jobs.initial(
+            self._storm.plan.layout, thetas, b"", learner=self.name, source="storm", run_id="0" * 32
+        )
 
     # --- news ---------------------------------------------------------------------------------------------------------
 

@@ -234,6 +234,7 @@ class Storm:
 
         saved = self._store.load()
         if saved is not None:
+            saved = self._store.begin(saved)
             self.ledger.restored(saved)
         self.accounts.restarted()
         worker = RecordingWorker(self._store, later, recorded_with)

@@ -119,7 +119,7 @@ class Raw:
             **fields
         )  # fmt: skip
         reply = self.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
-        self.boot, self.heard = reply.boot, reply.standing
+        self.boot, self.heard = reply.lineage.boot, reply.standing
         return reply
 
     def leave(self, tokens: int = 0) -> None:
@@ -167,8 +167,8 @@ def tamper(syncer: Syncer, tampering: Callable[[Fetch, int, int], Any]) -> None:
     def replace(driver: SyncerDriver) -> None:
         fetch = driver.fetch
 
-        def tampered(fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Any:
-            return tampering(lambda f, b: fetch(f, b, learner, incarnation), fragment, base)
+        def tampered(fragment: int, base: int, learner: str = "", incarnation: int = 0, **following: Any) -> Any:
+            return tampering(lambda f, b: fetch(f, b, learner, incarnation, **following), fragment, base)
 
         driver.fetch = tampered  # type: ignore[method-assign]
 

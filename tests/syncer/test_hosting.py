@@ -59,7 +59,7 @@ def driver_in(directory: Path, at: Callable[[str], None] = lambda _: None) -> It
 
 def initialise(driver: HostedDriver) -> None:
     thetas = [torch.ones(fragment.numel) for fragment in layout().fragments]
-    model = driver.jobs.initial(layout(), thetas, b"", learner="a", source="test")
+    model = driver.jobs.initial(layout(), thetas, b"", learner="a", source="test", run_id="0" * 32)
 
     def event(it: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
         it.initialise(model, done)

@@ -60,7 +60,9 @@ def merged_of(fragment: int, version: int) -> MergedRound[HeldFragment, torch.Te
 
 def initialise(store: Store, run: str = "demo") -> None:
     fragments = (held_of(0, 0), held_of(1, 0))
-    store.initialise(run, METHOD, InitialModel(LAYOUT, fragments, STATIC, "site-a", "seed 17", step=3, tokens=5))
+    store.initialise(
+        run, METHOD, InitialModel(LAYOUT, fragments, STATIC, "site-a", "seed 17", "0" * 32, step=3, tokens=5)
+    )
 
 
 def publish(store: Store, fragment: int, version: int) -> None:

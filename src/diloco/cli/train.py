@@ -183,6 +183,7 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
 
     def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int) -> "AnyLearner":
         import diloco
+        from diloco.training.checkpoint import lineage_of
 
         def connect(initialise: bool) -> "AnyLearner":
             exchange = diloco.connect(
@@ -196,6 +197,7 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
                 initial_step=steps,
                 initial_tokens=tokens,
                 source=_source(config, part),
+                lineage=None if part.resume_from is None else lineage_of(part.resume_from),
             )
             trains, overlap = config.train.trains or None, config.train.overlap
             with ExitStack() as refused:  # its threads would outlive it: an exchange that is refused is closed

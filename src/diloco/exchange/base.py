@@ -26,6 +26,7 @@ from torch import Tensor
 from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced, HeldFragment
+from diloco.core.lineage import Lineage
 from diloco.core.method import Method
 from diloco.core.session.requests import Report, TellStart
 from diloco.core.update import Update
@@ -246,6 +247,11 @@ class Exchange(ABC):
         """Payload bytes by kind ("contributions", "updates", "joins", "control") that this learner has sent and
         received."""
         return {}
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """The syncer that this process follows; None: there is none, or another rank does."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """State that lives with this exchange and not elsewhere: tensors and plain values, possibly nested in dicts."""

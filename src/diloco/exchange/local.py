@@ -194,8 +194,8 @@ class Local(Exchange):
             assert model is not None
             static = save(dict(model.static)) if model.static else b""
             return syncer.jobs.initial(
-                layout, model.fragments, static, learner=name, source="learner", step=self.initial_step,
-                tokens=self.initial_tokens,
+                layout, model.fragments, static, learner=name, source="learner", run_id=RUN,
+                step=self.initial_step, tokens=self.initial_tokens,
             )  # fmt: skip
 
         def clock(ring: Callable[[], None]) -> Alarm:

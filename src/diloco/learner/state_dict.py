@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from diloco.core.held import HeldFragment
+from diloco.core.lineage import Lineage, refusal
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import CheckpointError
@@ -14,7 +16,7 @@ from diloco.learner.boundary import Boundary
 
 KEYS = (
     *("rank", "layout", "method", "core", "anchors", "origins", "parameters", "counters"),
-    *("received", "eager", "residuals", "exchange"),
+    *("received", "eager", "residuals", "exchange", "lineage"),
 )
 
 
@@ -35,6 +37,7 @@ def learner_state(learner: Boundary) -> dict[str, Any]:
         "eager": {} if learner.eager is None else learner.eager.state_dict(),
         "residuals": learner.residuals.state_dict(),
         "exchange": learner.exchange.state_dict(),
+        "lineage": None if (lineage := learner.exchange.lineage) is None else asdict(lineage),
     }
 
 
@@ -42,7 +45,8 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
     """Continue from `learner_state` in the run that `opened` describes (`Learner.load_state_dict`).
 
     Raises:
-        CheckpointError: the state belongs to another model, method, number of ranks or parallelism.
+        CheckpointError: the state belongs to another run, model, method, number of ranks or parallelism, or the syncer
+            serves an older state of the run.
     """
     _check(learner, state)
     exchange, core = state["exchange"], learner.core
@@ -77,6 +81,10 @@ def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint (there) was saved under another method: {difference}; use the method it was saved with."
         )
+    seen, served = state["lineage"], learner.exchange.lineage
+    error = None if seen is None or served is None else refusal(Lineage(**seen), served)
+    if error is not None:
+        raise CheckpointError(f"the checkpoint cannot be continued here: {error}")
     learner.exchange.require_rank(state["rank"], state["core"]["step"])
     learner.tensors.require_pieces(state["parameters"])
 

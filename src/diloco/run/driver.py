@@ -38,6 +38,7 @@ from diloco.core.actions import (
     WakeAt,
 )  # fmt: skip
 from diloco.core.contribution import NOT_FINITE, Contribution, Standing
+from diloco.core.lineage import Lineage, lost, refusal
 from diloco.core.members import Deadlines
 from diloco.core.pool import Pool
 from diloco.core.syncer import SyncerCore
@@ -48,6 +49,7 @@ from diloco.errors import (
     NoRoomError,
     PayloadError,
     RestartedError,
+    StaleIncarnationError,
     StoreError,
 )
 from diloco.run import sense
@@ -166,18 +168,24 @@ class Driver(Generic[H, S, P]):
             self.core.standing(learner), num_live=num_live, run_tokens=self.state.run_tokens, order=self._num_standings
         )
 
-    def fetch(self, fragment: int, base: int, learner: str = "", incarnation: int = 0) -> Fetched[H, P]:
+    def fetch(
+        self, fragment: int, base: int, learner: str = "", incarnation: int = 0, *, versions: Sequence[int] = (),
+        seen: Lineage | None = None,
+    ) -> Fetched[H, P]:  # fmt: skip
         """The update that follows version `base`, or the newest whole fragment where that is not kept.
 
         Arguments:
             learner, incarnation: for which it is; "": a viewer.
+            versions, seen: as in `heartbeat`.
 
         Raises:
-            LayoutError: no such fragment. NotInitialisedError: there is no model yet. StaleIncarnationError: the
-                incarnation is out.
+            LayoutError: no such fragment. NotInitialisedError: there is no model yet. StaleIncarnationError,
+                LineageError, UnknownRunError, PayloadError: as `connected`.
         """
         if learner:
             self.core.check(learner, incarnation)
+            sense.check_versions(learner, len(versions), len(self.state.versions))
+            self._require_line(seen, versions)
         fetched = self.state.model.fetch(fragment, base)
         verdicts = self.core.verdicts(learner, fragment, fetched.update.version) if learner else ()
         return replace(fetched, verdicts=verdicts)
@@ -237,23 +245,31 @@ class Driver(Generic[H, S, P]):
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
+    @property
+    def lineage(self) -> Lineage:
+        """Which state of which run is served."""
+        return self.state.lineage(self.boot)
+
     def join(
         self, learner: str, layout: ModelLayout, done: Callable[[int], None], *, process: int = 0, again: bool = False,
-        ready: bool = False, overlap: int | None = None,
+        ready: bool = False, overlap: int | None = None, seen: Lineage | None = None,
     ) -> None:  # fmt: skip
         """A learner joins as a new incarnation. `done`: called with its number once that is durable.
 
         Arguments:
             process, again, ready, overlap: as in `SyncerCore.joined`.
+            seen: what the learner has followed; None: nothing yet.
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
+            LineageError, UnknownRunError: as `core.lineage.refusal`.
             StaleIncarnationError: it joins again, but a newer process has its place.
             ConfigError: the run's method gives learners no overlap of their own, or not this one.
             NoRoomError: the run's pool has no place for it now. DrainedError: nor will it have one.
         """
         core = self.core
         sense.check_name(learner)
+        self._require_line(seen)
         if overlap is not None:
             self.state.method.with_own_overlap(overlap)
         if difference := layout.first_difference(self.state.model.layout):
@@ -269,21 +285,39 @@ class Driver(Generic[H, S, P]):
         """Raises StaleIncarnationError unless this incarnation is part of the run."""
         self.core.check(learner, incarnation)
 
+    def _require_line(self, seen: Lineage | None, versions: Sequence[int] = ()) -> None:
+        """Check that a learner can follow this syncer, and that the versions that it holds are part of the run.
+
+        Raises:
+            LineageError, UnknownRunError: it cannot. StaleIncarnationError: they are not.
+        """
+        if seen is None:
+            return
+        if (error := refusal(seen, self.lineage)) is not None:
+            raise error
+        if (gone := lost(self.state.epochs, seen.epoch, versions)) is not None:
+            fragment, version = gone
+            raise StaleIncarnationError(
+                f"the run went back to version {version} of fragment {fragment} after epoch {seen.epoch}, and version "
+                f"{versions[fragment]} is not part of it any more; join again to continue from the newest one."
+            )
+
     def heartbeat(
         self, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
-        waiting: bool, finished: bool = False, boot: int = 0, versions: Sequence[int] = (),
-        confirmed: Sequence[int] = (),
+        waiting: bool, finished: bool = False, versions: Sequence[int] = (), confirmed: Sequence[int] = (),
+        seen: Lineage | None = None,
     ) -> Standing:  # fmt: skip
         """A heartbeat; returns the learner's standing.
 
         Arguments:
-            boot: the driver that has all contributions of a learner that has `finished`; another one may lack some, so
-                that the learner has not finished for it.
             versions: the newest that the learner has, by fragment.
+            seen: the syncer that it has them from, and that has all contributions of a learner that has `finished`:
+                another one may lack some, so that the learner has not finished for it. None: it follows none yet.
             others: as in `SyncerCore.heartbeat`.
 
         Raises:
-            StaleIncarnationError: the incarnation is out. PayloadError: its numbers make no sense.
+            StaleIncarnationError: the incarnation is out, or a version is not part of the run any more. PayloadError:
+                its numbers make no sense. LineageError, UnknownRunError: as `core.lineage.refusal`.
         """
         core = self.core
         core.check(learner, incarnation)
@@ -291,9 +325,10 @@ class Driver(Generic[H, S, P]):
             learner, step=step, steps=steps, tokens=tokens, step_s=step_s, num_versions=len(versions),
             num_confirmed=len(confirmed), num_fragments=len(self.state.versions), run_step=core.step,
         )  # fmt: skip
+        self._require_line(seen, versions)
         actions = core.heartbeat(
             self._clock.now_s(), learner, incarnation, step=step, steps=steps, tokens=tokens, step_s=step_s,
-            waiting=waiting, finished=finished and boot == self.boot, confirmed=tuple(confirmed),
+            waiting=waiting, finished=finished and seen == self.lineage, confirmed=tuple(confirmed),
         )  # fmt: skip
         self._status.heard(learner, incarnation, versions)
         self._execute(actions)
@@ -313,15 +348,24 @@ class Driver(Generic[H, S, P]):
         self._writes.record(self._clock.now_s(), done)
         self._execute(actions)
 
-    def connected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
+    def connected(
+        self, learner: str, incarnation: int, connection: ConnectionPort, *, versions: Sequence[int] = (),
+        seen: Lineage | None = None,
+    ) -> None:  # fmt: skip
         """A learner has opened a connection. Its standing is sent at once, and whenever it changes.
 
         Learners that wait for others before they start are sent theirs too.
 
+        Arguments:
+            versions, seen: as in `heartbeat`.
+
         Raises:
-            StaleIncarnationError: the incarnation is out.
+            StaleIncarnationError, LineageError, UnknownRunError: as `heartbeat`. PayloadError: more versions than
+                fragments.
         """
         self.core.check(learner, incarnation)
+        sense.check_versions(learner, len(versions), len(self.state.versions))
+        self._require_line(seen, versions)
         self._connections.opened(learner, incarnation, connection)
         connection.standing(self.standing(learner))
         self._tell([it.learner for it in self.core.members.values() if it.learner != learner and it.tokens == 0])

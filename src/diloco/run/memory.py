@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
-from diloco.run.ports import H, InitialModel, Json, MergedRound, P, RunMethod, SavedRun
+from diloco.run.ports import H, InitialModel, Json, MergedRound, P, RunMethod, SavedRun, first_epoch
 
 POINTS = ("written", "synced", "renamed", "directory synced", "inserted", "committed")
 """The durable steps of a write, as a real store names them. What is written exists from "committed" on."""
@@ -71,9 +71,14 @@ class MemoryStore(Generic[H, P]):
             POINTS,
             SavedRun(
                 run, method, model.layout, deepcopy(model.fragments), ((),) * len(model.fragments), model.static,
-                model.source, model.step, model.tokens, record=None,
+                model.source, model.step, model.tokens, model.run_id, (first_epoch(model),), record=None,
             ),
         )  # fmt: skip
+
+    def begin(self, saved: SavedRun[H]) -> SavedRun[H]:
+        """Make the epoch of the next driver durable, of the run that `load` has read; returns what it starts from."""
+        self._saved = replace(self._require(), epochs=saved.begun().epochs)
+        return saved.begun()
 
     def publish(self, merged: MergedRound[H, P], record: Json) -> None:
         """A version together with its record. Raises StoreError, VersionError, NotInitialisedError."""

@@ -8,11 +8,12 @@ Jobs and the store block. The worker does what they are asked for asynchronously
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from diloco.core.actions import Evict, MergeRound, Reject
 from diloco.core.contribution import Contribution, Standing
+from diloco.core.lineage import Epoch
 from diloco.core.rounds.base import Rules
 from diloco.core.syncer import SyncerCore
 from diloco.core.update import Update
@@ -77,6 +78,8 @@ class InitialModel(Generic[H]):
         fragments: at version 0.
         static: a safetensors file with the frozen parameters and buffers.
         learner, source: the learner that brings it, and where it came from ("seed 17", a checkpoint's name).
+        run_id, epoch: as in `core.lineage`: drawn for this model, and 1; or where it continues a run whose state was
+            lost, that run's id, and a later epoch than it has had.
         step, tokens: inner steps and tokens trained before the run.
     """
 
@@ -85,8 +88,15 @@ class InitialModel(Generic[H]):
     static: bytes
     learner: str
     source: str
+    run_id: str
     step: int = 0
     tokens: int = 0
+    epoch: int = 1
+
+
+def first_epoch(model: InitialModel[Any]) -> Epoch:
+    """The epoch in which a run gets its model."""
+    return Epoch(model.epoch, (0,) * len(model.fragments))
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,8 @@ class SavedRun(Generic[H]):
     Attributes:
         fragments: the newest version of each.
         contributors: of those versions.
-        static, source, step, tokens: as in `InitialModel`.
+        static, source, step, tokens, run_id: as in `InitialModel`.
+        epochs: the starts on this state, the last one at the end.
         record: as `SyncerCore.saved` gave it last; None: the run has only been initialised.
     """
 
@@ -133,7 +144,14 @@ class SavedRun(Generic[H]):
     source: str
     step: int
     tokens: int
+    run_id: str
+    epochs: tuple[Epoch, ...]
     record: Json | None
+
+    def begun(self) -> SavedRun[H]:
+        """The run as the next driver serves it: its epoch is to be made durable first (`begin` of the store)."""
+        versions = tuple(fragment.version for fragment in self.fragments)
+        return replace(self, epochs=(*self.epochs, Epoch(self.epochs[-1].number + 1, versions)))
 
 
 # --- ports ------------------------------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Generic
 
+from diloco.core.lineage import Epoch, Lineage
 from diloco.core.members import Deadlines
 from diloco.core.pool import Pool
 from diloco.core.syncer import SyncerCore
 from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
 from diloco.run.global_model import GlobalModel
-from diloco.run.ports import H, InitialModel, P, RunMethod, SavedRun
+from diloco.run.ports import H, InitialModel, P, RunMethod, SavedRun, first_epoch
 
 
 class RunState(Generic[H, P]):
@@ -23,12 +24,16 @@ class RunState(Generic[H, P]):
 
     Attributes:
         initial_tokens: what the model was trained on before the run.
+        run_id: as in `core.lineage`.
+        epochs: the starts on this run's state.
     """
 
     def __init__(self, run: str, method: RunMethod, deadlines: Deadlines, pool: Pool | None) -> None:
         self.run = run
         self.method = method
         self.initial_tokens = 0
+        self.run_id = ""
+        self.epochs: tuple[Epoch, ...] = ()
         self._deadlines, self._pool = deadlines, pool
         self._core: SyncerCore | None = None
         self._model: GlobalModel[H, P] | None = None
@@ -73,6 +78,10 @@ class RunState(Generic[H, P]):
         """Tokens trained by the run, and by its model before."""
         return 0 if self._core is None else self._core.accounting.run_tokens + self.initial_tokens
 
+    def lineage(self, boot: int) -> Lineage:
+        """What this process serves."""
+        return Lineage(self.run_id, self.epochs[-1].number if self.epochs else 0, boot)
+
     @property
     def versions(self) -> tuple[int, ...]:
         """Of each fragment, published; empty before there is a model."""
@@ -85,6 +94,7 @@ class RunState(Generic[H, P]):
         self._core = self.first_core(initial)
         self._model = GlobalModel(initial.layout, initial.static, initial.fragments, [()] * len(initial.fragments))
         self.initial_tokens = initial.tokens
+        self.run_id, self.epochs = initial.run_id, (first_epoch(initial),)
 
     def first_core(self, initial: InitialModel[Any]) -> SyncerCore:
         """The state machine of a run that begins with this model.
@@ -125,4 +135,5 @@ class RunState(Generic[H, P]):
         if saved.record is not None:
             core.restore(now_s, saved.record)
         self._core, self.initial_tokens = core, saved.tokens
+        self.run_id, self.epochs = saved.run_id, saved.epochs
         self._model = GlobalModel(saved.layout, saved.static, saved.fragments, saved.contributors)

@@ -51,13 +51,18 @@ def check_heartbeat(
     _within(learner, "trained tokens", tokens, MAX_TOKENS)
     if step_s is not None and not (math.isfinite(step_s) and 0 <= step_s <= MAX_STEP_S):
         raise PayloadError(f"{learner!r} says that an inner step takes {step_s} s, which is no duration of a step.")
-    if num_versions > num_fragments:
-        raise PayloadError(f"{learner!r} has versions of {num_versions} fragments, and the run has {num_fragments}.")
+    check_versions(learner, num_versions, num_fragments)
     if num_confirmed not in (0, num_fragments):
         raise PayloadError(
             f"{learner!r} confirms contributions to {num_confirmed} fragments, and the run has {num_fragments}; "
             "confirm all or none."
         )
+
+
+def check_versions(learner: str, num_versions: int, num_fragments: int) -> None:
+    """Check that a learner has versions of no more fragments than there are."""
+    if num_versions > num_fragments:
+        raise PayloadError(f"{learner!r} has versions of {num_versions} fragments, and the run has {num_fragments}.")
 
 
 def check_contribution(c: Contribution, run_step: int) -> None:

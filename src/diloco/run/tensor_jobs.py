@@ -47,12 +47,12 @@ class TensorJobs:
         return self._method.up.encoded_bytes(num_elements)
 
     def initial(
-        self, layout: Layout, thetas: Sequence[Tensor], static: bytes, *, learner: str, source: str, step: int = 0,
-        tokens: int = 0,
+        self, layout: Layout, thetas: Sequence[Tensor], static: bytes, *, learner: str, source: str, run_id: str,
+        step: int = 0, tokens: int = 0, epoch: int = 1,
     ) -> InitialModel[HeldFragment]:  # fmt: skip
         """The model that a run begins with. `thetas`: fp32 [n] of each fragment."""
         held = tuple(HeldFragment.first(self._method, index, theta) for index, theta in enumerate(thetas))
-        return InitialModel(layout, held, static, learner, source, step, tokens)
+        return InitialModel(layout, held, static, learner, source, run_id, step, tokens, epoch)
 
     def check(self, slot: TensorSlot, num_elements: int) -> PayloadError | None:
         """What is wrong with a payload, if anything."""

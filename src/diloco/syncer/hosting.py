@@ -131,9 +131,12 @@ class HostedDriver:
         ports = Ports(_Clock(self._ticker), spool, self.jobs, store, self._threads, journal)
         saved = store.load()
         with understood(store.path):
+            begun = None if saved is None else saved.begun()
             self._driver = SyncerDriver(
-                run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines, saved=saved, pool=pool
+                run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines, saved=begun, pool=pool
             )
+        if saved is not None:  # it can be served: nothing was answered yet
+            store.begin(saved)
         journal.set_aside(store.tidy(saved))
         self._ticker.start()
 

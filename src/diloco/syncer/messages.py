@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.lineage import Lineage
 from diloco.exchange.wire import syncer_pb2 as pb
 
 
@@ -16,6 +17,19 @@ def contribution_of(header: pb.PushHeader) -> Contribution:
         header.steps, header.trained, tuple((discard.reason, discard.tokens) for discard in header.discarded),
         step=header.step, tensors=tuple(header.tensors) if header.part else None,
     )  # fmt: skip
+
+
+def lineage_message(lineage: Lineage) -> pb.Lineage:
+    """What is served."""
+    return pb.Lineage(run_id=lineage.run_id, epoch=lineage.epoch, boot=lineage.boot)
+
+
+def seen_of(
+    message: pb.JoinRequest | pb.HeartbeatRequest | pb.WatchRequest | pb.PullRequest | pb.InitialiseHeader,
+) -> Lineage | None:
+    """What a learner has followed so far."""
+    seen = message.seen
+    return Lineage(seen.run_id, seen.epoch, seen.boot) if message.HasField("seen") else None
 
 
 def standing_message(standing: Standing) -> pb.Standing:
@@ -39,11 +53,11 @@ class WatchStream:
     one.
 
     Arguments:
-        boot: names the driver.
+        lineage: what the driver serves.
     """
 
-    def __init__(self, boot: int) -> None:
-        self._boot: int | None = boot  # until the welcome is out
+    def __init__(self, lineage: Lineage) -> None:
+        self._lineage: Lineage | None = lineage  # until the welcome is out
         self._standing: Standing | None = None
         self._evicted: pb.Evicted | None = None
         self._has_ended = False
@@ -76,9 +90,9 @@ class WatchStream:
         with self._changed:
             self._changed.wait_for(lambda: self._standing or self._evicted or self._has_ended)
             standing, self._standing = self._standing, None
-            if standing is not None and self._boot is not None:
-                boot, self._boot = self._boot, None
-                return pb.Notice(welcome=pb.Welcome(boot=boot, standing=standing_message(standing)))
+            if standing is not None and self._lineage is not None:
+                lineage, self._lineage = lineage_message(self._lineage), None
+                return pb.Notice(welcome=pb.Welcome(lineage=lineage, standing=standing_message(standing)))
             if standing is not None:
                 return pb.Notice(standing=standing_message(standing))
             evicted, self._evicted = self._evicted, None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.core.lineage import Epoch
 from diloco.core.update import Update
 from diloco.errors import StoreError
 from diloco.syncer.durable import sync_directory
 
-FORMAT = 5
+FORMAT = 6
 
 DATABASE = "store.sqlite"
 
@@ -19,11 +21,12 @@ SCHEMA = """
 CREATE TABLE run (
     id INTEGER PRIMARY KEY CHECK (id = 1), run TEXT NOT NULL, method TEXT NOT NULL, layout TEXT NOT NULL, source TEXT
     NOT NULL, step INTEGER NOT NULL, tokens INTEGER NOT NULL, static_file TEXT NOT NULL, static_sha256 TEXT NOT NULL,
-    record TEXT, created_at REAL NOT NULL);
+    record TEXT, created_at REAL NOT NULL, run_id TEXT NOT NULL);
+CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, versions TEXT NOT NULL, started_at REAL NOT NULL);
 CREATE TABLE versions (
     fragment INTEGER NOT NULL, version INTEGER NOT NULL, base INTEGER NOT NULL, file TEXT NOT NULL, sha256 TEXT NOT
     NULL, digest TEXT NOT NULL, scale REAL NOT NULL, tokens INTEGER NOT NULL, published_at REAL NOT NULL,
-    PRIMARY KEY (fragment, version)) WITHOUT ROWID;
+    epoch INTEGER NOT NULL, PRIMARY KEY (fragment, version)) WITHOUT ROWID;
 CREATE TABLE contributors (
     fragment INTEGER NOT NULL, version INTEGER NOT NULL, position INTEGER NOT NULL, learner TEXT NOT NULL, weight REAL
     NOT NULL, PRIMARY KEY (fragment, version, position),
@@ -41,7 +44,7 @@ class HistoryLine:
     digest: str
     scale: float
     tokens: int
-    published_at: float  # seconds since the epoch
+    published_at: float  # Unix time in seconds
     contributors: tuple[str, ...]
     weights: tuple[float, ...]
 
@@ -103,16 +106,27 @@ def connect(path: Path) -> sqlite3.Connection:
 def put_version(
     db: sqlite3.Connection, update: Update, file: str, sha256: str, tokens: int, published_at: float
 ) -> None:
-    """Add a version and its contributors, inside the caller's transaction."""
+    """Add a version of the newest epoch and its contributors, inside the caller's transaction."""
     key = (update.fragment, update.version)
     db.execute(
-        "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, (SELECT MAX(epoch) FROM epochs))",
         (*key, update.base, file, sha256, update.digest, update.scale, tokens, published_at),
     )
     pairs = zip(update.contributors, update.weights, strict=True)
     db.executemany(
         "INSERT INTO contributors VALUES (?, ?, ?, ?, ?)", [(*key, i, *pair) for i, pair in enumerate(pairs)]
     )
+
+
+def put_epoch(db: sqlite3.Connection, epoch: Epoch, started_at: float) -> None:
+    """Add a start, inside the caller's transaction."""
+    db.execute("INSERT INTO epochs VALUES (?, ?, ?)", (epoch.number, json.dumps(epoch.versions), started_at))
+
+
+def epochs_of(db: sqlite3.Connection) -> tuple[Epoch, ...]:
+    """All starts, the last one at the end."""
+    rows = db.execute("SELECT epoch, versions FROM epochs ORDER BY epoch").fetchall()
+    return tuple(Epoch(int(epoch), tuple(map(int, json.loads(versions)))) for epoch, versions in rows)
 
 
 def kept_files(db: sqlite3.Connection, kept_versions: int) -> set[str]:

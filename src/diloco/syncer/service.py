@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -24,7 +25,14 @@ from diloco.run import sense
 from diloco.run.driver import Upload
 from diloco.syncer.auth import Authenticator, Role
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
-from diloco.syncer.messages import WatchStream, contribution_of, standing_message, verdict_message
+from diloco.syncer.messages import (
+    WatchStream,
+    contribution_of,
+    lineage_message,
+    seen_of,
+    standing_message,
+    verdict_message,
+)
 from diloco.syncer.probe import Prober
 from diloco.syncer.sockets import SocketLedger
 from diloco.syncer.spool import Slot
@@ -92,6 +100,7 @@ class Service:
             return pb.DescribeReply(
                 method=json.dumps(driver.state.method.to_dict()), initialised=driver.state.is_initialised,
                 layout=layout, step=driver.state.step, run_tokens=driver.state.run_tokens,
+                lineage=lineage_message(driver.lineage),
             )  # fmt: skip
 
         return self._driver.ask(reply)
@@ -100,11 +109,17 @@ class Service:
         self._admit(context, request.run, "learner", request.learner, "joins")
         layout = _layout(request.layout)
 
-        def join(driver: SyncerDriver, done: Callable[[int], None]) -> None:
-            overlap = request.overlap if request.HasField("overlap") else None
-            driver.join(request.learner, layout, done, process=request.process, again=request.again, overlap=overlap)
+        def join(driver: SyncerDriver, done: Callable[[pb.JoinReply], None]) -> None:
+            def joined(incarnation: int) -> None:
+                done(pb.JoinReply(incarnation=incarnation, lineage=lineage_message(driver.lineage)))
 
-        return pb.JoinReply(incarnation=self._driver.wait_for(join))
+            overlap = request.overlap if request.HasField("overlap") else None
+            driver.join(
+                request.learner, layout, joined, process=request.process, again=request.again, overlap=overlap,
+                seen=seen_of(request),
+            )  # fmt: skip
+
+        return self._driver.wait_for(join)
 
     def heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
         self._admit(context, request.run, "learner", request.learner, "control")
@@ -112,10 +127,10 @@ class Service:
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
             standing = driver.heartbeat(
                 request.learner, request.incarnation, step=request.step, steps=request.steps, tokens=request.tokens,
-                step_s=request.step_s or None, waiting=request.waiting, finished=request.finished, boot=request.boot,
-                versions=tuple(request.versions), confirmed=tuple(request.confirmed),
+                step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
+                versions=tuple(request.versions), confirmed=tuple(request.confirmed), seen=seen_of(request),
             )  # fmt: skip
-            return pb.HeartbeatReply(boot=driver.boot, standing=standing_message(standing))
+            return pb.HeartbeatReply(lineage=lineage_message(driver.lineage), standing=standing_message(standing))
 
         return self._driver.ask(reply)
 
@@ -135,8 +150,9 @@ class Service:
     def watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:
         self._admit(context, request.run, "learner", request.learner, "control")
         learner, incarnation = request.learner, request.incarnation
-        stream = WatchStream(self._driver.ask(lambda driver: driver.boot))
-        self._driver.ask(lambda driver: driver.connected(learner, incarnation, stream))
+        stream = WatchStream(self._driver.ask(lambda driver: driver.lineage))
+        seen, versions = seen_of(request), tuple(request.versions)
+        self._driver.ask(lambda driver: driver.connected(learner, incarnation, stream, versions=versions, seen=seen))
         if not context.add_callback(stream.end):  # the connection is gone already
             stream.end()
         try:
@@ -149,7 +165,7 @@ class Service:
     def initialise(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[pb.InitialiseReply]:
         header = read_header(stream, pb.InitialiseHeader)
         self._admit(context, header.run, "learner", header.learner, "joins")
-        layout = _layout(header.layout)
+        layout, seen = _layout(header.layout), seen_of(header)
         _check_sizes(list(header.part_bytes), layout)
         buffer = _room_for_model(sum(header.part_bytes))
         for received in _receiving(stream, buffer):
@@ -166,8 +182,10 @@ class Service:
                 )
         _check_static(layout, static)
         model = self._driver.jobs.initial(
-            layout, thetas, static, learner=header.learner, source=header.source, step=header.step, tokens=header.tokens
-        )
+            layout, thetas, static, learner=header.learner, source=header.source, step=header.step,
+            tokens=header.tokens, run_id=secrets.token_hex(16) if seen is None else seen.run_id,
+            epoch=1 if seen is None else seen.epoch + 1,
+        )  # fmt: skip
 
         def initialise(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
             driver.initialise(model, done)
@@ -210,13 +228,19 @@ class Service:
         kind = "joins" if request.joining or not request.learner else "updates"
         self._admit(context, request.run, "learner" if request.learner else "viewer", request.learner, kind)
         learner, incarnation = request.learner, request.incarnation
+        lineage = lineage_message(self._driver.ask(lambda driver: driver.lineage))
         if request.WhichOneof("part") == "static":
             if learner:
                 self._driver.ask(lambda driver: driver.check(learner, incarnation))
             static = memoryview(self._driver.ask(lambda driver: driver.state.model.static))
-            yield from frames(pb.PullHeader(lossless=True, num_bytes=len(static)), static)
+            yield from frames(pb.PullHeader(lossless=True, num_bytes=len(static), lineage=lineage), static)
             return
-        fetched = self._driver.ask(lambda driver: driver.fetch(request.fragment, request.base, learner, incarnation))
+        seen, versions = seen_of(request), tuple(request.versions)
+        fetched = self._driver.ask(
+            lambda driver: driver.fetch(
+                request.fragment, request.base, learner, incarnation, seen=seen, versions=versions
+            )
+        )
         update, held, outer = fetched.update, fetched.held, memoryview(b"")
         num_elements = held.theta.numel()
         segments = _segments(request, num_elements)
@@ -234,7 +258,7 @@ class Service:
             fragment=update.fragment, base=max(update.base, 0), version=update.version,
             contributors=update.contributors, weights=update.weights, scale=update.scale, digest=update.digest,
             lossless=update.lossless, num_bytes=len(payload) + len(outer), outer_bytes=len(outer),
-            verdicts=[verdict_message(verdict) for verdict in fetched.verdicts],
+            verdicts=[verdict_message(verdict) for verdict in fetched.verdicts], lineage=lineage,
         )  # fmt: skip
         yield from frames(header, payload, outer)
 

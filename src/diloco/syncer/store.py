@@ -34,7 +34,7 @@ from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import AlreadyInitialisedError, DilocoError, NotInitialisedError, StoreError, VersionError
-from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun
+from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun, first_epoch
 from diloco.syncer.durable import ignore_point, lock_directory
 from diloco.syncer.files import TensorFiles
 from diloco.syncer.records import (
@@ -42,10 +42,12 @@ from diloco.syncer.records import (
     HistoryLine,
     connect,
     contributors_of,
+    epochs_of,
     file_of,
     is_named,
     kept_files,
     look,
+    put_epoch,
     put_version,
     read_history,
 )
@@ -116,14 +118,32 @@ class Store:
                 rows.append((first, *self._files.write(fragment)))
             plain = json.dumps(method.to_dict()), json.dumps(model.layout.to_dict())
             with self._transaction() as db:
+                put_epoch(db, first_epoch(model), time.time())
                 db.execute(
-                    "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?)",
-                    (run, *plain, model.source, model.step, model.tokens, static_file, static_sha256, time.time()),
-                )
+                    "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?)",
+                    (
+                        run, *plain, model.source, model.step, model.tokens, static_file, static_sha256, time.time(),
+                        model.run_id,
+                    ),
+                )  # fmt: skip
                 for row in rows:
                     put_version(db, *row, tokens=0, published_at=time.time())
                 self._at("inserted")
         self._at("committed")
+
+    def begin(self, saved: SavedRun[HeldFragment]) -> SavedRun[HeldFragment]:
+        """Make the epoch of the next driver durable, of the run that `load` has read; returns what it starts from.
+
+        Raises:
+            StoreError: the disk refused.
+        """
+        begun = saved.begun()
+        with self._writing:
+            with self._mapped("begun"), self._transaction() as db:
+                put_epoch(db, begun.epochs[-1], time.time())
+                self._at("inserted")
+            self._at("committed")
+        return begun
 
     def publish(self, merged: MergedRound[HeldFragment, Any], record: Json) -> None:
         """Make a version durable, and the record that belongs to it. Only after this returns may it be seen.
@@ -192,16 +212,18 @@ class Store:
         with self._mapped("read"), understood(self.path):
             with self._using:
                 run = self._db.execute(
-                    "SELECT run, method, layout, source, step, tokens, static_file, static_sha256, record FROM run"
+                    "SELECT run, method, layout, source, step, tokens, static_file, static_sha256, record, run_id"
+                    " FROM run"
                 ).fetchone()
                 newest = self._db.execute(
                     "SELECT fragment, version, file, sha256, digest FROM versions AS v WHERE version ="
                     " (SELECT MAX(version) FROM versions WHERE fragment = v.fragment)"
                 ).fetchall()
                 contributors = {row[0]: contributors_of(self._db, *row[:2]) for row in newest}
+                epochs = epochs_of(self._db)
             if run is None:
                 return None
-            name, method, layout_text, source, step, tokens, static_file, static_sha256, record = run
+            name, method, layout_text, source, step, tokens, static_file, static_sha256, record, run_id = run
             layout = Layout.from_dict(json.loads(layout_text))
             fragments = {row[0]: self._files.read(*row) for row in newest}
             return SavedRun(
@@ -214,6 +236,8 @@ class Store:
                 source,
                 int(step),
                 int(tokens),
+                str(run_id),
+                epochs,
                 None if record is None else json.loads(record),
             )
 

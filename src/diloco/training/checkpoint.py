@@ -21,7 +21,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from diloco.errors import CheckpointError, StoreError
+from diloco.errors import CheckpointError, StoreError, translated
 
 FORMAT = 4
 _MANIFEST = "manifest.json"
@@ -112,6 +112,15 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"{path} is not a whole checkpoint ({type(error).__name__}: {error}); {_instead(path)}"
         ) from error
     return state
+
+
+def lineage_of(path: Path) -> dict[str, Any] | None:
+    """The syncer that the learner of a whole checkpoint followed (`core.lineage`); None: it followed none."""
+    with translated((OSError, ValueError, KeyError), CheckpointError, f"cannot read {path}", _instead(path)):
+        lineage: dict[str, Any] | None = json.loads((path / _MANIFEST).read_bytes())["state"]["learners"][0].get(
+            "lineage"
+        )
+    return lineage
 
 
 def _instead(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from diloco.core.session import requests
-from diloco.errors import BusyError, DilocoError, NoRoomError, UnreachableError
+from diloco.errors import BusyError, DilocoError, LineageError, NoRoomError, UnreachableError
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
 """Pauses between tries. They must be shorter than a restarted syncer's shortest deadline."""
@@ -75,9 +75,9 @@ class Lane:
         """The next request waits, longer after each time."""
         self.ready_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, LAST_RETRY_S)
 
-    def failed(self, now: float, error: UnreachableError | NoRoomError) -> str | None:
+    def failed(self, now: float, error: UnreachableError | NoRoomError | LineageError) -> str | None:
         """The request is repeated; returns what to warn of, once for each kind of error."""
-        self.is_away = isinstance(error, UnreachableError)
+        self.is_away = not isinstance(error, NoRoomError)
         self.pause(now)
         if type(error) in self._said:
             return None
@@ -85,6 +85,8 @@ class Lane:
         why = "cannot be reached yet" if self.is_away else "has no room yet"
         if isinstance(error, BusyError):
             why = "is still busy"
+        elif isinstance(error, LineageError):
+            why = "is not the one to follow"
         return f"the syncer {why}, trying again: {error}"
 
 
@@ -147,7 +149,7 @@ class Lanes:
         return self.connection.answered(request.connection)
 
     def failed(
-        self, now: float, request: requests.Request, error: UnreachableError | NoRoomError
+        self, now: float, request: requests.Request, error: UnreachableError | NoRoomError | LineageError
     ) -> list[requests.SessionAction]:
         """A request is to be repeated."""
         text = self.of(request).failed(now, error)
@@ -156,7 +158,7 @@ class Lanes:
         if text is not None and not isinstance(request, requests.Watch):
             actions.append(requests.Warn(text))
         if isinstance(request, requests.Describe | requests.Beat | requests.Watch) and isinstance(
-            error, UnreachableError
+            error, UnreachableError | LineageError
         ):
             actions += self.connection.failed(request.connection)
         return actions

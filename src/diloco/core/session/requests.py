@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
+from diloco.core.lineage import Lineage
 from diloco.errors import DilocoError
 
 
@@ -77,12 +78,18 @@ class Initialise:
 
 @dataclass(frozen=True)
 class Join:
-    """Ask for a new incarnation; then call `joined`. `again`: after an eviction; must not replace another process."""
+    """Ask for a new incarnation; then call `joined`.
+
+    Attributes:
+        again: after an eviction; must not replace another process.
+        seen: the syncer followed so far; None: none yet.
+    """
 
     lane: ClassVar[LaneName] = "receive"
 
     who: Identity
     again: bool
+    seen: Lineage | None
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,8 @@ class Fetch:
         fragment: None: the tensors that training leaves alone.
         base: the version held; −1: none, fetch the whole fragment.
         joining: the learner is not part of the run yet.
+        seen: the syncer followed so far.
+        versions: held of each fragment.
     """
 
     lane: ClassVar[LaneName] = "receive"
@@ -101,17 +110,26 @@ class Fetch:
     fragment: int | None
     base: int
     joining: bool = False
+    seen: Lineage | None = None
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Watch:
     """Open a stream of notices over this control connection. Call `welcomed`, `heard` and `evicted` for the notices,
-    and `failed` or `ended` once the stream is over."""
+    and `failed` or `ended` once the stream is over.
+
+    Attributes:
+        seen: the syncer followed so far.
+        versions: held of each fragment.
+    """
 
     lane: ClassVar[LaneName] = "watch"
 
     who: Identity
     connection: int
+    seen: Lineage | None
+    versions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -120,7 +138,7 @@ class Beat:
     answer.
 
     Attributes:
-        boot: the process of the syncer that has all contributions of a finished learner; 0: none is known.
+        seen: the syncer followed so far. It has all contributions of a finished learner.
         versions: of each fragment, the newest that this learner has.
         confirmed: by fragment, the verdicts on all contributions up to this number are known.
     """
@@ -131,7 +149,7 @@ class Beat:
     connection: int
     timeout_s: float
     report: Report
-    boot: int
+    seen: Lineage | None
     versions: tuple[int, ...]
     confirmed: tuple[int, ...]
 

@@ -10,8 +10,9 @@
 
 Requests belong to lanes (control, watch, receive, send), and each lane has at most one under way. What is done next
 follows from what is known: the phase, the versions held and published, the contributions without a verdict, and which
-process of the syncer (`boot`) acknowledged them. A message that is lost or heard twice therefore changes nothing: the
-syncer says all that stands (`Standing`) on every connection and in every heartbeat.
+process of the syncer acknowledged them. A message that is lost or heard twice therefore changes nothing: the
+syncer says all that stands (`Standing`) on every connection and in every heartbeat. A syncer that serves an older state
+of the run than one before is not followed (`core.lineage`).
 
 No tensor, clock, socket or thread is in here; `exchange.remote` drives it with threads, and virtual time with a
 simulated network.
@@ -25,6 +26,7 @@ from dataclasses import replace
 from typing import Literal
 
 from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing, Verdict
+from diloco.core.lineage import Lineage, refusal
 from diloco.core.session import requests
 from diloco.core.session.ends import GONE_TIMEOUT_S, Departure, Entrance
 from diloco.core.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
@@ -38,6 +40,7 @@ from diloco.errors import (
     DigestError,
     DilocoError,
     DrainedError,
+    LineageError,
     NoRoomError,
     RestartedError,
     StaleIncarnationError,
@@ -72,6 +75,7 @@ class SessionCore:
         who: the newest incarnation.
         phase: see above.
         standing: the last one received; None: none yet.
+        seen: the syncer that this learner follows; None: none has been heard yet.
         wake_at: call `tick` at this time, unless another event comes before.
     """
 
@@ -90,13 +94,13 @@ class SessionCore:
         self.who = who
         self.phase: SessionPhase = "entering"
         self.standing: Standing | None = None
+        self.seen: Lineage | None = None
         self.wake_at = math.inf
         self._num_fragments, self._at_least = num_fragments, at_least
         self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
         self._lanes, self._departure = Lanes(), Departure()
         self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s, shortest_s=shortest_s)
         self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
-        self._boot: int | None = None
         self._welcome: Standing | None = None  # of the stream of notices that is open
         self._has_started = self._has_lost_join = False
         self._reason: str | None = None  # why the incarnation before was evicted
@@ -126,6 +130,7 @@ class SessionCore:
     def restored(self, versions: Sequence[int]) -> None:
         """The run was taken back to a checkpoint, from which the learner has these versions of the fragments."""
         self._cache.restored(versions)
+        self.seen = None
 
     def leave(self, now: float) -> Actions:
         """The learner takes no more steps and wants to leave; all ends with `Close`."""
@@ -142,8 +147,12 @@ class SessionCore:
 
     # --- becoming part of the run -------------------------------------------------------------------------------------
 
-    def described(self, now: float, describe: requests.Describe, *, initialised: bool) -> Actions:
+    def described(
+        self, now: float, describe: requests.Describe, lineage: Lineage, *, initialised: bool
+    ) -> Actions:  # fmt: skip
         """Whether the run has a model."""
+        if (error := refusal(self.seen, lineage)) is not None:
+            return self.failed(now, describe, error)
         actions: Actions = [*self._lanes.answered(describe)]
         self._departure.heard(now)
         if self.phase != "entering":
@@ -162,10 +171,13 @@ class SessionCore:
         self._entrance.uploaded()
         return self._go_on(now)
 
-    def joined(self, now: float, incarnation: int) -> Actions:
+    def joined(self, now: float, join: requests.Join, lineage: Lineage, incarnation: int) -> Actions:
         """The learner has a new incarnation, which holds no model yet."""
+        if (error := refusal(self.seen, lineage)) is not None:
+            return self.failed(now, join, error)
         self._lanes.receive.ended()
         if self.phase == "joining":
+            self._follow(lineage)
             self.phase, self.who = "fetching", replace(self.who, incarnation=incarnation)
             self._heartbeat.plan(now)
         return self._go_on(now)
@@ -196,17 +208,26 @@ class SessionCore:
         self.phase, self._reason = "joining", reason
         drops = [requests.Drop(c) for c in self._outbox.contributions]
         self._outbox, self._cache = Outbox(self._num_fragments), ModelCache(self._num_fragments)
-        self._welcome = self._boot = None
+        self._welcome = None
         self._heartbeat.start_over()
         return [*drops, requests.Warn(f"{self.who.learner} was evicted ({reason}) and joins again")]
 
     # --- the model and the contributions ------------------------------------------------------------------------------
 
-    def fetched(self, now: float, fetch: requests.Fetch, version: int, verdicts: Iterable[Verdict] = ()) -> Actions:
-        """A part is here at this version, decoded and verified; with it came verdicts on contributions to it."""
+    def distrusts(self, lineage: Lineage) -> DilocoError | None:
+        """Why a part that was fetched from this syncer must not be taken: the fetch has failed with this. None: the
+        learner follows that syncer."""
+        return refusal(self.seen, lineage)
+
+    def fetched(
+        self, now: float, fetch: requests.Fetch, lineage: Lineage, version: int, verdicts: Iterable[Verdict] = ()
+    ) -> Actions:  # fmt: skip
+        """A part is here at this version, decoded and verified, from a syncer that is not distrusted; with it came
+        verdicts on contributions to it."""
         self._lanes.receive.ended()
         if not self._is_current(fetch.who):
             return self._go_on(now)
+        self._follow(lineage)
         self._cache.fetched(fetch, version)
         actions = self._take(verdicts)
         if self.phase == "fetching" and self._cache.is_complete:
@@ -233,22 +254,26 @@ class SessionCore:
         """Whether a request is being repeated because the syncer was not reached."""
         return self._lanes.is_away
 
-    def beaten(self, now: float, beat: requests.Beat, boot: int, standing: Standing) -> Actions:
-        """A heartbeat was answered, by this process of the syncer."""
+    def beaten(self, now: float, beat: requests.Beat, lineage: Lineage, standing: Standing) -> Actions:
+        """A heartbeat was answered, by this syncer."""
+        if (error := refusal(self.seen, lineage)) is not None:
+            return self.failed(now, beat, error)
         self._heartbeat.ended(now)
         self._heartbeat.plan(now, starting=self.phase == "starting")
-        return [*self._lanes.answered(beat), *self._hear(now, beat.who, boot, standing)]
+        return [*self._lanes.answered(beat), *self._hear(now, beat.who, lineage, standing)]
 
-    def welcomed(self, now: float, watch: requests.Watch, boot: int, standing: Standing) -> Actions:
+    def welcomed(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
         """The first notice of a stream: from here on the syncer counts on the learner."""
+        if refusal(self.seen, lineage) is not None:
+            return [*self._lanes.connection.failed(watch.connection)]
         self._lanes.watch.reset()
         if self._is_current(watch.who):
             self._welcome = standing
-        return self._hear(now, watch.who, boot, standing)
+        return self._hear(now, watch.who, lineage, standing)
 
-    def heard(self, now: float, watch: requests.Watch, boot: int, standing: Standing) -> Actions:
-        """A later notice of a stream, of the process that has opened it: what stands has changed."""
-        return self._hear(now, watch.who, boot, standing)
+    def heard(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
+        """A later notice of a stream, of the syncer that has opened it: what stands has changed."""
+        return self._hear(now, watch.who, lineage, standing) if refusal(self.seen, lineage) is None else []
 
     def evicted(self, now: float, watch: requests.Watch, reason: str, *, replaced: bool) -> Actions:
         """The syncer has evicted this incarnation. `replaced`: a newer one has its place.
@@ -279,22 +304,26 @@ class SessionCore:
         """The syncer has acknowledged the goodbye."""
         return self._over()
 
-    def _hear(self, now: float, who: Identity, boot: int, standing: Standing) -> Actions:
+    def _hear(self, now: float, who: Identity, lineage: Lineage, standing: Standing) -> Actions:
         self._departure.heard(now)
         if not self._is_current(who):
             return self._go_on(now)
-        if boot != self._boot:  # it may lack what another process has acknowledged
-            self._boot = boot
-            self._lanes.send.reset()
-            self.standing = None
-            if self._heartbeat.report.finished:  # the heartbeat before was not meant for this process
-                self._heartbeat.urge()
+        self._follow(lineage)
         if self.standing is None or self.standing.order <= standing.order:  # answers and notices overtake each other
             self.standing = standing
             self._cache.published(standing.versions)
         actions = self._take(standing.verdicts)
         actions += self._tell_calls(self.standing) if self.phase == "running" else self._start()
         return actions + self._go_on(now)
+
+    def _follow(self, lineage: Lineage) -> None:
+        """A syncer that was started after the one before may lack what that one has acknowledged."""
+        if lineage == self.seen:
+            return
+        self.seen, self.standing = lineage, None
+        self._lanes.send.reset()
+        if self._heartbeat.report.finished:  # the heartbeat before was not meant for this process
+            self._heartbeat.urge()
 
     def _take(self, verdicts: Iterable[Verdict]) -> Actions:
         actions: Actions = []
@@ -326,7 +355,7 @@ class SessionCore:
         match request, error:
             case requests.Describe(), UnreachableError() if self._entrance.is_late(now):
                 return self._fail(lane, error)
-            case _, UnreachableError() | NoRoomError():
+            case _, UnreachableError() | NoRoomError() | LineageError():
                 if isinstance(error, UnreachableError):  # it may have reached the syncer all the same
                     if isinstance(request, requests.Initialise):
                         self._entrance.lost()
@@ -337,7 +366,7 @@ class SessionCore:
             case requests.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
                 return []
             case requests.Push(boot=boot), RestartedError():
-                if boot == self._boot:
+                if self.seen is not None and boot == self.seen.boot:
                     lane.pause(now)
                     self._heartbeat.urge()  # its answer names the new process
                 return []
@@ -389,15 +418,16 @@ class SessionCore:
             return None
         self._heartbeat.began(now)
         versions, confirmed = tuple(self._cache.held), self._outbox.confirmed
-        boot, timeout_s = self._boot or 0, self._heartbeat.timeout_s
-        return requests.Beat(self.who, connection, timeout_s, self._report, boot, versions, confirmed)
+        return requests.Beat(
+            self.who, connection, self._heartbeat.timeout_s, self._report, self.seen, versions, confirmed
+        )
 
     @property
     def _report(self) -> Report:
         """The content of a heartbeat. A learner has finished once the syncer has all its contributions: a round would
         be closed without one that is in flight."""
         report = self._heartbeat.report
-        is_sending = self._boot is not None and self._outbox.next(self._boot) is not None
+        is_sending = self.seen is not None and self._outbox.next(self.seen.boot) is not None
         return replace(report, finished=report.finished and not is_sending)
 
     def _watch_request(self, now: float) -> requests.Request | None:
@@ -405,23 +435,25 @@ class SessionCore:
         connection = self._lanes.connection
         if self.phase not in ("starting", "running", "leaving") or not connection.is_answered:
             return None
-        return requests.Watch(self.who, connection.number)
+        return requests.Watch(self.who, connection.number, self.seen, tuple(self._cache.held))
 
     def _receive_request(self, now: float) -> requests.Request | None:
         match self.phase:
             case "entering" if self._entrance.step == "initialise":
                 return requests.Initialise(self.who)
             case "joining":
-                return requests.Join(self.who, again=self.who.incarnation > 0)
+                return requests.Join(self.who, again=self.who.incarnation > 0, seen=self.seen)
             case "fetching" | "starting" | "running":
-                return self._cache.next(self.who)
+                fetch = self._cache.next(self.who)
+                versions = tuple(self._cache.held)
+                return None if fetch is None else replace(fetch, seen=self.seen, versions=versions)
         return None
 
     def _send_request(self, now: float) -> requests.Request | None:
-        if not self._has_voice or self._boot is None:
+        if not self._has_voice or self.seen is None:
             return None
-        c = self._outbox.next(self._boot)
-        return None if c is None else requests.Push(self.who, c, self._boot)
+        c = self._outbox.next(self.seen.boot)
+        return None if c is None else requests.Push(self.who, c, self.seen.boot)
 
     def _is_sending(self, now: float) -> bool:
         """Whether a contribution is not acknowledged yet."""

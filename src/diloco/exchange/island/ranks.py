@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from diloco.core.codecs import Codec
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
+from diloco.core.lineage import Lineage
 from diloco.core.method import Method
 from diloco.core.session.requests import Report
 from diloco.core.shards import Shards, dealt
@@ -227,6 +228,10 @@ class Ranks(Exchange):
     @property
     def overview(self) -> Overview:
         return self._overview
+
+    @property
+    def lineage(self) -> Lineage | None:
+        return self._exchange.lineage
 
     @property
     def obstacles(self) -> str:

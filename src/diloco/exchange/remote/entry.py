@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from safetensors.torch import save
 
 from diloco.core.fragments import Layout
+from diloco.core.lineage import Lineage
 from diloco.core.session import requests
 from diloco.core.session.lanes import Lane
 from diloco.errors import NoRoomError, UnreachableError
 from diloco.exchange.base import Model
 from diloco.exchange.connection import Connection
+from diloco.exchange.remote.messages import lineage_message
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, streamed
 
@@ -29,11 +31,13 @@ class Initial:
     Attributes:
         step, tokens: inner steps and tokens it was trained on before the run.
         source: where it came from, for people.
+        seen: what its checkpoint had followed; None: it is of no run.
     """
 
     step: int
     tokens: int
     source: str
+    seen: Lineage | None = None
 
 
 def describe(connection: Connection, run: str, timeout_s: float | None) -> pb.DescribeReply:
@@ -92,12 +96,13 @@ class Entry:
             step=self._initial.step,
             tokens=self._initial.tokens,
             part_bytes=sizes,
+            seen=lineage_message(self._initial.seen),
         )
         stream = streamed(header, self._parts(self._model, static))
         self._connection.upload("joins", "Initialise", stream, pb.InitialiseReply)
         self.num_bytes, self._model = sum(sizes), None
 
-    def join(self, call: requests.Join) -> int:
+    def join(self, call: requests.Join) -> pb.JoinReply:
         """A new incarnation. Raises as `Connection.call`, and StaleIncarnationError, LayoutError."""
         request = pb.JoinRequest(
             run=call.who.run,
@@ -106,9 +111,10 @@ class Entry:
             process=call.who.process,
             again=call.again,
             overlap=self._overlap,
+            seen=lineage_message(call.seen),
         )
         try:
-            return self._connection.call("joins", "Join", request, pb.JoinReply).incarnation
+            return self._connection.call("joins", "Join", request, pb.JoinReply)
         except UnreachableError:
             self._connection.close_channel("joins")
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.lineage import Lineage
 from diloco.core.session import requests
 from diloco.core.update import Update
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -36,7 +37,13 @@ def pull_request(fetch: requests.Fetch) -> pb.PullRequest:
     """What asks for a part of the model."""
     who = fetch.who
     request = pb.PullRequest(
-        run=who.run, learner=who.learner, incarnation=who.incarnation, base=fetch.base, joining=fetch.joining
+        run=who.run,
+        learner=who.learner,
+        incarnation=who.incarnation,
+        base=fetch.base,
+        joining=fetch.joining,
+        seen=lineage_message(fetch.seen),
+        versions=[max(version, 0) for version in fetch.versions],
     )
     if fetch.fragment is None:
         request.static = True
@@ -60,13 +67,30 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         finished=report.finished,
         versions=[max(version, 0) for version in beat.versions],
         confirmed=beat.confirmed,
-        boot=beat.boot,
+        seen=lineage_message(beat.seen),
     )
 
 
 def watch_request(watch: requests.Watch) -> pb.WatchRequest:
     """What opens a stream of notices."""
-    return pb.WatchRequest(run=watch.who.run, learner=watch.who.learner, incarnation=watch.who.incarnation)
+    who = watch.who
+    return pb.WatchRequest(
+        run=who.run,
+        learner=who.learner,
+        incarnation=who.incarnation,
+        seen=lineage_message(watch.seen),
+        versions=[max(version, 0) for version in watch.versions],
+    )
+
+
+def lineage_message(seen: Lineage | None) -> pb.Lineage | None:
+    """What a learner has followed."""
+    return None if seen is None else pb.Lineage(run_id=seen.run_id, epoch=seen.epoch, boot=seen.boot)
+
+
+def lineage_of(message: pb.Lineage) -> Lineage:
+    """What a syncer serves."""
+    return Lineage(message.run_id, message.epoch, message.boot)
 
 
 def leave_request(leave: requests.Leave) -> pb.LeaveRequest:

@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced
+from diloco.core.lineage import Lineage
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
 from diloco.core.session.requests import Identity, Report
@@ -47,6 +49,7 @@ def connect(
     initial_step: int = 0,
     initial_tokens: int = 0,
     source: str = "learner",
+    lineage: Mapping[str, Any] | None = None,
     join_timeout_s: float | None = None,
 ) -> Remote:
     """An exchange with the syncer at `address`. Nothing is dialled before a `Learner` takes it.
@@ -62,17 +65,20 @@ def connect(
         initialise: give the run this learner's model. Exactly one learner does so, once.
         initial_step, initial_tokens: what that model was trained on before (a warm start).
         source: for people: where that model came from.
+        lineage: of a checkpoint of a run whose syncer has lost its state ("lineage" of `Learner.state_dict`): the run
+            goes on from that model under its old id, so that the other learners follow. None: a new run.
         join_timeout_s: how long to wait for a syncer to answer, and for the run to have a model; None: as long as it
             takes.
 
     Raises:
         ConfigError: an address or a combination that cannot be.
     """
+    seen = None if lineage is None else Lineage(**lineage)
     return Remote(
         Connection(address, token=token, ca=ca, insecure=insecure),
         run=run,
         learner=learner or socket.gethostname(),
-        initial=Initial(initial_step, initial_tokens, source) if initialise else None,
+        initial=Initial(initial_step, initial_tokens, source, seen) if initialise else None,
         join_timeout_s=join_timeout_s,
     )
 
@@ -189,6 +195,10 @@ class Remote(ShardedExchange):
     @property
     def overview(self) -> Overview:
         return Overview.of(self._opened.core.standing)
+
+    @property
+    def lineage(self) -> Lineage | None:
+        return None if self._session is None else self._session.core.seen
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

@@ -14,6 +14,7 @@ from typing import TypeVar, get_args
 from google.protobuf.message import Message
 
 from diloco.core.contribution import CallForWork, Drained, Rejected
+from diloco.core.lineage import Lineage
 from diloco.core.session import SessionCore, requests
 from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.core.session.requests import SessionAction
@@ -22,7 +23,7 @@ from diloco.exchange.base import Arrived, Opened, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
-from diloco.exchange.remote.messages import heartbeat_request, leave_request, standing_of, watch_request
+from diloco.exchange.remote.messages import heartbeat_request, leave_request, lineage_of, standing_of, watch_request
 from diloco.exchange.remote.transfers import Download, Receiver, Sender, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
 
@@ -164,12 +165,20 @@ class Session:
         match call:
             case requests.Describe():
                 described = self._ask(call, "Describe", pb.DescribeRequest(run=core.who.run), pb.DescribeReply)
-                return partial(core.described, describe=call, initialised=described.initialised)
+                return partial(
+                    core.described,
+                    describe=call,
+                    lineage=lineage_of(described.lineage),
+                    initialised=described.initialised,
+                )
             case requests.Initialise():
                 self._entry.initialise(call)
                 return core.initialised
             case requests.Join():
-                return partial(core.joined, incarnation=self._entry.join(call))
+                joined = self._entry.join(call)
+                return partial(
+                    core.joined, join=call, lineage=lineage_of(joined.lineage), incarnation=joined.incarnation
+                )
             case requests.Fetch():
                 return partial(self._fetched, fetch=call, fetched=self._receiver.fetch(call))
             case requests.Push():
@@ -177,7 +186,9 @@ class Session:
                 return partial(core.pushed, push=call)
             case requests.Beat():
                 beaten = self._ask(call, "Heartbeat", heartbeat_request(call), pb.HeartbeatReply)
-                return partial(core.beaten, beat=call, boot=beaten.boot, standing=standing_of(beaten.standing))
+                return partial(
+                    core.beaten, beat=call, lineage=lineage_of(beaten.lineage), standing=standing_of(beaten.standing)
+                )
             case requests.Watch():
                 self._listen(call)
                 return partial(core.ended, watch=call)
@@ -191,20 +202,23 @@ class Session:
         return self._connection.call(_control(call.connection), method, request, kind, timeout_s=call.timeout_s)
 
     def _fetched(self, now: float, fetch: requests.Fetch, fetched: Download) -> Sequence[SessionAction]:
+        if (error := self.core.distrusts(fetched.lineage)) is not None:
+            return self.core.failed(now, fetch, error)
         self._receiver.take(fetched)
         self._arriving = fetched
-        return self.core.fetched(now, fetch, fetched.update.version, fetched.verdicts)
+        return self.core.fetched(now, fetch, fetched.lineage, fetched.update.version, fetched.verdicts)
 
     def _listen(self, watch: requests.Watch) -> None:
         """Take in the notices of a stream, until it ends."""
-        core, boot = self.core, 0
+        core, lineage = self.core, Lineage("", 0, 0)
         for notice in self._connection.watch(_control(watch.connection), watch_request(watch)):
             match notice.WhichOneof("what"):
                 case "welcome":
-                    boot, standing = notice.welcome.boot, standing_of(notice.welcome.standing)
-                    self.enter(partial(core.welcomed, watch=watch, boot=boot, standing=standing))
+                    lineage, standing = lineage_of(notice.welcome.lineage), standing_of(notice.welcome.standing)
+                    self.enter(partial(core.welcomed, watch=watch, lineage=lineage, standing=standing))
                 case "standing":
-                    self.enter(partial(core.heard, watch=watch, boot=boot, standing=standing_of(notice.standing)))
+                    standing = standing_of(notice.standing)
+                    self.enter(partial(core.heard, watch=watch, lineage=lineage, standing=standing))
                 case "evicted":
                     evicted = notice.evicted
                     self.enter(partial(core.evicted, watch=watch, reason=evicted.reason, replaced=evicted.replaced))

@@ -12,6 +12,7 @@ from torch import Tensor
 from diloco.core.contribution import Contribution, Verdict
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced, HeldFragment, advance, received_whole
+from diloco.core.lineage import Lineage
 from diloco.core.merges import shard_of
 from diloco.core.method import Method
 from diloco.core.session import requests
@@ -19,7 +20,7 @@ from diloco.core.shards import Segments
 from diloco.core.update import Update
 from diloco.errors import ExchangeError
 from diloco.exchange.connection import Connection
-from diloco.exchange.remote.messages import pull_request, push_header, update_of, verdicts_of
+from diloco.exchange.remote.messages import lineage_of, pull_request, push_header, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames, tensor_of
 
@@ -147,8 +148,10 @@ def key_of(c: Contribution) -> Key:
 
 @dataclass(frozen=True)
 class Download:
-    """What a fetch has brought: a fragment's new version, or the static tensors (`advanced` None)."""
+    """What a fetch has brought: a fragment's new version, or the static tensors (`advanced` None). `lineage`: of the
+    syncer that it came from."""
 
+    lineage: Lineage
     update: Update
     verdicts: tuple[Verdict, ...]
     advanced: Advanced | None
@@ -192,9 +195,9 @@ class Receiver:
             request.segments.CopyFrom(pb.Segments(first=segments.first, stop=segments.stop))
         header, buffer = self._connection.pull(channel, request)
         self.num_bytes[channel] += len(buffer)
-        verdicts, update = verdicts_of(header.verdicts), update_of(header)
+        lineage, verdicts, update = lineage_of(header.lineage), verdicts_of(header.verdicts), update_of(header)
         if request.static:
-            return Download(update, verdicts, None, load(bytes(buffer)))
+            return Download(lineage, update, verdicts, None, load(bytes(buffer)))
         fragment = self._layout.fragments[request.fragment]
         num_elements, places = fragment.numel, fragment.tensors
         if shards is not None:
@@ -205,7 +208,7 @@ class Receiver:
         else:
             held = self._newest[fragment.index]
             advanced = advance(self._method, held, update, tensor_of(buffer), places, verify=not is_shard)
-        return Download(update, verdicts, advanced, {})
+        return Download(lineage, update, verdicts, advanced, {})
 
     def take(self, download: Download) -> None:
         """Hold what was fetched."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.layout import Layout
+from diloco.core.lineage import Lineage
 from diloco.core.session import SessionCore, requests
 from diloco.core.update import Update
 from diloco.errors import DilocoError, UnreachableError
@@ -198,36 +199,37 @@ class SessionClient:
         """A request has arrived at the syncer."""
         match call:
             case requests.Describe():
-                reply(driver.state.is_initialised)
-            case requests.Join(who=who, again=again):
+                reply((driver.lineage, driver.state.is_initialised))
+            case requests.Join(who=who, again=again, seen=seen):
                 ready, self._ready = self._ready and not again, False  # one that has to ask again comes late
                 driver.join(
                     who.learner,
                     self._layout,
-                    reply,
+                    lambda incarnation: reply((driver.lineage, incarnation)),
                     process=who.process,
                     again=again,
                     ready=ready,
                     overlap=self._overlap,
+                    seen=seen,
                 )
             case requests.Fetch(who=who, fragment=None):
                 driver.check(who.learner, who.incarnation)
-                reply(driver.state.model.static, len(driver.state.model.static))
+                reply((driver.lineage, driver.state.model.static), len(driver.state.model.static))
             case requests.Fetch(who=who, fragment=int(fragment), base=base):
-                fetched = driver.fetch(fragment, base, who.learner, who.incarnation)
-                reply(fetched, self._replicas.num_bytes(fetched))
+                seen, versions = call.seen, call.versions
+                fetched = driver.fetch(fragment, base, who.learner, who.incarnation, seen=seen, versions=versions)
+                reply((driver.lineage, fetched), self._replicas.num_bytes(fetched))
             case requests.Watch(who=who):
-                stream = _Stream(self, self._wire, open_, driver.boot)
-                driver.connected(who.learner, who.incarnation, stream)
+                stream = _Stream(self, self._wire, open_, driver.lineage)
+                driver.connected(who.learner, who.incarnation, stream, versions=call.versions, seen=call.seen)
                 self._wire.on_break(call, lambda: driver.disconnected(who.learner, who.incarnation, stream))
             case requests.Beat(who=who, report=report):
                 standing = driver.heartbeat(
                     who.learner, who.incarnation, step=report.step, steps=report.steps, tokens=report.tokens,
-                    step_s=report.step_s, waiting=report.waiting, finished=report.finished, boot=call.boot,
-                    versions=call.versions,
-                    confirmed=call.confirmed,
+                    step_s=report.step_s, waiting=report.waiting, finished=report.finished,
+                    versions=call.versions, confirmed=call.confirmed, seen=call.seen,
                 )  # fmt: skip
-                reply((driver.boot, standing))
+                reply((driver.lineage, standing))
             case requests.Leave(who=who, tokens=tokens):
                 driver.leave(who.learner, who.incarnation, reply, tokens=tokens)
 
@@ -280,13 +282,14 @@ class SessionClient:
     def _answered(self, call: requests.Request, answer: Any) -> Sequence[requests.SessionAction]:
         match call:
             case requests.Describe():
-                return self.core.described(self._now, call, initialised=answer)
+                lineage, is_initialised = answer
+                return self.core.described(self._now, call, lineage, initialised=is_initialised)
             case requests.Initialise():
                 return self.core.initialised(self._now)
             case requests.Join():
-                return self.core.joined(self._now, answer)
+                return self.core.joined(self._now, call, *answer)
             case requests.Fetch():
-                return self._take(call, answer)
+                return self._take(call, *answer)
             case requests.Beat():
                 return self.core.beaten(self._now, call, *answer)
             case requests.Push():
@@ -295,12 +298,14 @@ class SessionClient:
                 return self.core.ended(self._now, call)
         return self.core.left(self._now)
 
-    def _take(self, call: requests.Fetch, answer: Any) -> Sequence[requests.SessionAction]:
+    def _take(self, call: requests.Fetch, lineage: Lineage, answer: Any) -> Sequence[requests.SessionAction]:
+        if (distrust := self.core.distrusts(lineage)) is not None:
+            return self.core.failed(self._now, call, distrust)
         kind = "joins" if call.joining else "updates"
         if call.fragment is None:
             self.static = answer
             self.num_bytes[kind] += len(answer)
-            return self.core.fetched(self._now, call, 0)
+            return self.core.fetched(self._now, call, lineage, 0)
         fetched: Fetched[HeldFragment, Tensor] = answer
         self.num_bytes[kind] += self._replicas.num_bytes(fetched)
         try:
@@ -309,15 +314,15 @@ class SessionClient:
             return self.core.failed(self._now, call, error)
         self.held[call.fragment] = advanced.held
         self._last = fetched.update, advanced
-        return self.core.fetched(self._now, call, advanced.held.version, fetched.verdicts)
+        return self.core.fetched(self._now, call, lineage, advanced.held.version, fetched.verdicts)
 
     # --- notices ------------------------------------------------------------------------------------------------------
 
-    def noticed(self, open_: _Open, boot: int, standing: Standing, *, is_first: bool) -> None:
+    def noticed(self, open_: _Open, lineage: Lineage, standing: Standing, *, is_first: bool) -> None:
         """A notice of what stands."""
         if open_ in self._open and isinstance(open_.call, requests.Watch):
             hear = self.core.welcomed if is_first else self.core.heard
-            self._do(hear(self._now, open_.call, boot, standing))
+            self._do(hear(self._now, open_.call, lineage, standing))
 
     def evicted(self, open_: _Open, reason: str, *, replaced: bool) -> None:
         """A notice that the incarnation is out."""
@@ -332,14 +337,14 @@ class SessionClient:
 class _Stream:
     """A stream of notices, at the syncer's end."""
 
-    def __init__(self, client: SessionClient, wire: Wire, open_: _Open, boot: int) -> None:
-        self._client, self._wire, self._open, self._boot = client, wire, open_, boot
+    def __init__(self, client: SessionClient, wire: Wire, open_: _Open, lineage: Lineage) -> None:
+        self._client, self._wire, self._open, self._lineage = client, wire, open_, lineage
         self._has_begun = False
 
     def standing(self, standing: Standing) -> None:
         """As `ports.ConnectionPort`."""
         is_first, self._has_begun = not self._has_begun, True
-        self._send(lambda: self._client.noticed(self._open, self._boot, standing, is_first=is_first))
+        self._send(lambda: self._client.noticed(self._open, self._lineage, standing, is_first=is_first))
 
     def evicted(self, reason: str, *, replaced: bool) -> None:
         """As `ports.ConnectionPort`."""

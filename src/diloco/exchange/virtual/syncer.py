@@ -49,23 +49,23 @@ class VirtualSyncer:
         self.store = MemoryStore[HeldFragment, Tensor]()
         self._boot = 0
         self._alarm = Alarm(delivery, lambda: None)
-        self.driver = self._start()
+        self.driver = self._start(None)
 
     def restart(self, saved: SavedRun[HeldFragment]) -> None:
         """Another driver serves the run from here on, as it was saved; learners connect to it."""
         before = self.driver
         self._alarm.stop()
         self.store = MemoryStore(saved=saved)
-        self.driver = self._start()
+        self.driver = self._start(self.store.begin(saved))
         before.end()
 
-    def _start(self) -> SimulatedDriver:
+    def _start(self, saved: SavedRun[HeldFragment] | None) -> SimulatedDriver:
         self._boot += 1
         boot = self._boot
         self._alarm = Alarm(self._delivery, lambda: self.driver.tick())  # noqa: PLW0108 - of the driver as it is then
         worker = InstantWorker(self._delivery, lambda: boot == self._boot)
         ports = Ports(self._alarm, MemorySpool(), self.jobs, self.store, worker, self._observer)
         return Driver(
-            self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=self.store.load(),
+            self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=saved,
             pool=self._pool,
         )  # fmt: skip

@@ -6,6 +6,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Lineage(_message.Message):
+    __slots__ = ("run_id", "epoch", "boot")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    epoch: int
+    boot: int
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., boot: _Optional[int] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ("run",)
     RUN_FIELD_NUMBER: _ClassVar[int]
@@ -13,43 +23,49 @@ class DescribeRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("method", "initialised", "layout", "step", "run_tokens")
+    __slots__ = ("method", "initialised", "layout", "step", "run_tokens", "lineage")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     INITIALISED_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     method: str
     initialised: bool
     layout: str
     step: int
     run_tokens: int
-    def __init__(self, method: _Optional[str] = ..., initialised: _Optional[bool] = ..., layout: _Optional[str] = ..., step: _Optional[int] = ..., run_tokens: _Optional[int] = ...) -> None: ...
+    lineage: Lineage
+    def __init__(self, method: _Optional[str] = ..., initialised: _Optional[bool] = ..., layout: _Optional[str] = ..., step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("run", "learner", "layout", "process", "again", "overlap")
+    __slots__ = ("run", "learner", "layout", "process", "again", "overlap", "seen")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
     OVERLAP_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     layout: str
     process: int
     again: bool
     overlap: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., process: _Optional[int] = ..., again: _Optional[bool] = ..., overlap: _Optional[int] = ...) -> None: ...
+    seen: Lineage
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., process: _Optional[int] = ..., again: _Optional[bool] = ..., overlap: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("incarnation",)
+    __slots__ = ("incarnation", "lineage")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
-    def __init__(self, incarnation: _Optional[int] = ...) -> None: ...
+    lineage: Lineage
+    def __init__(self, incarnation: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class InitialiseHeader(_message.Message):
-    __slots__ = ("run", "learner", "layout", "source", "step", "tokens", "part_bytes")
+    __slots__ = ("run", "learner", "layout", "source", "step", "tokens", "part_bytes", "seen")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +73,7 @@ class InitialiseHeader(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PART_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     layout: str
@@ -64,7 +81,8 @@ class InitialiseHeader(_message.Message):
     step: int
     tokens: int
     part_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., source: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    seen: Lineage
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., source: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class InitialiseReply(_message.Message):
     __slots__ = ("received",)
@@ -143,7 +161,7 @@ class Segments(_message.Message):
     def __init__(self, first: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "static", "base", "joining", "segments")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "static", "base", "joining", "segments", "seen", "versions")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +170,8 @@ class PullRequest(_message.Message):
     BASE_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -160,10 +180,12 @@ class PullRequest(_message.Message):
     base: int
     joining: bool
     segments: Segments
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., base: _Optional[int] = ..., joining: _Optional[bool] = ..., segments: _Optional[_Union[Segments, _Mapping]] = ...) -> None: ...
+    seen: Lineage
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., base: _Optional[int] = ..., joining: _Optional[bool] = ..., segments: _Optional[_Union[Segments, _Mapping]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("fragment", "base", "version", "contributors", "weights", "scale", "digest", "lossless", "num_bytes", "verdicts", "outer_bytes")
+    __slots__ = ("fragment", "base", "version", "contributors", "weights", "scale", "digest", "lossless", "num_bytes", "verdicts", "outer_bytes", "lineage")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +197,7 @@ class PullHeader(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     OUTER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     base: int
     version: int
@@ -186,7 +209,8 @@ class PullHeader(_message.Message):
     num_bytes: int
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
     outer_bytes: int
-    def __init__(self, fragment: _Optional[int] = ..., base: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., digest: _Optional[str] = ..., lossless: _Optional[bool] = ..., num_bytes: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., outer_bytes: _Optional[int] = ...) -> None: ...
+    lineage: Lineage
+    def __init__(self, fragment: _Optional[int] = ..., base: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., digest: _Optional[str] = ..., lossless: _Optional[bool] = ..., num_bytes: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., outer_bytes: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("fragment", "number", "reason", "version")
@@ -233,22 +257,26 @@ class Standing(_message.Message):
     def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ..., order: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation")
+    __slots__ = ("run", "learner", "incarnation", "seen", "versions")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    seen: Lineage
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("boot", "standing")
-    BOOT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("lineage", "standing")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
-    boot: int
+    lineage: Lineage
     standing: Standing
-    def __init__(self, boot: _Optional[int] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+    def __init__(self, lineage: _Optional[_Union[Lineage, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
 
 class Evicted(_message.Message):
     __slots__ = ("reason", "replaced")
@@ -269,7 +297,7 @@ class Notice(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "boot", "steps")
+    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -280,7 +308,7 @@ class HeartbeatRequest(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_FIELD_NUMBER: _ClassVar[int]
-    BOOT_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
@@ -292,17 +320,17 @@ class HeartbeatRequest(_message.Message):
     versions: _containers.RepeatedScalarFieldContainer[int]
     finished: bool
     confirmed: _containers.RepeatedScalarFieldContainer[int]
-    boot: int
+    seen: Lineage
     steps: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., boot: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("boot", "standing")
-    BOOT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("lineage", "standing")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
-    boot: int
+    lineage: Lineage
     standing: Standing
-    def __init__(self, boot: _Optional[int] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+    def __init__(self, lineage: _Optional[_Union[Lineage, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "tokens")

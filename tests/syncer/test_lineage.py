@@ -1,0 +1,140 @@
+"""Copies of a run's state under live learners: an older one is refused, and of two only one is followed."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.processes import until
+from tests.syncer.runs import RUN, Raw, method, train
+
+import diloco
+from diloco.core.lineage import Lineage
+from diloco.errors import LineageError, StaleIncarnationError, UnknownRunError
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.syncer.records import DATABASE, epochs_of
+from diloco.syncer.server import Options, Syncer
+
+pytestmark = pytest.mark.timeout(120)
+
+GIVEN = diloco.Method.from_dict(method(at_least=2, codec="e3m0").to_dict())
+
+
+def serve(state: Path, port: int = 0) -> Syncer:
+    return Syncer(RUN, GIVEN, Options(f"127.0.0.1:{port}", state))
+
+
+class Run:
+    """Two learners over a syncer, which stop at some step until they are told to go on."""
+
+    def __init__(self, pool: ThreadPoolExecutor, address: str, steps: int, stops: tuple[int, ...]) -> None:
+        self._stops = stops
+        self.here = [[threading.Event() for _ in range(2)] for _ in stops]
+        self.go = [threading.Event() for _ in stops]
+        self.lives: list[Future[Any]] = [
+            pool.submit(
+                train, index, diloco.connect(address, run=RUN, learner=f"learner-{index}", initialise=index == 0), None,
+                steps, lambda step, index=index: self._at(index, step),
+            )
+            for index in range(2)
+        ]  # fmt: skip
+
+    def _at(self, index: int, step: int) -> None:
+        if step in self._stops:
+            stop = self._stops.index(step)
+            self.here[stop][index].set()
+            self.go[stop].wait(60)
+
+    def reaches(self, stop: int) -> None:
+        until(lambda: all(each.is_set() for each in self.here[stop]), "the learners do not get there")
+
+
+def test_an_older_copy_of_the_state_is_refused_and_the_newest_goes_on_with_the_same_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = 24
+    undisturbed = diloco.run_local(lambda index, exchange: train(index, exchange, GIVEN, steps), learners=2)
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    with ThreadPoolExecutor(2) as pool:
+        with serve(state) as syncer:
+            port = syncer.port
+            run = Run(pool, syncer.address, steps, (9, 17))
+            run.reaches(0)
+        shutil.copytree(state, copy)
+        with serve(state, port):
+            run.go[0].set()
+            run.reaches(1)
+            newest = syncer_versions(state)
+        with serve(copy, port) as older:
+            run.go[1].set()
+            until(lambda: "older copy" in caplog.text or "two syncers" in caplog.text, "no learner says it")
+            assert all(not life.done() for life in run.lives)
+            assert older.driver.ask(lambda driver: driver.state.versions) < newest
+        with serve(state, port):
+            results = [life.result(timeout=60) for life in run.lives]
+    for (mine, metrics), (theirs, _) in zip(results, undisturbed, strict=True):
+        assert metrics["incarnation"] == 1
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def syncer_versions(state: Path) -> tuple[int, ...]:
+    """The newest version of each fragment on the disk."""
+    with sqlite3.connect(f"file:{state / DATABASE}?mode=ro", uri=True) as db:
+        rows = db.execute("SELECT MAX(version) FROM versions GROUP BY fragment ORDER BY fragment").fetchall()
+    return tuple(row[0] for row in rows)
+
+
+def test_epochs_grow_with_every_start_and_the_run_keeps_its_id(tmp_path: Path) -> None:
+    served: list[Lineage] = []
+    for _ in range(3):
+        with serve(tmp_path / "state") as syncer:
+            raw = Raw(syncer.address)
+            if not served:
+                raw.initialise()
+            served.append(syncer.driver.ask(lambda driver: driver.lineage))
+            raw.connection.close()
+    assert [each.epoch for each in served] == [1, 2, 3]
+    assert len({each.run_id for each in served}) == 1
+    assert len({each.boot for each in served}) == 3
+    with sqlite3.connect(tmp_path / "state" / DATABASE) as db:
+        assert [each.number for each in epochs_of(db)] == [1, 2, 3]
+
+
+def test_a_syncer_refuses_a_learner_that_has_seen_a_later_state_or_another_run(tmp_path: Path) -> None:
+    """Only that learner: one that lies about what it has seen does not stop the run."""
+    with serve(tmp_path / "state") as syncer:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        raw.join()
+        mine = syncer.driver.ask(lambda driver: driver.lineage)
+        later = pb.Lineage(run_id=mine.run_id, epoch=mine.epoch + 3, boot=5)
+        second = pb.Lineage(run_id=mine.run_id, epoch=mine.epoch, boot=5)
+        other = pb.Lineage(run_id="f" * 32, epoch=mine.epoch, boot=mine.boot)
+        for seen, kind in ((later, LineageError), (second, LineageError), (other, UnknownRunError)):
+            with pytest.raises(kind):
+                raw.beat(seen=seen)
+        raw.beat(seen=pb.Lineage(run_id=mine.run_id, epoch=mine.epoch, boot=mine.boot))
+        raw.connection.close()
+
+
+def test_a_learner_that_holds_a_version_that_the_run_went_back_from_joins_again(tmp_path: Path) -> None:
+    with serve(tmp_path / "state") as syncer:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        raw.join()
+        raw.connection.close()
+    with serve(tmp_path / "state") as syncer:
+        again = Raw(syncer.address)
+        again.incarnation = raw.incarnation
+        mine = syncer.driver.ask(lambda driver: driver.lineage)
+        before = pb.Lineage(run_id=mine.run_id, epoch=mine.epoch - 1, boot=5)
+        with pytest.raises(StaleIncarnationError, match="went back to version 0"):
+            again.beat(seen=before, versions=[1, 0])
+        again.beat(seen=before, versions=[0, 0])
+        again.connection.close()
