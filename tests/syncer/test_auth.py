@@ -16,6 +16,7 @@ from diloco.errors import AuthError, ConfigError
 from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.syncer.auth import (
     Authenticator,
+    Caller,
     Role,
     TokenEntry,
     check_binding,
@@ -60,28 +61,28 @@ def tokens_file(tmp_path: Path) -> Path:
 def test_each_role_may_do_its_own(tokens_file: Path, held: Role, needed: Role, allowed: bool) -> None:
     authenticator = Authenticator(tokens_file)
     if allowed:
-        assert authenticator.check(TOKENS[held], needed) == f"the-{held}"
+        authenticator.bearer(TOKENS[held]).may(needed)
     else:
         with pytest.raises(AuthError, match=f"'the-{held}' has the role '{held}' and this needs '{needed}'"):
-            authenticator.check(TOKENS[held], needed)
+            authenticator.bearer(TOKENS[held]).may(needed)
 
 
 @pytest.mark.parametrize(
     ("token", "reason"),
-    [(None, "no token"), ("", "no token"), ("diloco_guess", "not one of"), ("é\ud800", "not one of")],
+    [("", "no token"), ("diloco_guess", "not one of"), ("é\ud800", "not one of")],
 )
-def test_a_wrong_token_lets_nobody_in_and_is_not_repeated(tokens_file: Path, token: str | None, reason: str) -> None:
+def test_a_wrong_token_lets_nobody_in_and_is_not_repeated(tokens_file: Path, token: str, reason: str) -> None:
     with pytest.raises(AuthError, match=reason) as caught:
-        Authenticator(tokens_file).check(token, "viewer")
+        Authenticator(tokens_file).bearer(token)
     assert not token or token not in str(caught.value)
 
 
 def test_a_bound_token_speaks_for_its_learner_only(tokens_file: Path) -> None:
     authenticator = Authenticator(tokens_file)
-    assert authenticator.check(TOKENS["learner"], "learner", learner="site-a") == "the-learner"
-    assert authenticator.check(TOKENS["admin"], "learner", learner="site-b") == "the-admin"
+    authenticator.bearer(TOKENS["learner"]).may("learner", "site-a")
+    authenticator.bearer(TOKENS["admin"]).may("learner", "site-b")
     with pytest.raises(AuthError, match="'site-a' only, not for 'site-b'"):
-        authenticator.check(TOKENS["learner"], "learner", learner="site-b")
+        authenticator.bearer(TOKENS["learner"]).may("learner", "site-b")
 
 
 def test_the_file_holds_no_secret_and_is_its_owners(tokens_file: Path) -> None:
@@ -101,9 +102,9 @@ def test_revoking_and_adding_need_no_restart(tokens_file: Path) -> None:
     entries = read_tokens(tokens_file)
     fresh = new_token()
     write_tokens(tokens_file, [entries["the-admin"], TokenEntry("later", "viewer", token_sha256(fresh))])
-    assert authenticator.check(fresh, "viewer") == "later"
+    assert authenticator.bearer(fresh) == Caller("later", "viewer")
     with pytest.raises(AuthError, match="not one of"):
-        authenticator.check(TOKENS["learner"], "learner")
+        authenticator.bearer(TOKENS["learner"])
 
 
 @pytest.mark.parametrize("how", ["gone", "garbled"])
@@ -115,9 +116,9 @@ def test_a_file_that_becomes_unreadable_lets_nobody_in(tokens_file: Path, how: s
         tokens_file.write_text('["the-admin"]\nrole = "adm')
     for _ in range(2):
         with pytest.raises(AuthError, match="no caller can be admitted"):
-            authenticator.check(TOKENS["admin"], "viewer")
+            authenticator.bearer(TOKENS["admin"])
     tokens_file.write_bytes(good)
-    assert authenticator.check(TOKENS["admin"], "viewer") == "the-admin"
+    assert authenticator.bearer(TOKENS["admin"]).name == "the-admin"
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,11 @@ def test_new_writes_what_a_run_needs(keys: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in keys.iterdir()} == {0o600}
     assert stat.S_IMODE(keys.stat().st_mode) == 0o700
     authenticator = Authenticator(keys / "tokens.toml")
-    assert authenticator.check(secret(keys, "site-a"), "learner", learner="site-a") == "site-a"
-    assert authenticator.check(secret(keys, "grafana"), "viewer") == "grafana"
-    assert authenticator.check(secret(keys, "me"), "admin", learner="site-b") == "me"
+    authenticator.bearer(secret(keys, "site-a")).may("learner", "site-a")
+    authenticator.bearer(secret(keys, "grafana")).may("viewer")
+    authenticator.bearer(secret(keys, "me")).may("admin", "site-b")
     with pytest.raises(AuthError):
-        authenticator.check(secret(keys, "site-a"), "learner", learner="site-b")
+        authenticator.bearer(secret(keys, "site-a")).may("learner", "site-b")
 
 
 def test_new_never_overwrites(keys: Path) -> None:
@@ -104,11 +104,11 @@ def test_add_list_and_revoke(keys: Path) -> None:
     authenticator = Authenticator(keys / "tokens.toml")
     (added,) = run_json("add", keys, "site-c", "--role", "learner")["tokens"]
     assert added["learner"] == "site-c"
-    assert authenticator.check(secret(keys, "site-c"), "learner", learner="site-c") == "site-c"
+    authenticator.bearer(secret(keys, "site-c")).may("learner", "site-c")
     run("add", keys, "spare", "--role", "learner", "--any-learner")
-    assert authenticator.check(secret(keys, "spare"), "learner", learner="site-z") == "spare"
+    authenticator.bearer(secret(keys, "spare")).may("learner", "site-z")
     run("add", keys, "site-d2", "--role", "learner", "--speaks-for", "site-d")
-    assert authenticator.check(secret(keys, "site-d2"), "learner", learner="site-d") == "site-d2"
+    authenticator.bearer(secret(keys, "site-d2")).may("learner", "site-d")
     listed = {row["name"]: row["role"] for row in run_json("list", keys)["tokens"]}
     assert listed == {"site-a": "learner", "site-b": "learner", "grafana": "viewer", "me": "admin"} | dict.fromkeys(
         ("site-c", "spare", "site-d2"), "learner"
@@ -116,7 +116,7 @@ def test_add_list_and_revoke(keys: Path) -> None:
     token = secret(keys, "site-c")
     run("revoke", keys, "site-c")
     with pytest.raises(AuthError, match="not one of"):
-        authenticator.check(token, "viewer")
+        authenticator.bearer(token).may("viewer")
     assert not (keys / "site-c.token").exists()
 
 

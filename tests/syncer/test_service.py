@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from tests.syncer.runs import (
@@ -36,6 +37,8 @@ from diloco.core.fragments import digest, gather, make_layout
 from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.rpc import from_rpc_error
+from diloco.exchange.wire.rpc import path as rpc_path
 from diloco.syncer.certificates import make_certificates
 from diloco.syncer.server import Syncer
 
@@ -352,6 +355,40 @@ def test_tls_tokens_and_roles(tmp_path: Path) -> None:
         with pytest.raises(errors.ExchangeError, match=r"is it running|TLS"):
             plain.join()
         plain.connection.close()
+
+
+CALLS = {
+    "Describe": "unary_unary", "Join": "unary_unary", "Heartbeat": "unary_unary", "Leave": "unary_unary",
+    "Status": "unary_unary", "Pull": "unary_stream", "Watch": "unary_stream", "Initialise": "stream_stream",
+    "Push": "stream_stream", "Probe": "stream_stream",
+}  # fmt: skip
+"""Every call of the service, and its shape."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_caller_is_known_before_its_bytes_are_parsed(name: str, tmp_path: Path) -> None:
+    from diloco.syncer.auth import TokenEntry, token_sha256, write_tokens
+
+    write_tokens(tmp_path / "tokens.toml", [TokenEntry("a", "learner", token_sha256("secret-a"), "a")])
+    garbage = b"\x0a\xff"  # a field of 127 bytes that ends after none
+
+    def sent(channel: grpc.Channel, token: str) -> list[bytes]:
+        stub = getattr(channel, CALLS[name])(rpc_path(name))
+        request = iter([garbage]) if CALLS[name].startswith("stream") else garbage
+        answer = stub(request, timeout=30, metadata=(("authorization", f"Bearer {token}"),))
+        return list(answer if CALLS[name].endswith("stream") else [answer])
+
+    def refusal(syncer: Syncer, token: str) -> errors.DilocoError:
+        with grpc.insecure_channel(syncer.address) as channel, pytest.raises(grpc.RpcError) as caught:
+            sent(channel, token)
+        return from_rpc_error(caught.value, syncer.address)
+
+    with start(tmp_path, method(), tokens_file=tmp_path / "tokens.toml") as syncer:
+        refused, undecodable = refusal(syncer, "secret-b"), refusal(syncer, "secret-a")
+    assert isinstance(refused, errors.AuthError)
+    assert "not one of this syncer's" in str(refused)
+    assert isinstance(undecodable, errors.CorruptPayloadError)
+    assert "2 bytes are not a" in str(undecodable)
 
 
 def test_the_bytes_of_a_tensor_keep_it_alive() -> None:

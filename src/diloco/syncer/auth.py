@@ -26,10 +26,13 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from diloco.errors import AuthError, ConfigError
 from diloco.exchange.wire.address import is_loopback, split_address
+
+if TYPE_CHECKING:
+    import grpc
 
 Role = Literal["viewer", "learner", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)  # each may do what those before it may
@@ -125,38 +128,78 @@ def write_secret(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-class Authenticator:
-    """Checks bearer tokens against a tokens file, which is read again whenever it changes: revoking needs no restart.
+@dataclass(frozen=True)
+class Caller:
+    """The sender of a call, as its credentials say.
 
-    Any thread may call it. A file that has become unreadable admits no caller.
+    Attributes:
+        name: of the token or certificate.
+        learner: the one learner id that it may speak for; None: any.
+    """
+
+    name: str
+    role: Role
+    learner: str | None = None
+
+    def may(self, needed: Role, learner: str | None = None) -> None:
+        """Check that the caller may do what `needed` may, and speak for `learner` where one is named.
+
+        Raises:
+            AuthError: it may not.
+        """
+        if ROLES.index(self.role) < ROLES.index(needed):
+            raise AuthError(f"{self.name!r} has the role {self.role!r} and this needs {needed!r}; use other keys.")
+        if learner is not None and self.learner not in (None, learner):
+            raise AuthError(
+                f"{self.name!r} may speak for learner {self.learner!r} only, not for {learner!r}; use that learner's "
+                "own keys."
+            )
+
+
+UNKNOWN = Caller("anyone", "admin")
+"""The caller where a syncer asks for no credentials: it may do everything."""
+
+
+class Authenticator:
+    """Says who calls, from a call's metadata; the request itself is not needed. Any thread may call it.
+
+    The tokens file is read again whenever it changes: revoking needs no restart. A file that has become unreadable
+    admits no caller.
+
+    Arguments:
+        tokens_file: the tokens and what they may do; None: every caller is `UNKNOWN`.
 
     Raises:
         ConfigError: the file cannot be read, or is empty.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, tokens_file: str | os.PathLike[str] | None) -> None:
+        self._path = None if tokens_file is None else Path(tokens_file)
         self._lock = threading.Lock()
         self._seen: tuple[int, int, int] | None = None
         self._entries: dict[str, TokenEntry] = {}
-        if not self._current():
-            raise ConfigError(f"the tokens file {path} holds no token; add one with `diloco keys add`.")
+        if self._path is not None and not self._current(self._path):
+            raise ConfigError(f"the tokens file {self._path} holds no token; add one with `diloco keys add`.")
 
-    def check(self, token: str | None, needed: Role, *, learner: str | None = None) -> str:
-        """The name of the token's owner, if it may do what `needed` may and speak for `learner`.
-
-        Every entry is compared in constant time, found or not.
+    def caller(self, context: grpc.ServicerContext) -> Caller:
+        """The sender of a call.
 
         Raises:
-            AuthError: no token, an unknown one, too low a role, or bound to another learner. The text never holds the
-                token.
+            AuthError: it cannot be known. The text never holds a token.
         """
+        if self._path is None:
+            return UNKNOWN
+        authorization = str(dict(context.invocation_metadata()).get("authorization", ""))
+        return self.bearer(authorization.removeprefix("Bearer "))
+
+    def bearer(self, token: str) -> Caller:
+        """The owner of a token; every entry is compared in constant time, found or not. Raises as `caller`."""
         if not token:
-            raise AuthError(f"no token was sent and this needs the role {needed!r}; pass token=… (see `diloco keys`).")
+            raise AuthError("no token was sent and this syncer wants one; pass token=… (see `diloco keys`).")
         sha256 = token_sha256(token)
         found: TokenEntry | None = None
         try:
-            entries = self._current()
+            entries = {} if self._path is None else self._current(self._path)
         except ConfigError as error:
             raise AuthError(f"no caller can be admitted: {error}") from error
         for entry in entries.values():
@@ -164,28 +207,17 @@ class Authenticator:
                 found = entry
         if found is None:
             raise AuthError("the token is not one of this syncer's; ask its operator for one (`diloco keys add`).")
-        if ROLES.index(found.role) < ROLES.index(needed):
-            raise AuthError(
-                f"token {found.name!r} has the role {found.role!r} and this needs {needed!r}; use another token."
-            )
-        if learner is not None and found.learner not in (None, learner):
-            raise AuthError(
-                f"token {found.name!r} may speak for learner {found.learner!r} only, not for {learner!r}; use that "
-                "learner's own."
-            )
-        return found.name
+        return Caller(found.name, found.role, found.learner)
 
-    def _current(self) -> dict[str, TokenEntry]:
+    def _current(self, path: Path) -> dict[str, TokenEntry]:
         with self._lock:
             try:
-                stat = self.path.stat()
+                stat = path.stat()
             except OSError as error:
-                raise ConfigError(
-                    f"the tokens file {self.path} cannot be read ({error.strerror}); put it back."
-                ) from error
+                raise ConfigError(f"the tokens file {path} cannot be read ({error.strerror}); put it back.") from error
             seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
             if seen != self._seen:
-                self._entries = read_tokens(self.path)
+                self._entries = read_tokens(path)
                 self._seen = seen
             return self._entries
 

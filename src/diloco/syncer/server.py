@@ -89,7 +89,7 @@ class Syncer:
             )
         if options.pool is not None:
             options.pool.require(method.quorum.at_least)
-        auth = None if options.tokens_file is None else Authenticator(options.tokens_file)
+        auth = Authenticator(options.tokens_file)
         credentials = _credentials(options)
         self.run = run
         self._started_at = time.time()

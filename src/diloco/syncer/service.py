@@ -1,4 +1,7 @@
-"""The gRPC service of a syncer: checks tokens, moves bytes, maps errors to statuses. The driver decides all else."""
+"""The gRPC service of a syncer: knows its callers, moves bytes, maps errors to statuses. The driver decides all else.
+
+gRPC hands over requests as raw bytes: a caller is authenticated before anything that it sent is parsed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -19,11 +23,11 @@ from diloco.core.memory import room
 from diloco.core.shards import Segments, num_segments_of
 from diloco.errors import CorruptPayloadError, DilocoError, LayoutError, NoRoomError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, filling, frames, read_header, tensor_of
+from diloco.exchange.wire.frames import bytes_of, filling, frames, parse, read_header, tensor_of
 from diloco.exchange.wire.rpc import SERVICE, abort
 from diloco.run import sense
 from diloco.run.driver import Upload
-from diloco.syncer.auth import Authenticator, Role
+from diloco.syncer.auth import Authenticator, Caller, Role
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.messages import (
     WatchStream,
@@ -47,7 +51,7 @@ class Service:
 
     Arguments:
         driver: the run.
-        auth: checks tokens; None admits every caller (a loopback port, or --insecure).
+        auth: says who calls.
         sockets: counts bytes; told whose connection each call came on.
         status_extra: more values for `Status`.
     """
@@ -56,7 +60,7 @@ class Service:
         self,
         driver: HostedDriver,
         *,
-        auth: Authenticator | None,
+        auth: Authenticator,
         sockets: SocketLedger | None,
         status_extra: Callable[[], dict[str, Any]],
     ) -> None:
@@ -68,7 +72,7 @@ class Service:
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         """What `grpc.Server.add_generic_rpc_handlers` takes."""
-        unary: dict[str, tuple[Callable[[Any, grpc.ServicerContext], Message], type[Message]]] = {
+        unary: dict[str, tuple[Callable[[Caller, Any, grpc.ServicerContext], Message], type[Message]]] = {
             "Describe": (self.describe, pb.DescribeRequest),
             "Join": (self.join, pb.JoinRequest),
             "Heartbeat": (self.heartbeat, pb.HeartbeatRequest),
@@ -76,24 +80,23 @@ class Service:
             "Status": (self.status, pb.StatusRequest),
         }
         methods = {
-            name: grpc.unary_unary_rpc_method_handler(_mapped(handler), kind.FromString, _serialize)
+            name: grpc.unary_unary_rpc_method_handler(self._unary(handler, kind), None, _serialize)
             for name, (handler, kind) in unary.items()
         }
-        methods["Initialise"] = grpc.stream_stream_rpc_method_handler(_mapped_stream(self.initialise), None, _serialize)
-        methods["Push"] = grpc.stream_stream_rpc_method_handler(_mapped_stream(self.push), None, _serialize)
-        methods["Pull"] = grpc.unary_stream_rpc_method_handler(
-            _mapped_stream(self.pull), pb.PullRequest.FromString, None
-        )
-        methods["Probe"] = grpc.stream_stream_rpc_method_handler(_mapped_stream(self.probe), None, None)
-        methods["Watch"] = grpc.unary_stream_rpc_method_handler(
-            _mapped_stream(self.watch), pb.WatchRequest.FromString, _serialize
-        )
+        pull, watch = self._answered(self.pull, pb.PullRequest), self._answered(self.watch, pb.WatchRequest)
+        methods["Pull"] = grpc.unary_stream_rpc_method_handler(pull, None, None)
+        methods["Watch"] = grpc.unary_stream_rpc_method_handler(watch, None, _serialize)
+        initialise, push = self._both(self.initialise, pb.InitialiseHeader), self._both(self.push, pb.PushHeader)
+        methods["Initialise"] = grpc.stream_stream_rpc_method_handler(initialise, None, _serialize)
+        methods["Push"] = grpc.stream_stream_rpc_method_handler(push, None, _serialize)
+        probe = self._both(self.probe, pb.ProbeHeader)
+        methods["Probe"] = grpc.stream_stream_rpc_method_handler(probe, None, None)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
-    def describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
-        self._admit(context, request.run, "viewer", "", "control")
+    def describe(self, caller: Caller, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
+        self._admit(context, caller, request.run, "viewer", "", "control")
 
         def reply(driver: SyncerDriver) -> pb.DescribeReply:
             layout = json.dumps(driver.state.model.layout.to_dict()) if driver.state.is_initialised else ""
@@ -105,8 +108,8 @@ class Service:
 
         return self._driver.ask(reply)
 
-    def join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
-        self._admit(context, request.run, "learner", request.learner, "joins")
+    def join(self, caller: Caller, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
+        self._admit(context, caller, request.run, "learner", request.learner, "joins")
         layout = _layout(request.layout)
 
         def join(driver: SyncerDriver, done: Callable[[pb.JoinReply], None]) -> None:
@@ -121,8 +124,10 @@ class Service:
 
         return self._driver.wait_for(join)
 
-    def heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
-        self._admit(context, request.run, "learner", request.learner, "control")
+    def heartbeat(
+        self, caller: Caller, request: pb.HeartbeatRequest, context: grpc.ServicerContext
+    ) -> pb.HeartbeatReply:
+        self._admit(context, caller, request.run, "learner", request.learner, "control")
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
             standing = driver.heartbeat(
@@ -134,21 +139,21 @@ class Service:
 
         return self._driver.ask(reply)
 
-    def leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
-        self._admit(context, request.run, "learner", request.learner, "control")
+    def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
+        self._admit(context, caller, request.run, "learner", request.learner, "control")
 
         def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
             driver.leave(request.learner, request.incarnation, lambda: done(pb.LeaveReply()), tokens=request.tokens)
 
         return self._driver.wait_for(leave)
 
-    def status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        self._admit(context, request.run, "viewer", "", "control")
+    def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
+        self._admit(context, caller, request.run, "viewer", "", "control")
         status = self._driver.ask(lambda driver: driver.status())
         return pb.StatusReply(status=json.dumps({**status, **self._status_extra()}))
 
-    def watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:
-        self._admit(context, request.run, "learner", request.learner, "control")
+    def watch(self, caller: Caller, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:
+        self._admit(context, caller, request.run, "learner", request.learner, "control")
         learner, incarnation = request.learner, request.incarnation
         stream = WatchStream(self._driver.ask(lambda driver: driver.lineage))
         seen, versions = seen_of(request), tuple(request.versions)
@@ -162,9 +167,10 @@ class Service:
 
     # --- bulk ---------------------------------------------------------------------------------------------------------
 
-    def initialise(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[pb.InitialiseReply]:
-        header = read_header(stream, pb.InitialiseHeader)
-        self._admit(context, header.run, "learner", header.learner, "joins")
+    def initialise(
+        self, caller: Caller, header: pb.InitialiseHeader, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.InitialiseReply]:
+        self._admit(context, caller, header.run, "learner", header.learner, "joins")
         layout, seen = _layout(header.layout), seen_of(header)
         _check_sizes(list(header.part_bytes), layout)
         buffer = _room_for_model(sum(header.part_bytes))
@@ -194,9 +200,10 @@ class Service:
             raise refusal
         yield pb.InitialiseReply()
 
-    def push(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[pb.PushReply]:
-        header = read_header(stream, pb.PushHeader)
-        self._admit(context, header.run, "learner", header.learner, "contributions")
+    def push(
+        self, caller: Caller, header: pb.PushHeader, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.PushReply]:
+        self._admit(context, caller, header.run, "learner", header.learner, "contributions")
         contribution = contribution_of(header)
         span = (header.start, header.stop) if header.stop else None
 
@@ -224,9 +231,9 @@ class Service:
             raise refusal
         yield pb.PushReply()
 
-    def pull(self, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def pull(self, caller: Caller, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         kind = "joins" if request.joining or not request.learner else "updates"
-        self._admit(context, request.run, "learner" if request.learner else "viewer", request.learner, kind)
+        self._admit(context, caller, request.run, "learner" if request.learner else "viewer", request.learner, kind)
         learner, incarnation = request.learner, request.incarnation
         lineage = lineage_message(self._driver.ask(lambda driver: driver.lineage))
         if request.WhichOneof("part") == "static":
@@ -262,21 +269,56 @@ class Service:
         )  # fmt: skip
         yield from frames(header, payload, outer)
 
-    def probe(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        header = read_header(stream, pb.ProbeHeader)
-        self._admit(context, header.run, "learner", header.learner, "probes")
+    def probe(
+        self, caller: Caller, header: pb.ProbeHeader, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        self._admit(context, caller, header.run, "learner", header.learner, "probes")
         yield from self._prober.answer(header, stream)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
-    def _admit(self, context: grpc.ServicerContext, run: str, role: Role, learner: str, kind: str) -> None:
+    def _unary(
+        self, handler: Callable[[Caller, M, grpc.ServicerContext], Message], kind: type[M]
+    ) -> Callable[[bytes, grpc.ServicerContext], Message]:
+        """One request, one reply."""
+
+        def call(request: bytes, context: grpc.ServicerContext) -> Message:
+            with _aborting(context):
+                return handler(self._auth.caller(context), parse(kind, request), context)
+
+        return call
+
+    def _answered(
+        self, handler: Callable[[Caller, M, grpc.ServicerContext], Iterator[Any]], kind: type[M]
+    ) -> Callable[[bytes, grpc.ServicerContext], Iterator[Any]]:
+        """One request, answered by a stream."""
+
+        def call(request: bytes, context: grpc.ServicerContext) -> Iterator[Any]:
+            with _aborting(context):
+                yield from handler(self._auth.caller(context), parse(kind, request), context)
+
+        return call
+
+    def _both(
+        self, handler: Callable[[Caller, M, Iterator[bytes], grpc.ServicerContext], Iterator[Any]], kind: type[M]
+    ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[Any]]:
+        """A stream that begins with a header, answered by another."""
+
+        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+            with _aborting(context):
+                caller = self._auth.caller(context)
+                yield from handler(caller, read_header(stream, kind), stream, context)
+
+        return call
+
+    def _admit(
+        self, context: grpc.ServicerContext, caller: Caller, run: str, role: Role, learner: str, kind: str
+    ) -> None:
         """The caller may do this, for this learner, in this run; its connection is counted as `kind`."""
-        if self._auth is not None:
-            authorization = str(dict(context.invocation_metadata()).get("authorization", ""))
-            self._auth.check(authorization.removeprefix("Bearer ") or None, role, learner=learner or None)
-        self._driver.ask(lambda driver: driver.state.require_run(run))
         if role == "learner":
             sense.check_name(learner)
+        caller.may(role, learner or None)
+        self._driver.ask(lambda driver: driver.state.require_run(run))
         if self._sockets is not None:
             self._sockets.label(context.peer(), kind, learner or "viewers")
 
@@ -359,24 +401,10 @@ def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def _mapped(handler: Callable[[Any, grpc.ServicerContext], M]) -> Callable[[Any, grpc.ServicerContext], M]:
-    def call(request: Any, context: grpc.ServicerContext) -> M:
-        try:
-            return handler(request, context)
-        except DilocoError as error:
-            abort(context, error)
-            raise
-
-    return call
-
-
-def _mapped_stream(
-    handler: Callable[[Any, grpc.ServicerContext], Iterator[M] | Iterator[bytes]],
-) -> Callable[[Any, grpc.ServicerContext], Iterator[M] | Iterator[bytes]]:
-    def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        try:
-            yield from handler(request, context)
-        except DilocoError as error:
-            abort(context, error)
-
-    return call
+@contextmanager
+def _aborting(context: grpc.ServicerContext) -> Iterator[None]:
+    """A refusal ends the call with the status and the sentence that stand for it."""
+    try:
+        yield
+    except DilocoError as error:
+        abort(context, error)

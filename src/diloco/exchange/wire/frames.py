@@ -58,6 +58,20 @@ def streamed(header: Message, parts: Iterable[memoryview]) -> Iterator[bytes]:
     yield checksum.to_bytes(4, "little")
 
 
+def parse(kind: type[H], data: bytes) -> H:
+    """The message that is all of `data`.
+
+    Raises:
+        CorruptPayloadError: it is not a `kind`.
+    """
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise CorruptPayloadError(
+            f"{len(data)} bytes are not a {kind.DESCRIPTOR.name}; is the other side of another version?"
+        ) from error
+
+
 def read_header(stream: Iterator[bytes], kind: type[H]) -> H:
     """The first message of a stream.
 
@@ -65,11 +79,10 @@ def read_header(stream: Iterator[bytes], kind: type[H]) -> H:
         CorruptPayloadError: there is none, or it is not a `kind`.
     """
     try:
-        return kind.FromString(next(stream))
+        first = next(stream)
     except StopIteration as error:
         raise CorruptPayloadError("the stream ended before its header; send it again.") from error
-    except DecodeError as error:
-        raise CorruptPayloadError(f"the stream does not begin with a {kind.DESCRIPTOR.name}; send it again.") from error
+    return parse(kind, first)
 
 
 def filling(stream: Iterator[bytes], buffer: memoryview) -> Iterator[int]:
