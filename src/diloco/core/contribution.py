@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diloco.core.ranges import Ranges
+
 # Why a contribution is sent back: the work stays with the learner, pending, and goes with its next contribution.
 OUT_OF_STEP = "out of step"
 """Its learner is a round behind: it was sent no later than the contributions to the round before."""
@@ -55,6 +57,8 @@ class Contribution:
         step: the inner step after which it was sent. A round does not wait for a learner that passed the round's step
             without contributing.
         tensors: indices, in the fragment, of the tensors that this learner trains; None: all of them.
+        units: of the run's data (`core.leases`), that its work is on; empty where data is not leased.
+        overwritten: units whose work on this fragment adoption has overwritten since the previous contribution.
     """
 
     learner: str
@@ -69,6 +73,8 @@ class Contribution:
     discarded: tuple[tuple[str, int], ...] = ()
     step: int = field(kw_only=True)
     tensors: tuple[int, ...] | None = field(default=None, kw_only=True)
+    units: Ranges = field(default=(), kw_only=True)
+    overwritten: Ranges = field(default=(), kw_only=True)
 
     @property
     def accounted(self) -> int:

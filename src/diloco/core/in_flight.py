@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from diloco.core.contribution import OVERLAP
 from diloco.core.ledger import Ledger
+from diloco.core.ranges import Ranges, common, ranges_of, union
 
 
 @dataclass
@@ -23,6 +24,7 @@ class InFlight:
         listed: a received version contains it.
         is_rejected: it was rejected, and the learner still waits for its round's version.
         kept: it was rejected as dropped, and its work stays in the learner's parameters.
+        units: as in `Contribution`.
     """
 
     number: int
@@ -34,13 +36,15 @@ class InFlight:
     listed: bool = False
     is_rejected: bool = False
     kept: bool = False
+    units: Ranges = ()
 
 
 @dataclass(frozen=True)
 class Send:
     """Measure `fragment` now and offer it to merge `round`; the displacement is taken from version `base`.
 
-    `discarded`: tokens given up by adoption since the previous send, by reason.
+    `discarded`: tokens given up by adoption since the previous send, by reason. `units`, `overwritten`: as in
+    `Contribution`.
     """
 
     fragment: int
@@ -50,6 +54,8 @@ class Send:
     tokens: int
     steps: int
     discarded: tuple[tuple[str, int], ...] = ()
+    units: Ranges = ()
+    overwritten: Ranges = ()
 
 
 @dataclass
@@ -64,6 +70,7 @@ class FragmentWork:
         pending_tokens, pending_steps: work that was not sent.
         overwritten_tokens: discarded by adoption and not yet reported.
         ledger: where the tokens of this incarnation went.
+        pending_units, overwritten_units: of leased data (`core.leases`), what the same tokens were trained on.
     """
 
     version: int
@@ -74,26 +81,38 @@ class FragmentWork:
     pending_steps: int = 0
     overwritten_tokens: int = 0
     ledger: Ledger = field(default_factory=Ledger)
+    pending_units: Ranges = ()
+    overwritten_units: Ranges = ()
 
-    def stepped(self, tokens: int) -> None:
+    def stepped(self, tokens: int, units: Ranges = ()) -> None:
         """One more inner step of work on it."""
         self.pending_tokens += tokens
+        self.pending_units = union(self.pending_units, units)
         self.pending_steps += 1
         self.ledger.trained += tokens
 
     def offer(self, fragment: int, round_: int, *, apply_at: int) -> Send:
         """Send all pending work as a new contribution."""
         self.number += 1
-        flight = InFlight(self.number, round_, self.version, self.pending_tokens, self.pending_steps, apply_at)
+        flight = InFlight(
+            self.number, round_, self.version, self.pending_tokens, self.pending_steps, apply_at,
+            units=self.pending_units,
+        )  # fmt: skip
         self.in_flight.append(flight)
         discarded = ((OVERLAP, self.overwritten_tokens),) if self.overwritten_tokens else ()
+        overwritten = self.overwritten_units
         self.pending_tokens = self.pending_steps = self.overwritten_tokens = 0
-        return Send(fragment, flight.number, round_, self.version, flight.tokens, flight.steps, discarded)
+        self.pending_units = self.overwritten_units = ()
+        return Send(
+            fragment, flight.number, round_, self.version, flight.tokens, flight.steps, discarded, flight.units,
+            overwritten,
+        )  # fmt: skip
 
     def take_back(self, flight: InFlight) -> None:
         """Its work is pending again."""
         self.pending_tokens += flight.tokens
         self.pending_steps += flight.steps
+        self.pending_units = union(self.pending_units, flight.units)
 
     def arrived(self, version: int, merged: int) -> tuple[InFlight, ...]:
         """A version has arrived; contributions up to number `merged` are in it or an earlier one, unless they were
@@ -115,7 +134,9 @@ class FragmentWork:
         """A version replaces the parameters: the pending work is discarded."""
         self.ledger.discard(self.pending_tokens, OVERLAP)
         self.overwritten_tokens += self.pending_tokens
+        self.overwritten_units = union(self.overwritten_units, self.pending_units)
         self.pending_tokens = self.pending_steps = 0
+        self.pending_units = ()
 
     def forget(self, *, keep_work: bool) -> bool:
         """Drop the contributions in flight that are not listed. Returns whether there was any.
@@ -129,7 +150,13 @@ class FragmentWork:
                 self.take_back(flight)
             else:
                 self.pending_steps = 0
+                self.pending_units = ()
         return bool(void)
+
+    def keep_units(self, units: Ranges) -> None:
+        """Of its units, only these are leased to the learner."""
+        self.pending_units = common(self.pending_units, units)
+        self.overwritten_units = common(self.overwritten_units, units)
 
     def forget_tokens(self) -> None:
         """Start a new incarnation that keeps the work: numbers begin anew, and tokens so far are forgotten."""
@@ -143,6 +170,7 @@ class FragmentWork:
         """The learner is out of the run for good: contributions in flight are void, and pending tokens are lost."""
         self.in_flight = []
         self.pending_tokens = self.pending_steps = self.overwritten_tokens = 0
+        self.pending_units = self.overwritten_units = ()
         self.ledger.lose()
 
     def as_dict(self) -> dict[str, Any]:
@@ -153,5 +181,6 @@ class FragmentWork:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """What `as_dict` gave."""
         ledger = Ledger(**{**values["ledger"], "discarded": dict(values["ledger"]["discarded"])})
-        flights = [InFlight(**flight) for flight in values["in_flight"]]
-        return cls(**{**values, "received": set(values["received"]), "in_flight": flights, "ledger": ledger})
+        flights = [InFlight(**{**flight, "units": ranges_of(flight["units"])}) for flight in values["in_flight"]]
+        units = {key: ranges_of(values[key]) for key in ("pending_units", "overwritten_units")}
+        return cls(**{**values, **units, "received": set(values["received"]), "in_flight": flights, "ledger": ledger})

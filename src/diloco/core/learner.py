@@ -23,6 +23,7 @@ from typing import Any
 
 from diloco.core.contribution import KEPT, MISSED
 from diloco.core.in_flight import FragmentWork, InFlight, Send
+from diloco.core.ranges import Ranges, union
 from diloco.core.rounds.base import Rules
 from diloco.errors import CheckpointError, VersionError
 
@@ -67,16 +68,17 @@ class LearnerCore:
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
-    def stepped(self, tokens: int, *, sync_every: int | None = None) -> tuple[Send, ...]:
+    def stepped(self, tokens: int, *, units: Ranges = (), sync_every: int | None = None) -> tuple[Send, ...]:
         """One more inner step on `tokens` tokens; returns the fragments to send after it.
 
+        `units`: the leased units of data that they are (`core.leases`).
         `sync_every`: inner steps from this learner's push to its next, where it has a pace of its own; None: the
             schedule's H.
         """
         self.step += 1
         self.tokens += tokens
         for work in self.fragments:
-            work.stepped(tokens)
+            work.stepped(tokens, units)
         sends = [self._send(fragment, sync_every) for fragment in self._rounds.due(self.step)]
         return tuple(send for send in sends if send is not None)
 
@@ -207,6 +209,16 @@ class LearnerCore:
         self.tokens = state["tokens"]
         self.fragments[:] = [FragmentWork.from_dict(work) for work in state["fragments"]]
         self._rounds.load_state_dict(state["rounds"])
+
+    @property
+    def unsent_units(self) -> tuple[Ranges, ...]:
+        """By fragment, the units of data that the next contribution accounts for."""
+        return tuple(union(work.pending_units, work.overwritten_units) for work in self.fragments)
+
+    def keep_units(self, units: Ranges) -> None:
+        """Of the units without a contribution, only these are leased to this incarnation."""
+        for work in self.fragments:
+            work.keep_units(units)
 
     def forget_in_flight(self, *, keep_work: bool) -> tuple[int, ...]:
         """After `load_state_dict`: drop the contributions in flight that no received version lists, unless their

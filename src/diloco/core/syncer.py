@@ -1,6 +1,6 @@
 """`SyncerCore`: sans-I/O bookkeeping of a run's members, versions and contributions.
 
-    events    of learners: joined · heartbeat · contributed · disconnected · left
+    events    of learners: joined · heartbeat · lease · contributed · disconnected · left
               of the driver: merged · abandoned · stored · recorded · tick
     actions   Acknowledge · Reject · MergeRound · PersistRecord · Publish · Tell · Evict · WakeAt
 
@@ -33,6 +33,7 @@ from diloco.core.actions import (
     WakeAt,
 )
 from diloco.core.contribution import OUTLIER, Contribution, Standing, Verdict
+from diloco.core.leases import Ask, Grant, Leases
 from diloco.core.members import Deadlines, Member
 from diloco.core.pool import Pool
 from diloco.core.rounds.base import ClosedRound, Decision, FragmentState, Rules
@@ -54,6 +55,7 @@ class SyncerCore:
         members: learners that take part, by id, in the order in which they joined.
         fragments: the rounds' phases, by fragment.
         accounting: tokens and verdicts of all learners, present and past.
+        leases: of the units of the run's data.
         rounds: the syncer's half of the method's way of calling rounds.
         step: the highest inner step known.
     """
@@ -69,6 +71,7 @@ class SyncerCore:
         self.members: dict[str, Member] = {}
         self.fragments = [FragmentState(version, step) for version in versions]
         self.accounting = Accounting(len(self.fragments))
+        self.leases = Leases(len(self.fragments))
         self.rounds = rules.quorum.syncer_rounds(self)
         self._serial = 0
         self._wants_record = False
@@ -95,8 +98,10 @@ class SyncerCore:
             steps[storing], version = closing.step, self.fragments[storing].version + 1
             merged, rejected = closing.contributions, self._rejected_with(storing, closing)
         accounts = self.accounting.saved(self._serial, merged, rejected, version)
-        confirmed = {key_of(c) for c in (*merged, *(c for c, _ in rejected))}
-        sends_again = {key[:2] for key in self.accounting.open.keys() - confirmed}
+        decided = [*((c, None) for c in merged), *rejected]
+        confirmed = {key_of(c) for c, _ in decided}
+        left_open = [c for key, c in self.accounting.open.items() if key not in confirmed]
+        sends_again = {key_of(c)[:2] for c in left_open}
         members = {
             member.learner: {
                 "step": member.step,
@@ -114,6 +119,7 @@ class SyncerCore:
             "fragment_steps": steps,
             "members": members,
             "accounts": accounts,
+            "leases": self.leases.saved(decided, left_open),
             "rounds": self.rounds.saved(storing),
         }
         return Record(self._serial, values)
@@ -134,6 +140,7 @@ class SyncerCore:
                 ready=not is_finished, presumed=presumed, finished=is_finished, tokens=saved["tokens"],
             )  # fmt: skip
             self.rounds.restore_of(learner, saved["rounds"])
+        self.leases.restore(values.get("leases"), {(it.learner, it.incarnation) for it in self.members.values()})
         self.rounds.restore(values["rounds"])
 
     def saved_of(self, learner: str) -> dict[str, Any]:
@@ -266,7 +273,7 @@ class SyncerCore:
             StaleIncarnationError: from an incarnation that was evicted or replaced.
             VersionError: there is no such fragment.
             ConfigError: its weight cannot be computed (tokens without steps).
-            PayloadError: its tokens are accounted for already.
+            PayloadError: its tokens, or its units of data, are accounted for already or not its own.
         """
         self.check(c.learner, c.incarnation)
         if not 0 <= c.fragment < len(self.fragments):
@@ -281,6 +288,7 @@ class SyncerCore:
             return [Acknowledge(c, duplicate=True), *self._look_again(now)]
         member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
         self.accounting.check(c)
+        self.leases.check(c, self.accounting.open.values())
         reason = self.rounds.admit(now, c)
         if reason is not None:
             return [self._reject(c, reason), *self._look_again(now)]
@@ -321,6 +329,7 @@ class SyncerCore:
         state.version, state.step, state.phase = state.version + 1, closed.step, "open"
         for c in closed.contributions:
             self.accounting.count_merged(c, state.version)
+            self.leases.decided(c, None, self.accounting.open.values())
         rejects = [self._reject(c, reason) for c, reason in rejected]
         contributors = tuple(dict.fromkeys(c.learner for c in closed.contributions))
         for member in self.members.values():
@@ -332,6 +341,22 @@ class SyncerCore:
         """The record with this serial number is durable: send its verdicts to their learners."""
         learners = sorted(self.accounting.recorded(serial) & self.members.keys())
         return [Tell(tuple(learners))] if learners else []
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def lease(
+        self, now: float, learner: str, incarnation: int, ask: Ask, *, tokens_before: int = 0
+    ) -> tuple[Grant, list[Action]]:  # fmt: skip
+        """A learner asks for units of the run's data. The answer is to be sent once a record with it is durable.
+
+        Raises:
+            StaleIncarnationError: the incarnation was evicted or replaced.
+            ConfigError, PayloadError: as `Leases.ask`.
+        """
+        self.check(learner, incarnation)
+        grant = self.leases.ask(learner, incarnation, ask, tokens_before=tokens_before)
+        self._wants_record = True
+        return grant, self._wake(now)
 
     # --- what stands --------------------------------------------------------------------------------------------------
 
@@ -442,6 +467,7 @@ class SyncerCore:
 
     def _reject(self, c: Contribution, reason: str) -> Reject:
         self.accounting.count_rejected(c, reason, self.fragments[c.fragment].version)
+        self.leases.decided(c, reason, self.accounting.open.values())
         return Reject(c, reason)
 
     def _evict(self, learner: str, reason: str, *, replaced: bool) -> list[Action]:
@@ -451,8 +477,9 @@ class SyncerCore:
 
     def _remove(self, learner: str) -> None:
         """Remove a member; rounds wait for it no longer."""
-        del self.members[learner]
+        incarnation = self.members.pop(learner).incarnation
         self.accounting.end(learner)
+        self.leases.ended(learner, incarnation, self.accounting.open.values())
         self.rounds.removed(learner)
         self._wants_record = True
 
