@@ -46,13 +46,14 @@ if TYPE_CHECKING:
     from diloco.exchange.local import run_local
     from diloco.exchange.remote import connect
     from diloco.learner import Learner
+    from diloco.learner.leased import LeasedSampler
     from diloco.learner.pieces import Gather, Piece
 
     __version__: str
 
 __all__ = [
     # what a training script holds
-    "Learner", "run_local", "Collective", "connect", "Pool",
+    "Learner", "LeasedSampler", "run_local", "Collective", "connect", "Pool",
     # what a rank holds of a tensor, for Learner(gather=…)
     "Gather", "Piece", "Box",
     # methods
@@ -74,6 +75,7 @@ __all__ = [
 
 _MODULES = {
     "diloco.learner": ("Learner",),
+    "diloco.learner.leased": ("LeasedSampler",),
     "diloco.learner.pieces": ("Gather", "Piece"),
     "diloco.core.boxes": ("Box",),
     "diloco.exchange.local": ("run_local",),

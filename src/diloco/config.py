@@ -55,6 +55,8 @@ class DataTable(Table):
 
     kind: Literal["stdlib", "text", "tokens", "huggingface"] = "stdlib"
     sequence_length: int = Field(default=64, ge=1)
+    deal: Literal["shards", "leases"] = "shards"  # a fixed part for each learner, or ranges that the syncer leases
+    lease_steps: int | None = Field(default=None, gt=0)  # inner steps that a lease lasts; default: 16
     paths: tuple[Path, ...] = ()  # text: files; tokens: .bin or .npy files
     held_out_paths: tuple[Path, ...] = ()
     held_out_fraction: float = Field(default=0.05, gt=0, lt=1)  # from the end, where no paths or split are given
@@ -69,6 +71,8 @@ class DataTable(Table):
 
     @model_validator(mode="after")
     def _sources(self) -> Self:
+        if self.lease_steps is not None and self.deal != "leases":
+            raise ValueError('lease_steps has no effect without deal = "leases"')
         if self.kind in ("text", "tokens") and not self.paths:
             raise ValueError(f'kind = "{self.kind}" needs paths = [...]')
         if self.kind not in ("text", "tokens") and (self.paths or self.held_out_paths):

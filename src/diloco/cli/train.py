@@ -77,7 +77,7 @@ def command(
     config = load_config(run_file, overrides or (), learner=name)
     if collective and config.pool is not None:
         raise ConfigError("[pool] needs a syncer, since the members of a process group stay the same; leave it out")
-    if shard is None and not alone and config.run.learners > 1:
+    if shard is None and not alone and config.run.learners > 1 and config.data.deal == "shards":
         raise ConfigError(f"--shard is missing; give each learner its own of 0 to {config.run.learners - 1}")
     check_shard(shard or 0, config.run.learners)
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from diloco.core.contribution import OVERLAP
 from diloco.core.ledger import Ledger
-from diloco.core.ranges import Ranges, common, ranges_of, union
+from diloco.core.ranges import Ranges, as_lists, common, ranges_of, union
 
 
 @dataclass
@@ -175,7 +175,9 @@ class FragmentWork:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {**asdict(self), "received": sorted(self.received)}
+        flights = [{**asdict(flight), "units": as_lists(flight.units)} for flight in self.in_flight]
+        units = {"pending_units": as_lists(self.pending_units), "overwritten_units": as_lists(self.overwritten_units)}
+        return {**asdict(self), "received": sorted(self.received), "in_flight": flights, **units}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -23,6 +23,11 @@ def ranges_of(pairs: Iterable[Iterable[int]]) -> Ranges:
     return tuple(out)
 
 
+def as_lists(a: Ranges) -> list[list[int]]:
+    """As JSON has it."""
+    return [list(pair) for pair in a]
+
+
 def union(*each: Ranges) -> Ranges:
     """What is in any of them."""
     return ranges_of(pair for ranges in each for pair in ranges)

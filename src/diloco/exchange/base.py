@@ -26,6 +26,7 @@ from torch import Tensor
 from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced, HeldFragment
+from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage
 from diloco.core.method import Method
 from diloco.core.session.requests import Report, TellStart
@@ -139,7 +140,7 @@ Call = Literal[
 ]  # fmt: skip
 """Methods of a learner in which all of its ranks take part."""
 
-Event = Arrived | CallForWork | Rejected | Rejoined | Drained
+Event = Arrived | CallForWork | Rejected | Rejoined | Grant | Drained
 
 
 class Exchange(ABC):
@@ -147,6 +148,9 @@ class Exchange(ABC):
 
     gradients = True
     """Whether gradients can be exchanged (`Method.exchanged == "gradients"`) besides outer gradients."""
+
+    leases = False
+    """Whether there is a syncer that leases the units of the run's data (`ask`)."""
 
     remind_after_s = 10.0
     """How long a learner is blocked before it says on what, in a warning; again at doubled times."""
@@ -194,6 +198,11 @@ class Exchange(ABC):
 
         `payload()` gives the encoded bytes (uint8). It is called at most once, and in the order of the offers.
         """
+
+    def ask(self, ask: Ask) -> None:
+        """Ask for units of the run's data, one request at a time; returns at once. The answer, a `Grant`, comes with
+        `poll`; or `Rejoined`, and the request is void."""
+        raise NotImplementedError(f"{type(self).__name__} leases no data: {ask}")
 
     @abstractmethod
     def poll(self) -> Sequence[Event]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
+from diloco.core.leases import Ask, Grant
 from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.session import SessionCore
@@ -145,6 +146,7 @@ class Local(Exchange):
         initial_step, initial_tokens: what the learner that initialises the run has behind it; likewise.
     """
 
+    leases = True
     remind_after_s = math.inf  # that learners wait for each other is what virtual time is for
 
     def __init__(self, run: VirtualRun, index: int) -> None:
@@ -226,7 +228,7 @@ class Local(Exchange):
                     self._inbox.append(Rejoined(opened, start.reason))
             case Fail(error=error):
                 self._failure = error
-            case Arrived() | CallForWork() | Rejected() | Drained():
+            case Arrived() | CallForWork() | Rejected() | Grant() | Drained():
                 self._inbox.append(news)
         self._run.time.news.add(self._index)
 
@@ -248,6 +250,9 @@ class Local(Exchange):
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         self._joined.offer(contribution, payload())
+
+    def ask(self, ask: Ask) -> None:
+        self._joined.ask(self._incarnation, ask)
 
     def poll(self) -> Sequence[Event]:
         self._raise_failure()

@@ -15,8 +15,12 @@ from diloco.core.contribution import KEPT, CallForWork, Contribution, Drained, R
 from diloco.core.fragments import Layout
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
+from diloco.core.leases import Grant
 from diloco.core.method import Method
+from diloco.core.ranges import Ranges
 from diloco.core.session.requests import Report
+from diloco.core.unit_queue import UnitQueue
+from diloco.errors import ConfigError
 from diloco.exchange.base import Arrived, Exchange, Opened, Rejoined
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
@@ -44,6 +48,7 @@ class Boundary:
         received: versions received and not adopted, by (fragment, version).
         has_finished: the learner takes no more steps.
         is_drained: it was evicted, and the run's pool has no place for it any more.
+        units: of the run's data, where it is leased.
         updates, merges: versions received, and those among them that contain this learner's work.
     """
 
@@ -57,6 +62,7 @@ class Boundary:
         self.received: dict[tuple[int, int], Arrived] = {}
         self.merges = self.updates = 0
         self.has_finished = self.is_drained = False
+        self.units: UnitQueue | None = None
         self._masters, self._trained = masters, trained
         self._begin(opened)
 
@@ -81,6 +87,8 @@ class Boundary:
             opened.versions, opened.step if opened.awaited else max(opened.step, step), awaited=opened.awaited
         )
         self._begin(opened)
+        if self.units is not None:
+            self.units.start_over()
 
     # --- the two kinds of boundary ------------------------------------------------------------------------------------
 
@@ -89,7 +97,8 @@ class Boundary:
         self.tensors.frozen.check_boundary()
         self._masters.stepped()
         self.tensors.parameters |= self.tensors.frozen.averaged()
-        for send in self.core.stepped(tokens, sync_every=self.exchange.overview.sync_every):
+        sync_every, units = self.exchange.overview.sync_every, self._trained_units()
+        for send in self.core.stepped(tokens, units=units, sync_every=sync_every):
             self._send(send, self.tensors.parameters)
         self.report()
         self._settle()
@@ -142,6 +151,7 @@ class Boundary:
         contribution = Contribution(
             self.name, self.incarnation, send.fragment, send.number, send.round, send.base, send.tokens, send.steps,
             self.core.tokens, send.discarded, step=self.core.step, tensors=self._trained[send.fragment],
+            units=send.units, overwritten=send.overwritten,
         )  # fmt: skip
 
         residuals = self.residuals  # a new incarnation has others
@@ -166,6 +176,49 @@ class Boundary:
             return None
         anchors = self.tensors.anchors if self.eager is None else self.eager.anchors
         return self.tensors.origins.get(fragment, anchors[fragment])
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def lease(self, *, at_least: int = 0) -> None:
+        """Ask for units of the run's data ahead, where few are left."""
+        if self.units is not None and not self.has_finished:
+            ask = self.units.ask(self.core.unsent_units, at_least=at_least)
+            if ask is not None:
+                self.exchange.ask(ask)
+
+    def wait_for_units(self, missing: Callable[[], bool]) -> None:
+        """Block while units are `missing`. A new incarnation asks anew."""
+
+        def wait(timeout_s: float) -> None:
+            self._wait(timeout_s)
+            self.lease()
+
+        def blocked(seconds: float) -> None:
+            if self.exchange.rank[0] == 0:
+                log.warning(
+                    "learner %s has been blocked after step %d for %.0f s: it waits for units of data; %s.",
+                    self.name, self.core.step, seconds, self.exchange.obstacles,
+                )  # fmt: skip
+
+        self.timing.wait_while(lambda: missing() and not self.has_finished, wait, blocked)
+
+    def _trained_units(self) -> Ranges:
+        """The units that the step was taken on."""
+        if (queue := self.units) is None:
+            if any(self.core.unsent_units):
+                raise ConfigError(
+                    "this learner's checkpoint has work on leased units of data; lease the same data again (LeasedSampler) "
+                    "before the first step."
+                )
+            return ()
+        self.lease()
+        self.wait_for_units(lambda: not queue.is_sure)
+        if (units := queue.trained()) is None:
+            raise ConfigError(
+                "no batch of leased data was taken since the step before; iterate over sampler.batches(loader) "
+                "(LeasedSampler), and step after its batches only."
+            )
+        return units
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
@@ -224,9 +277,17 @@ class Boundary:
                     self._rejected(event)
                 case Rejoined(opened=opened):
                     self.rejoin(opened)
+                case Grant():
+                    self._granted(event)
                 case Drained():
                     self.core.drained()
                     self.has_finished = self.is_drained = True
+
+    def _granted(self, grant: Grant) -> None:
+        assert self.units is not None
+        self.units.granted(grant)
+        if grant.number == 1:
+            self.core.keep_units(grant.claimed)
 
     def _arrived(self, arrived: Arrived) -> None:
         update, fragment = arrived.update, arrived.update.fragment

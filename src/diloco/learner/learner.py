@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from diloco.core.fragments import Layout
 from diloco.core.learner import LearnerCore
+from diloco.core.leases import DataSet
 from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, Model, Opened
@@ -28,6 +29,7 @@ from diloco.exchange.island import Ranks
 from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible, require_exchange
 from diloco.learner.frozen import exchanged_tensors
+from diloco.learner.leased import LeasedUnits
 from diloco.learner.masters import MasterWeights
 from diloco.learner.models import FullyShardedModules, joined, listed, require_hooks
 from diloco.learner.own_ranks import RanksOfLearner, island_of
@@ -291,6 +293,36 @@ class Learner:
         """
         has_sent = any(work.pending_steps == 0 for work in self._core.fragments)
         return self._boundary.is_drained or (self._exchange.overview.drained and has_sent)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Which rank of this learner this process is, and of how many."""
+        return self._exchange.rank
+
+    def lease(self, data: DataSet, *, num_ahead: int) -> LeasedUnits:
+        """Train on units of data that the run's syncer leases (docs/data.md); `LeasedSampler` is made of it.
+
+        From now on, each `step` is on the units taken since the one before. Before the first step, and after the state
+        of a checkpoint is loaded or before.
+
+        Arguments:
+            num_ahead: units to ask for at a time.
+
+        Raises:
+            ConfigError: the exchange has no syncer that leases, or the method exchanges gradients; the learner has
+                taken a step, or leased data already.
+        """
+        self._require_open()
+        if self._exchanges_gradients or not self._exchange.leases:
+            raise ConfigError(
+                "leases of data need a syncer (diloco.connect, run_local), and a method that exchanges outer gradients; "
+                "deal fixed shards of the data to the learners instead."
+            )
+        if self._boundary.units is not None or self._core.steps:
+            raise ConfigError(
+                "this learner has taken a step, or leases data already; lease once, before the first step."
+            )
+        return LeasedUnits(self._boundary, data, num_ahead)
 
     def global_state_dict(self) -> dict[str, Tensor]:
         """The global model at the versions that this learner holds: the model to evaluate and export.

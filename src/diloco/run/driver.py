@@ -1,6 +1,6 @@
 """`Driver`: executes the actions of `SyncerCore`, for one run.
 
-    from learners        initialise · join · heartbeat · leave · connected, disconnected · fetch
+    from learners        initialise · join · heartbeat · lease · leave · connected, disconnected · fetch
                          begin_push, then complete_push or cut_push
     from the clock       tick
     from the worker      a payload is checked, a round is closed
@@ -9,7 +9,7 @@
 Each call is an event, and none blocks: tensor and disk work goes to a worker, whose result is an event of its own. So a
 driver can be stopped between any two effects, and another driver, made from the durable state (`saved`), continues. The
 caller must ensure that one event is over before the next begins. Events that wait for the disk (initialisation, join,
-leave) are answered by a call of `done`.
+lease, leave) are answered by a call of `done`.
 
 The life of a contribution: a push is begun, which makes room for it, and completed, which has its content checked;
 `SyncerCore` acknowledges or rejects it; its round is closed (`JobsPort.close`), made durable
@@ -38,6 +38,7 @@ from diloco.core.actions import (
     WakeAt,
 )  # fmt: skip
 from diloco.core.contribution import NOT_FINITE, Contribution, Standing
+from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage, lost, refusal
 from diloco.core.members import Deadlines
 from diloco.core.pool import Pool
@@ -346,6 +347,26 @@ class Driver(Generic[H, S, P]):
         self._observer.left(learner, incarnation, tokens)
         self._end(learner, incarnation)
         self._writes.record(self._clock.now_s(), done)
+        self._execute(actions)
+
+    def lease(
+        self, learner: str, incarnation: int, ask: Ask, done: Callable[[Grant], None], *, seen: Lineage | None = None
+    ) -> None:  # fmt: skip
+        """A learner asks for units of the run's data. `done`: called with them once their lease is durable.
+
+        Arguments:
+            seen: what the learner follows.
+
+        Raises:
+            StaleIncarnationError: the incarnation is out. ConfigError: it has other data than the run.
+            PayloadError: the request makes no sense. LineageError, UnknownRunError: it has followed a later state.
+        """
+        self._require_line(seen)
+        self.core.check(learner, incarnation)
+        sense.check_ask(learner, ask)
+        now_s, tokens_before = self._clock.now_s(), self.state.initial_tokens
+        grant, actions = self.core.lease(now_s, learner, incarnation, ask, tokens_before=tokens_before)
+        self._writes.record(now_s, partial(done, grant))
         self._execute(actions)
 
     def connected(

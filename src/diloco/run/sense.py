@@ -11,6 +11,8 @@ import math
 from typing import Any
 
 from diloco.core.contribution import OVERLAP, Contribution
+from diloco.core.leases import Ask
+from diloco.core.ranges import Ranges, is_set
 from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
 from diloco.run.ports import InitialModel
 
@@ -29,6 +31,13 @@ MAX_STEP_S = 10.0**6
 
 MAX_NAME = 200
 """Characters of a learner's name, or of the place where a model came from."""
+
+
+MAX_UNIT = 2**53
+"""Units of data, over all passes."""
+
+MAX_RANGES = 2**15
+"""Ranges of units in one message: more than the steps between two contributions, of which each reads a few."""
 
 
 def check_name(learner: str) -> None:
@@ -81,8 +90,28 @@ def check_contribution(c: Contribution, run_step: int) -> None:
             f"{c.learner!r} discards tokens as {', '.join(map(repr, reasons))}; a learner discards as {OVERLAP!r}, "
             "once."
         )
+    _check_units(c.learner, c.units)
+    _check_units(c.learner, c.overwritten)
     if c.tensors is not None and list(c.tensors) != sorted(set(c.tensors)):
         raise PayloadError(f"{c.learner!r} trains the tensors {list(c.tensors)}; name each once, in ascending order.")
+
+
+def check_ask(learner: str, ask: Ask) -> None:
+    """Check a request for a lease by itself; `Leases` checks it against the others."""
+    data = ask.data
+    _within(learner, "units of data in all passes", data.num_units * max(1, data.passes), MAX_UNIT)
+    _within(learner, "tokens in a unit of data", data.unit_tokens, MAX_TOKENS)
+    _within(learner, "characters in the digest of its data", len(data.digest), MAX_NAME)
+    for units in ask.claim:
+        _check_units(learner, units)
+
+
+def _check_units(learner: str, units: Ranges) -> None:
+    if len(units) > MAX_RANGES or not is_set(units) or (units and units[-1][1] > MAX_UNIT):
+        raise PayloadError(
+            f"{learner!r} names {len(units)} ranges of units of data that are not sorted and disjoint, more than "
+            f"{MAX_RANGES}, or beyond {MAX_UNIT}; nothing of it was counted."
+        )
 
 
 def check_size(c: Contribution, num_bytes: int, expected_bytes: int, num_tensors: int) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.leases import Ask, DataSet, Grant
 from diloco.core.lineage import Lineage
+from diloco.core.ranges import Ranges
 from diloco.exchange.wire import syncer_pb2 as pb
 
 
@@ -15,7 +17,8 @@ def contribution_of(header: pb.PushHeader) -> Contribution:
     return Contribution(
         header.learner, header.incarnation, header.fragment, header.number, header.round, header.base, header.tokens,
         header.steps, header.trained, tuple((discard.reason, discard.tokens) for discard in header.discarded),
-        step=header.step, tensors=tuple(header.tensors) if header.part else None,
+        step=header.step, tensors=tuple(header.tensors) if header.part else None, units=_units(header.units),
+        overwritten=_units(header.overwritten),
     )  # fmt: skip
 
 
@@ -25,11 +28,32 @@ def lineage_message(lineage: Lineage) -> pb.Lineage:
 
 
 def seen_of(
-    message: pb.JoinRequest | pb.HeartbeatRequest | pb.WatchRequest | pb.PullRequest | pb.InitialiseHeader,
+    message: pb.JoinRequest
+    | pb.HeartbeatRequest
+    | pb.LeaseRequest
+    | pb.WatchRequest
+    | pb.PullRequest
+    | pb.InitialiseHeader,
 ) -> Lineage | None:
     """What a learner has followed so far."""
     seen = message.seen
     return Lineage(seen.run_id, seen.epoch, seen.boot) if message.HasField("seen") else None
+
+
+def ask_of(request: pb.LeaseRequest) -> Ask:
+    """What a learner asks for."""
+    data = DataSet(request.data_units, request.data_passes, request.data_digest, request.unit_tokens)
+    return Ask(request.number, request.num_units, data, tuple(_units(each.ranges) for each in request.claim))
+
+
+def lease_reply(grant: Grant) -> pb.LeaseReply:
+    """What is leased to it."""
+    units, claimed = ([pb.Units(first=it[0], stop=it[1]) for it in each] for each in (grant.units, grant.claimed))
+    return pb.LeaseReply(units=units, claimed=claimed)
+
+
+def _units(ranges: Iterable[pb.Units]) -> Ranges:
+    return tuple((each.first, each.stop) for each in ranges)
 
 
 def standing_message(standing: Standing) -> pb.Standing:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from diloco.core.fragments import Layout
+from diloco.core.leases import Grant
 from diloco.core.memory import room
 from diloco.core.shards import Segments, num_segments_of
 from diloco.errors import CorruptPayloadError, DilocoError, LayoutError, NoRoomError, StoreError
@@ -31,7 +32,9 @@ from diloco.syncer.auth import Authenticator, Caller, Role
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.messages import (
     WatchStream,
+    ask_of,
     contribution_of,
+    lease_reply,
     lineage_message,
     seen_of,
     standing_message,
@@ -76,6 +79,7 @@ class Service:
             "Describe": (self.describe, pb.DescribeRequest),
             "Join": (self.join, pb.JoinRequest),
             "Heartbeat": (self.heartbeat, pb.HeartbeatRequest),
+            "Lease": (self.lease, pb.LeaseRequest),
             "Leave": (self.leave, pb.LeaveRequest),
             "Status": (self.status, pb.StatusRequest),
         }
@@ -138,6 +142,15 @@ class Service:
             return pb.HeartbeatReply(lineage=lineage_message(driver.lineage), standing=standing_message(standing))
 
         return self._driver.ask(reply)
+
+    def lease(self, caller: Caller, request: pb.LeaseRequest, context: grpc.ServicerContext) -> pb.LeaseReply:
+        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        ask, seen = ask_of(request), seen_of(request)
+
+        def lease(driver: SyncerDriver, done: Callable[[Grant], None]) -> None:
+            driver.lease(request.learner, request.incarnation, ask, done, seen=seen)
+
+        return lease_reply(self._driver.wait_for(lease))
 
     def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, caller, request.run, "learner", request.learner, "control")

@@ -9,11 +9,12 @@ from torch import nn
 
 from diloco.config import RunConfig
 from diloco.errors import CheckpointError, ConfigError, LayoutError, translated
+from diloco.learner import Learner
 from diloco.training.alone import AloneLearner, AnyLearner
 from diloco.training.budget import Budget
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
 from diloco.training.clock import Clock
-from diloco.training.data import Stream
+from diloco.training.data import LeasedStream, Stream
 from diloco.training.inner import InnerStep, StepResult
 from diloco.training.job import Job, choose_device
 from diloco.training.learning_rate import schedule_factor
@@ -24,6 +25,9 @@ from diloco.training.sources import Corpus
 
 # Makes the learner that exchanges: (model, inner optimizer, steps already done, tokens that the run has trained).
 Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], AnyLearner]
+
+LEASE_STEPS = 16
+"""Inner steps that a lease of data lasts, where the run file says nothing."""
 
 
 class Island:
@@ -49,8 +53,7 @@ class Island:
         self._trained = job.wrap(self.model)
         self.optimizer = make_optimizer(self.model, config)
         self._inner = InnerStep(self._trained, self.optimizer, config.train, device)
-        everything = range(config.run.learners)
-        self.stream = Stream(corpus, length, config.run.learners, everything, config.share, config.run.seed)
+        self.stream = _stream(config, corpus)
         self.learner: AnyLearner = AloneLearner(self.model, config.tokens_per_full_step)
         self.tokens = 0
         self.num_steps = 0
@@ -91,6 +94,10 @@ class Island:
         self.num_steps += 1
         return result
 
+    def has_data(self) -> bool:
+        """Whether there is a next batch; False where the learner was drained while it waited for one."""
+        return self.stream.has_next()
+
     # --- becoming a learner
 
     def narrow(self, shard: int, batch: int) -> None:
@@ -108,6 +115,8 @@ class Island:
         self._beginning = (step, tokens)
         self.learner.close()
         self.learner = attach(self._trained, self.optimizer, step, tokens)
+        if isinstance(self.stream, LeasedStream) and isinstance(self.learner, Learner):
+            self.stream.lease(self.learner)
         if self.step > step:
             # A late joiner reads its shard from where the run is, so that no two passes differ between learners, and
             # nothing is read again that a warm start has read.
@@ -186,3 +195,11 @@ class Island:
         if exact:
             self._budget.load_state_dict(saved["budget"])
         return exact
+
+
+def _stream(config: RunConfig, corpus: Corpus) -> Stream | LeasedStream:
+    """The data of the whole run, at its full batch."""
+    length, learners, seed = config.data.sequence_length, config.run.learners, config.run.seed
+    if config.data.deal == "leases":
+        return LeasedStream(corpus, length, learners, config.share, seed, config.data.lease_steps or LEASE_STEPS)
+    return Stream(corpus, length, learners, range(learners), config.share, seed)

@@ -75,6 +75,11 @@ class Trainer:
         self._stopping = False
         self._joined = False
         self._check_batches()
+        if config.data.deal == "leases" and (together is not None or part.role != "learner"):
+            raise ConfigError(
+                'data.deal = "leases" needs a syncer, which leases the data to learners; set deal = "shards" for a process '
+                "group, the baseline and isolated learners"
+            )
         self._clock = clock or Clock()
         corpus = load_corpus(config.data) if shared is None else shared.corpus
         self._island = Island(config, corpus, self._job, self._clock)
@@ -139,6 +144,8 @@ class Trainer:
             if not self._joined and not self._warming_up:
                 self._join()
                 continue  # the run may be over already
+            if not self._island.has_data():
+                continue  # drained meanwhile
             versions, lr = self.learner.versions, learning_rate(self.config, self._island.step + 1)
             result = self._island.take_step()
             self._monitor.stepped(lr, result, versions, warming_up=self._warming_up)

@@ -128,18 +128,18 @@ class Lanes:
     """All requests of a session: one lane for each kind, and the control connection that some of them share."""
 
     def __init__(self) -> None:
-        self.control, self.watch, self.receive, self.send = Lane(), Lane(), Lane(), Lane()
+        self.control, self.watch, self.receive, self.send, self.data = Lane(), Lane(), Lane(), Lane(), Lane()
         self.connection = ControlConnection()
 
     @property
     def all(self) -> tuple[Lane, ...]:
         """Every lane."""
-        return self.control, self.watch, self.receive, self.send
+        return self.control, self.watch, self.receive, self.send, self.data
 
     def of(self, request: requests.Request) -> Lane:
         """The lane of a request."""
-        lanes = {"control": self.control, "watch": self.watch, "receive": self.receive, "send": self.send}
-        return lanes[request.lane]
+        names = ("control", "watch", "receive", "send", "data")
+        return dict(zip(names, self.all, strict=True))[request.lane]
 
     def answered(self, request: requests.Describe | requests.Beat) -> list[requests.HangUp]:
         """A control request was answered."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
+from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage
 from diloco.errors import DilocoError
 
@@ -53,7 +54,7 @@ class Report:
 
 # --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
 
-LaneName = Literal["control", "watch", "receive", "send", "leave"]
+LaneName = Literal["control", "watch", "receive", "send", "data", "leave"]
 """Requests of one lane are made one at a time."""
 
 
@@ -166,6 +167,20 @@ class Push:
 
 
 @dataclass(frozen=True)
+class Lease:
+    """Ask over this control connection for units of data; then call `leased`, or `failed` after `timeout_s` without an
+    answer."""
+
+    lane: ClassVar[LaneName] = "data"
+
+    who: Identity
+    connection: int
+    timeout_s: float
+    ask: Ask
+    seen: Lineage | None
+
+
+@dataclass(frozen=True)
 class Leave:
     """Say goodbye over this control connection; then call `left`, or `failed` after `timeout_s` without an answer."""
 
@@ -247,6 +262,6 @@ class Fail:
     error: DilocoError
 
 
-Request = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Leave
-News = TellStart | TellArrival | CallForWork | Rejected | Drained | Fail
+Request = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Lease | Leave
+News = TellStart | TellArrival | CallForWork | Rejected | Grant | Drained | Fail
 SessionAction = Request | HangUp | Drop | Warn | Close | News

@@ -1,14 +1,15 @@
 """`SessionCore`: sans-I/O bookkeeping of one learner's session with a syncer.
 
-    events    from the learner, and from time: begin, offered, report, leave, tick
-              how a request has ended: described, initialised, joined, fetched, pushed, beaten, left, failed, ended
+    events    from the learner, and from time: begin, offered, asked, report, leave, tick
+              how a request has ended: described, initialised, joined, fetched, pushed, leased, beaten, left, failed,
+              ended
               notices of the syncer: welcomed, heard, evicted
     answers   requests to make and news for the learner: `core.session.requests`
 
     entering → joining → fetching → starting → running → leaving → parting → over
     an evicted learner goes back to joining; where the pool has no place for it any more, all is over
 
-Requests belong to lanes (control, watch, receive, send), and each lane has at most one under way. What is done next
+Requests belong to lanes (control, watch, receive, send, data), and each lane has at most one under way. What is done next
 follows from what is known: the phase, the versions held and published, the contributions without a verdict, and which
 process of the syncer acknowledged them. A message that is lost or heard twice therefore changes nothing: the
 syncer says all that stands (`Standing`) on every connection and in every heartbeat. A syncer that serves an older state
@@ -26,6 +27,7 @@ from dataclasses import replace
 from typing import Literal
 
 from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing, Verdict
+from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage, refusal
 from diloco.core.session import requests
 from diloco.core.session.ends import GONE_TIMEOUT_S, Departure, Entrance
@@ -101,6 +103,7 @@ class SessionCore:
         self._lanes, self._departure = Lanes(), Departure()
         self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s, shortest_s=shortest_s)
         self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
+        self._ask: Ask | None = None  # that is not answered
         self._welcome: Standing | None = None  # of the stream of notices that is open
         self._has_started = self._has_lost_join = False
         self._reason: str | None = None  # why the incarnation before was evicted
@@ -118,6 +121,13 @@ class SessionCore:
         if not self._speaks(c.incarnation):
             return [requests.Drop(c)]
         self._outbox.add(c)
+        return self._go_on(now)
+
+    def asked(self, now: float, incarnation: int, ask: Ask) -> Actions:
+        """The learner wants units of data, one request at a time. It is ignored if the incarnation was evicted."""
+        if not self._speaks(incarnation):
+            return []
+        self._ask = ask
         return self._go_on(now)
 
     def report(self, now: float, incarnation: int, report: Report) -> Actions:
@@ -208,7 +218,7 @@ class SessionCore:
         self.phase, self._reason = "joining", reason
         drops = [requests.Drop(c) for c in self._outbox.contributions]
         self._outbox, self._cache = Outbox(self._num_fragments), ModelCache(self._num_fragments)
-        self._welcome = None
+        self._welcome = self._ask = None
         self._heartbeat.start_over()
         return [*drops, requests.Warn(f"{self.who.learner} was evicted ({reason}) and joins again")]
 
@@ -246,6 +256,14 @@ class SessionCore:
             if self._heartbeat.report.finished:
                 self._heartbeat.urge()
         return self._go_on(now)
+
+    def leased(self, now: float, lease: requests.Lease, grant: Grant) -> Actions:
+        """A request for units of data was answered."""
+        self._lanes.data.ended()
+        if not self._is_current(lease.who):
+            return self._go_on(now)
+        self._ask = None
+        return [grant, *self._go_on(now)]
 
     # --- what the syncer says -----------------------------------------------------------------------------------------
 
@@ -379,7 +397,10 @@ class SessionCore:
             case requests.Fetch(base=base), VersionError() if base == NOTHING and not isinstance(error, DigestError):
                 lane.pause(now)  # the ranks of this learner were sent different versions: one was published in between
                 return []
-            case requests.Fetch() | requests.Watch() | requests.Beat() | requests.Push(), StaleIncarnationError():
+            case (
+                requests.Fetch() | requests.Watch() | requests.Beat() | requests.Push() | requests.Lease(),
+                StaleIncarnationError(),
+            ):
                 return self._join_again(str(error)) if self._is_current(request.who) else []
         return self._fail(lane, error)
 
@@ -397,7 +418,9 @@ class SessionCore:
             return actions
         if self.phase == "entering" and self._entrance.step == "join":
             self.phase = "joining"
-        nexts = (self._control_request, self._watch_request, self._receive_request, self._send_request)
+        nexts = (
+            self._control_request, self._watch_request, self._receive_request, self._send_request, self._data_request
+        )  # fmt: skip
         for lane, next_request in zip(lanes.all, nexts, strict=True):
             if lane.is_free(now) and (request := next_request(now)) is not None:
                 lane.is_busy = True
@@ -454,6 +477,11 @@ class SessionCore:
             return None
         c = self._outbox.next(self.seen.boot)
         return None if c is None else requests.Push(self.who, c, self.seen.boot)
+
+    def _data_request(self, now: float) -> requests.Request | None:
+        if self.phase != "running" or self._ask is None:
+            return None
+        return requests.Lease(self.who, self._lanes.connection.number, CALL_TIMEOUT_S, self._ask, self.seen)
 
     def _is_sending(self, now: float) -> bool:
         """Whether a contribution is not acknowledged yet."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diloco.core.contribution import CallForWork, Drained, Rejected
 from diloco.core.held import Advanced, HeldFragment
+from diloco.core.leases import Grant
 from diloco.core.shards import Shards
 from diloco.core.update import Update
 from diloco.errors import DilocoError
@@ -195,7 +196,7 @@ def _in(said: Any, tensors: Sequence[Tensor]) -> Any:
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, CallForWork, Rejected, Rejoined, Drained, Opened, HeldFragment, Update),
+        *(Arrived, CallForWork, Rejected, Rejoined, Grant, Drained, Opened, HeldFragment, Update),
         *(_Version, _Arrival),
     )
 }

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from diloco.core.codecs import Codec
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
+from diloco.core.leases import Ask
 from diloco.core.lineage import Lineage
 from diloco.core.method import Method
 from diloco.core.session.requests import Report
@@ -68,6 +69,7 @@ class Ranks(Exchange):
         self._first = self.group.rank == 0
         self._exchange = exchange
         self.gradients, self.remind_after_s = exchange.gradients, exchange.remind_after_s
+        self.leases = exchange.leases
         self._background = [Group(ranks, timeout_s=TIMEOUT_S) for _ in range(2)]
         self._sharded = exchange if isinstance(exchange, ShardedExchange) else None
         if self._sharded is not None:
@@ -210,6 +212,9 @@ class Ranks(Exchange):
             self.group, message, num_bytes, self._shards, "the news", self._failure, self._fetched
         )
         return events
+
+    def ask(self, ask: Ask) -> None:
+        self._on_first(lambda: self._exchange.ask(ask))
 
     def wait(self, timeout_s: float) -> None:
         if not self._news:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.leases import Grant
 from diloco.core.lineage import Lineage
+from diloco.core.ranges import Ranges
 from diloco.core.session import requests
 from diloco.core.update import Update
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -30,6 +32,8 @@ def push_header(push: requests.Push) -> pb.PushHeader:
         part=c.tensors is not None,
         tensors=c.tensors,
         boot=push.boot,
+        units=_units(c.units),
+        overwritten=_units(c.overwritten),
     )
 
 
@@ -69,6 +73,34 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         confirmed=beat.confirmed,
         seen=lineage_message(beat.seen),
     )
+
+
+def lease_request(lease: requests.Lease) -> pb.LeaseRequest:
+    """What asks for units of data."""
+    who, ask = lease.who, lease.ask
+    return pb.LeaseRequest(
+        run=who.run,
+        learner=who.learner,
+        incarnation=who.incarnation,
+        number=ask.number,
+        num_units=ask.num_units,
+        data_units=ask.data.num_units,
+        data_passes=ask.data.passes,
+        data_digest=ask.data.digest,
+        unit_tokens=ask.data.unit_tokens,
+        claim=[pb.UnitSet(ranges=_units(units)) for units in ask.claim],
+        seen=lineage_message(lease.seen),
+    )
+
+
+def grant_of(number: int, reply: pb.LeaseReply) -> Grant:
+    """The answer to the request with this number."""
+    units, claimed = (tuple((it.first, it.stop) for it in each) for each in (reply.units, reply.claimed))
+    return Grant(number, units, claimed)
+
+
+def _units(units: Ranges) -> list[pb.Units]:
+    return [pb.Units(first=first, stop=stop) for first, stop in units]
 
 
 def watch_request(watch: requests.Watch) -> pb.WatchRequest:

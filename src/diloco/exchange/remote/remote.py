@@ -23,6 +23,7 @@ from torch import Tensor
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced
+from diloco.core.leases import Ask
 from diloco.core.lineage import Lineage
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
@@ -88,6 +89,7 @@ class Remote(ShardedExchange):
 
     gradients = False
     dials_out = True
+    leases = True
 
     def __init__(
         self,
@@ -171,6 +173,10 @@ class Remote(ShardedExchange):
         session = self._opened
         session.sender.keep(contribution, payload)
         session.enter(partial(session.core.offered, c=contribution))
+
+    def ask(self, ask: Ask) -> None:
+        session = self._opened
+        session.enter(partial(session.core.asked, incarnation=self._incarnation, ask=ask))
 
     def poll(self) -> Sequence[Event]:
         events = self._opened.inbox.take()

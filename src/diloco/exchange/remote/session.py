@@ -14,6 +14,7 @@ from typing import TypeVar, get_args
 from google.protobuf.message import Message
 
 from diloco.core.contribution import CallForWork, Drained, Rejected
+from diloco.core.leases import Grant
 from diloco.core.lineage import Lineage
 from diloco.core.session import SessionCore, requests
 from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
@@ -23,7 +24,15 @@ from diloco.exchange.base import Arrived, Opened, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
-from diloco.exchange.remote.messages import heartbeat_request, leave_request, lineage_of, standing_of, watch_request
+from diloco.exchange.remote.messages import (
+    grant_of,
+    heartbeat_request,
+    lease_request,
+    leave_request,
+    lineage_of,
+    standing_of,
+    watch_request,
+)
 from diloco.exchange.remote.transfers import Download, Receiver, Sender, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
 
@@ -132,7 +141,7 @@ class Session:
                 assert arriving is not None
                 assert arriving.advanced is not None
                 self.inbox.put(Arrived.of(arriving.update, arriving.advanced, merged))
-            case CallForWork() | Rejected() | Drained():
+            case CallForWork() | Rejected() | Grant() | Drained():
                 self.inbox.put(action)
             case _:
                 self._lanes[action.lane].put(action)
@@ -189,6 +198,9 @@ class Session:
                 return partial(
                     core.beaten, beat=call, lineage=lineage_of(beaten.lineage), standing=standing_of(beaten.standing)
                 )
+            case requests.Lease():
+                leased = self._ask(call, "Lease", lease_request(call), pb.LeaseReply)
+                return partial(core.leased, lease=call, grant=grant_of(call.ask.number, leased))
             case requests.Watch():
                 self._listen(call)
                 return partial(core.ended, watch=call)
@@ -197,7 +209,11 @@ class Session:
                 return core.left
 
     def _ask(
-        self, call: requests.Describe | requests.Beat | requests.Leave, method: str, request: Message, kind: type[R]
+        self,
+        call: requests.Describe | requests.Beat | requests.Lease | requests.Leave,
+        method: str,
+        request: Message,
+        kind: type[R],
     ) -> R:
         return self._connection.call(_control(call.connection), method, request, kind, timeout_s=call.timeout_s)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.layout import Layout
+from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage
 from diloco.core.session import SessionCore, requests
 from diloco.core.update import Update
@@ -27,7 +28,7 @@ from diloco.run.ports import ClockPort, InitialModel
 
 log = logging.getLogger("diloco")
 
-News = requests.TellStart | Arrived | CallForWork | Rejected | Drained | requests.Fail
+News = requests.TellStart | Arrived | CallForWork | Rejected | Grant | Drained | requests.Fail
 """What a learner is told."""
 
 SimulatedDriver = Driver[HeldFragment, MemorySlot, Tensor]
@@ -113,6 +114,10 @@ class SessionClient:
         self._payloads[c.incarnation, c.fragment, c.number] = payload
         self._do(self.core.offered(self._now, c))
 
+    def ask(self, incarnation: int, ask: Ask) -> None:
+        """Ask for units of data."""
+        self._do(self.core.asked(self._now, incarnation, ask))
+
     def report(self, incarnation: int, report: requests.Report) -> None:
         """What the learner says of itself from now on."""
         self._do(self.core.report(self._now, incarnation, report))
@@ -157,7 +162,7 @@ class SessionClient:
                 case requests.TellArrival(merged=merged):
                     assert self._last is not None
                     self._on_news(Arrived.of(*self._last, merged))
-                case requests.TellStart() | CallForWork() | Rejected() | Drained() | requests.Fail():
+                case requests.TellStart() | CallForWork() | Rejected() | Grant() | Drained() | requests.Fail():
                     self._on_news(action)
                 case _:
                     self._call(action)
@@ -167,7 +172,8 @@ class SessionClient:
         self._clock.wake_at(math.inf if self.is_closed else min(timeout_s, self.core.wake_at))
 
     def _call(self, call: requests.Request) -> None:
-        timeout_s = call.timeout_s if isinstance(call, requests.Describe | requests.Beat | requests.Leave) else math.inf
+        timed = requests.Describe | requests.Beat | requests.Lease | requests.Leave
+        timeout_s = call.timeout_s if isinstance(call, timed) else math.inf
         open_ = _Open(call, self._now + timeout_s)
         self._open.append(open_)
         match call:
@@ -230,6 +236,8 @@ class SessionClient:
                     versions=call.versions, confirmed=call.confirmed, seen=call.seen,
                 )  # fmt: skip
                 reply((driver.lineage, standing))
+            case requests.Lease(who=who, ask=ask):
+                driver.lease(who.learner, who.incarnation, ask, reply, seen=call.seen)
             case requests.Leave(who=who, tokens=tokens):
                 driver.leave(who.learner, who.incarnation, reply, tokens=tokens)
 
@@ -294,6 +302,8 @@ class SessionClient:
                 return self.core.beaten(self._now, call, *answer)
             case requests.Push():
                 return self.core.pushed(self._now, call)
+            case requests.Lease():
+                return self.core.leased(self._now, call, answer)
             case requests.Watch():
                 return self.core.ended(self._now, call)
         return self.core.left(self._now)
@@ -362,6 +372,6 @@ def _connection_of(call: requests.Request) -> int | None:
     """The control connection of a call; None: it goes over another one."""
     return (
         call.connection
-        if isinstance(call, requests.Describe | requests.Watch | requests.Beat | requests.Leave)
+        if isinstance(call, requests.Describe | requests.Watch | requests.Beat | requests.Lease | requests.Leave)
         else None
     )

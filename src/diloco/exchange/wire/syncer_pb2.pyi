@@ -98,6 +98,54 @@ class Received(_message.Message):
     all: bool
     def __init__(self, num_bytes: _Optional[int] = ..., all: _Optional[bool] = ...) -> None: ...
 
+class Units(_message.Message):
+    __slots__ = ("first", "stop")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    stop: int
+    def __init__(self, first: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class UnitSet(_message.Message):
+    __slots__ = ("ranges",)
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    ranges: _containers.RepeatedCompositeFieldContainer[Units]
+    def __init__(self, ranges: _Optional[_Iterable[_Union[Units, _Mapping]]] = ...) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("run", "learner", "incarnation", "number", "num_units", "data_units", "data_passes", "data_digest", "unit_tokens", "claim", "seen")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNITS_FIELD_NUMBER: _ClassVar[int]
+    DATA_UNITS_FIELD_NUMBER: _ClassVar[int]
+    DATA_PASSES_FIELD_NUMBER: _ClassVar[int]
+    DATA_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    UNIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    learner: str
+    incarnation: int
+    number: int
+    num_units: int
+    data_units: int
+    data_passes: int
+    data_digest: str
+    unit_tokens: int
+    claim: _containers.RepeatedCompositeFieldContainer[UnitSet]
+    seen: Lineage
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ..., num_units: _Optional[int] = ..., data_units: _Optional[int] = ..., data_passes: _Optional[int] = ..., data_digest: _Optional[str] = ..., unit_tokens: _Optional[int] = ..., claim: _Optional[_Iterable[_Union[UnitSet, _Mapping]]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
+
+class LeaseReply(_message.Message):
+    __slots__ = ("units", "claimed")
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    units: _containers.RepeatedCompositeFieldContainer[Units]
+    claimed: _containers.RepeatedCompositeFieldContainer[Units]
+    def __init__(self, units: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[Units, _Mapping]]] = ...) -> None: ...
+
 class Discard(_message.Message):
     __slots__ = ("reason", "tokens")
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -107,7 +155,7 @@ class Discard(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors", "number", "boot", "start", "stop")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors", "number", "boot", "start", "stop", "units", "overwritten")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +174,8 @@ class PushHeader(_message.Message):
     BOOT_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    OVERWRITTEN_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -144,7 +194,9 @@ class PushHeader(_message.Message):
     boot: int
     start: int
     stop: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., boot: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+    units: _containers.RepeatedCompositeFieldContainer[Units]
+    overwritten: _containers.RepeatedCompositeFieldContainer[Units]
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., boot: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., units: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., overwritten: _Optional[_Iterable[_Union[Units, _Mapping]]] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("received",)
