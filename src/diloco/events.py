@@ -226,6 +226,19 @@ class Merged(Event):
     members: tuple[str, ...] = ()  # learners that the round counted on
     scale: float = 1.0  # the merged outer gradient was multiplied by it
     merge_s: float = 0.0
+    units: tuple[tuple[tuple[int, int], ...], ...] = ()  # per contributor, of leased data: (first, stop) of each range
+
+
+class Data(Event):
+    """Of leased data, a pass is done, or units have come back from a learner."""
+
+    kind: Literal["data"] = "data"
+    passes_done: int
+    done: int  # units, over all passes
+    leased: int
+    returned: int  # times that a unit came back
+    unclaimed: int  # units that a learner came back with and others had
+    repeated: tuple[int, ...]  # by fragment, merges of units that came back afterwards
 
 
 class Published(Event):

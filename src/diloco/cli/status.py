@@ -92,6 +92,8 @@ def _print(status: dict[str, Any]) -> None:
         console.print("no model yet: start one learner with --initialise")
         return
     console.print(_participation(status))
+    if status["data"] is not None:
+        console.print(_data(status["data"]))
     console.print(_learners(status))
     console.print(_fragments(status))
     console.print(_legend(status), style="dim")
@@ -108,6 +110,16 @@ def _participation(status: dict[str, Any]) -> str:
     who = ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} learners"
     part = "" if merge["scale"] == 1 else f", with {merge['scale']:.2f} of the live weight"
     return f"{line}; newest merge: version {merge['version']} of fragment {merge['fragment']} by {who}{part}"
+
+
+def _data(data: dict[str, Any]) -> str:
+    """Leased data: passes done, and where the units of those begun are."""
+    of = "" if data["num_passes"] is None else f" of {data['num_passes']}"
+    line = f"data: {data['passes_done']}{of} passes of {data['num_units']:,} units done"
+    for it in data["passes"]:
+        line += f"; pass {it['pass'] + 1}: {it['done']:,} done, {it['leased']:,} leased, {it['free']:,} free"
+    repeated = sum(it["repeated"] for it in data["fragments"])
+    return f"{line}; {data['returned']:,} came back, {repeated:,} were merged in a fragment once more"
 
 
 def _learners(status: dict[str, Any]) -> Table:

@@ -363,6 +363,13 @@ class Leases:
         """All units that are done."""
         return minus(minus(ranges_of([(0, self.frontier)]), self.returned), self.leased)
 
+    @property
+    def passes_done(self) -> int:
+        """Passes of which every unit is done."""
+        if self.data is None:
+            return 0
+        return min([self.frontier, *(first for first, _ in (*self.leased, *self.returned))]) // self.data.num_units
+
     def status(self) -> dict[str, Any] | None:
         """Plain values for `diloco status`; None: no learner has asked for a lease.
 
@@ -371,9 +378,7 @@ class Leases:
         """
         if self.data is None:
             return None
-        num, leased, passes = self.data.num_units, self.leased, []
-        unfinished = [first for first, _ in (*leased, *self.returned)]
-        first = min([self.frontier, *unfinished]) // num
+        num, leased, passes, first = self.data.num_units, self.leased, list[dict[str, int]](), self.passes_done
         for number in range(first, self.frontier // num + 1):
             whole = ranges_of([(number * num, (number + 1) * num)])
             begun = min(max(self.frontier - number * num, 0), num)

@@ -303,6 +303,11 @@ class Local(Exchange):
         assert driver is not None
         if name not in driver.core.members:
             return {}
+        if driver.core.leases.data is not None:
+            raise ConfigError(
+                "a run in one process cannot be saved with leased data, which all its learners share; deal fixed shards, "
+                "or run it over a syncer."
+            )
         held = [driver.state.model.held(f) for f in range(len(driver.state.versions))]
         fragments = {str(f): each.state_dict() for f, each in enumerate(held)}
         return {"fragments": fragments, "core": driver.core.saved_of(name)}

@@ -135,6 +135,7 @@ class Driver(Generic[H, S, P]):
         self._num_standings = 0
         self._wake_at_s = math.inf
         self._no_room: tuple[float, str] = (-math.inf, "")
+        self._data_news = (0, 0)  # passes done, and units that came back
         self._is_stopping = False
         if saved is not None:
             self.state.restore(saved, self._clock.now_s())
@@ -207,7 +208,7 @@ class Driver(Generic[H, S, P]):
             "waits_for": waits_for,
         }
         if not state.is_initialised:
-            return {**base, "learners": {}, "fragments": [], "newest_merge": None}
+            return {**base, "learners": {}, "fragments": [], "newest_merge": None, "data": None}
         return {**base, **self._status.as_dict(state.core, state.model, self._clock.now_s())}
 
     # --- a run's beginning --------------------------------------------------------------------------------------------
@@ -626,7 +627,15 @@ class Driver(Generic[H, S, P]):
                     pass
         self._write()
         self._tell(told)
+        self._look_at_data()
         self._clock.wake_at(min(self._wake_at_s, self._writes.next_s))
+
+    def _look_at_data(self) -> None:
+        leases = self.core.leases
+        news = leases.passes_done, leases.num_returned
+        if news != self._data_news:
+            self._data_news = news
+            self._observer.data_moved(leases)
 
     def _evict(self, action: Evict) -> None:
         self._observer.evicted(action)

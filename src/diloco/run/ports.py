@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from diloco.core.actions import Evict, MergeRound, Reject
 from diloco.core.contribution import Contribution, Standing
+from diloco.core.leases import Leases
 from diloco.core.lineage import Epoch
 from diloco.core.rounds.base import Rules
 from diloco.core.syncer import SyncerCore
@@ -274,6 +275,9 @@ class Observer(Protocol):
 
     def published(self, merged: MergedRound[Any, Any], num_live: int, persist_s: float) -> None:
         """A version is visible."""
+
+    def data_moved(self, leases: Leases) -> None:
+        """Of leased data, a pass is done, or units have come back."""
 
     def waits_for_room(self, error: NoRoomError) -> None:
         """There is no room for contributions from now on; their learners repeat them."""

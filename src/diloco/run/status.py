@@ -49,12 +49,14 @@ class RunStatus:
 
         Of each learner: `live` (not evicted and connected), `healthy` (live and training), `merged` (fragments whose
         newest version contains its work), `versions_behind` (by how many versions its oldest fragment is behind; None:
-        not reported yet), `staleness` (of its last merged contribution, in versions; None: none yet).
+        not reported yet), `staleness` (of its last merged contribution, in versions; None: none yet). `data`:
+        `Leases.status`.
         """
         return {
             "learners": {learner: self._learner(core, model, now_s, learner) for learner in sorted(core.members)},
             "fragments": [_fragment(core, model, now_s, index) for index in range(len(core.fragments))],
             "newest_merge": _newest_merge(model),
+            "data": core.leases.status(),
         }
 
     def _learner(self, core: SyncerCore, model: GlobalModel[Any, Any], now_s: float, learner: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 from diloco import events
 from diloco.core.actions import Evict, MergeRound, Reject
 from diloco.core.contribution import Contribution
+from diloco.core.leases import Leases
+from diloco.core.ranges import count, union
 from diloco.core.syncer import SyncerCore
 from diloco.errors import NoRoomError, PayloadError, StoreError
 from diloco.run.ports import InitialModel, MergedRound, Observer
@@ -103,6 +105,8 @@ class Journal(Observer):
                 weights=update.weights, tokens=tuple(sum(c.tokens for c in own) for own in each),
                 steps=tuple(sum(c.steps for c in own) for own in each), members=tuple(sorted(action.members)),
                 scale=action.scale, merge_s=merged.merge_s,
+                units=tuple(union(*(c.units for c in own)) for own in each) if any(c.units for c in action.contributions)
+                else (),
             )
         )  # fmt: skip
         for c in action.contributions:
@@ -144,3 +148,12 @@ class Journal(Observer):
         self._metrics.set_learners(
             [LearnerSample(m.learner, m.step, m.step_s, m.healthy) for m in core.members.values()]
         )
+
+    def data_moved(self, leases: Leases) -> None:
+        self._events.append(
+            events.Data(
+                passes_done=leases.passes_done, done=count(leases.done), leased=count(leases.leased),
+                returned=leases.num_returned, unclaimed=leases.num_unclaimed,
+                repeated=tuple(totals.repeated for totals in leases.totals),
+            )
+        )  # fmt: skip

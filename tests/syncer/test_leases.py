@@ -1,0 +1,182 @@
+"""Leased data with real processes over sockets: learners and the syncer are killed, join and leave, and each unit is
+merged once, which the durable state and the syncer's events prove."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.processes import SyncerProcess, until
+from tests.processes import start_module
+from tests.syncer.leased_life import NUM_SAMPLES, trained_by
+from tests.syncer.runs import RUN, Raw, method, start
+
+from diloco.core.permutation import place_of_unit
+from diloco.errors import ConfigError, PayloadError, StaleIncarnationError
+from diloco.events import Data, Merged, read_events
+from diloco.exchange.remote import fetch_status
+from diloco.exchange.wire import syncer_pb2 as pb
+
+RUN_FILE = """
+[run]
+name = "tiny"
+tokens = 1_000_000
+[method]
+preset = "StreamingDiLoCo"
+sync_every = 4
+overlap = 1
+mix = 0.0
+fragments = {type = "Named", patterns = [["layers.0.*"], ["layers.1.*"]]}
+[syncer]
+lost_floor_s = 2.0
+lost_cap_s = 2.0
+"""
+
+
+def durable(directory: Path) -> tuple[dict[str, Any], list[int]]:
+    """The leases in the record on the disk, and the versions of the fragments."""
+    with closing(sqlite3.connect(directory / "state" / "store.sqlite")) as db:
+        [(record,)] = db.execute("SELECT record FROM run").fetchall()
+        versions = [version for (version,) in db.execute("SELECT max(version) FROM versions GROUP BY fragment")]
+    return json.loads(record)["leases"], versions
+
+
+def merges_of(directory: Path, fragment: int, newest: int) -> Counter[int]:
+    """How often each unit is in a durable version of a fragment. A round that was closed and not durable when the
+    syncer was killed was closed again: the last one counts."""
+    events = read_events(directory / "state" / "events.jsonl")
+    by_version = {it.version: it for it in events if isinstance(it, Merged) and it.fragment == fragment}
+    return Counter(
+        unit
+        for version in range(1, newest + 1)
+        for ranges in by_version[version].units
+        for first, stop in ranges
+        for unit in range(first, stop)
+    )
+
+
+def numbers(ranges: list[list[int]]) -> set[int]:
+    return {unit for first, stop in ranges for unit in range(first, stop)}
+
+
+def test_each_unit_is_merged_once_whatever_is_killed_joins_and_leaves(tmp_path: Path) -> None:
+    syncer = SyncerProcess(tmp_path, RUN_FILE)
+
+    def learner(name: str, *options: str) -> Any:
+        return start_module("tests.syncer.leased_life", str(tmp_path), syncer.address, name, *options)
+
+    def done() -> int:
+        data = fetch_status(syncer.address, run=RUN)["data"]
+        return 0 if data is None else sum(it["done"] for it in data["passes"]) + data["passes_done"] * NUM_SAMPLES
+
+    def at(units: int) -> None:
+        until(lambda: done() >= units, f"{units} units are not done")
+
+    a, b, c = learner("a", "--initialise"), learner("b", "--steps=30"), learner("c")
+    try:
+        at(40)
+        a.kill()
+        a.join()
+        at(60)
+        again = learner("a")
+        at(90)
+        syncer.kill()
+        syncer.start()
+        at(120)
+        late = learner("d")
+        b.join(60)
+        assert b.exitcode == 0
+        at(3 * NUM_SAMPLES)
+        syncer.kill()
+        syncer.start()
+        at(4 * NUM_SAMPLES)
+        (tmp_path / "stop").touch()
+        for process in (again, c, late):
+            process.join(60)
+            assert process.exitcode == 0
+        status = fetch_status(syncer.address, run=RUN)["data"]
+    finally:
+        (tmp_path / "stop").touch()
+        syncer.kill()
+
+    leases, versions = durable(tmp_path)
+    returned, frontier = numbers(leases["returned"]), leases["frontier"]
+    all_done = set(range(frontier)) - returned
+    assert leases["leases"] == []  # all have left
+    assert status["passes_done"] >= 3
+    assert set(range(status["passes_done"] * NUM_SAMPLES)) <= all_done
+    for it in status["passes"]:
+        assert it["done"] + it["leased"] + it["free"] == NUM_SAMPLES
+    ever = Counter[int]()
+    for fragment, totals in enumerate(leases["totals"]):
+        merges = merges_of(tmp_path, fragment, versions[fragment])
+        assert merges.total() == totals["merges"]
+        assert sum(totals["fates"].values()) == len(all_done)
+        assert sum(unit in merges for unit in all_done) >= totals["fates"]["merged"]
+        assert totals["merges"] == totals["fates"]["merged"] + totals["repeated"]
+        assert sum(num - 1 for num in merges.values()) <= totals["repeated"]
+        trained = Counter(trained_by(tmp_path))
+        assert not Counter(place_of_unit(unit, NUM_SAMPLES, 3) for unit in merges.elements()) - trained
+        ever |= merges
+    assert all_done <= ever.keys()
+    assert any(isinstance(event, Data) for event in read_events(tmp_path / "state" / "events.jsonl"))
+
+
+# --- at the door ------------------------------------------------------------------------------------------------------
+
+
+class Leaser(Raw):
+    def lease(self, number: int = 1, num_units: int = 10, **fields: Any) -> list[tuple[int, int]]:
+        values = {"incarnation": self.incarnation, "data_units": 100, "data_digest": "d", **fields}
+        request = pb.LeaseRequest(run=RUN, learner=self.name, number=number, num_units=num_units, **values)
+        return [(it.first, it.stop) for it in self.connection.call("control", "Lease", request, pb.LeaseReply).units]
+
+
+def test_a_lease_is_durable_and_a_resend_gets_the_same(tmp_path: Path) -> None:
+    with start(tmp_path, method()) as syncer:
+        raw = Leaser(syncer.address)
+        raw.initialise()
+        raw.join()
+        assert raw.lease() == [(0, 10)]
+        assert raw.lease() == [(0, 10)]
+        assert raw.lease(2) == [(10, 20)]
+        assert durable(tmp_path)[0]["frontier"] == 20
+        raw.leave()
+        assert durable(tmp_path)[0]["returned"] == [[0, 20]]
+        with pytest.raises(StaleIncarnationError):
+            raw.lease(3)
+
+
+def test_leases_and_units_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    with start(tmp_path, method()) as syncer:
+        raw = Leaser(syncer.address)
+        raw.initialise()
+        raw.join()
+        raw.lease()
+        with pytest.raises(ConfigError, match="has data of 101 units"):
+            raw.lease(2, data_units=101)
+        for fields in ({"number": 7}, {"num_units": 0}, {"num_units": 2**40}):
+            with pytest.raises(PayloadError, match="number leases 1, 2, 3"):
+                raw.lease(**{"number": 2, **fields})
+        for fields in ({"data_units": 2**60}, {"data_digest": "d" * 999}, {"unit_tokens": 2**60}):
+            with pytest.raises(PayloadError, match="where there can be"):
+                raw.lease(2, **fields)
+        unsorted = [pb.UnitSet(ranges=[pb.Units(first=5, stop=6), pb.Units(first=1, stop=2)])]
+        with pytest.raises(PayloadError, match="sorted and disjoint"):
+            raw.lease(2, claim=unsorted)
+        raw.beat(2, 5)
+        payload = torch.zeros(4 * raw.layout.fragments[0].numel, dtype=torch.uint8)
+        for units in ([(5, 12)], [(2**60, 2**61)], [(3, 3)]):
+            ranges = [pb.Units(first=first, stop=stop) for first, stop in units]
+            with pytest.raises(PayloadError, match="units of (the )?data"):
+                raw.push(payload, units=ranges)
+            with pytest.raises(PayloadError, match="units of (the )?data"):
+                raw.push(payload, overwritten=ranges)
+        assert fetch_status(syncer.address, run=RUN)["data"]["learners"] == {"raw": 10}
+        raw.push(payload, units=[pb.Units(first=0, stop=3)])
