@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from diloco.exchange.local import run_local
     from diloco.exchange.remote import connect
     from diloco.learner import Learner
-    from diloco.learner.leased import LeasedSampler
     from diloco.learner.pieces import Gather, Piece
+    from diloco.learner.sampler import LeasedSampler
 
     __version__: str
 
@@ -75,7 +75,7 @@ __all__ = [
 
 _MODULES = {
     "diloco.learner": ("Learner",),
-    "diloco.learner.leased": ("LeasedSampler",),
+    "diloco.learner.sampler": ("LeasedSampler",),
     "diloco.learner.pieces": ("Gather", "Piece"),
     "diloco.core.boxes": ("Box",),
     "diloco.exchange.local": ("run_local",),

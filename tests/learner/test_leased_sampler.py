@@ -128,7 +128,7 @@ def test_the_data_ends_after_its_passes() -> None:
         return seen
 
     one, two, data = alive(life, 2)
-    assert Counter(one + two) == {index: 2 for index in range(N)}
+    assert Counter(one + two) == dict.fromkeys(range(N), 2)
     assert (data["passes_done"], data["num_passes"]) == (2, 2)
     assert [it["fates"] for it in data["fragments"]] == [{MERGED: 2 * N}]
 
@@ -141,7 +141,7 @@ def test_what_an_overlap_overwrites_in_the_only_fragment_is_trained_again() -> N
             train(learner, sampler.batches(DataLoader(Samples(), batch_sampler=sampler)), 41, seen)
         return seen
 
-    seen, data = alive(life, 1)
+    _, data = alive(life, 1)
     assert data["passes_done"] == 1
     [totals] = data["fragments"]
     assert totals["fates"] == {MERGED: 4 * BATCH + 9 * 3 * BATCH}  # one step of four is overwritten

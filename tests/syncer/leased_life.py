@@ -7,7 +7,6 @@ in `NAME.trained`, one step a line.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -54,7 +53,7 @@ def main(directory: Path, address: str, name: str, *options: str) -> None:
                 learner.step(tokens=len(batch))
                 if number % SAVED_EVERY == 0:
                     torch.save(learner.state_dict(), saved.with_suffix(".new"))
-                    os.replace(saved.with_suffix(".new"), saved)
+                    saved.with_suffix(".new").replace(saved)
                 if stop.exists():
                     break
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.config import DataTable
-from diloco.errors import CheckpointError, ConfigError
 from diloco.core.permutation import permute
+from diloco.errors import CheckpointError, ConfigError
 from diloco.training.data import ShardedWindows, Stream, held_out_batches
 from diloco.training.sources import Corpus, Tokens, load_corpus
 

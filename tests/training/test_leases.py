@@ -83,7 +83,9 @@ def test_a_resumed_learner_neither_repeats_nor_skips(tiny: Tiny, tmp_path: Path)
         at = (*LEASES, f"syncer.address={syncer.address}", "run.tokens=512_000", "schedule.steps=20")
         config = tiny(*at, "run.steps=8", "checkpoint.every_steps=8")
         learner_of(config, part).train()  # two steps are pending
-        assert durable_leases(tmp_path / "state")["returned"] == [[6 * BATCH, durable_leases(tmp_path / "state")["frontier"]]]
+        assert durable_leases(tmp_path / "state")["returned"] == [
+            [6 * BATCH, durable_leases(tmp_path / "state")["frontier"]]
+        ]
         (checkpoint,) = list_checkpoints(config.dir / "a" / "checkpoints")
         learner_of(tiny(*at, "run.steps=12"), replace(part, initialise=False, resume_from=checkpoint)).train()
         data = fetch_status(syncer.address, run="tiny")["data"]

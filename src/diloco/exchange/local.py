@@ -305,8 +305,8 @@ class Local(Exchange):
             return {}
         if driver.core.leases.data is not None:
             raise ConfigError(
-                "a run in one process cannot be saved with leased data, which all its learners share; deal fixed shards, "
-                "or run it over a syncer."
+                "a run in one process cannot be saved with leased data, which all its learners share; deal fixed "
+                "shards, or run it over a syncer."
             )
         held = [driver.state.model.held(f) for f in range(len(driver.state.versions))]
         fragments = {str(f): each.state_dict() for f, each in enumerate(held)}

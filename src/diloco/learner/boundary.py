@@ -207,8 +207,8 @@ class Boundary:
         if (queue := self.units) is None:
             if any(self.core.unsent_units):
                 raise ConfigError(
-                    "this learner's checkpoint has work on leased units of data; lease the same data again (LeasedSampler) "
-                    "before the first step."
+                    "this learner's checkpoint has work on leased units of data; lease the same data again "
+                    "(LeasedSampler) before the first step."
                 )
             return ()
         self.lease()

@@ -315,8 +315,8 @@ class Learner:
         self._require_open()
         if self._exchanges_gradients or not self._exchange.leases:
             raise ConfigError(
-                "leases of data need a syncer (diloco.connect, run_local), and a method that exchanges outer gradients; "
-                "deal fixed shards of the data to the learners instead."
+                "leases of data need a syncer (diloco.connect, run_local), and a method that exchanges outer "
+                "gradients; deal fixed shards of the data to the learners instead."
             )
         if self._boundary.units is not None or self._core.steps:
             raise ConfigError(

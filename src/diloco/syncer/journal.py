@@ -99,14 +99,14 @@ class Journal(Observer):
     def merged(self, merged: MergedRound[Any, Any]) -> None:
         action, update = merged.action, merged.update
         each = [[c for c in action.contributions if c.learner == learner] for learner in update.contributors]
+        units = tuple(union(*(c.units for c in own)) for own in each)
         self._events.append(
             events.Merged(
                 fragment=action.fragment, round=action.round, version=update.version, contributors=update.contributors,
                 weights=update.weights, tokens=tuple(sum(c.tokens for c in own) for own in each),
                 steps=tuple(sum(c.steps for c in own) for own in each), members=tuple(sorted(action.members)),
                 scale=action.scale, merge_s=merged.merge_s,
-                units=tuple(union(*(c.units for c in own)) for own in each) if any(c.units for c in action.contributions)
-                else (),
+                units=units if any(units) else (),
             )
         )  # fmt: skip
         for c in action.contributions:

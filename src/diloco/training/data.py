@@ -1,12 +1,12 @@
 """The sequences that a learner trains on: the training tokens are cut into windows, which are dealt to the learners.
 
-`Stream` reads fixed shards: a pure function of (seed, shard, position), so resuming is exact. A seeded permutation deals
-the windows into one shard per planned learner, and every pass over a shard has its own order. Learners never share a
-window, whatever their pace. A stream over all shards (the data-parallel baseline, and the warm start) draws at each step
-what all learners together draw at that step: paired comparisons see the same data.
+`Stream` reads fixed shards: a pure function of (seed, shard, position), so resuming is exact. A seeded permutation
+deals the windows into one shard per planned learner, and every pass over a shard has its own order. Learners never
+share a window, whatever their pace. A stream over all shards (the data-parallel baseline, and the warm start) draws at
+each step what all learners together draw at that step: paired comparisons see the same data.
 
-`LeasedStream` reads what the syncer leases (`core.leases`): more, fewer or other learners neither skip a window nor read
-one twice.
+`LeasedStream` reads what the syncer leases (`core.leases`): more, fewer or other learners neither skip a window nor
+repeat one.
 """
 
 import hashlib

@@ -77,8 +77,8 @@ class Trainer:
         self._check_batches()
         if config.data.deal == "leases" and (together is not None or part.role != "learner"):
             raise ConfigError(
-                'data.deal = "leases" needs a syncer, which leases the data to learners; set deal = "shards" for a process '
-                "group, the baseline and isolated learners"
+                'data.deal = "leases" needs a syncer, which leases the data to learners; set deal = "shards" for a '
+                "process group, the baseline and isolated learners"
             )
         self._clock = clock or Clock()
         corpus = load_corpus(config.data) if shared is None else shared.corpus

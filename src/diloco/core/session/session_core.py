@@ -9,9 +9,9 @@
     entering → joining → fetching → starting → running → leaving → parting → over
     an evicted learner goes back to joining; where the pool has no place for it any more, all is over
 
-Requests belong to lanes (control, watch, receive, send, data), and each lane has at most one under way. What is done next
-follows from what is known: the phase, the versions held and published, the contributions without a verdict, and which
-process of the syncer acknowledged them. A message that is lost or heard twice therefore changes nothing: the
+Requests belong to lanes (control, watch, receive, send, data), and each lane has at most one under way. What is done
+next follows from what is known: the phase, the versions held and published, the contributions without a verdict, and
+which process of the syncer acknowledged them. A message that is lost or heard twice therefore changes nothing: the
 syncer says all that stands (`Standing`) on every connection and in every heartbeat. A syncer that serves an older state
 of the run than one before is not followed (`core.lineage`).
 
