@@ -119,6 +119,14 @@ class Checkpointed(Event):
     seconds: float
 
 
+class CheckpointRefused(Event):
+    """The disk has refused a checkpoint. Training goes on, and the checkpoint is tried again soon."""
+
+    kind: Literal["checkpoint_refused"] = "checkpoint_refused"
+    step: int
+    error: str
+
+
 class Finished(Event):
     """A process ended its part of the run in good order."""
 

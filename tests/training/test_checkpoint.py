@@ -1,7 +1,12 @@
 """Checkpoints: whole or not there, exact, and refused when damaged."""
 
 import json
+import os
 import random
+import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +99,64 @@ def test_an_unfinished_checkpoint_is_not_a_checkpoint(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, {"x": 1}, keep=2)
     (tmp_path / ".step-0000000002.17").mkdir()  # what a process killed in the middle leaves behind
     assert load_checkpoint(latest_checkpoint(tmp_path)) == {"x": 1}
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """The power is cut at the n-th rename or removal."""
+
+    class CutError(BaseException):
+        pass
+
+    seen = 0
+
+    def counted(call: object) -> object:
+        def counting(*arguments: object, **keywords: object) -> object:
+            nonlocal seen
+            seen += 1
+            if seen == count:
+                raise CutError
+            return call(*arguments, **keywords)  # type: ignore[operator]
+
+        return counting
+
+    monkeypatch.setattr(Path, "rename", counted(Path.rename))
+    monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+
+    def save_again_and_again() -> None:
+        while True:
+            save_checkpoint(Path.cwd(), 100, {"step": "again"}, keep=2)
+
+    with pytest.raises(CutError):
+        save_again_and_again()
+
+
+@pytest.mark.parametrize("count", range(1, 11))
+def test_wherever_a_save_is_cut_off_a_whole_checkpoint_is_the_newest(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one of the same step is there, which it takes the place of."""
+    for step in (10, 100):
+        save_checkpoint(tmp_path, step, {"step": step}, keep=2)
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        stop_at(patch, count)
+    states = [load_checkpoint(path)["step"] for path in list_checkpoints(tmp_path)]
+    assert states[-1] in (100, "again")
+    assert states[0] == 10
+    save_checkpoint(tmp_path, 100, {"step": "later"}, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000010", "step-0000000100"]
+    assert load_checkpoint(latest_checkpoint(tmp_path))["step"] == "later"
+
+
+def test_what_dead_processes_of_this_host_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    pid, host = int(dead.stdout), socket.gethostname()
+    stays = [f".step-0000000002.{host}.{os.getppid()}", f".step-0000000002.not-{host}.{pid}", ".step-notes"]
+    for name in [*stays, f".step-0000000002.{host}.{pid}", f".step-0000000001.{host}.{os.getpid()}"]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tensors.safetensors").write_bytes(b"half")
+    save_checkpoint(tmp_path, 3, {"x": 1}, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*stays, "step-0000000003"])
 
 
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:

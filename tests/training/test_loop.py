@@ -1,5 +1,6 @@
 """The trainer: alone, in pairs over the local exchange, stopped and resumed to the bit."""
 
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 import diloco
 from diloco.config import RunConfig
 from diloco.core.presets import method_from_table
-from diloco.errors import CheckpointError, ConfigError
-from diloco.events import Adopted, Evaluated, Finished, RunStarted, Stepped, read_events
+from diloco.errors import CheckpointError, ConfigError, StoreError
+from diloco.events import Adopted, CheckpointRefused, Evaluated, Finished, RunStarted, Stepped, read_events
 from diloco.exchange.base import Exchange
 from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
@@ -126,6 +127,53 @@ def test_stopped_and_resumed_alone_is_the_same_to_the_bit(tiny: Tiny, step: int)
     assert summary.steps == 20
     assert summary.tokens == 5 * 256 + 15 * 128
     assert_same(weights(whole), weights(second))
+
+
+def trained_with_a_full_disk(trainer: Trainer, steps: range) -> list[str]:
+    """Train while the kernel lets no file grow beyond 30,000 bytes after these steps; returns what people are told."""
+    said: list[str] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Disk:
+        def wants(self) -> bool:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000 if trainer.learner.steps in steps else soft, hard))
+            return False
+
+        def show(self, status: object) -> None: ...
+        def close(self) -> None: ...
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    trainer._progress = Disk()
+    try:
+        trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return said
+
+
+def test_a_full_disk_under_a_checkpoint_is_said_and_ends_nothing(tiny: Tiny) -> None:
+    config = tiny("checkpoint.every_steps=10", "checkpoint.keep=5")
+    whole = Trainer(config, Part("whole", role="baseline"))
+    whole.train()
+    trainer = Trainer(config, Part("all", role="baseline"))
+    said = trained_with_a_full_disk(trainer, range(9, 12))
+    assert_same(weights(whole), weights(trainer))
+    events = read_events(config.dir / "all" / "events.jsonl")
+    assert [event.step for event in events if isinstance(event, CheckpointRefused)] == [10, 11]
+    assert [("File too large" in text and "free disk space" in text) for text in said[:3]] == [True, True, False]
+    there = list_checkpoints(config.dir / "all" / "checkpoints")
+    assert [load_checkpoint(path)["step"] for path in there] == [12, 20]
+
+
+def test_a_last_checkpoint_that_the_disk_refuses_is_an_error_after_everything_else(tiny: Tiny) -> None:
+    config = tiny("checkpoint.every_steps=10")
+    with pytest.raises(StoreError, match="cannot write the checkpoint .*step-0000000020"):
+        trained_with_a_full_disk(Trainer(config, Part("all", role="baseline")), range(19, 21))
+    events = read_events(config.dir / "all" / "events.jsonl")
+    assert isinstance(events[-1], Finished)
+    there = list_checkpoints(config.dir / "all" / "checkpoints")
+    assert [load_checkpoint(path)["step"] for path in there] == [10]
 
 
 DROPOUT = ("model={type='gpt2', n_embd=16, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0.2}", "run.tokens=2_560")

@@ -1,15 +1,23 @@
 """One checkpoint is one directory: tensors in safetensors, everything else in `manifest.json`, appearing all at once.
 
 It is written under a temporary name, every file is synced, and a rename makes it visible; so a crash at any moment
-leaves the previous checkpoint in place. The manifest carries the size and sha256 of the tensor file. Nothing is
-pickled.
+leaves the previous checkpoint in place. An older checkpoint goes after the newer one is durable, also where both are of
+one step, and it loses its name before its files. The manifest carries the size and sha256 of the tensor file. Nothing
+is pickled.
+
+    step-0000000120                 a checkpoint
+    step-0000000120.newer           one of the same step that takes its place; only a crash in between leaves it so
+    .step-0000000120.<host>.<pid>   being written by a process; removed by the next save once that is dead
+    .step-0000000120.removed.<host>.<pid>   being removed by a process; likewise
 """
 
 import hashlib
 import json
+import logging
 import os
 import random
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +31,12 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError, StoreError, translated
 
+log = logging.getLogger("diloco")
+
 FORMAT = 4
 _MANIFEST = "manifest.json"
 _TENSORS = "tensors.safetensors"
+_NEWER = ".newer"
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,8 @@ def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int
     """Write `state` (nested dicts, lists, tuples, tensors and plain values) as `directory/step-…`, then drop all but
     `keep`.
 
-    Raises StoreError when it cannot be made durable; the earlier checkpoints are then untouched.
+    Raises StoreError when it cannot be made durable; the earlier checkpoints are then untouched. Older ones that cannot
+    be removed are named in the process's log.
     """
     tensors: dict[str, Tensor] = {}
     plain = _pack(state, tensors, "")
@@ -53,28 +65,79 @@ def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int
     }
     text = json.dumps(manifest, indent=1).encode()
     final = directory / f"step-{step:010d}"
-    temporary = directory / f".{final.name}.{os.getpid()}"
+    temporary = _hidden(final)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(directory)
+        temporary.mkdir()
         for name, content in ((_TENSORS, payload), (_MANIFEST, text)):
             with open(temporary / name, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
         _sync_directory(temporary)
-        if final.exists():  # a run that went back to an earlier step passes this one again
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _sync_directory(directory)
-        for old in list_checkpoints(directory)[:-keep]:
-            shutil.rmtree(old)
+        _name(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise StoreError(
             f"cannot write the checkpoint {final} ({error}); free disk space or set [run] dir elsewhere"
         ) from error
+    try:
+        for old in list_checkpoints(directory)[:-keep]:
+            _remove(old)
+    except OSError as error:
+        log.warning("the checkpoints before %s cannot be removed (%s); remove them yourself", final, error)
     return SavedCheckpoint(final, len(payload) + len(text))
+
+
+def _name(written: Path, final: Path) -> None:
+    """Give a checkpoint its name. One that has it already (a run passes a step again) goes after this one is there."""
+    newer = final.with_name(final.name + _NEWER)
+    if newer.exists():  # a crash came before it had its name
+        _replace(newer, final)
+    if final.is_dir():
+        written.rename(newer)
+        _sync_directory(final.parent)
+        _replace(newer, final)
+    else:
+        written.rename(final)
+    _sync_directory(final.parent)
+
+
+def _replace(newer: Path, final: Path) -> None:
+    if final.is_dir():
+        _remove(final)
+    newer.rename(final)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Its name goes first, so that no half of it is taken for a checkpoint."""
+    hidden = _hidden(checkpoint, "removed.")
+    checkpoint.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _hidden(checkpoint: Path, what: str = "") -> Path:
+    """The name of a checkpoint that this process writes or removes."""
+    return checkpoint.with_name(f".{checkpoint.name}.{what}{socket.gethostname()}.{os.getpid()}")
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what processes of this host that are dead have left half written or half removed, and this one too."""
+    for path in directory.glob(f".step-*.{socket.gethostname()}.*"):
+        pid = path.name.rpartition(".")[2]
+        if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
+            shutil.rmtree(path)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

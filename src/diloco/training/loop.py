@@ -23,10 +23,14 @@ from diloco.training.part import Part, Role, Summary
 from diloco.training.progress import Progress
 from diloco.training.reporter import Reporter
 from diloco.training.sources import load_corpus
+from diloco.whole_files import write_whole
 
 __all__ = ["CHECKPOINTS", "Attach", "Part", "Role", "Summary", "Together", "Trainer"]
 
 CHECKPOINTS = "checkpoints"
+
+TRIED_AGAIN = 10
+"""A checkpoint that could not be written is tried again after this part of the steps between two checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Trainer:
         self._progress = progress or Progress()
         self._stopping = False
         self._joined = False
+        self._save_again_at: int | None = None  # the step; on every rank the same
         self._check_batches()
         if config.data.deal == "leases" and (together is not None or part.role != "learner"):
             raise ConfigError(
@@ -112,7 +117,13 @@ class Trainer:
     # --- the life of a part
 
     def train(self) -> Summary:
-        """Train until tokens or steps are spent, the pool drains this part, or `stop` is called; evaluate and leave."""
+        """Train until tokens or steps are spent, the pool drains this part, or `stop` is called; evaluate and leave.
+
+        A disk that refuses a checkpoint is said, and the checkpoint is tried again soon; training goes on.
+
+        Raises:
+            StoreError: the last checkpoint could not be written; all else is done.
+        """
         try:
             if self._job.first:
                 self._save_config()
@@ -150,8 +161,10 @@ class Trainer:
             result = self._island.take_step()
             self._monitor.stepped(lr, result, versions, warming_up=self._warming_up)
             every = self.config.checkpoint.every_steps
-            if every and self._island.step % every == 0:
-                self._save()
+            if every and (self._island.step % every == 0 or self._island.step == self._save_again_at):
+                refusal = self._save()
+                is_refused = self._job.any(refusal is not None)
+                self._save_again_at = self._island.step + max(1, every // TRIED_AGAIN) if is_refused else None
         return "budget"
 
     @property
@@ -195,9 +208,11 @@ class Trainer:
 
     def _finish(self, reason: str, seconds: float) -> Summary:
         self.learner.finish()  # the others go on while this one saves and evaluates
-        if self.config.checkpoint.every_steps or reason == "stopped":
-            self._save()
-        return self._monitor.finished(reason, seconds)
+        refusal = self._save() if self.config.checkpoint.every_steps or reason == "stopped" else None
+        summary = self._monitor.finished(reason, seconds)
+        if refusal is not None:
+            raise refusal
+        return summary
 
     # --- beginnings
 
@@ -236,25 +251,32 @@ class Trainer:
         how = "" if exact else ", with the run's newest model"
         self._reporter.say(f"resumes at step {self._island.step} from {path}{how}")
 
-    def _save(self) -> None:
+    def _save(self) -> StoreError | None:
+        """Write a checkpoint. Returns the error where the disk has refused it, on the rank that writes."""
         started = self._clock.seconds()
         state = self._island.state(warming_up=not self._joined)
         if not self._job.first:
-            return
+            return None
         state |= {"run": self.config.run.name, "joined": self._joined and self.part.role == "learner"}
         step = self._island.step
-        saved = save_checkpoint(self.directory / CHECKPOINTS, step, state, keep=self.config.checkpoint.keep)
+        try:
+            saved = save_checkpoint(self.directory / CHECKPOINTS, step, state, keep=self.config.checkpoint.keep)
+        except StoreError as error:
+            self._reporter.say(f"has no checkpoint of step {step}: {error}")
+            self._reporter.append(ev.CheckpointRefused(step=step, error=str(error)))
+            return error
         seconds = self._clock.seconds() - started
         self._reporter.append(
             ev.Checkpointed(step=step, path=str(saved.path), num_bytes=saved.num_bytes, seconds=seconds)
         )
+        return None
 
     def _save_config(self) -> None:
         with translated(
             OSError, StoreError, f"cannot write to {self.directory}", "set [run] dir to a writable directory"
         ):
             self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "run.toml").write_text(dump_config(self.config), encoding="utf-8")
+            write_whole(self.directory / "run.toml", dump_config(self.config))
 
 
 def _seed_of(*numbers: int) -> int:

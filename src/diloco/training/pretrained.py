@@ -1,12 +1,13 @@
 """Write a global model as a directory that `transformers` loads with `from_pretrained`."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -30,24 +31,34 @@ This model reads and writes bytes: token i is the byte i of UTF-8 text, and ther
 """
 
 
-def save_pretrained(state: Mapping[str, Tensor], model_config: PreTrainedConfig, out_dir: Path) -> None:
+def save_pretrained(
+    state: Mapping[str, Tensor], model_config: PreTrainedConfig, out_dir: Path, beside: Callable[[Path], None]
+) -> None:
     """Write `config.json` and `model.safetensors` of the model that `state` holds; a tied weight may bear either name.
 
-    Raises LayoutError when `state` is not a model of this configuration, StoreError when `out_dir` cannot be written.
+    Arguments:
+        beside: writes what belongs to it into a directory, such as its tokenizer.
+
+    Raises LayoutError when `state` is not a model of this configuration, StoreError when `out_dir` cannot be written:
+    every file in it is as before then, or whole.
     """
     model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, dtype=_dtype(state))
     load_state(model, state)
     model.config.use_cache = True  # off in training, wanted for generation
-    with translated(OSError, StoreError, f"cannot write the model to {out_dir}", "choose another directory"):
-        # Written beside its place and then moved, so that a directory of that name is always whole.
-        partial = out_dir.with_name(f".{out_dir.name}.partial")
+    # Written beside its place and then moved, so that a directory of that name is always whole.
+    partial = out_dir.with_name(f".{out_dir.name}.partial")
+    failed, advice = f"cannot write the model to {out_dir}", "free disk space or choose another directory"
+    try:
+        with translated((OSError, SafetensorError), StoreError, failed, advice):
+            shutil.rmtree(partial, ignore_errors=True)
+            with _without_progress_bar():
+                model.save_pretrained(partial)
+            beside(partial)
+            out_dir.mkdir(parents=True, exist_ok=True)
+            for file in partial.iterdir():
+                file.replace(out_dir / file.name)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        with _without_progress_bar():
-            model.save_pretrained(partial)
-        out_dir.mkdir(parents=True, exist_ok=True)
-        for file in partial.iterdir():
-            file.replace(out_dir / file.name)
-        partial.rmdir()
 
 
 def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) -> int:
@@ -57,12 +68,14 @@ def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) ->
     """
     vocab_size, tokenizer = _vocabulary(config)
     model = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
-    save_pretrained(state, model.config, out_dir)
-    with translated(OSError, StoreError, f"cannot write the tokenizer to {out_dir}", "choose another directory"):
+
+    def write_tokenizer(directory: Path) -> None:
         if tokenizer is not None:
-            tokenizer.save_pretrained(out_dir)
+            tokenizer.save_pretrained(directory)
         elif config.data.kind != "tokens":
-            (out_dir / "TOKENS.md").write_text(_BYTES_NOTE, encoding="utf-8")
+            (directory / "TOKENS.md").write_text(_BYTES_NOTE, encoding="utf-8")
+
+    save_pretrained(state, model.config, out_dir, write_tokenizer)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -10,6 +10,7 @@ import typer
 
 from diloco.config import load_config
 from diloco.errors import ConfigError, translated
+from diloco.whole_files import write_whole
 
 
 def command(
@@ -62,7 +63,5 @@ def command(
 
 def _write_port(path: Path, port: int) -> None:
     """Write the port at once: a reader sees the whole number or no file."""
-    partial = path.with_name(f".{path.name}")
     with translated(OSError, ConfigError, f"cannot write --port-file {path}", "choose another file"):
-        partial.write_text(str(port))
-        partial.replace(path)
+        write_whole(path, str(port))
