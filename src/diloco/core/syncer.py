@@ -491,6 +491,11 @@ class SyncerCore:
         return self.rounds.heard(member, num_new)
 
 
+def without_members(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A record (`SyncerCore.saved`) whose learners are gone: what they had pending is lost, and they join again."""
+    return {**record, "members": {}}
+
+
 def rewound(
     record: Mapping[str, Any], learner: str, saved: Mapping[str, Any], *, with_run: bool
 ) -> Mapping[str, Any]:  # fmt: skip

@@ -7,9 +7,10 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -20,6 +21,11 @@ from diloco.exchange.wire.frames import bytes_of
 
 TEMPORARY_PREFIX = ".tmp-"
 
+NAMED_DIGITS = 16
+"""Digits of a file's hash in its name: where the database is lost, the file is checked against these."""
+
+LOCK = "store.lock"
+
 DigestOf = Callable[[str, Tensor], str]
 
 
@@ -28,8 +34,9 @@ def ignore_point(point: str) -> None:
 
 
 def write_tensors(
-    directory: Path, stem: str, tensors: Mapping[str, Tensor], at: Callable[[str], None], digest_of: DigestOf
-) -> tuple[str, str]:
+    directory: Path, stem: str, tensors: Mapping[str, Tensor], at: Callable[[str], None], digest_of: DigestOf,
+    metadata: Mapping[str, str],
+) -> tuple[str, str]:  # fmt: skip
     """Write a safetensors file durably; return its name, `<stem>-<start of its hash>.safetensors`, and its hash
     (`_hash_of`).
 
@@ -39,6 +46,7 @@ def write_tensors(
 
     Arguments:
         digest_of: the hash of a tensor by its name, 32 bytes in hex.
+        metadata: of the safetensors file.
 
     Raises:
         OSError: whatever the disk says; nothing is left under a temporary name.
@@ -47,7 +55,7 @@ def write_tensors(
     def write(path: Path) -> str:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         try:
-            safetensors.torch.save_file(contiguous, path)
+            safetensors.torch.save_file(contiguous, path, metadata=dict(metadata))
         except SafetensorError as error:  # the library's name for a failed write
             raise OSError(str(error)) from error
         return _hash_of(path, contiguous, digest_of)
@@ -90,7 +98,7 @@ def _write(directory: Path, stem: str, write: Callable[[Path], str], at: Callabl
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         at("synced")
-        name = f"{stem}-{sha256[:8]}.safetensors"
+        name = f"{stem}-{sha256[:NAMED_DIGITS]}.safetensors"
         temporary.replace(directory / name)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -116,10 +124,9 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_tensors(path: Path, sha256: str, digest_of: DigestOf) -> dict[str, Tensor] | None:
-    """All tensors of a safetensors file, in memory of their own; None where `sha256` is not the file's.
-
-    It is the hash that `write_tensors` has returned.
+def read_tensors(path: Path, digest_of: DigestOf) -> tuple[str, dict[str, Tensor]] | None:
+    """The hash of a safetensors file, as `write_tensors` has returned it, and its tensors, in memory of their own; None
+    where it is no safetensors file.
 
     Raises:
         OSError: unreadable.
@@ -129,7 +136,15 @@ def read_tensors(path: Path, sha256: str, digest_of: DigestOf) -> dict[str, Tens
         tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
     except SafetensorError:
         return None
-    return tensors if _hash_of(path, tensors, digest_of) == sha256 else None
+    return _hash_of(path, tensors, digest_of), tensors
+
+
+def read_metadata(path: Path) -> Mapping[str, str]:
+    """The metadata of a safetensors file that `read_tensors` has read."""
+    with path.open("rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    metadata: Mapping[str, str] = header.get("__metadata__", {})
+    return metadata
 
 
 def lock_directory(path: Path) -> IO[str]:
@@ -138,17 +153,31 @@ def lock_directory(path: Path) -> IO[str]:
     Raises:
         StoreError: another process has it, named.
     """
-    file = (path / "store.lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
+    file = (path / LOCK).open("a+")
+    if (holder := _holder(file)) is not None:
         file.close()
-        raise StoreError(
-            f"{path} is in use by {holder}; stop that syncer, or give this one a directory of its own."
-        ) from None
+        raise StoreError(f"{path} is in use by {holder}; stop that syncer, or give this one a directory of its own.")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
+
+
+@contextmanager
+def look_locked(path: Path) -> Iterator[str | None]:
+    """Keep others from taking a directory, without a change to it; gives the process that has it, or None."""
+    if not (path / LOCK).exists():
+        yield None
+        return
+    with (path / LOCK).open() as file:
+        yield _holder(file)
+
+
+def _holder(file: IO[str]) -> str | None:
+    """The process that has the lock of this file; None: this one has it now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        return file.read().strip() or "another process"
+    return None

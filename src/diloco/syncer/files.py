@@ -2,30 +2,96 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from torch import Tensor
 
 from diloco.core.held import HeldFragment
 from diloco.core.layout import digest
+from diloco.core.update import Update
 from diloco.errors import StoreError
+from diloco.run.ports import Json
 from diloco.syncer.durable import (
+    NAMED_DIGITS,
     TEMPORARY_PREFIX,
     file_sha256,
+    read_metadata,
     read_tensors,
     sha256_of,
     sync_directory,
     write_bytes,
     write_tensors,
 )
-from diloco.syncer.records import DATABASE
+from diloco.syncer.records import DATABASE, StoredVersion, advice
 
 _OUTER = "outer."
+_DESCRIBED = "diloco"
+
+_VERSION = re.compile(r"f(?P<fragment>\d+)-v(?P<version>\d+)-(?P<hash>[0-9a-f]{%d})\.safetensors" % NAMED_DIGITS)
 
 _PUBLISHED = re.compile(r"f\d+-v(?!0+-)\d+-")
 """How the name of a later version than a run's first one begins."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a version's file says of itself, so that a lost database costs little.
+
+    Attributes:
+        run_id: of its run.
+        update: what was published.
+        tokens: trained tokens whose work is in it.
+        serial: versions published in the run up to this one.
+        record: the run's, stored with this version; None: version 0.
+    """
+
+    run_id: str
+    update: Update
+    tokens: int
+    serial: int
+    record: Json | None
+
+    def to_json(self) -> str:
+        """As text."""
+        plain = {"run_id": self.run_id, "update": self.update.as_dict(), "tokens": self.tokens, "serial": self.serial}
+        return json.dumps({**plain, "record": self.record})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        plain = json.loads(text)
+        return cls(**{**plain, "update": Update.from_dict(plain["update"])})
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A whole file of a version, without a database.
+
+    Attributes:
+        written_at: seconds since the epoch.
+        num_elements: of Θ.
+    """
+
+    file: str
+    sha256: str
+    described: Described
+    written_at: float
+    num_elements: int
+
+    @property
+    def update(self) -> Update:
+        """What was published."""
+        return self.described.update
+
+    @property
+    def stored(self) -> StoredVersion:
+        """As a database would have it."""
+        return StoredVersion(self.update, self.file, self.sha256, self.described.tokens, self.written_at)
 
 
 class TensorFiles:
@@ -40,19 +106,18 @@ class TensorFiles:
         self._path = path
         self._at = at
         self.directory = path / "tensors"
-        self.set_aside_directory = path / "set-aside"
 
-    def write(self, held: HeldFragment) -> tuple[str, str]:
-        """A version's tensors; returns the file's name and its hash."""
+    def write(self, held: HeldFragment, described: Described) -> tuple[str, str]:
+        """A version's tensors, and what it is; returns the file's name and its hash."""
         tensors = {"theta": held.theta, **{_OUTER + name: value for name, value in held.outer_state.items()}}
         if held.residual is not None:
             tensors["residual"] = held.residual
-        stem = f"{_prefix(held.fragment)}v{held.version:09d}"
+        stem = _stem(held.fragment, held.version)
 
         def digest_of(name: str, tensor: Tensor) -> str:
             return held.digest if name == "theta" else sha256_of(tensor)
 
-        return write_tensors(self.directory, stem, tensors, self._at, digest_of)
+        return write_tensors(self.directory, stem, tensors, self._at, digest_of, {_DESCRIBED: described.to_json()})
 
     def write_static(self, data: bytes) -> tuple[str, str]:
         """Frozen parameters and buffers, a safetensors file already; returns as `write`."""
@@ -66,12 +131,46 @@ class TensorFiles:
         """
         path, holds = self.directory / file, f"fragment {fragment}, version {version}"
         self._require_file(path, holds)
-        tensors = read_tensors(path, sha256, lambda name, each: digest(each) if name == "theta" else sha256_of(each))
-        if tensors is None:
+        digests: dict[str, str] = {}
+
+        def digest_of(name: str, tensor: Tensor) -> str:
+            return digests.setdefault(name, _digest_of(name, tensor))
+
+        found = read_tensors(path, digest_of)
+        if found is None or found[0] != sha256 or digests.get("theta") != published:
             raise self._damaged(path, holds)
-        theta, residual = tensors.pop("theta"), tensors.pop("residual", None)
-        outer_state = {name.removeprefix(_OUTER): tensor for name, tensor in tensors.items()}
-        return HeldFragment(fragment, version, theta, outer_state, residual, published)
+        if not file.startswith(_stem(fragment, version)):
+            raise StoreError(
+                f"{self._path / DATABASE} is damaged: it has {file} as {holds}. Nothing was changed or removed; "
+                f"{advice(self._path)}."
+            )
+        return _held(fragment, version, found[1], published)
+
+    def recognise(self, name: str) -> Recognised | None:
+        """A version by its file alone: it says what it is, and has the hash that is in its name and the digest that it
+        gives; None where that is not so.
+
+        Raises:
+            OSError: unreadable.
+        """
+        path, match = self.directory / name, _VERSION.fullmatch(name)
+        if match is None or (found := read_tensors(path, _digest_of)) is None:
+            return None
+        sha256, tensors = found
+        if not sha256.startswith(match["hash"]):
+            return None
+        try:
+            described = Described.from_json(read_metadata(path)[_DESCRIBED])
+        except (KeyError, TypeError, ValueError):  # an earlier version of this package has written it
+            return None
+        update = described.update
+        if (
+            (update.fragment, update.version) != version_of(name)
+            or "theta" not in tensors
+            or digest(tensors["theta"]) != update.digest
+        ):
+            return None
+        return Recognised(name, sha256, described, path.stat().st_mtime, tensors["theta"].numel())
 
     def read_static(self, file: str, sha256: str) -> bytes:
         """What `write_static` has written; raises as `read`."""
@@ -99,7 +198,7 @@ class TensorFiles:
             raise StoreError(
                 f"{self._path / DATABASE} {'is missing or empty' if is_new else 'holds no run'}, and "
                 f"{self.directory} has {len(orphans)} files of a run, such as {orphans[-1]}. Nothing was changed or "
-                f"removed; put the database back from a copy of {self._path}, or start a new run elsewhere."
+                f"removed; {advice(self._path)}."
             )
 
     def remove(self, name: str) -> None:
@@ -113,28 +212,45 @@ class TensorFiles:
 
     def set_aside(self, name: str) -> Path:
         """Move what is not known out of the way; returns where it is."""
-        self.set_aside_directory.mkdir(exist_ok=True)
-        target, number = self.set_aside_directory / name, 0
-        while target.exists():
-            number += 1
-            target = self.set_aside_directory / f"{name}.{number}"
-        (self.directory / name).rename(target)
-        sync_directory(self.set_aside_directory)
-        sync_directory(self.directory)
-        return target
+        return set_aside(self._path, self.directory / name)
 
     def _require_file(self, path: Path, holds: str) -> None:
         if not path.exists():
-            raise StoreError(
-                f"{path} ({holds}) is missing; put it back from a copy of {self._path}, or start a new run elsewhere."
-            )
+            raise StoreError(f"{path} ({holds}) is missing; {advice(self._path)}.")
 
     def _damaged(self, path: Path, holds: str) -> StoreError:
-        return StoreError(
-            f"{path} ({holds}) is damaged: its hash is not the one committed; put it back from a copy of "
-            f"{self._path}, or start a new run elsewhere."
-        )
+        return StoreError(f"{path} ({holds}) is damaged: its hash is not the one committed; {advice(self._path)}.")
 
 
-def _prefix(fragment: int) -> str:
-    return f"f{fragment:05d}-"
+def set_aside(state_dir: Path, path: Path) -> Path:
+    """Move what is not known, or is damaged, to `set-aside` in the state directory; returns where it is."""
+    directory = state_dir / "set-aside"
+    directory.mkdir(exist_ok=True)
+    target, number = directory / path.name, 0
+    while target.exists():
+        number += 1
+        target = directory / f"{path.name}.{number}"
+    path.rename(target)
+    sync_directory(directory)
+    sync_directory(path.parent)
+    return target
+
+
+def version_of(name: str) -> tuple[int, int]:
+    """The fragment and version that a file is named after; −1 and −1 for any other name."""
+    match = _VERSION.fullmatch(name)
+    return (-1, -1) if match is None else (int(match["fragment"]), int(match["version"]))
+
+
+def _held(fragment: int, version: int, tensors: dict[str, Tensor], published: str) -> HeldFragment:
+    theta, residual = tensors.pop("theta"), tensors.pop("residual", None)
+    outer_state = {name.removeprefix(_OUTER): tensor for name, tensor in tensors.items()}
+    return HeldFragment(fragment, version, theta, outer_state, residual, published)
+
+
+def _digest_of(name: str, tensor: Tensor) -> str:
+    return digest(tensor) if name == "theta" else sha256_of(tensor)
+
+
+def _stem(fragment: int, version: int) -> str:
+    return f"f{fragment:05d}-v{version:09d}"

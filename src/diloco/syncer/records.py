@@ -16,6 +16,7 @@ from diloco.syncer.durable import sync_directory
 FORMAT = 6
 
 DATABASE = "store.sqlite"
+LOG, INDEX = f"{DATABASE}-wal", f"{DATABASE}-shm"
 
 SCHEMA = """
 CREATE TABLE run (
@@ -49,6 +50,11 @@ class HistoryLine:
     weights: tuple[float, ...]
 
 
+def advice(path: Path) -> str:
+    """What to do about a damaged state directory: the end of an error's sentence."""
+    return f"'diloco syncer check {path}' says what can still be served, or start a new run elsewhere"
+
+
 def look(path: Path) -> tuple[int, bool]:
     """The format of the database of a store's directory, and whether it holds a run; 0 for one that is not there, or is
     empty.
@@ -62,7 +68,7 @@ def look(path: Path) -> tuple[int, bool]:
     database = path / DATABASE
     if not database.exists() or database.stat().st_size == 0:
         return 0, False
-    log = path / f"{DATABASE}-wal"
+    log = path / LOG
     has_log = log.exists() and log.stat().st_size > 0
     how = "mode=ro" if has_log else "mode=ro&immutable=1"
     try:
@@ -76,8 +82,8 @@ def look(path: Path) -> tuple[int, bool]:
         verdict, found, has_run = str(error), 0, False
     if verdict != "ok":
         raise StoreError(
-            f"{database} could not be opened: it is damaged ({verdict}). Nothing was changed or removed; put it back "
-            f"from a copy of {path}, or start a new run elsewhere."
+            f"{database} could not be opened: it is damaged ({verdict}). Nothing was changed or removed; "
+            f"{advice(path)}."
         )
     if found > FORMAT:
         raise StoreError(f"{path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to open it.")
@@ -101,6 +107,13 @@ def connect(path: Path) -> sqlite3.Connection:
         sync_directory(path)
         sync_directory(path.parent)
     return db
+
+
+def connect_read_only(path: Path) -> sqlite3.Connection:
+    """The database of a store's directory, which `look` has found to hold a run. Closing it leaves SQLite's log."""
+    return sqlite3.connect(
+        f"{(path / DATABASE).absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
+    )
 
 
 def put_version(
@@ -127,6 +140,38 @@ def epochs_of(db: sqlite3.Connection) -> tuple[Epoch, ...]:
     """All starts, the last one at the end."""
     rows = db.execute("SELECT epoch, versions FROM epochs ORDER BY epoch").fetchall()
     return tuple(Epoch(int(epoch), tuple(map(int, json.loads(versions)))) for epoch, versions in rows)
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """A version and its file. `published_at`: seconds since the epoch."""
+
+    update: Update
+    file: str
+    sha256: str
+    tokens: int
+    published_at: float
+
+
+def stored_versions(db: sqlite3.Connection) -> dict[int, list[StoredVersion]]:
+    """All versions, by fragment, newest first; `lossless` is not known of them."""
+    contributors: dict[tuple[int, int], list[tuple[str, float]]] = {}
+    for fragment, version, learner, weight in db.execute(
+        "SELECT fragment, version, learner, weight FROM contributors ORDER BY position"
+    ):
+        contributors.setdefault((fragment, version), []).append((learner, weight))
+    versions: dict[int, list[StoredVersion]] = {}
+    for fragment, version, base, file, sha256, digest, scale, tokens, published_at in db.execute(
+        "SELECT fragment, version, base, file, sha256, digest, scale, tokens, published_at FROM versions"
+        " ORDER BY version DESC"
+    ):
+        pairs = contributors.get((fragment, version), [])
+        names, weights = tuple(name for name, _ in pairs), tuple(weight for _, weight in pairs)
+        update = Update(int(fragment), int(base), int(version), names, weights, scale, digest, lossless=False)
+        versions.setdefault(update.fragment, []).append(
+            StoredVersion(update, str(file), str(sha256), int(tokens), float(published_at))
+        )
+    return versions
 
 
 def kept_files(db: sqlite3.Connection, kept_versions: int) -> set[str]:

@@ -4,6 +4,7 @@ tensors.
     store.sqlite                              run, its record (members, ledgers, verdicts), versions, contributors
     tensors/static-<sha>.safetensors          frozen parameters and buffers
     tensors/f00003-v000000012-<sha>.safetensors   theta, residual, outer.<name> of one version of one fragment
+    run.json                                  what the database says of the run, once more
     set-aside/                                what was found in tensors/ and no version names
     store.lock                                held while a syncer has the directory open
 
@@ -13,13 +14,14 @@ commit the version does not exist, after it the version survives a power cut.
 Nothing is removed that was not read, understood and superseded: versions older than the two newest of each fragment,
 once a newer one is published or was read, and what a broken-off write has left under a temporary name. A directory
 whose database is damaged, or is gone while tensors are there, is not opened; files that no version names are moved to
-`set-aside/`.
+`set-aside/`. Every file of a version says what it is: `inspection` and `repair` go on without the database.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import sqlite3
@@ -36,11 +38,13 @@ from diloco.core.update import Update
 from diloco.errors import AlreadyInitialisedError, DilocoError, NotInitialisedError, StoreError, VersionError
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun, first_epoch
 from diloco.syncer.durable import ignore_point, lock_directory
-from diloco.syncer.files import TensorFiles
+from diloco.syncer.files import Described, TensorFiles, set_aside
 from diloco.syncer.records import (
     DATABASE,
     HistoryLine,
+    advice,
     connect,
+    connect_read_only,
     contributors_of,
     epochs_of,
     file_of,
@@ -51,6 +55,9 @@ from diloco.syncer.records import (
     put_version,
     read_history,
 )
+from diloco.syncer.run_description import DESCRIPTION, insert_run, read_description, run_row, write_description
+
+log = logging.getLogger("diloco.syncer")
 
 KEPT_VERSIONS = 2  # files of a fragment: the newest and the one before it
 
@@ -79,7 +86,9 @@ class Store:
                 found, has_run = look(self.path)
                 if not has_run:
                     self._files.require_no_run(is_new=found == 0)
-                self._db = connect(self.path)
+                # What a refused start would leave otherwise: SQLite's log brought into the database, or cut.
+                self._db = connect_read_only(self.path) if has_run else connect(self.path)
+                self._may_write = not has_run
         except BaseException:
             self._lock.close()
             raise
@@ -115,19 +124,19 @@ class Store:
             rows = []
             for fragment in model.fragments:
                 first = Update(fragment.fragment, 0, 0, (), (), 1.0, fragment.digest, lossless=True)
-                rows.append((first, *self._files.write(fragment)))
-            plain = json.dumps(method.to_dict()), json.dumps(model.layout.to_dict())
+                rows.append((first, *self._files.write(fragment, Described(model.run_id, first, 0, 0, None))))
+            row = {
+                "id": 1, "run": run, "method": json.dumps(method.to_dict()),
+                "layout": json.dumps(model.layout.to_dict()), "source": model.source,
+                "step": model.step, "tokens": model.tokens, "static_file": static_file,
+                "static_sha256": static_sha256, "created_at": time.time(), "run_id": model.run_id,
+            }  # fmt: skip
+            write_description(self.path, row)
             with self._transaction() as db:
                 put_epoch(db, first_epoch(model), time.time())
-                db.execute(
-                    "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?)",
-                    (
-                        run, *plain, model.source, model.step, model.tokens, static_file, static_sha256, time.time(),
-                        model.run_id,
-                    ),
-                )  # fmt: skip
-                for row in rows:
-                    put_version(db, *row, tokens=0, published_at=time.time())
+                insert_run(db, row)
+                for version in rows:
+                    put_version(db, *version, tokens=0, published_at=time.time())
                 self._at("inserted")
         self._at("committed")
 
@@ -156,7 +165,8 @@ class Store:
         with self._writing:
             with self._mapped(f"stored as version {update.version} of fragment {update.fragment}"):
                 self._check_next(update)
-                file, sha256 = self._files.write(merged.held)
+                described = self._described(update, merged.tokens, record)
+                file, sha256 = self._files.write(merged.held, described)
                 with self._transaction() as db:
                     put_version(db, update, file, sha256, merged.tokens, time.time())
                     db.execute("UPDATE run SET record = ?", (json.dumps(record),))
@@ -185,13 +195,15 @@ class Store:
 
     def tidy(self, saved: SavedRun[HeldFragment] | None) -> list[Path]:
         """Remove what is superseded by `saved`, which `load` has read, and set aside what no version names; returns
-        that.
+        that. The run is described once more (`run.json`) where it is not.
 
         Raises:
             StoreError: the disk refused.
         """
         with self._writing, self._mapped("tidied up"):
             self._files.remove_temporary()
+            if saved is not None:
+                self._describe_run()
             with self._using:
                 kept = kept_files(self._db, KEPT_VERSIONS)
                 others = [name for name in self._files.names() if name not in kept]
@@ -223,6 +235,7 @@ class Store:
                 epochs = epochs_of(self._db)
             if run is None:
                 return None
+            self._require_as_described()
             name, method, layout_text, source, step, tokens, static_file, static_sha256, record, run_id = run
             layout = Layout.from_dict(json.loads(layout_text))
             fragments = {row[0]: self._files.read(*row) for row in newest}
@@ -251,6 +264,30 @@ class Store:
             row = self._db.execute("SELECT run FROM run").fetchone()
         return None if row is None else str(row[0])
 
+    def _described(self, update: Update, tokens: int, record: Json) -> Described:
+        with self._using:
+            newest = "SELECT SUM(newest) FROM (SELECT MAX(version) AS newest FROM versions GROUP BY fragment)"
+            run_id, num_published = self._db.execute(f"SELECT run_id, ({newest}) FROM run").fetchone()  # noqa: S608
+        return Described(run_id, update, tokens, num_published + 1, record)
+
+    def _require_as_described(self) -> None:
+        with self._using:
+            row = run_row(self._db)
+        if (described := read_description(self.path)) is not None and described != row:
+            raise StoreError(
+                f"{self.path / DATABASE} and {self.path / DESCRIPTION} describe different runs. Nothing was changed or "
+                f"removed; {advice(self.path)}."
+            )
+
+    def _describe_run(self) -> None:
+        """Write what the database says of the run, where `run.json` does not have it; a damaged one is set aside."""
+        if read_description(self.path) is None and (self.path / DESCRIPTION).exists():
+            target = set_aside(self.path, self.path / DESCRIPTION)
+            log.warning("%s is damaged: set aside as %s, and written anew", self.path / DESCRIPTION, target)
+        with self._using:
+            row = run_row(self._db)
+        write_description(self.path, row)
+
     def _check_next(self, update: Update) -> None:
         with self._using:
             newest = self._db.execute(
@@ -271,6 +308,7 @@ class Store:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._using:
+            self._open_to_write()
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
@@ -279,6 +317,12 @@ class Store:
                 if self._db.in_transaction:  # SQLite ends it by itself after some failures
                     self._db.execute("ROLLBACK")
                 raise
+
+    def _open_to_write(self) -> None:
+        if not self._may_write:
+            self._db.close()
+            self._db = connect(self.path)
+            self._may_write = True
 
     @contextlib.contextmanager
     def _mapped(self, what: str) -> Iterator[None]:
@@ -301,7 +345,7 @@ def understood(path: Path) -> Iterator[None]:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise StoreError(
             f"{path / DATABASE} is damaged: the run in it cannot be read ({error!r}). Nothing was changed or "
-            f"removed; put it back from a copy of {path}, or start a new run elsewhere."
+            f"removed; {advice(path)}."
         ) from error
 
 

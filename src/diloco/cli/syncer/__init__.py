@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from diloco.cli.syncer import serve
+from diloco.cli.syncer import check, serve
 
 
 class _ServesUnlessTold(TyperGroup):
@@ -34,3 +34,4 @@ class _ServesUnlessTold(TyperGroup):
 
 app = typer.Typer(cls=_ServesUnlessTold, add_completion=False, pretty_exceptions_enable=False)
 app.callback()(serve.command)
+app.command("check")(check.command)

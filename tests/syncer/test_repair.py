@@ -1,0 +1,205 @@
+"""Every file of a state directory is damaged in every way, alone and in pairs: a start serves verified bits or refuses
+in a sentence, nothing is deleted, and a repair loses no version that is whole."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.syncer.test_store import LAYOUT, METHOD, STATIC, held_of, merged_of, theta_of
+
+from diloco.core.syncer import SyncerCore
+from diloco.errors import ConfigError, DilocoError, StoreError
+from diloco.run.ports import InitialModel
+from diloco.syncer.inspection import NO_STATIC, Found, inspect
+from diloco.syncer.records import DATABASE
+from diloco.syncer.repair import repair
+from diloco.syncer.store import Store, understood
+
+NEWEST = {0: 3, 1: 1}
+
+
+def record_at(step: int) -> dict[str, object]:
+    """As a run's with a learner that has trained."""
+    core = SyncerCore(METHOD.rules(2), [0, 0])
+    core.joined(0.0, "site-a")
+    core.heartbeat(0.0, "site-a", 1, step=step, steps=step, tokens=5 * step, step_s=1.0, waiting=False)
+    return dict(core.saved().values)
+
+
+def make_run(path: Path, static: bytes) -> None:
+    """A run at the versions NEWEST, once as a clean stop leaves it and once as a kill does, with SQLite's log."""
+    store = Store(path / "running")
+    model = InitialModel(LAYOUT, (held_of(0, 0), held_of(1, 0)), static, "site-a", "seed 17", step=3, tokens=5)
+    store.initialise("demo", METHOD, model)
+    for step, (fragment, version) in enumerate([(0, 1), (1, 1), (0, 2), (0, 3)], start=4):
+        store.publish(merged_of(fragment, version), record_at(step))
+    shutil.copytree(path / "running", path / "killed")
+    (path / "killed" / f"{DATABASE}-shm").unlink()
+    store.close()
+    (path / "running").rename(path / "stopped")
+
+
+@pytest.fixture(scope="module", params=["nothing frozen", "frozen"])
+def healthy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("healthy")
+    make_run(root, STATIC if request.param == "frozen" else NO_STATIC)
+    return root
+
+
+def flip(position: float) -> Callable[[Path], object]:
+    def damage(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[int(position * (len(data) - 1))] ^= 4
+        path.write_bytes(data)
+
+    return damage
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3]),
+    "first": flip(0.0),
+    "early": flip(0.03),
+    "middle": flip(0.5),
+    "late": flip(0.9),
+    "last": flip(1.0),
+}
+
+
+def contents(path: Path) -> set[bytes]:
+    """Of all files, but for the lock, whose holder writes its name there, and SQLite's index of its log."""
+    files = [each for each in path.rglob("*") if each.is_file() and each.name not in ("store.lock", f"{DATABASE}-shm")]
+    return {each.read_bytes() for each in files} - {b""}
+
+
+def tensors_of(path: Path) -> set[bytes]:
+    return {each.read_bytes() for each in path.rglob("*.safetensors*")} - {b""}
+
+
+def started(path: Path) -> dict[int, int]:
+    """The versions that a start serves, all of them verified. Raises StoreError."""
+    with Store(path) as store:
+        saved = store.load()
+        with understood(path):
+            assert saved is not None
+            SyncerCore(saved.method.rules(2), [0, 0]).restore(0.0, saved.record or record_at(1))
+        store.tidy(saved)
+        for index, held in enumerate(saved.fragments):
+            assert torch.equal(held.theta, theta_of(index, held.version))
+            assert held.digest == held_of(index, held.version).digest
+        return {fragment.fragment: fragment.version for fragment in saved.fragments}
+
+
+def try_to_start(path: Path) -> dict[int, int] | None:
+    """`started`, or None where it refuses, which it must do in one sentence and without a change."""
+    before, tensors = contents(path), tensors_of(path)
+    try:
+        versions = started(path)
+    except StoreError as error:
+        assert contents(path) >= before
+        assert "\n" not in str(error)
+        assert f"diloco syncer check {path}" in str(error), error
+        assert re.search(rf"{path}/(store\.sqlite|run\.json|tensors/\S+\.safetensors)", str(error)), error
+        return None
+    assert tensors_of(path) >= tensors
+    return versions
+
+
+def whole_versions(healthy: Path, damaged: Path) -> dict[int, int | None]:
+    """The newest version of each fragment whose file is as it was."""
+    same = [
+        path.name for path in (healthy / "tensors").glob("f*")
+        if (damaged / "tensors" / path.name).exists()
+        and (damaged / "tensors" / path.name).read_bytes() == path.read_bytes()
+    ]  # fmt: skip
+    versions = [(int(name[1:6]), int(name[8:17])) for name in same]
+    return {fragment: max((v for f, v in versions if f == fragment), default=None) for fragment in NEWEST}
+
+
+def is_same(healthy: Path, damaged: Path, name: str) -> bool:
+    return (damaged / name).exists() and (damaged / name).read_bytes() == (healthy / name).read_bytes()
+
+
+def check_and_repair(healthy: Path, damaged: Path, scratch: Path) -> str:
+    """All that must hold of a damaged directory; returns what became of it."""
+    before, tensors = contents(damaged), tensors_of(damaged)
+    whole = whole_versions(healthy, damaged)
+    try:
+        found = inspect(damaged)
+    except ConfigError:
+        assert not any((damaged / name).exists() for name in (DATABASE, "run.json"))
+        return "nothing left"
+    assert contents(damaged) == before, "a check has changed something"
+    versions = try_to_start(shutil.copytree(damaged, scratch))
+    assert found.starts == (versions is not None), (found.problems, versions)
+    assert json.dumps(found.to_dict())
+    if versions is not None and versions != NEWEST:  # SQLite's log is cut: it cannot be told from one that was shorter
+        assert not is_same(healthy, damaged, f"{DATABASE}-wal")
+    if not found.can_be_repaired:
+        with pytest.raises(StoreError, match="cannot be repaired .*; put it back from a backup"):
+            repair(damaged)
+        assert contents(damaged) >= before
+        return "lost" if not found.starts else "whole"
+    repair(damaged)
+    repaired = started(damaged)
+    if not found.starts:
+        assert repaired == whole, (found, repaired)
+    assert tensors_of(damaged) >= tensors
+    with Store(damaged) as store:
+        for fragment, version in repaired.items():
+            store.publish(merged_of(fragment, version + 1), record_at(9))
+    assert started(damaged) == {fragment: version + 1 for fragment, version in repaired.items()}
+    return "whole" if found.starts else "repaired"
+
+
+def files_to_damage() -> list[str]:
+    return ["store.sqlite", "store.sqlite-wal", "run.json", "store.lock", "static", "f0 new", "f0 old", "f1 new", "f1 old"]
+
+
+def path_of(root: Path, name: str) -> Path | None:
+    patterns = {
+        "static": "static-*", "f0 new": "f00000-v000000003-*", "f0 old": "f00000-v000000002-*",
+        "f1 new": "f00001-v000000001-*", "f1 old": "f00001-v000000000-*",
+    }  # fmt: skip
+    if name in patterns:
+        return next((root / "tensors").glob(patterns[name]))
+    return root / name if (root / name).exists() and (root / name).stat().st_size else None
+
+
+def damaged_runs(healthy: Path, tmp_path: Path, num_files: int, damages: list[str]) -> Iterator[tuple[str, Path, Path]]:
+    number = 0
+    for ended in ("stopped", "killed"):
+        for names in itertools.combinations(files_to_damage(), num_files):
+            for kinds in itertools.product(damages, repeat=num_files):
+                paths = [path_of(healthy / ended, name) for name in names]
+                if None in paths:
+                    continue
+                number += 1
+                root = shutil.copytree(healthy / ended, tmp_path / f"run-{number}")
+                for path, kind in zip(paths, kinds, strict=True):
+                    assert path is not None
+                    DAMAGES[kind](root / path.relative_to(healthy / ended))
+                yield f"{ended}: {dict(zip(names, kinds, strict=True))}", healthy / ended, root
+
+
+@pytest.mark.parametrize(("num_files", "damages"), [(1, list(DAMAGES)), (2, ["missing", "middle"])])
+def test_whatever_is_damaged(healthy: Path, tmp_path: Path, num_files: int, damages: list[str]) -> None:
+    outcomes: dict[str, int] = {}
+    for what, whole, damaged in damaged_runs(healthy, tmp_path, num_files, damages):
+        try:
+            outcome = check_and_repair(whole, damaged, tmp_path / "scratch")
+        except (AssertionError, DilocoError) as error:
+            raise AssertionError(f"{what}: {error!r}") from error
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        shutil.rmtree(damaged)
+        shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
+    print(outcomes)
+    assert outcomes["repaired"] > outcomes["whole"] > 0
