@@ -24,6 +24,12 @@ from diloco.errors import StoreError, translated
 
 log = logging.getLogger("diloco")
 
+MAX_LINE_BYTES = 1 << 24
+"""An event is shorter."""
+
+_LINE = b'{"t":'
+"""How the line of an event begins."""
+
 
 class Event(BaseModel):
     """Fields that every event has; `t` and `who` are filled in by the log when they are left out."""
@@ -309,7 +315,10 @@ class EventLog:
         self._torn_at: int | None = None  # where a line begins that the disk took only a part of
         with translated(OSError, StoreError, f"cannot open the event log {self.path}", "choose a writable directory"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_torn_line(self.path)
+            if not _cut_torn_line(self.path):
+                aside = _unused(self.path)
+                self.path.rename(aside)
+                log.warning("%s does not end like a log of events: set aside as %s, and begun anew", self.path, aside)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def append(self, event: E) -> E:
@@ -428,20 +437,28 @@ def _parse(content: bytes, path: str | Path, first_line: int) -> list[Event]:
     return events
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Remove what follows the last newline, so that the next line starts on its own."""
+def _cut_torn_line(path: Path) -> bool:
+    """Remove what a killed writer, or a power cut, has left of a line after the last newline, so that the next line
+    starts on its own. False: what is there is no such thing, and was left alone."""
     if not path.exists():
-        return
+        return True
     with open(path, "r+b") as file:
         end = file.seek(0, os.SEEK_END)
-        keep = end
-        while keep > 0:
-            start = max(0, keep - 65536)
-            file.seek(start)
-            newline = file.read(keep - start).rfind(b"\n")
-            if newline >= 0:
-                keep = start + newline + 1
-                break
-            keep = start
-        if keep < end:
-            file.truncate(keep)
+        start = max(0, end - MAX_LINE_BYTES)
+        file.seek(start)
+        tail = file.read(end - start)
+        keep = tail.rfind(b"\n") + 1
+        torn = tail[keep:].rstrip(b"\0")
+        if (keep == 0 and start > 0) or not (torn.startswith(_LINE) or _LINE.startswith(torn)):
+            return False
+        if start + keep < end:
+            file.truncate(start + keep)
+    return True
+
+
+def _unused(path: Path) -> Path:
+    """A name beside a file that nothing has."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
+        number += 1
+    return aside

@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "record of something else": (change("UPDATE run SET record = '{}'"),
         r"store.sqlite is damaged: .*KeyError\('step'\)"),
     "method that is none": (change("UPDATE run SET method = '[]'"),
-        "store.sqlite is damaged: the run in it cannot be read"),
+        "store.sqlite and .*run.json describe different runs"),
     "tensors damaged": (lambda root: flip(newest(root)), r"f00000-v000000003-\w+.safetensors .* is damaged"),
     "tensors missing": (lambda root: newest(root).unlink(), r"f00000-v000000003-\w+.safetensors .* is missing"),
     "database of two versions ago": (restored(1), r"f00000-v000000001-\w+.safetensors .* is missing"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import StoreError
-from diloco.events import Evaluated, EventLog, Gap, Merged, Stepped, event_types, read_events
+from diloco.events import Evaluated, EventLog, Gap, Merged, Sampled, Stepped, event_types, read_events
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "events.md"
@@ -86,6 +86,28 @@ def test_a_disk_that_takes_nothing_stops_nobody_and_is_said_once(
         assert [log.append(merged(version)).version for version in (1, 2, 3)] == [1, 2, 3]
         assert log.num_missing == 3
     assert caplog.text.count("No space left on device") == 1
+
+
+@pytest.mark.parametrize("content", [b"\x7fELF\x02\0\0\0", b"notes of mine", b'{"kind": "other"}'])
+def test_what_is_no_log_of_events_is_set_aside(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "events.jsonl"
+    for number in (1, 2):
+        path.write_bytes(content)
+        with EventLog(path, who="a") as log:
+            log.append(Sampled(step=1, prompt="", text=""))
+        assert len(read_events(path)) == 1
+        assert (tmp_path / f"events.jsonl.set-aside-{number}").read_bytes() == content
+
+
+def test_zeros_that_a_power_cut_has_left_are_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for tail in (b"\0" * 4096, b'{"t":17' + b"\0" * 50):
+        with EventLog(path, who="a") as log:
+            log.append(Sampled(step=1, prompt="", text=""))
+        with path.open("ab") as file:
+            file.write(tail)
+    with EventLog(path, who="a"):
+        assert len(read_events(path)) == 2
 
 
 def test_a_gap_says_how_many_events_the_disk_refused_and_no_line_is_torn(tmp_path: Path) -> None:

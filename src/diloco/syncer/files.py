@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from diloco.syncer.records import DATABASE, StoredVersion, advice
 _OUTER = "outer."
 _DESCRIBED = "diloco"
 
-_VERSION = re.compile(r"f(?P<fragment>\d+)-v(?P<version>\d+)-(?P<hash>[0-9a-f]{%d})\.safetensors" % NAMED_DIGITS)
+_VERSION = re.compile(r"f(?P<fragment>\d+)-v(?P<version>\d+)-(?P<hash>[0-9a-f]+)\.safetensors")
 
 _PUBLISHED = re.compile(r"f\d+-v(?!0+-)\d+-")
 """How the name of a later version than a run's first one begins."""
@@ -73,7 +74,7 @@ class Recognised:
     """A whole file of a version, without a database.
 
     Attributes:
-        written_at: seconds since the epoch.
+        written_at: Unix time in seconds.
         num_elements: of Θ.
     """
 
@@ -157,7 +158,7 @@ class TensorFiles:
         if match is None or (found := read_tensors(path, _digest_of)) is None:
             return None
         sha256, tensors = found
-        if not sha256.startswith(match["hash"]):
+        if sha256[:NAMED_DIGITS] != match["hash"]:
             return None
         try:
             described = Described.from_json(read_metadata(path)[_DESCRIBED])
@@ -224,15 +225,27 @@ class TensorFiles:
 
 def set_aside(state_dir: Path, path: Path) -> Path:
     """Move what is not known, or is damaged, to `set-aside` in the state directory; returns where it is."""
+    target = _place_aside(state_dir, path)
+    path.rename(target)
+    sync_directory(target.parent)
+    sync_directory(path.parent)
+    return target
+
+
+def keep_copy(state_dir: Path, path: Path) -> Path:
+    """Copy what will be changed to `set-aside` in the state directory; returns where the copy is."""
+    target = _place_aside(state_dir, path)
+    shutil.copyfile(path, target)
+    return target
+
+
+def _place_aside(state_dir: Path, path: Path) -> Path:
     directory = state_dir / "set-aside"
     directory.mkdir(exist_ok=True)
     target, number = directory / path.name, 0
     while target.exists():
         number += 1
         target = directory / f"{path.name}.{number}"
-    path.rename(target)
-    sync_directory(directory)
-    sync_directory(path.parent)
     return target
 
 

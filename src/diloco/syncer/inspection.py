@@ -52,7 +52,8 @@ class FoundFragment:
         fragment: its index.
         published: the newest version that the database names, or a file's name where there is none; None: there is no
             trace of one.
-        chosen: the newest version that is whole; what the database names comes first, as long as its newest is whole.
+        chosen: the newest version that is whole; the newest of the database, as long as that is whole for every
+            fragment: a file beyond it was being written when the syncer stopped.
         earlier: versions before it that are whole, newest first.
         lost_tokens: trained tokens whose work is in the versions after `chosen`, as far as the database has them.
     """
@@ -168,10 +169,8 @@ class _Inspection:
         self._look_at_static()
         self._look_at_fragments(stored)
         self._look_at_record(record)
-        newest = {each.fragment: stored.get(each.fragment, [None])[0] for each in self.found.fragments}
-        as_published = all(newest[each.fragment] is each.chosen is not None for each in self.found.fragments)
         found = self.found
-        found.starts = found.has_database and found.has_static and found.has_record and as_published
+        found.starts = found.has_database and found.has_static and found.has_record and self._is_as_published
 
     def _problem(self, file: str, what: str) -> None:
         self.found.problems.append(Problem(file, what))
@@ -232,6 +231,8 @@ class _Inspection:
                 )
             elif name not in named:
                 self.found.notes.append(Problem(f"tensors/{name}", "is damaged, or nothing of this run's"))
+        newest = [stored.get(fragment.index, [None])[0] for fragment in self._layout.fragments]
+        self._is_as_published = all(each is not None and self._is_whole(each) for each in newest)
         self.found.fragments = tuple(
             self._fragment(each.index, stored.get(each.index, ()), others.get(each.index, ()))
             for each in self._layout.fragments
@@ -240,15 +241,14 @@ class _Inspection:
     def _fragment(self, index: int, stored: Sequence[StoredVersion], others: Sequence[StoredVersion]) -> FoundFragment:
         """`stored`: in the database, newest first. `others`: whole files that it does not name."""
         whole = [each for each in stored if self._is_whole(each)]
-        if stored and whole[:1] != list(stored[:1]):
+        if stored and not self._is_whole(stored[0]):
             file = stored[0].file
             what = "is damaged" if file in self._names else "is missing"
             self._problem(f"tensors/{file}", f"{what}: version {stored[0].update.version} of fragment {index}")
         if not stored and self.found.has_database:
             self._problem(DATABASE, f"has no version of fragment {index}")
-        is_as_published = bool(stored) and whole[:1] == list(stored[:1])
         newest_first = sorted([*whole, *others], key=lambda each: -each.update.version)
-        chosen = whole[0] if is_as_published else next(iter(newest_first), None)
+        chosen = stored[0] if self._is_as_published else next(iter(newest_first), None)
         on_disk = [version for fragment, version in map(version_of, self._names) if fragment == index]
         published = stored[0].update.version if stored else max(on_disk, default=None)
         serves = -1 if chosen is None else chosen.update.version

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
+import tempfile
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ FORMAT = 6
 
 DATABASE = "store.sqlite"
 LOG, INDEX = f"{DATABASE}-wal", f"{DATABASE}-shm"
+
+_LOG_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24  # https://sqlite.org/fileformat2.html#walformat
 
 SCHEMA = """
 CREATE TABLE run (
@@ -109,6 +113,25 @@ def connect(path: Path) -> sqlite3.Connection:
     return db
 
 
+def num_unread_frames(path: Path) -> int:
+    """Frames of the log of a store's directory that belong to it and that SQLite does not read: after a torn or damaged
+    one, or of a transaction that was under way. The next write replaces them."""
+    log = path / LOG
+    data = log.read_bytes() if log.exists() else b""
+    if len(data) < _LOG_HEADER_BYTES:
+        return 0
+    frame_bytes, salts = _FRAME_HEADER_BYTES + int.from_bytes(data[8:12], "big"), data[16:24]
+    frames = range(_LOG_HEADER_BYTES, len(data) - _FRAME_HEADER_BYTES + 1, frame_bytes)
+    with tempfile.TemporaryDirectory() as directory:
+        for name in (DATABASE, LOG):
+            shutil.copyfile(path / name, Path(directory) / name)
+        with closing(sqlite3.connect(Path(directory) / DATABASE)) as db:
+            num_read = int(db.execute("PRAGMA wal_checkpoint").fetchone()[1])
+    if num_read <= 0:  # the header is damaged
+        return len(frames)
+    return sum(data[at + 8 : at + 16] == salts for at in frames) - num_read
+
+
 def connect_read_only(path: Path) -> sqlite3.Connection:
     """The database of a store's directory, which `look` has found to hold a run. Closing it leaves SQLite's log."""
     return sqlite3.connect(
@@ -144,7 +167,7 @@ def epochs_of(db: sqlite3.Connection) -> tuple[Epoch, ...]:
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A version and its file. `published_at`: seconds since the epoch."""
+    """A version and its file. `published_at`: Unix time in seconds."""
 
     update: Update
     file: str

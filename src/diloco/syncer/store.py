@@ -38,9 +38,10 @@ from diloco.core.update import Update
 from diloco.errors import AlreadyInitialisedError, DilocoError, NotInitialisedError, StoreError, VersionError
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun, first_epoch
 from diloco.syncer.durable import ignore_point, lock_directory
-from diloco.syncer.files import Described, TensorFiles, set_aside
+from diloco.syncer.files import Described, TensorFiles, keep_copy, set_aside
 from diloco.syncer.records import (
     DATABASE,
+    LOG,
     HistoryLine,
     advice,
     connect,
@@ -51,6 +52,7 @@ from diloco.syncer.records import (
     is_named,
     kept_files,
     look,
+    num_unread_frames,
     put_epoch,
     put_version,
     read_history,
@@ -319,7 +321,11 @@ class Store:
                 raise
 
     def _open_to_write(self) -> None:
+        """Before the first write to a database that was found: it may change from now on."""
         if not self._may_write:
+            if num := num_unread_frames(self.path):
+                copy = keep_copy(self.path, self.path / LOG)
+                log.warning("%s has %d frames that SQLite does not read: copied to %s", self.path / LOG, num, copy)
             self._db.close()
             self._db = connect(self.path)
             self._may_write = True
