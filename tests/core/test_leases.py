@@ -316,11 +316,28 @@ def test_a_record_with_a_version_has_the_fates_that_come_with_it() -> None:
     world.leases.decided(first, None, [second])
     record = json.loads(json.dumps(world.leases.saved([(second, None)], [])))
     assert world.leases.done == ()  # not published yet
+    both = [(first, None), (second, None)]
+    fresh, _ = two_fragments()
+    for fragment in (0, 1):
+        fresh.send("a", fragment)
+    fresh.end("a")  # its units wait for both verdicts, in whatever order they come
+    lone = Leases(2)
+    lone.restore(json.loads(json.dumps(fresh.leases.saved(both, []))), ())
+    assert lone.done == ((0, 6),)
     again = Leases(2)
     again.restore(record, {("a", 1)})
     assert again.done == ((0, 6),)
     world.leases.decided(second, None, [])
     assert json.loads(json.dumps(world.leases.saved([], []))) == record
+
+
+def test_a_record_does_not_change_once_it_is_taken() -> None:
+    world, _ = two_fragments()
+    world.send("a", 0)
+    taken = world.leases.saved([], world.open)
+    before = json.dumps(taken)
+    world.verdict(0, None)
+    assert json.dumps(taken) == before
 
 
 def test_a_resumed_learner_gets_its_units_back_with_their_fates() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from tests.run.memory import Later, LaterWorker
 from tests.storms.accounts import Accounts
 from tests.storms.invariants import Ledger
+from tests.storms.units import UnitLedger
 from torch import Tensor
 
 from diloco.core.accounting import Key
@@ -91,8 +92,9 @@ class RecordingStore(MemoryStore[HeldFragment, Tensor]):
         verdicts: that become durable with the write which is under way.
     """
 
-    def __init__(self, ledger: Ledger, at: Callable[[str], None]) -> None:
+    def __init__(self, ledger: Ledger, units: UnitLedger, at: Callable[[str], None]) -> None:
         super().__init__(at)
+        self._units = units
         self.verdicts: dict[Key, str | None] = {}
         self._ledger = ledger
 
@@ -111,6 +113,8 @@ class RecordingStore(MemoryStore[HeldFragment, Tensor]):
         finally:
             if self._saved is not before:
                 self._ledger.durable(merged)
+                kept = [c for c in merged.action.contributions if c.learner not in merged.refused]
+                self._units.durable(kept, record)
                 self._ledger.recorded(self.verdicts)
 
     def save_record(self, record: Json) -> None:
@@ -119,6 +123,7 @@ class RecordingStore(MemoryStore[HeldFragment, Tensor]):
             super().save_record(record)
         finally:
             if self._saved is not before:
+                self._units.durable((), record)
                 self._ledger.recorded(self.verdicts)
 
 

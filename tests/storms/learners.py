@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tests.storms.drivers import StormClient
 from tests.storms.tensors import StormTensors
+from tests.storms.units import Reader
 from tests.storms.wire import StormWire, gone
 
 from diloco.core.contribution import CallForWork, Contribution, Rejected
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
+from diloco.core.leases import Grant
 from diloco.core.session import SessionCore, requests
 from diloco.core.session.requests import Identity, Report, TellStart
 from diloco.errors import AlreadyInitialisedError, StaleIncarnationError, StoreError
@@ -44,7 +46,8 @@ class Process:
         self.is_alive, self.core = True, None  # type: tuple[bool, LearnerCore | None]
         self._learner, self._storm, self._checkpoint = learner, storm, checkpoint
         self._rules = plan.rules_of(learner.index)
-        self._is_waiting = self._is_leaving = False
+        self._is_waiting = self._is_leaving = self._is_starved = False
+        self._reader = Reader(plan.num_units) if plan.num_units else None
         self._frozen_until_s = 0.0
         self._incarnation = 0
         self.wire = StormWire(storm, self, plan.latency_s[learner.index])
@@ -126,6 +129,8 @@ class Process:
                 assert self.core is not None
                 if (send := self.core.called(fragment, version)) is not None:
                     self._send(send)
+            case Grant():
+                self._granted(news)
             case Rejected(fragment=fragment, number=number, reason=reason):
                 assert self.core is not None
                 self._storm.ledger.rejected(self.name, self._incarnation, fragment, number, reason)
@@ -153,9 +158,11 @@ class Process:
             self.core = LearnerCore(self._rules, start.versions, step=start.step)
         else:
             self.core.rejoined(start.versions, start.step, awaited=start.awaited)
+            if self._reader is not None:
+                self._reader.queue.start_over()
         if is_first and self._checkpoint is not None:
             self._resume(start, self._checkpoint)
-        self._is_waiting = False
+        self._is_waiting = self._is_starved = False
         self._num_starts = getattr(self, "_num_starts", 0) + 1
         self._go_on()
 
@@ -187,6 +194,13 @@ class Process:
             self._learner.finished(self)
             self.client.leave()
             return
+        if self._reader is not None:
+            self._lease()
+            if not self._reader.is_ready():
+                self._is_starved = True
+                self._report(waiting=True)
+                return
+            self._lease()
         draws, index, number = self._storm.draws, self._learner.index, self._num_starts
         step_s = self._storm.plan.step_s[index] * draws.between(f"{self.name} step", 0.8, 1.3)
         incarnation = self._incarnation
@@ -197,6 +211,25 @@ class Process:
             ),
         )
 
+    def _lease(self) -> None:
+        """Ask for units of data, where few are left."""
+        assert self.core is not None
+        assert self._reader is not None
+        ask = self._reader.queue.ask(self.core.unsent_units)
+        if ask is not None:
+            self.client.ask(self._incarnation, ask)
+
+    def _granted(self, grant: Grant) -> None:
+        assert self.core is not None
+        assert self._reader is not None
+        self._reader.queue.granted(grant)
+        if grant.number == 1:
+            self.core.keep_units(grant.claimed)
+        if self._is_starved:
+            self._is_starved = False
+            self._report()
+            self._go_on()
+
     def _stepped(self) -> None:
         core = self.core
         if core is None or not self.is_alive:
@@ -205,7 +238,8 @@ class Process:
         self._tensors.step(draws.between(f"{self.name} change", -0.1, 0.1))
         standing = self.client.core.standing
         sync_every = None if standing is None else standing.sync_every
-        for send in core.stepped(draws.whole(f"{self.name} tokens", 1, 100), sync_every=sync_every):
+        units = () if self._reader is None else self._reader.trained()
+        for send in core.stepped(draws.whole(f"{self.name} tokens", 1, 100), units=units, sync_every=sync_every):
             self._send(send)
         self._report()
         self._settle()
@@ -224,7 +258,8 @@ class Process:
         assert core is not None
         c = Contribution(
             self.name, self._incarnation, f, send.number, send.round, send.base, send.tokens, send.steps, core.tokens,
-            send.discarded, step=core.step, tensors=self._tensors.trains[f],
+            send.discarded, step=core.step, tensors=self._tensors.trains[f], units=send.units,
+            overwritten=send.overwritten,
         )  # fmt: skip
         self.client.offer(c, self._tensors.encode(send))
 

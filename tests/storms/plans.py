@@ -69,6 +69,7 @@ class Plan:
         trains: of each learner, per fragment, the indices of the tensors that it trains; None: all.
         spool_fits: how many contributions the spool takes until `room_at_s`; None: all.
         repeats: how often a push, heartbeat or notice arrives twice.
+        num_units: of leased data that each learner trains in a step; 0: data is not leased.
     """
 
     seed: int
@@ -84,6 +85,7 @@ class Plan:
     spool_fits: int | None
     room_at_s: float
     repeats: float
+    num_units: int = 0
 
     @cached_property
     def layout(self) -> Layout:
@@ -105,8 +107,8 @@ def _tensors(fragment: int, size: int) -> list[TensorSpec]:
     ]
 
 
-def plan_of(seed: int) -> Plan:
-    """The storm of a seed."""
+def plan_of(seed: int, *, leased: bool = False) -> Plan:
+    """The storm of a seed. `leased`: with leased data."""
     draws = Draws(seed)
     num_learners, num_fragments = draws.whole("learners", 1, 4), draws.whole("fragments", 1, 3)
     method = None
@@ -131,6 +133,7 @@ def plan_of(seed: int) -> Plan:
         spool_fits=None if has_room else draws.whole("spool fits", 1, 3),
         room_at_s=0.0 if has_room else draws.between("room at", 2.0, 12.0),
         repeats=0.0 if draws.unit("repeats") < 0.7 else 0.1,
+        num_units=draws.whole("num_units", 1, 5) if leased else 0,
     )
 
 

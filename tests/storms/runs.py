@@ -29,9 +29,10 @@ class Failure:
     def __str__(self) -> str:
         kind = "" if isinstance(self.error, BrokenInvariantError) else f"{type(self.error).__name__}: "
         kept = ",".join(str(self.plan.faults.index(fault)) for fault in self.faults)
+        leased = " --leased" if self.plan.num_units else ""
         return (
             f"{told(self.plan, self.faults)}\n  at {self.at_s:.3f} s: {kind}{self.error}\n"
-            f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'"
+            f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'{leased}"
         )
 
 
@@ -45,9 +46,9 @@ def run(plan: Plan, faults: Sequence[Fault]) -> Failure | None:
     return None
 
 
-def run_seed(seed: int) -> Failure | None:
+def run_seed(seed: int, *, leased: bool = False) -> Failure | None:
     """The storm of a seed; a failure comes with the shortest list of faults that was found."""
-    plan = plan_of(seed)
+    plan = plan_of(seed, leased=leased)
     failure = run(plan, plan.faults)
     return None if failure is None else shortest(failure)
 
@@ -71,11 +72,11 @@ def shortest(failure: Failure) -> Failure:
     return failure
 
 
-def failures(seeds: Sequence[int]) -> Iterator[Failure | None]:
+def failures(seeds: Sequence[int], *, leased: bool = False) -> Iterator[Failure | None]:
     """Of each seed, in order."""
     with quiet():
         for seed in seeds:
-            yield run_seed(seed)
+            yield run_seed(seed, leased=leased)
 
 
 @contextmanager

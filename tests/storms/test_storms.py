@@ -20,10 +20,13 @@ from tests.storms.runs import failures, quiet, run, run_seed, shortest
 from tests.storms.world import Storm
 
 from diloco.core.adopt import ADOPTIONS
+from diloco.core.leases import Leases
 from diloco.core.merges import MERGES, SCREENS
 from diloco.core.rounds import QUORUMS
+from diloco.run.driver import Driver
 
 NUM_SEEDS, PER_TEST = 240, 40
+NUM_LEASED = 80
 
 FOUND = {
     43: "a session that leaves was woken endlessly at the time when its syncer becomes silent, to the bit",
@@ -44,6 +47,12 @@ FOUND = {
 @pytest.mark.parametrize("first", range(1000, 1000 + NUM_SEEDS, PER_TEST))
 def test_storms(first: int) -> None:
     assert [str(each) for each in failures(range(first, first + PER_TEST)) if each is not None] == []
+
+
+@pytest.mark.parametrize("first", range(5000, 5000 + NUM_LEASED, PER_TEST))
+def test_storms_with_leased_data(first: int) -> None:
+    found = failures(range(first, first + PER_TEST), leased=True)
+    assert [str(each) for each in found if each is not None] == []
 
 
 @pytest.mark.parametrize("seed", FOUND)
@@ -116,3 +125,40 @@ def test_what_storms_require_can_fail() -> None:
     held.theta.add_(torch.ones_like(held.theta))
     with pytest.raises(BrokenInvariantError, match="other bits"):
         storm.ledger.held("learner-0", held)
+
+
+def leases_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
+    lease = Driver.lease
+
+    def at_once(self: Driver[Any, Any, Any], learner: str, incarnation: int, ask: Any, done: Any, **seen: Any) -> None:
+        lease(self, learner, incarnation, ask, lambda grant: None, **seen)
+        done(self.core.leases.leases[learner, incarnation].grant)
+
+    patch.setattr(Driver, "lease", at_once)
+
+
+def forgets_whom_it_leased_to(patch: pytest.MonkeyPatch) -> None:
+    saved = Leases.saved
+
+    def lost(self: Leases, *decided: Any) -> Any:
+        record = saved(self, *decided)
+        return record and {**record, "frontier": self.frontier - 1 if self.frontier else 0}
+
+    patch.setattr(Leases, "saved", lost)
+
+
+def returns_what_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    ended = Leases.ended
+    patch.setattr(Leases, "ended", lambda self, learner, incarnation, _: ended(self, learner, incarnation, ()))
+
+
+@pytest.mark.parametrize(
+    "break_it", [leases_before_it_is_durable, forgets_whom_it_leased_to, returns_what_is_acknowledged]
+)
+def test_a_defect_of_leases_is_found(break_it: Defect, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it(monkeypatch)
+    with quiet():
+        for plan in (plan_of(seed, leased=True) for seed in range(300)):
+            if run(plan, plan.faults) is not None:
+                return
+    pytest.fail("no storm has found it")

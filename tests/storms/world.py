@@ -18,6 +18,7 @@ from tests.storms.invariants import BrokenInvariantError, Ledger, check_learner,
 from tests.storms.learners import LearnerProcess
 from tests.storms.plans import Fault, Plan
 from tests.storms.progress import LOOK_S, Progress
+from tests.storms.units import UnitLedger, check_leases
 from tests.storms.wire import STALL_S
 from torch import Tensor
 
@@ -96,7 +97,7 @@ class Storm:
         self.calm_s = max(ends_s) + max(plan.starts_s)
         self._tears_at: int | None = None
         self._refuses_until_s = -math.inf
-        self._store = RecordingStore(self.ledger, self._at_point)
+        self._store = RecordingStore(self.ledger, UnitLedger(len(plan.sizes)), self._at_point)
         self._spool = LimitedSpool()
         self.learners = [LearnerProcess(self, index) for index in range(len(plan.step_s))]
         for learner, at_s in zip(self.learners, plan.starts_s, strict=True):
@@ -193,6 +194,7 @@ class Storm:
         if is_touched and self.driver is not None and self.driver.state.is_initialised:
             self.accounts.take_events(self.now_s)
             self.accounts.check(self.driver.core)
+            check_leases(self.driver.core.leases)
             for fragment, version in enumerate(self.driver.state.versions):
                 self.ledger.published(fragment, version)
         for learner in self._touched:

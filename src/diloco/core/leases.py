@@ -148,7 +148,7 @@ class Lease:
 
     def as_list(self) -> list[Any]:
         """Plain values (JSON)."""
-        return [self.units, self.fates, astuple(self.grant), self.has_ended]
+        return [self.units, [dict(by_fate) for by_fate in self.fates], astuple(self.grant), self.has_ended]
 
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Lease:
@@ -406,8 +406,8 @@ class Leases:
         if self.data is None:
             return None
         then = deepcopy(self) if decided else self
-        for c, reason in decided:
-            then.decided(c, reason, open_)
+        for index, (c, reason) in enumerate(decided):
+            then.decided(c, reason, [*open_, *(later for later, _ in decided[index + 1 :])])
         return {
             "data": astuple(self.data),
             "before": then.before,

@@ -1,0 +1,87 @@
+"""Leased data in storms: what a learner reads, and that each unit of it is merged once as `core.leases` says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.storms.invariants import require
+
+from diloco.core.contribution import Contribution
+from diloco.core.leases import MERGED, DataSet, Leases
+from diloco.core.ranges import Ranges, common, count, minus, union
+from diloco.core.unit_queue import UnitQueue
+
+DATA = DataSet(num_units=40, passes=0, digest="storm")
+AHEAD_STEPS = 3
+"""Inner steps that a lease lasts."""
+
+
+class Reader:
+    """One process of a learner reads this many units a step."""
+
+    def __init__(self, num_units: int) -> None:
+        self.queue = UnitQueue(DATA, AHEAD_STEPS * num_units)
+        self._num_units, self._has_batch = num_units, False
+
+    def is_ready(self) -> bool:
+        """Draw the next batch, if its units are there."""
+        if not self._has_batch and self.queue.has(self._num_units):
+            self.queue.draw(self._num_units)
+            self.queue.take()
+            self._has_batch = True
+        return self._has_batch and self.queue.is_sure
+
+    def trained(self) -> Ranges:
+        """A step was taken on the batch."""
+        self._has_batch = False
+        units = self.queue.trained()
+        assert units is not None
+        return units
+
+
+class UnitLedger:
+    """What is durable: how often each unit is in a version of each fragment."""
+
+    def __init__(self, num_fragments: int) -> None:
+        self._merges = [Counter[int]() for _ in range(num_fragments)]
+
+    def durable(self, contributions: Sequence[Contribution], record: Mapping[str, Any]) -> None:
+        """A record is on the disk, with the contributions of its version, if it has one."""
+        for c in contributions:
+            self._merges[c.fragment].update(unit for first, stop in c.units for unit in range(first, stop))
+        if record["leases"] is None:
+            return
+        leases = Leases(len(self._merges))
+        leases.restore(record["leases"], {(learner, number) for learner, number, _ in record["leases"]["leases"]})
+        check_leases(leases)
+        done = {unit for first, stop in leases.done for unit in range(first, stop)}
+        skipped = done - set[int]().union(*self._merges)
+        require(not skipped, f"units {sorted(skipped)} are done and in no version")
+        for fragment, (totals, merges) in enumerate(zip(leases.totals, self._merges, strict=True)):
+            num = merges.total()
+            require(totals.merges == num, f"fragment {fragment}: {totals.merges} merges are counted, and {num} there")
+            again = sum(each - 1 for each in merges.values())
+            require(again <= totals.repeated, f"fragment {fragment}: {again} repeats, {totals.repeated} counted")
+            lacking = sum(unit not in merges for unit in done)
+            given_up = sum(num for fate, num in totals.fates.items() if fate != MERGED)
+            require(lacking <= given_up, f"fragment {fragment} lacks {lacking} units that are done, of {given_up}")
+
+
+def check_leases(leases: Leases) -> None:
+    """All adds up."""
+    leased, num_done = leases.leased, count(leases.done)
+    require(common(leased, leases.returned) == (), f"{leased} are leased, and {leases.returned} free")
+    each = [lease.units for lease in leases.leases.values()]
+    require(count(union(*each)) == sum(map(count, each)), "units are leased twice")
+    for lease in leases.left.values():
+        require(minus(lease.units, leases.returned) == (), f"{lease.units} are remembered as free, and are not")
+    for fragment, totals in enumerate(leases.totals):
+        num_fates = sum(totals.fates.values())
+        require(num_fates == num_done, f"fragment {fragment}: {num_fates} fates of {num_done} units that are done")
+        waiting = sum(count(lease.fates[fragment].get(MERGED, ())) for lease in leases.leases.values())
+        there = totals.fates[MERGED] + waiting + totals.repeated
+        require(totals.merges == there, f"fragment {fragment}: {totals.merges} merges, and {there} accounted for")
+    for it in (leases.status() or {"passes": []})["passes"]:
+        require(it["done"] + it["leased"] + it["free"] == DATA.num_units, f"{it} does not add up")
