@@ -17,8 +17,10 @@ import torch
 from benchmarks.processes import SyncerProcess, until
 from tests.processes import start_module
 from tests.syncer.leased_life import NUM_SAMPLES, trained_by
+from tests.syncer.leased_ranks_life import BATCH
 from tests.syncer.runs import RUN, Raw, method, start
 
+import diloco
 from diloco.core.permutation import place_of_unit
 from diloco.errors import ConfigError, PayloadError, StaleIncarnationError
 from diloco.events import Data, Merged, read_events
@@ -131,6 +133,27 @@ def test_each_unit_is_merged_once_whatever_is_killed_joins_and_leaves(tmp_path: 
         ever |= merges
     assert all_done <= ever.keys()
     assert any(isinstance(event, Data) for event in read_events(tmp_path / "state" / "events.jsonl"))
+
+
+def test_the_ranks_of_a_learner_read_different_samples_and_continue(tmp_path: Path) -> None:
+    with start(tmp_path, diloco.DiLoCo(sync_every=4)) as syncer:
+        ranks = [
+            start_module("tests.syncer.leased_ranks_life", str(tmp_path), syncer.address, str(rank))
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.join(120)
+            assert process.exitcode == 0
+        data = fetch_status(syncer.address, run=RUN)["data"]
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    steps = [set(one) | set(other) for one, other in zip(first, second, strict=True)]
+    assert all(len(step) == 2 * BATCH for step in steps)
+    # Two steps were pending at the end of the first part, and are merged with the second part's.
+    assert [it["fates"] for it in data["fragments"]] == [{"merged": 20 * 2 * BATCH}]
+    assert data["passes"][0]["done"] + data["passes_done"] * NUM_SAMPLES == 20 * 2 * BATCH
+    assert data["unclaimed"] == 0
+    read = Counter(sample for step in steps for sample in step)
+    assert read == Counter(place_of_unit(unit, NUM_SAMPLES, 3) for unit in range(20 * 2 * BATCH))
 
 
 # --- at the door ------------------------------------------------------------------------------------------------------
