@@ -34,7 +34,7 @@ class RawSocket:
 
     Arguments:
         num_bytes: of one transfer.
-        folder: None for plain TCP; for TLS the directory with ca.pem, server.pem and server-key.pem.
+        folder: None for plain TCP; for TLS the directory with ca.pem, cert.pem and key.pem.
         cipher: of TLS 1.3, by its standard name.
     """
 
@@ -117,7 +117,7 @@ def _serve(num_bytes: int, folder: Path | None) -> None:
         connection, _ = listener.accept()
     if folder is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(folder / "server.pem", folder / "server-key.pem")
+        context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
         connection = context.wrap_socket(connection, server_side=True)
     with connection:
         while command := connection.recv(1):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime as dt
 import json
 import socket
 import statistics
@@ -40,7 +41,7 @@ from diloco.core.rounds import AllLive
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
-from diloco.syncer.certificates import make_certificates
+from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 
 RUN = "benchmark"
@@ -71,13 +72,7 @@ def measure(*, num_bytes: int, rounds: int, merge_elements: int) -> list[dict[st
     try:
         with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
             folder = Path(name)
-            certificates = make_certificates(["127.0.0.1"])
-            for file, pem in (
-                ("ca", certificates.ca),
-                ("server", certificates.server),
-                ("server-key", certificates.server_key),
-            ):
-                (folder / f"{file}.pem").write_bytes(pem)
+            Keyring.new(folder / "keys", RUN, ["127.0.0.1"], [("bench", "admin")], dt.timedelta(days=1))
             rows = [row for tls in (True, False) for row in _transfers(folder, tls, num_bytes, rounds)]
             return rows + _checks(num_bytes // 4) + _merge(folder, merge_elements)
     finally:
@@ -94,8 +89,10 @@ def _transfers(folder: Path, tls: bool, num_bytes: int, rounds: int) -> list[dic
     payload, buffer = bytes_of(theta), memoryview(bytearray(num_bytes))
     push, pull = _Pairs(), _Pairs()
     with contextlib.ExitStack() as stack:
-        syncer = stack.enter_context(_serving(method, folder / f"fp32-{tls}", folder if tls else None))
-        raw = stack.enter_context(RawSocket(num_bytes, folder, syncer.cipher()) if tls else RawSocket(num_bytes))
+        syncer = stack.enter_context(_serving(method, folder / f"fp32-{tls}", folder / "keys" if tls else None))
+        raw = stack.enter_context(
+            RawSocket(num_bytes, folder / "keys" / "syncer", syncer.cipher()) if tls else RawSocket(num_bytes)
+        )
         learners = syncer.learners(layout, theta, 2)
         for round_ in range(rounds + 1):  # the first one warms up
             for learner in learners:
@@ -136,7 +133,7 @@ def _merge(folder: Path, num_elements: int, contributors: int = 4) -> list[dict[
     payload = E3M0().encode(theta)
     state = folder / "merge"
     push_s: list[float] = []
-    with _serving(method, state, folder) as syncer:
+    with _serving(method, state, folder / "keys") as syncer:
         idle_bytes = syncer.memory_bytes("VmRSS")
         learners = syncer.learners(_layout(num_elements), theta, contributors)
         for round_ in range(2):  # the second one has a residual too, and connections and memory that have been used
@@ -247,14 +244,14 @@ class _Learner:
 class _Syncer:
     """A syncer process, seen from outside."""
 
-    def __init__(self, process: subprocess.Popen[str], address: str, trust: Path | None) -> None:
-        self._process, self._address, self._trust = process, address, trust
+    def __init__(self, process: subprocess.Popen[str], address: str, keys: Path | None) -> None:
+        self._process, self._address, self._keys = process, address, keys
         self.connections: list[Connection] = []
 
     def learners(self, layout: Layout, theta: Tensor, number: int) -> list[_Learner]:
         """Give the run its model; learners that have joined, with connections of their own."""
-        ca = None if self._trust is None else self._trust / "ca.pem"
-        self.connections = [Connection(self._address, token=None, ca=ca, insecure=False) for _ in range(number)]
+        keys = None if self._keys is None else self._keys / "bench"
+        self.connections = [Connection(self._address, keys=keys) for _ in range(number)]
         parts = bytes_of(theta), memoryview(save({}))  # the fragment, and no static tensors
         header = pb.InitialiseHeader(
             run=RUN,
@@ -268,9 +265,11 @@ class _Syncer:
 
     def cipher(self) -> str:
         """What its port answers to an offer of all ciphers of TLS 1.3."""
-        assert self._trust is not None
+        assert self._keys is not None
         host, port = self._address.split(":")
-        context = client_context(self._trust)
+        keys = self._keys / "bench"
+        context = client_context(keys)
+        context.load_cert_chain(keys / "cert.pem", keys / "key.pem")
         context.set_alpn_protocols(["h2"])
         with context.wrap_socket(socket.create_connection((host, int(port))), server_hostname=host) as connection:
             return tls_of(connection)[1]
@@ -281,7 +280,7 @@ class _Syncer:
 
 
 @contextlib.contextmanager
-def _serving(method: Method, state: Path, trust: Path | None) -> Iterator[_Syncer]:
+def _serving(method: Method, state: Path, keys: Path | None) -> Iterator[_Syncer]:
     """A fresh syncer process; with TLS if there is a directory with certificates."""
     process = subprocess.Popen(
         [
@@ -291,7 +290,7 @@ def _serving(method: Method, state: Path, trust: Path | None) -> Iterator[_Synce
             "--serve",
             json.dumps(method.to_dict()),
             str(state),
-            str(trust or ""),
+            str(keys or ""),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -303,7 +302,7 @@ def _serving(method: Method, state: Path, trust: Path | None) -> Iterator[_Synce
         address = process.stdout.readline().strip()
         if not address:
             raise RuntimeError(f"the syncer did not start (exit code {process.wait()})")
-        syncer = _Syncer(process, address, trust)
+        syncer = _Syncer(process, address, keys)
         yield syncer
         for connection in syncer.connections:
             connection.close()
@@ -311,10 +310,10 @@ def _serving(method: Method, state: Path, trust: Path | None) -> Iterator[_Synce
         process.communicate()  # closes its input, which ends it
 
 
-def _serve(method: Method, state: Path, trust: Path | None) -> None:
+def _serve(method: Method, state: Path, keys: Path | None) -> None:
     torch.set_num_threads(1)
-    cert, key = (None, None) if trust is None else (trust / "server.pem", trust / "server-key.pem")
-    options = Options(address="127.0.0.1:0", state_dir=state, cert=cert, key=key, deadlines=_PATIENT)
+    own = None if keys is None else keys / "syncer"
+    options = Options(address="127.0.0.1:0", state_dir=state, keys=own, deadlines=_PATIENT)
     with Syncer(RUN, method, options) as syncer:
         print(syncer.address, flush=True)
         stop = threading.Event()
@@ -333,8 +332,8 @@ def main() -> None:
     parser.add_argument("--serve", nargs=3, metavar=("METHOD", "STATE", "TRUST"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        method, state, trust = arguments.serve
-        _serve(Method.from_dict(json.loads(method)), Path(state), Path(trust) if trust else None)
+        method, state, keys = arguments.serve
+        _serve(Method.from_dict(json.loads(method)), Path(state), Path(keys) if keys else None)
         return
     for row in run(arguments.quick):
         ratio = "" if row["ratio"] is None else f"{row['ratio']:6.2f} of a socket"

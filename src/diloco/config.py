@@ -165,15 +165,15 @@ class PoolTable(Table):
 
 
 class SyncerTable(Table):
-    """The syncer's address, its certificates and tokens, and its deadlines."""
+    """The syncer's address, keys or tokens, and its deadlines."""
 
     address: str = "127.0.0.1:7700"
-    ca: Path | None = None
+    keys: Path | None = None  # this machine's own directory of `diloco keys`, the syncer's and each learner's
+    ca: Path | None = None  # with token_file
     token_file: Path | None = None  # the learner's own token
     insecure: bool = False
     state_dir: Path | None = None  # default <run.dir>/syncer
-    cert: Path | None = None
-    key: Path | None = None
+    no_client_certificates: bool = False  # the syncer asks for tokens instead
     tokens_file: Path | None = None  # all tokens with their roles
     metrics_port: int | None = Field(default=None, ge=0, le=65535)  # 0: any free port
     spool_bytes: int = Field(default=1 << 30, ge=0)  # contributions held in memory; beyond it they wait on disk
@@ -192,8 +192,10 @@ class SyncerTable(Table):
             raise ValueError(f"lost_cap_s = {self.lost_cap_s} is below lost_floor_s = {self.lost_floor_s}")
         if self.stalled_cap_s < self.stalled_floor_s:
             raise ValueError(f"stalled_cap_s = {self.stalled_cap_s} is below stalled_floor_s = {self.stalled_floor_s}")
-        if (self.cert is None) != (self.key is None):
-            raise ValueError("cert and key belong together")
+        if self.keys is not None and self.insecure:
+            raise ValueError("insecure and keys contradict each other; drop one of them")
+        if self.no_client_certificates and self.keys is None:
+            raise ValueError("no_client_certificates has no effect without keys; drop it")
         return self
 
 

@@ -85,12 +85,12 @@ class Raw:
     """A learner made of bare calls. `held`: the layout of its model, unless it is `layout()`."""
 
     def __init__(
-        self, address: str, name: str = "raw", token: str | None = None, ca: Path | None = None, *,
+        self, address: str, name: str = "raw", token: str | None = None, *, keys: Path | None = None,
         held: Layout | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.layout = held or layout()
-        self.connection = Connection(address, token=token, ca=ca, insecure=False)
+        self.connection = Connection(address, keys=keys, token=token)
         self.incarnation = self.boot = 0
         self.numbers: dict[int, int] = {}
         self.heard = pb.Standing()

@@ -5,30 +5,22 @@ from __future__ import annotations
 import datetime as dt
 import os
 import stat
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import pytest
 from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from diloco.errors import AuthError, ConfigError
 from diloco.exchange.wire.address import is_loopback, split_address
-from diloco.syncer.auth import (
-    Authenticator,
-    Caller,
-    Role,
-    TokenEntry,
-    check_binding,
-    new_token,
-    read_tokens,
-    token_sha256,
-    write_secret,
-    write_tokens,
-)
-from diloco.syncer.certificates import make_certificates
+from diloco.secret_files import read_secret, write_secret
+from diloco.syncer.auth import check_binding
+from diloco.syncer.callers import ROLES, Caller, Role
+from diloco.syncer.certificates import Authority, holder_of, hosts_of
+from diloco.syncer.tokens import TokenEntry, Tokens, new_token, read_tokens, token_sha256, write_tokens
 
-TOKENS: dict[Role, str] = {"viewer": new_token(), "learner": new_token(), "admin": new_token()}
+TOKENS: dict[Role, str] = {role: new_token() for role in ROLES}
 
 
 @pytest.fixture
@@ -50,6 +42,13 @@ def tokens_file(tmp_path: Path) -> Path:
         ("viewer", "viewer", True),
         ("viewer", "learner", False),
         ("viewer", "admin", False),
+        ("viewer", "standby", False),
+        ("learner", "standby", False),
+        ("standby", "viewer", True),
+        ("standby", "standby", True),
+        ("standby", "learner", False),
+        ("standby", "admin", False),
+        ("admin", "standby", True),
         ("learner", "viewer", True),
         ("learner", "learner", True),
         ("learner", "admin", False),
@@ -59,12 +58,12 @@ def tokens_file(tmp_path: Path) -> Path:
     ],
 )
 def test_each_role_may_do_its_own(tokens_file: Path, held: Role, needed: Role, allowed: bool) -> None:
-    authenticator = Authenticator(tokens_file)
+    tokens = Tokens(tokens_file)
     if allowed:
-        authenticator.bearer(TOKENS[held]).may(needed)
+        tokens.owner(TOKENS[held]).may(needed)
     else:
         with pytest.raises(AuthError, match=f"'the-{held}' has the role '{held}' and this needs '{needed}'"):
-            authenticator.bearer(TOKENS[held]).may(needed)
+            tokens.owner(TOKENS[held]).may(needed)
 
 
 @pytest.mark.parametrize(
@@ -73,16 +72,16 @@ def test_each_role_may_do_its_own(tokens_file: Path, held: Role, needed: Role, a
 )
 def test_a_wrong_token_lets_nobody_in_and_is_not_repeated(tokens_file: Path, token: str, reason: str) -> None:
     with pytest.raises(AuthError, match=reason) as caught:
-        Authenticator(tokens_file).bearer(token)
+        Tokens(tokens_file).owner(token)
     assert not token or token not in str(caught.value)
 
 
 def test_a_bound_token_speaks_for_its_learner_only(tokens_file: Path) -> None:
-    authenticator = Authenticator(tokens_file)
-    authenticator.bearer(TOKENS["learner"]).may("learner", "site-a")
-    authenticator.bearer(TOKENS["admin"]).may("learner", "site-b")
+    tokens = Tokens(tokens_file)
+    tokens.owner(TOKENS["learner"]).may("learner", "site-a")
+    tokens.owner(TOKENS["admin"]).may("learner", "site-b")
     with pytest.raises(AuthError, match="'site-a' only, not for 'site-b'"):
-        authenticator.bearer(TOKENS["learner"]).may("learner", "site-b")
+        tokens.owner(TOKENS["learner"]).may("learner", "site-b")
 
 
 def test_the_file_holds_no_secret_and_is_its_owners(tokens_file: Path) -> None:
@@ -98,27 +97,45 @@ def test_tokens_are_long_random_and_distinct() -> None:
 
 
 def test_revoking_and_adding_need_no_restart(tokens_file: Path) -> None:
-    authenticator = Authenticator(tokens_file)
+    tokens = Tokens(tokens_file)
     entries = read_tokens(tokens_file)
     fresh = new_token()
     write_tokens(tokens_file, [entries["the-admin"], TokenEntry("later", "viewer", token_sha256(fresh))])
-    assert authenticator.bearer(fresh) == Caller("later", "viewer")
+    assert tokens.owner(fresh) == Caller("later", "viewer", key=token_sha256(fresh))
     with pytest.raises(AuthError, match="not one of"):
-        authenticator.bearer(TOKENS["learner"])
+        tokens.owner(TOKENS["learner"])
+
+
+def test_a_token_ends_and_one_that_is_in_use_is_looked_at_again(tokens_file: Path) -> None:
+    entries, fresh, old = read_tokens(tokens_file), new_token(), new_token()
+    now = dt.datetime.now(dt.UTC)
+    ends = [TokenEntry("fresh", "viewer", token_sha256(fresh), expires=now + DAY),
+            TokenEntry("old", "viewer", token_sha256(old), expires=now - DAY)]  # fmt: skip
+    write_tokens(tokens_file, [entries["the-admin"], *ends])
+    tokens = Tokens(tokens_file)
+    with pytest.raises(AuthError, match=r"the token of 'old' expired at .* UTC; ask"):
+        tokens.owner(old)
+    caller = tokens.owner(fresh)
+    tokens.check(caller)
+    with pytest.raises(AuthError, match="'fresh' expired"):
+        tokens.check(replace(caller, expires=now))
+    write_tokens(tokens_file, [entries["the-admin"]])
+    with pytest.raises(AuthError, match="the token of 'fresh' was revoked"):
+        tokens.check(caller)
 
 
 @pytest.mark.parametrize("how", ["gone", "garbled"])
 def test_a_file_that_becomes_unreadable_lets_nobody_in(tokens_file: Path, how: str) -> None:
-    authenticator = Authenticator(tokens_file)
+    tokens = Tokens(tokens_file)
     good = tokens_file.read_bytes()
     tokens_file.unlink()
     if how == "garbled":
         tokens_file.write_text('["the-admin"]\nrole = "adm')
     for _ in range(2):
         with pytest.raises(AuthError, match="no caller can be admitted"):
-            authenticator.bearer(TOKENS["admin"])
+            tokens.owner(TOKENS["admin"])
     tokens_file.write_bytes(good)
-    assert authenticator.bearer(TOKENS["admin"]).name == "the-admin"
+    assert tokens.owner(TOKENS["admin"]).name == "the-admin"
 
 
 @pytest.mark.parametrize(
@@ -131,8 +148,10 @@ def test_a_file_that_becomes_unreadable_lets_nobody_in(tokens_file: Path, how: s
         ('[a]\nrole = "viewer"\nsha256 = "0"\nrule = "x"', "is not a token"),
         ('[a]\nrole = "viewer"', "no sha256"),
         (f'[a]\nsha256 = "{"0" * 64}"', "no role"),
-        (f'[a]\nrole = "root"\nsha256 = "{"0" * 64}"', "role 'root'; use one of viewer, learner, admin"),
+        (f'[a]\nrole = "root"\nsha256 = "{"0" * 64}"', "role 'root'; use one of viewer, learner, standby, admin"),
         ('[a]\nrole = "viewer"\nsha256 = "secret"', "not 64 hexadecimal digits"),
+        (f'[a]\nrole = "viewer"\nsha256 = "{"0" * 64}"\nexpires = "soon"', "is not a token"),
+        (f'[a]\nrole = "viewer"\nsha256 = "{"0" * 64}"\nexpires = 2027-01-01T00:00:00', "no time zone"),
         (f'["a b"]\nrole = "viewer"\nsha256 = "{"0" * 64}"', "'a b' is no name"),
         (f'[a]\nrole = "learner"\nsha256 = "{"0" * 64}"\nlearner = "../b"', "'../b' is no name"),
     ],
@@ -141,12 +160,12 @@ def test_a_tokens_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str
     path = tmp_path / "tokens.toml"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=reason):
-        Authenticator(path)
+        Tokens(path)
 
 
 def test_a_missing_tokens_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        Authenticator(tmp_path / "tokens.toml")
+        Tokens(tmp_path / "tokens.toml")
 
 
 def test_secrets_are_never_readable_by_others_nor_overwritten(tmp_path: Path) -> None:
@@ -158,71 +177,54 @@ def test_secrets_are_never_readable_by_others_nor_overwritten(tmp_path: Path) ->
     assert stat.S_IMODE((tmp_path / "server.key").stat().st_mode) == 0o600
     with pytest.raises(FileExistsError):
         write_secret(tmp_path / "server.key", b"other")
-    assert (tmp_path / "server.key").read_bytes() == b"key"
+    assert read_secret(tmp_path / "server.key", "key") == b"key"
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o602, 0o601])
+def test_a_secret_that_others_may_read_is_refused_where_it_is_used(tmp_path: Path, mode: int) -> None:
+    write_secret(tmp_path / "key.pem", b"key")
+    (tmp_path / "key.pem").chmod(mode)
+    with pytest.raises(ConfigError, match=f"open to every user of this machine .mode 0{mode:o}.; run chmod 600"):
+        read_secret(tmp_path / "key.pem", "key")
+    (tmp_path / "key.pem").chmod(0o640)  # a group may be let in
+    assert read_secret(tmp_path / "key.pem", "key") == b"key"
 
 
 # certificates
 
+DAY = dt.timedelta(days=1)
 
-def test_certificates_name_their_hosts_and_the_authority_cannot_sign_for_others() -> None:
-    certificates = make_certificates(["syncer.example.org", "10.0.0.7", "fd00::7", "bücher.example"], days=30)
-    server = x509.load_pem_x509_certificate(certificates.server)
-    ca = x509.load_pem_x509_certificate(certificates.ca)
-    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["syncer.example.org", "xn--bcher-kva.example"]
-    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7", "fd00::7"]
+
+def test_a_certificate_names_its_holder_and_its_hosts_and_cannot_sign_others() -> None:
+    authority = Authority.new("demo/é")
+    hosts = ["syncer.example.org", "10.0.0.7", "fd00::7", "bücher.example"]
+    signed = authority.sign("demo/é", "standby", "syncer", hosts=hosts, lifetime=30 * DAY)
+    cert, ca = (x509.load_pem_x509_certificate(text) for text in (signed.cert, authority.cert))
+    assert hosts_of(signed.cert) == ["syncer.example.org", "10.0.0.7", "fd00::7", "xn--bcher-kva.example"]
+    names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["diloco:demo%2F%C3%A9/standby/syncer"]
+    assert holder_of(signed.cert) == signed.holder
+    assert (signed.holder.run, signed.holder.role, signed.holder.name) == ("demo/é", "standby", "syncer")
     assert ca.extensions.get_extension_for_class(x509.BasicConstraints).value == x509.BasicConstraints(
         ca=True, path_length=0
     )
-    assert not server.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    server.verify_directly_issued_by(ca)
-    valid_for = server.not_valid_after_utc - dt.datetime.now(dt.UTC)
+    assert not cert.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    cert.verify_directly_issued_by(ca)
+    valid_for = cert.not_valid_after_utc - dt.datetime.now(dt.UTC)
     assert dt.timedelta(days=29, hours=23) < valid_for <= dt.timedelta(days=30)
+
+
+def test_a_learners_certificate_cannot_serve() -> None:
+    signed = Authority.new("demo").sign("demo", "learner", "site-a", lifetime=DAY)
+    uses = x509.load_pem_x509_certificate(signed.cert).extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(uses) == [ExtendedKeyUsageOID.CLIENT_AUTH]
+    assert hosts_of(signed.cert) == []
 
 
 @pytest.mark.parametrize("host", ["", "host:7700", "[::1]", "a b", "a..b", "http://syncer"])
 def test_a_host_that_cannot_be_dialled_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="without a port"):
-        make_certificates([host])
-
-
-def test_a_certificate_needs_a_host() -> None:
-    with pytest.raises(ConfigError, match="--host"):
-        make_certificates([])
-
-
-class _Echo(grpc.GenericRpcHandler):
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        return grpc.unary_unary_rpc_method_handler(lambda request, context: request)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "trusted", "works"),
-    [
-        (["localhost", "127.0.0.1"], True, True),
-        (["127.0.0.1"], True, True),
-        (["elsewhere.example"], True, False),
-        (["127.0.0.1"], False, False),
-    ],
-)
-def test_grpc_accepts_exactly_the_right_certificate(hosts: list[str], trusted: bool, works: bool) -> None:
-    certificates, other = make_certificates(hosts), make_certificates(hosts)
-    server = grpc.server(ThreadPoolExecutor(1), handlers=(_Echo(),))
-    pair = (certificates.server_key, certificates.server)
-    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
-    server.start()
-    credentials = grpc.ssl_channel_credentials(certificates.ca if trusted else other.ca)
-    try:
-        with grpc.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
-            call = channel.unary_unary("/echo/Echo")
-            if works:
-                assert call(b"hello", timeout=30) == b"hello"
-            else:
-                with pytest.raises(grpc.RpcError) as caught:
-                    call(b"hello", timeout=30)
-                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    finally:
-        server.stop(None).wait()
+        Authority.new("demo").sign("demo", "standby", "syncer", hosts=[host], lifetime=DAY)
 
 
 # bindings
@@ -261,18 +263,25 @@ def test_loopback_is_this_machine_only(host: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:7700", "[::]:7700", ":7700", "10.0.0.7:7700", "syncer.example.org:7700"])
-def test_a_port_that_others_reach_needs_tls_and_tokens(address: str) -> None:
-    check_binding(address, has_tls=True, has_tokens=True, insecure=False)
-    check_binding(address, has_tls=False, has_tokens=False, insecure=True)
-    for has_tls, has_tokens, missing in (
-        (False, True, "TLS"),
-        (True, False, "tokens"),
-        (False, False, "TLS and tokens"),
-    ):
-        with pytest.raises(ConfigError, match=f"has no {missing};.*--insecure"):
-            check_binding(address, has_tls=has_tls, has_tokens=has_tokens, insecure=False)
+def test_a_port_that_others_reach_asks_for_client_certificates_or_is_opened_on_purpose(address: str) -> None:
+    check_binding(address, keys=True, client_certificates=True, tokens=False, insecure=False)
+    check_binding(address, keys=True, client_certificates=False, tokens=True, insecure=False)
+    check_binding(address, keys=False, client_certificates=False, tokens=False, insecure=True)
+    for tokens in (False, True):
+        with pytest.raises(ConfigError, match=r"has no keys;.*--insecure"):
+            check_binding(address, keys=False, client_certificates=False, tokens=tokens, insecure=False)
+    with pytest.raises(ConfigError, match="would admit every caller"):
+        check_binding(address, keys=True, client_certificates=False, tokens=False, insecure=False)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7700", "localhost:0", "[::1]:7700", "unix:/run/diloco.sock"])
 def test_a_port_that_only_this_machine_reaches_needs_neither(address: str) -> None:
-    check_binding(address, has_tls=False, has_tokens=False, insecure=False)
+    check_binding(address, keys=False, client_certificates=False, tokens=False, insecure=False)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"), [("unix:run.sock", "no absolute path"), ("unix-abstract:x", "is not an address")]
+)
+def test_a_socket_without_a_path_is_refused(address: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_binding(address, keys=False, client_certificates=False, tokens=False, insecure=False)

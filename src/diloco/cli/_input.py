@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from diloco.errors import ConfigError
-from diloco.tables import read_text
+from diloco.secret_files import read_secret
 
 N = TypeVar("N", int, float)
 
 
 def read_token(path: Path | None) -> str | None:
-    """The secret in a token file; None without one. Raises ConfigError when it cannot be read."""
-    return None if path is None else read_text(path, "token file").strip()
+    """The secret in a token file; None without one. Raises ConfigError when it cannot be read, or others may."""
+    return None if path is None else read_secret(path, "token file").decode(errors="replace").strip()
 
 
 def parse_list(option: str, text: str, kind: type[N], what: str, example: str) -> tuple[N, ...]:

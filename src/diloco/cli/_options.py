@@ -10,6 +10,12 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="table.key=value, instead of what the run file says; repeatable.")
 ]
 LearnerName = Annotated[str | None, typer.Option(help="Name of this learner; default learner-<shard>.")]
+Keys = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="The keys to show, a directory that `diloco keys` made.")
+]
+TokenFile = Annotated[Path | None, typer.Option(help="A file with a token, where the syncer asks for one.")]
+Authority = Annotated[Path | None, typer.Option(help="With a token, PEM file of the authority to trust.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Plain text to another machine.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonSummary = Annotated[
     bool, typer.Option("--json", help="Print the summary as JSON; progress goes to standard error.")

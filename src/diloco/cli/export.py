@@ -55,7 +55,9 @@ def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
 
     syncer = config.syncer
     token = read_token(syncer.token_file)
-    return fetch_model(address, run=config.run.name, token=token, ca=syncer.ca, insecure=syncer.insecure)
+    return fetch_model(
+        address, run=config.run.name, keys=syncer.keys, token=token, ca=syncer.ca, insecure=syncer.insecure
+    )
 
 
 def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.cli._input import read_token
-from diloco.cli._options import Json
+from diloco.cli._options import Authority, Insecure, Json, Keys, TokenFile
 from diloco.config import load_config
 from diloco.errors import ConfigError
 
@@ -45,13 +45,14 @@ FRAGMENT_HEADS = ("fragment", "version", "trained", "merged", "pending", "discar
 
 def command(
     run_file: Annotated[
-        Path | None, typer.Argument(help="The run file, for the address, the run's name, CA and token.")
+        Path | None, typer.Argument(help="The run file, for the address, the run's name and the keys.")
     ] = None,
     address: Annotated[str | None, typer.Option(help="host:port of the syncer.")] = None,
     run: Annotated[str | None, typer.Option(help="The run's name.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="A file with a token that may view.")] = None,
-    ca: Annotated[Path | None, typer.Option(help="PEM file of the syncer's authority.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Plain text to another machine.")] = False,
+    keys: Keys = None,
+    token_file: TokenFile = None,
+    ca: Authority = None,
+    insecure: Insecure = False,
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again every two seconds, until interrupted.")] = False,
 ) -> None:
@@ -61,13 +62,14 @@ def command(
     if run_file is not None:
         config = load_config(run_file)
         address, run = address or config.syncer.address, run or config.run.name
-        token_file, ca = token_file or config.syncer.token_file, ca or config.syncer.ca
+        keys, token_file = keys or config.syncer.keys, token_file or config.syncer.token_file
+        ca = ca or config.syncer.ca
         insecure = insecure or config.syncer.insecure
     if address is None or run is None:
         raise ConfigError("no run is named; pass a run file, or --address and --run.")
     token = read_token(token_file)
     while True:
-        status = fetch_status(address, run=run, token=token, ca=ca, insecure=insecure)
+        status = fetch_status(address, run=run, keys=keys, token=token, ca=ca, insecure=insecure)
         if as_json:
             typer.echo(json.dumps(status))
         else:

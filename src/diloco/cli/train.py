@@ -189,8 +189,9 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
             exchange = diloco.connect(
                 syncer.address,
                 run=config.run.name,
-                token=read_token(syncer.token_file),
                 learner=part.name,
+                keys=syncer.keys,
+                token=read_token(syncer.token_file),
                 ca=syncer.ca,
                 insecure=syncer.insecure,
                 initialise=initialise,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict
@@ -16,9 +17,9 @@ from google.protobuf.message import Message
 
 from diloco.core.memory import room
 from diloco.core.session.lanes import StallTimeout
-from diloco.errors import AuthError, ConfigError, DilocoError, ExchangeError, UnreachableError
+from diloco.errors import AuthError, DilocoError, ExchangeError, UnreachableError
+from diloco.exchange.credentials import Credentials
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.exchange.wire.frames import filling, read_header
 from diloco.exchange.wire.probe import noise, timed
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
@@ -28,6 +29,10 @@ R = TypeVar("R", bound=Message)
 STALL_FLOOR_S, STALL_CAP_S = 60.0, 3600.0
 """The stall timeout of a transfer before anything is known of the link, and at most. A chunk of a transfer is half a
 megabyte: the floor is enough for 70 kbit/s."""
+
+
+LOOK_EVERY_S = 10.0
+"""Between two looks at why TLS with the syncer fails."""
 
 
 class Watchdog:
@@ -92,10 +97,7 @@ class Connection:
 
     Arguments:
         address: "host:port"; a learner only ever dials out, to this one address.
-        token: bearer token.
-        ca: PEM file of the authority that signed the syncer's certificate; None: the system's, or no TLS at all for a
-            loopback address and with `insecure`.
-        insecure: no TLS beyond this machine, on purpose.
+        keys, token, ca, insecure: as `Credentials`.
         stall_floor_s: the stall timeout before anything is known of the link, seconds.
 
     Attributes:
@@ -106,22 +108,21 @@ class Connection:
         self,
         address: str,
         *,
-        token: str | None,
-        ca: str | Path | None,
-        insecure: bool,
+        keys: str | Path | None = None,
+        token: str | None = None,
+        ca: str | Path | None = None,
+        insecure: bool = False,
         stall_floor_s: float = STALL_FLOOR_S,
     ) -> None:
-        host, _ = split_address(address)
         self.address = address
-        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._credentials = Credentials(address, keys=_path(keys), token=token, ca=_path(ca), insecure=insecure)
+        self._metadata = self._credentials.metadata
+        self._has_answered = False
+        self._looked_at = -math.inf
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
         self._timeouts: defaultdict[str, StallTimeout] = defaultdict(lambda: StallTimeout(stall_floor_s, STALL_CAP_S))
         self.closing = threading.Event()
-        if insecure and ca is not None:
-            raise ConfigError("insecure=True and ca=… contradict each other; drop one of them.")
-        plain = insecure or (ca is None and is_loopback(host))
-        self._credentials = None if plain else grpc.ssl_channel_credentials(None if ca is None else _read(ca))
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -203,13 +204,30 @@ class Connection:
         """Errors of gRPC become this package's."""
         try:
             yield
+            self._has_answered = True
         except DilocoError:
             raise
         except grpc.RpcError as error:
             mapped = from_rpc_error(error, self.address)
-            raise UnreachableError(str(mapped)) if is_retryable(error) else mapped from error
+            if is_retryable(error):
+                refusal = self._refusal() if _code(error) is grpc.StatusCode.UNAVAILABLE else None
+                raise refusal or UnreachableError(str(mapped)) from error
+            if isinstance(mapped, AuthError) and self._credentials.have_changed():
+                self._hang_up()
+                raise UnreachableError(f"{mapped} The keys here are newer: dialling again with them.") from error
+            raise mapped from error
         except ValueError as error:  # what gRPC says of a channel that another thread has closed
             raise UnreachableError(f"the connection to {self.address} was closed: {error}") from error
+
+    def _refusal(self) -> DilocoError | None:
+        """Why the syncer is not reached, if it is TLS that failed; looked at now and then. A syncer that was never
+        trusted ends the caller; one that was may be back once the network is."""
+        with self._lock:
+            if self.closing.is_set() or time.monotonic() - self._looked_at < LOOK_EVERY_S:
+                return None
+            self._looked_at = time.monotonic()
+        refusal = self._credentials.refusal()
+        return AuthError(str(refusal)) if refusal is not None and not self._has_answered else refusal
 
     # --- channels -----------------------------------------------------------------------------------------------------
 
@@ -223,6 +241,9 @@ class Connection:
     def close(self) -> None:
         """Hang up. Idempotent."""
         self.closing.set()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         with self._lock:
             channels = list(self._channels.values())
             self._channels.clear()
@@ -234,10 +255,11 @@ class Connection:
             if name not in self._channels:
                 if self.closing.is_set():
                     raise ExchangeError(f"the connection to {self.address} is closed.")
+                credentials = self._credentials.for_channel()
                 self._channels[name] = (
                     grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-                    if self._credentials is None
-                    else grpc.secure_channel(self.address, self._credentials, options=CHANNEL_OPTIONS)
+                    if credentials is None
+                    else grpc.secure_channel(self.address, credentials, options=CHANNEL_OPTIONS)
                 )
             return self._channels[name]
 
@@ -246,10 +268,11 @@ def _serialize(message: Any) -> bytes:
     return bytes(message.SerializeToString())
 
 
-def _read(ca: str | Path) -> bytes:
-    try:
-        return Path(ca).read_bytes()
-    except OSError as error:
-        raise AuthError(
-            f"the authority's certificate {ca} cannot be read ({error.strerror}); copy ca.pem from the syncer."
-        ) from error
+def _code(error: grpc.RpcError) -> grpc.StatusCode:
+    call: Any = error
+    code: grpc.StatusCode = call.code()
+    return code
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)

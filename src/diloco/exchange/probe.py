@@ -39,8 +39,8 @@ class LinkSpeed:
 
 
 def measure_link(
-    address: str, *, run: str, learner: str, token: str | None = None, ca: str | Path | None = None,
-    insecure: bool = False,
+    address: str, *, run: str, learner: str, keys: str | Path | None = None, token: str | None = None,
+    ca: str | Path | None = None, insecure: bool = False,
     seconds: float = 1.0, repeats: int = 3,
 ) -> LinkSpeed:  # fmt: skip
     """Measure the link to the syncer of a run, which needs no model yet; one direction after the other.
@@ -49,10 +49,10 @@ def measure_link(
     link lowers the result.
 
     Raises:
-        ExchangeError: no syncer answers. AuthError: the token may not train as `learner`. RunError: another link is
-            being measured.
+        ExchangeError: no syncer answers. AuthError: the keys or token may not train as `learner`. RunError: another
+            link is being measured.
     """
-    connection = Connection(address, token=token, ca=ca, insecure=insecure)
+    connection = Connection(address, keys=keys, token=token, ca=ca, insecure=insecure)
     num_bytes = 0
 
     def up(size: int) -> tuple[int, float]:

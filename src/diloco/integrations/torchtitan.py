@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,6 +25,7 @@ from diloco.integrations.needs import needs
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
+from diloco.secret_files import read_secret
 from diloco.training.checkpoint import from_bytes, to_bytes
 
 with needs("torchtitan"):
@@ -43,10 +43,12 @@ class Attachment(Configurable.Config):  # type: ignore[misc]
     """Name of the run."""
     learner: str | None = None
     """Name of this learner, unique in the run and the same after a restart. None: the host's name."""
+    keys: str | None = None
+    """Directory of this learner's keys, as `diloco keys` makes it."""
     token_file: str | None = None
-    """File that holds this learner's token."""
+    """File that holds this learner's token, where the syncer asks for tokens."""
     ca_file: str | None = None
-    """PEM file of the authority that signed the syncer's certificate. None: the system's authorities."""
+    """With a token, PEM file of the authority to trust. None: the system's authorities."""
     insecure: bool = False
     """Plain text to another machine, on purpose."""
     initialise: bool = False
@@ -103,9 +105,10 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
     def exchange(self) -> Exchange:
         """The exchange, as configured. Override it for another kind than one with a syncer."""
         its = self.config.diloco
-        token = None if its.token_file is None else Path(its.token_file).read_text().strip()
+        token = None if its.token_file is None else read_secret(its.token_file, "token file").decode().strip()
         return connect(
-            its.syncer, run=its.run, token=token, learner=its.learner, ca=its.ca_file, insecure=its.insecure,
+            its.syncer, run=its.run, learner=its.learner, keys=its.keys, token=token, ca=its.ca_file,
+            insecure=its.insecure,
             initialise=its.initialise and self._saved is None, join_timeout_s=its.join_timeout_s,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ states twice must agree. Each check raises PayloadError, with one sentence for t
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from diloco.core.contribution import OVERLAP, Contribution
@@ -29,8 +30,11 @@ MAX_TOKENS = 10**15
 MAX_STEP_S = 10.0**6
 """Seconds that an inner step takes: eleven days."""
 
-MAX_NAME = 200
-"""Characters of a learner's name, or of the place where a model came from."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""A learner's id, and the name of a key: safe in a file's name, a terminal, a page and a metric's label."""
+
+MAX_SOURCE = 200
+"""Characters of the place where a model came from."""
 
 
 MAX_UNIT = 2**53
@@ -41,11 +45,11 @@ MAX_RANGES = 2**15
 
 
 def check_name(learner: str) -> None:
-    """Check that a learner's name is printable and short."""
-    if not learner or len(learner) > MAX_NAME or not learner.isprintable():
+    """Check a learner's id."""
+    if not NAME.fullmatch(learner):
         raise PayloadError(
-            f"a learner cannot be called {learner[:MAX_NAME]!r}; use 1 to {MAX_NAME} printable characters, unique in "
-            "the run."
+            f"a learner cannot be called {learner[:64]!r}{'...' if len(learner) > 64 else ''}; use 1 to 64 letters, "
+            "digits, dots, dashes and underscores, the first one a letter or digit."
         )
 
 
@@ -154,8 +158,11 @@ def check_initial(model: InitialModel[Any]) -> None:
     """Check the description of an initial model."""
     _within(model.learner, "inner steps before the run", model.step, MAX_INITIAL_STEP)
     _within(model.learner, "tokens before the run", model.tokens, MAX_TOKENS)
-    if len(model.source) > MAX_NAME:
-        raise PayloadError(f"the source of the model has {len(model.source)} characters; use at most {MAX_NAME}.")
+    if len(model.source) > MAX_SOURCE or not model.source.isprintable():
+        raise PayloadError(
+            f"a model cannot come from {model.source[:MAX_SOURCE]!r}; describe its source in at most {MAX_SOURCE} "
+            "printable characters."
+        )
 
 
 def _within(who: str, what: str, number: int, most: int) -> None:

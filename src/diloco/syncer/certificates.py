@@ -1,13 +1,15 @@
-"""A certificate for the syncer's port and the authority that vouches for it, made in one go, and read again.
+"""The certificates of a run: its authority, those that it signs, and what a certificate says of its holder.
 
-The authority's private key is used once and never written, so a second certificate that learners would trust cannot be
-made.
+A certificate names its holder as a URI, `diloco:RUN/ROLE/NAME`, among its subject alternative names. The syncer's own,
+and that of a second syncer that follows it, also names the hosts that learners dial, and may be shown at both ends.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import ipaddress
+import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,88 +20,151 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from diloco.errors import ConfigError
+from diloco.errors import AuthError, ConfigError, translated
+from diloco.secret_files import read_secret
+from diloco.syncer.callers import ROLES, Role
+
+SCHEME = "diloco"
+AUTHORITY_DAYS = 3650
+"""The authority outlives what it signs, so that a certificate can be renewed without a new one at every site."""
+_PEM = serialization.Encoding.PEM
 
 
 @dataclass(frozen=True)
-class Certificates:
-    """PEM texts: what learners trust, what the syncer shows, and its secret key."""
+class Holder:
+    """Who holds a certificate, and which one it is.
 
-    ca: bytes
-    server: bytes
-    server_key: bytes
+    Attributes:
+        serial: hexadecimal.
+    """
+
+    run: str
+    role: Role
+    name: str
+    serial: str
+    begins: dt.datetime
+    expires: dt.datetime
 
 
-def make_certificates(hosts: Sequence[str], *, days: int = 825) -> Certificates:
-    """An authority and a server certificate for these host names and IP addresses; ECDSA P-256, valid from an hour ago.
+@dataclass(frozen=True)
+class Signed:
+    """A certificate and its key, as PEM texts."""
+
+    holder: Holder
+    cert: bytes
+    key: bytes
+
+
+class Authority:
+    """Signs the certificates of one run.
+
+    Attributes:
+        cert, key: PEM texts.
+    """
+
+    def __init__(self, cert: bytes, key: bytes) -> None:
+        self.cert, self.key = cert, key
+        self._cert = x509.load_pem_x509_certificate(cert)
+        loaded = serialization.load_pem_private_key(key, password=None)
+        assert isinstance(loaded, ec.EllipticCurvePrivateKey)
+        self._key = loaded
+
+    @classmethod
+    def new(cls, run: str) -> Authority:
+        """A new one: ECDSA P-256."""
+        key, name = ec.generate_private_key(ec.SECP256R1()), _subject(f"diloco {run}"[:64])
+        begins = _now() - dt.timedelta(hours=1)
+        ends = begins + dt.timedelta(days=AUTHORITY_DAYS)
+        cert = (
+            x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), begins, ends)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(authority=True), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(cert.public_bytes(_PEM), _plain(key))
+
+    @classmethod
+    def read(cls, cert: Path, key: Path) -> Authority:
+        """That of two files.
+
+        Raises:
+            ConfigError: they cannot be read, other users may read the key, or they are no authority.
+        """
+        secret = read_secret(key, "authority's key")
+        with translated(OSError, ConfigError, f"cannot read {cert}", "make it with `diloco keys new`"):
+            public = cert.read_bytes()
+        with translated(
+            (ValueError, TypeError, AssertionError, UnsupportedAlgorithm), ConfigError,
+            f"{cert} and {key} are no authority", "use those that `diloco keys new` made",
+        ):  # fmt: skip
+            return cls(public, secret)
+
+    def sign(self, run: str, role: Role, name: str, *, hosts: Sequence[str] = (), lifetime: dt.timedelta) -> Signed:
+        """A new key and a certificate for it, valid from an hour ago. With `hosts`, learners accept it there.
+
+        Raises:
+            ConfigError: a host that is neither a name nor an address.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        uri = f"{SCHEME}:{urllib.parse.quote(run, safe='')}/{role}/{name}"
+        names = [x509.UniformResourceIdentifier(uri), *(_host(host) for host in dict.fromkeys(hosts))]
+        serial, now = x509.random_serial_number(), _now()
+        begins, ends = now - dt.timedelta(hours=1), min(now + lifetime, self._cert.not_valid_after_utc)
+        uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
+        authority = self._cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        cert = (
+            x509.CertificateBuilder(self._cert.subject, _subject(name), key.public_key(), serial, begins, ends)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(authority=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        return Signed(_holder(cert), cert.public_bytes(_PEM), _plain(key))
+
+
+@functools.lru_cache(maxsize=1024)
+def holder_of(cert: bytes) -> Holder:
+    """What a certificate, as PEM, says of its holder.
 
     Raises:
-        ConfigError: no host, or one that is neither a name nor an address.
-    """
-    if not hosts:
-        raise ConfigError(
-            "a certificate needs a host; name what learners will dial, for example --host syncer.example.org."
-        )
-    names = x509.SubjectAlternativeName([_name(host) for host in dict.fromkeys(hosts)])
-    now = dt.datetime.now(dt.UTC)
-    start, end = now - dt.timedelta(hours=1), now + dt.timedelta(days=days)
-
-    ca_key, server_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    ca_name, server_name = _subject("diloco run authority"), _subject("diloco syncer")
-    ca_key_id = x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key())
-
-    def builder(subject: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-        public = key.public_key()
-        return (
-            x509.CertificateBuilder(ca_name, subject, public, x509.random_serial_number(), start, end)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(ca_key_id), critical=False)
-        )
-
-    ca = (
-        builder(ca_name, ca_key)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(authority=True), critical=True)
-        .sign(ca_key, hashes.SHA256())
-    )
-    server = (
-        builder(server_name, server_key)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(authority=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(names, critical=False)
-        .sign(ca_key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    secret = server_key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return Certificates(ca.public_bytes(pem), server.public_bytes(pem), secret)
-
-
-def read_certificate(cert: Path, key: Path) -> tuple[x509.Certificate, bytes, bytes]:
-    """A syncer's certificate, and the bytes of both PEM files, the key's first.
-
-    Raises:
-        ConfigError: a file cannot be read, or the key is not that of the certificate.
+        AuthError: it names no holder.
     """
     try:
-        secret, public = key.read_bytes(), cert.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename} cannot be read ({error.strerror}); make it with `diloco keys new`."
-        ) from error
+        return _holder(x509.load_pem_x509_certificate(cert))
+    except ValueError as error:
+        raise AuthError(f"the certificate cannot be read ({error}); make one with `diloco keys`.") from error
+
+
+def hosts_of(cert: bytes) -> list[str]:
+    """The hosts for which a syncer may show a certificate."""
+    found = x509.load_pem_x509_certificate(cert).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in found if not isinstance(name, x509.UniformResourceIdentifier)]
+
+
+def _holder(cert: x509.Certificate) -> Holder:
+    begins, ends = cert.not_valid_before_utc, cert.not_valid_after_utc
     try:
-        certificate = x509.load_pem_x509_certificate(public)
-        owner = serialization.load_pem_private_key(secret, password=None).public_key()
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
-        raise ConfigError(
-            f"{cert} and {key} are no certificate and plain key in PEM ({error}); make them with `diloco keys new`."
-        ) from error
-    if owner != certificate.public_key():
-        raise ConfigError(f"{key} is not the key of {cert}; use the two that `diloco keys new` made together.")
-    return certificate, secret, public
+        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names = x509.SubjectAlternativeName([])
+    for uri in names.get_values_for_type(x509.UniformResourceIdentifier):
+        scheme, _, path = uri.partition(":")
+        parts = [urllib.parse.unquote(part) for part in path.split("/")]
+        if scheme == SCHEME and len(parts) == 3:
+            run, role, name = parts
+            for known in ROLES:
+                if role == known:
+                    return Holder(run, known, name, f"{cert.serial_number:x}", begins, ends)
+    raise AuthError(
+        f"the certificate names no run, role and name; make it with `diloco keys` ({SCHEME}:RUN/ROLE/NAME)."
+    )
 
 
-def _name(host: str) -> x509.GeneralName:
+def _host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -113,6 +178,14 @@ def _name(host: str) -> x509.GeneralName:
             f"{host!r} is no host name or IP address ({error}); give it without a port, as in --host "
             "syncer.example.org."
         ) from error
+
+
+def _now() -> dt.datetime:
+    return dt.datetime.now(dt.UTC).replace(microsecond=0)
+
+
+def _plain(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
 def _subject(common_name: str) -> x509.Name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,9 @@ from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.session.heartbeat import HEARTBEAT_S
 from diloco.errors import ConfigError
-from diloco.exchange.wire.address import split_address
+from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.syncer.auth import Authenticator, check_binding
-from diloco.syncer.certificates import read_certificate
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
@@ -29,6 +29,7 @@ from diloco.syncer.service import Service
 from diloco.syncer.sockets import SocketLedger, is_available
 from diloco.syncer.spool import Spool
 from diloco.syncer.store import Store
+from diloco.syncer.tls import server_credentials
 
 MAX_CALLS = 512
 """Threads at most; every learner holds one for its watch and one for each transfer."""
@@ -41,10 +42,12 @@ class Options:
     """How a syncer runs.
 
     Attributes:
-        address: "host:port"; port 0 chooses a free one.
+        address: "host:port", where port 0 chooses a free one, or "unix:/path".
         state_dir: where the run lives.
-        cert, key: PEM files for TLS. tokens_file: who may do what.
-        insecure: bind beyond loopback without both, on purpose.
+        keys: this syncer's directory of keys. With it the port speaks TLS, and callers show certificates of the run.
+        no_client_certificates: they do not, on purpose: what is known of a caller is the token that it sends.
+        tokens_file: who may do what by token, where there are no client certificates.
+        insecure: bind beyond this machine without TLS, on purpose.
         metrics_address: where Prometheus scrapes, loopback only; None: nowhere.
         spool_bytes: memory for contributions; beyond it they go to disk.
         pool: how many learners may train; None: as many as join.
@@ -52,8 +55,8 @@ class Options:
 
     address: str
     state_dir: Path
-    cert: Path | None = None
-    key: Path | None = None
+    keys: Path | None = None
+    no_client_certificates: bool = False
     tokens_file: Path | None = None
     insecure: bool = False
     metrics_address: str | None = None
@@ -71,12 +74,13 @@ class Syncer:
     """
 
     def __init__(self, run: str, method: Method, options: Options) -> None:
+        asks = options.keys is not None and not options.no_client_certificates
         check_binding(
-            options.address,
-            has_tls=options.cert is not None,
-            has_tokens=options.tokens_file is not None,
-            insecure=options.insecure,
-        )
+            options.address, keys=options.keys is not None, client_certificates=asks,
+            tokens=options.tokens_file is not None, insecure=options.insecure,
+        )  # fmt: skip
+        auth = Authenticator(run, keys=options.keys if asks else None, tokens_file=options.tokens_file)
+        credentials = None if options.keys is None else server_credentials(options.keys, client_certificates=asks)
         if method.exchanged == "gradients":
             raise ConfigError(
                 "a syncer cannot run DataParallel on gradients: it would never hold the model, so no learner could "
@@ -89,8 +93,6 @@ class Syncer:
             )
         if options.pool is not None:
             options.pool.require(method.quorum.at_least)
-        auth = Authenticator(options.tokens_file)
-        credentials = _credentials(options)
         self.run = run
         self._started_at = time.time()
         self._metrics = SyncerMetrics(run)
@@ -105,10 +107,10 @@ class Syncer:
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="syncer-call"), options=SERVER_OPTIONS
         )
-        host, _ = split_address(options.address)
         self.port = _bind(self._server, options.address, credentials)
-        self.address = f"{host}:{self.port}"
-        self._sockets = SocketLedger(self.port) if is_available() else None
+        path = socket_path(options.address)
+        self.address = options.address if path else f"{split_address(options.address)[0]}:{self.port}"
+        self._sockets = SocketLedger(self.port) if path is None and is_available() else None
         service = Service(self.driver, auth=auth, sockets=self._sockets, status_extra=self._status_extra)
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
@@ -184,18 +186,17 @@ class Syncer:
             )
 
 
-def _credentials(options: Options) -> grpc.ServerCredentials | None:
-    if options.cert is None or options.key is None:
-        return None
-    _, key, cert = read_certificate(options.cert, options.key)
-    return grpc.ssl_server_credentials([(key, cert)])
-
-
 def _bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """The bound port; of a unix socket, which only this user may use, 0."""
+    path = socket_path(address)
+    before = os.umask(0o177) if path else None
     try:
         port = (
             server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
         )
     except RuntimeError as error:
         raise ConfigError(f"{address} cannot be bound ({error}); is another syncer running there?") from error
-    return port
+    finally:
+        if before is not None:
+            os.umask(before)
+    return 0 if path else port

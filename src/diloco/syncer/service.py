@@ -28,7 +28,8 @@ from diloco.exchange.wire.frames import bytes_of, filling, frames, parse, read_h
 from diloco.exchange.wire.rpc import SERVICE, abort
 from diloco.run import sense
 from diloco.run.driver import Upload
-from diloco.syncer.auth import Authenticator, Caller, Role
+from diloco.syncer.auth import Authenticator
+from diloco.syncer.callers import Caller, Role
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.messages import (
     WatchStream,

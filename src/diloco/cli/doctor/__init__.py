@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._options import Json, Overrides
+from diloco.cli._options import Authority, Insecure, Json, Keys, Overrides, TokenFile
 from diloco.cli.doctor.findings import Finding
+from diloco.cli.doctor.network import Access
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,10 +30,11 @@ def command(
     ] = None,
     address: Annotated[str | None, typer.Option(help="host:port of the syncer, instead of the run file's.")] = None,
     run: Annotated[str | None, typer.Option(help="The run's name, with --address and without a run file.")] = None,
-    name: Annotated[str | None, typer.Option(help="The learner whose table of the run file and token count.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="A file with a token of the run.")] = None,
-    ca: Annotated[Path | None, typer.Option(help="PEM file of the syncer's authority.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Plain text to another machine.")] = False,
+    name: Annotated[str | None, typer.Option(help="The learner whose table of the run file and keys count.")] = None,
+    keys: Keys = None,
+    token_file: TokenFile = None,
+    ca: Authority = None,
+    insecure: Insecure = False,
     serve: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="This is the syncer's machine: could it serve here?")
     ] = None,
@@ -53,7 +55,8 @@ def command(
         raise ConfigError("--set overrides a run file, and none is given")
     if serve is not None and config is None:
         raise ConfigError("--serve looks at the [syncer] table of a run file; give one")
-    syncer = None if serve is not None else _syncer(config, address, run, name, token_file, ca, insecure)
+    access = Access(keys, token_file, ca, insecure)
+    syncer = None if serve is not None else _syncer(config, address, run, name, access)
     findings = []
     for finding in _look(config, directory, syncer, serve):
         findings.append(finding)
@@ -71,22 +74,21 @@ def command(
 
 
 def _syncer(
-    config: "RunConfig | None", address: str | None, run: str | None, name: str | None, token_file: Path | None,
-    ca: Path | None,
-    insecure: bool,
-) -> "Syncer | None":  # fmt: skip
+    config: "RunConfig | None", address: str | None, run: str | None, name: str | None, access: Access
+) -> "Syncer | None":
     """The syncer to look for; None: none is named."""
     from diloco.cli.doctor.network import Syncer
 
     if config is not None:
         table = config.syncer
-        return Syncer(
-            address or table.address, run or config.run.name, token_file or table.token_file, ca or table.ca,
-            insecure or table.insecure, name,
+        access = Access(
+            access.keys or table.keys, access.token_file or table.token_file, access.ca or table.ca,
+            access.insecure or table.insecure,
         )  # fmt: skip
+        return Syncer(address or table.address, run or config.run.name, access, name)
     if (address is None) != (run is None):
         raise ConfigError("--address and --run belong together; give both, or a run file")
-    return None if address is None or run is None else Syncer(address, run, token_file, ca, insecure, name)
+    return None if address is None or run is None else Syncer(address, run, access, name)
 
 
 def _look(
@@ -103,7 +105,7 @@ def _look(
     yield from look_at_torch(needs_cuda=config is not None and serve is None and config.train.device == "cuda")
     yield from look_at_packages()
     if config is not None and serve is not None:
-        yield from look_at_port(serve, config.syncer)
+        yield from look_at_port(serve, config.run.name, config.syncer)
     if syncer is not None:
         yield from look_at_way(syncer)
 

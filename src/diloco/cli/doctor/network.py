@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,19 +23,27 @@ MAX_SKEW_S = 1.0
 
 
 @dataclass(frozen=True)
-class Syncer:
-    """How a learner or viewer reaches a syncer; `learner`: the name that its token is to speak for."""
+class Access:
+    """What a learner or viewer shows to a syncer, as `Credentials` takes it."""
 
-    address: str
-    run: str
+    keys: Path | None
     token_file: Path | None
     ca: Path | None
     insecure: bool
+
+
+@dataclass(frozen=True)
+class Syncer:
+    """How a learner or viewer reaches a syncer; `learner`: the name that its keys are to speak for."""
+
+    address: str
+    run: str
+    access: Access
     learner: str | None
 
 
 def look_at_way(syncer: Syncer) -> Iterator[Finding]:
-    """Resolve, connect, speak TLS, show the token, compare clocks; the first that fails is the last finding."""
+    """Resolve, connect, speak TLS, show the keys, compare clocks; the first that fails is the last finding."""
     from diloco.exchange.wire.address import split_address
 
     host, port = split_address(syncer.address)
@@ -58,23 +65,26 @@ def look_at_way(syncer: Syncer) -> Iterator[Finding]:
 
 
 def _talk(syncer: Syncer) -> Iterator[Finding]:
-    """What the syncer answers: whether it knows the run and takes the token, how fast, and by which clock."""
+    """What the syncer answers: whether it knows the run and takes the keys, how fast, and by which clock."""
     from diloco.exchange.connection import Connection
     from diloco.exchange.wire import syncer_pb2 as pb
 
     try:
-        token = read_token(syncer.token_file)
-        with closing(Connection(syncer.address, token=token, ca=syncer.ca, insecure=syncer.insecure)) as connection:
+        its = syncer.access
+        token = read_token(its.token_file)
+        with closing(
+            Connection(syncer.address, keys=its.keys, token=token, ca=its.ca, insecure=its.insecure)
+        ) as connection:
             connection.call("control", "Describe", pb.DescribeRequest(run=syncer.run), pb.DescribeReply)
             if syncer.learner is not None:
                 connection.probe("probes", pb.ProbeHeader(run=syncer.run, learner=syncer.learner))
             trips = [_round_trip(connection, syncer.run) for _ in range(NUM_PINGS)]
     except DilocoError as error:
-        advice = "check the run's name, syncer.ca, syncer.token_file, and that the certificate names this address"
+        advice = "check the run's name, syncer.keys, and that the syncer's certificate names this address"
         yield Finding("syncer", "missing", str(error), advice)
         return
     trip_s, skew_s = min(trips)
-    speaks = "" if syncer.learner is None else f", and lets this token speak for {syncer.learner}"
+    speaks = "" if syncer.learner is None else f", and lets these keys speak for {syncer.learner}"
     yield Finding("syncer", "ok", f"answers for run {syncer.run!r} in {1000 * trip_s:.1f} ms{speaks}")
     found = (
         f"the syncer's is {abs(skew_s):.3f} s {'ahead' if skew_s > 0 else 'behind'}, give or take {trip_s / 2:.3f} s"
@@ -94,24 +104,25 @@ def _round_trip(connection: "Connection", run: str) -> tuple[float, float]:
     return trip_s, told - (asked_at + trip_s / 2)
 
 
-def look_at_port(address: str, table: "SyncerTable") -> Iterator[Finding]:
+def look_at_port(address: str, run: str, table: "SyncerTable") -> Iterator[Finding]:
     """Whether a syncer with these settings could serve this address now."""
     from diloco.exchange.wire.address import split_address
     from diloco.syncer.auth import Authenticator, check_binding
 
     host, port = split_address(address)
-    has_tls, has_tokens = table.cert is not None, table.tokens_file is not None
+    has_tls, has_tokens = table.keys is not None, table.tokens_file is not None
+    asks = has_tls and not table.no_client_certificates
     try:
-        check_binding(address, has_tls=has_tls, has_tokens=has_tokens, insecure=table.insecure)
-        if table.tokens_file is not None:
-            Authenticator(table.tokens_file)
+        check_binding(address, keys=has_tls, client_certificates=asks, tokens=has_tokens, insecure=table.insecure)
+        Authenticator(run, keys=table.keys if asks else None, tokens_file=table.tokens_file)
     except DilocoError as error:
         yield Finding("keys", "missing", str(error), "a syncer refuses to start so")
     else:
-        kinds = [name for name, there in (("TLS", has_tls), ("tokens", has_tokens)) if there]
-        yield Finding("keys", "ok", " and ".join(kinds) or "none, which loopback and --insecure allow")
-    if table.cert is not None and table.key is not None:  # the run file has both or neither
-        yield _certificate(table.cert, table.key)
+        kinds = (("TLS", has_tls), ("client certificates", asks), ("tokens", has_tokens))
+        said = " and ".join(name for name, there in kinds if there)
+        yield Finding("keys", "ok", said or "none, which this machine's own addresses and --insecure allow")
+    if table.keys is not None:
+        yield _certificate(table.keys)
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -121,20 +132,13 @@ def look_at_port(address: str, table: "SyncerTable") -> Iterator[Finding]:
         yield Finding("port", "ok", f"{address} is free; whether a firewall lets learners in, only they can say")
 
 
-def _certificate(cert: Path, key: Path) -> Finding:
-    """Whether the syncer's certificate and its key belong together, whether it is valid now, and for which names."""
-    from cryptography import x509
-
-    from diloco.syncer.certificates import read_certificate
+def _certificate(keys: Path) -> Finding:
+    """Whether the syncer's keys can be used now, and for which hosts."""
+    from diloco.syncer.certificates import holder_of, hosts_of
+    from diloco.syncer.tls import read_syncer_keys
 
     try:
-        certificate, _, _ = read_certificate(cert, key)
+        cert = read_syncer_keys(keys).cert
     except DilocoError as error:
         return Finding("certificate", "missing", str(error), "a syncer refuses to start so")
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    said = ", ".join(str(name.value) for name in names)
-    until = certificate.not_valid_after_utc
-    if certificate.not_valid_before_utc <= datetime.now(UTC) < until:
-        return Finding("certificate", "ok", f"for {said}, until {until:%Y-%m-%d}")
-    return Finding("certificate", "missing", f"for {said}, not valid now (until {until:%Y-%m-%d})",
-                   "check this machine's clock, or make new keys with `diloco keys new`")  # fmt: skip
+    return Finding("certificate", "ok", f"for {', '.join(hosts_of(cert))}, until {holder_of(cert).expires:%Y-%m-%d}")

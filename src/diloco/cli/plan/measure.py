@@ -75,7 +75,7 @@ def _measure_link(config: RunConfig, name: str) -> "LinkSpeed":
 
     run, it = config.run.name, config.syncer
     token = read_token(it.token_file)
-    return measure_link(it.address, run=run, learner=name, token=token, ca=it.ca, insecure=it.insecure)
+    return measure_link(it.address, run=run, learner=name, keys=it.keys, token=token, ca=it.ca, insecure=it.insecure)
 
 
 def _measure_step_time(config: RunConfig, shard: int, seconds: float, job: "Job") -> "StepTime":

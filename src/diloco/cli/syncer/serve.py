@@ -18,7 +18,27 @@ def command(
     address: Annotated[str | None, typer.Option(help="host:port to bind, instead of the run file's.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the run lives, instead of the run file's.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Loopback port for Prometheus; 0 chooses one.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Bind beyond loopback without TLS and tokens.")] = False,
+    keys: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The syncer's keys, instead of the run file's.")
+    ] = None,
+    no_client_certificates: Annotated[
+        bool,
+        typer.Option(
+            "--no-client-certificates",
+            help="Serve TLS without asking callers for certificates. It exposes the port: every host that reaches it "
+            "gets a connection and may try tokens, and a token that was seen or copied is enough to train or to read "
+            "the model. For proxies that end TLS.",
+        ),
+    ] = False,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Bind beyond this machine without TLS. It exposes everything: the model, contributions and tokens "
+            "can be read and changed on the way, and without a tokens_file every host that reaches the port may do "
+            "everything.",
+        ),
+    ] = False,
     port_file: Annotated[Path | None, typer.Option(help="Write the bound port here once it serves.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: --set syncer.spool_bytes=1000000")
@@ -39,8 +59,8 @@ def command(
     options = Options(
         address=address or table.address,
         state_dir=state_dir or config.state_dir,
-        cert=table.cert,
-        key=table.key,
+        keys=keys or table.keys,
+        no_client_certificates=no_client_certificates or table.no_client_certificates,
         tokens_file=table.tokens_file,
         insecure=insecure or table.insecure,
         metrics_address=None if port is None else f"127.0.0.1:{port}",

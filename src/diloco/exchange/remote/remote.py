@@ -42,8 +42,9 @@ def connect(
     address: str,
     *,
     run: str,
-    token: str | None = None,
     learner: str | None = None,
+    keys: str | Path | None = None,
+    token: str | None = None,
     ca: str | Path | None = None,
     insecure: bool = False,
     initialise: bool = False,
@@ -58,10 +59,13 @@ def connect(
     Arguments:
         address: "host:port" of the syncer.
         run: the run's name; a syncer that serves another refuses.
-        token: bearer token with the role learner.
-        learner: this learner's id, unique in the run and the same after a restart; default: the host's name.
-        ca: PEM file of the authority that signed the syncer's certificate. None: the system's authorities; plain text
-            only to a loopback address or with `insecure`.
+        learner: this learner's id, unique in the run and the same after a restart: letters, digits, dots, dashes and
+            underscores; default: the host's name. A certificate or token is for one of them.
+        keys: the directory that `diloco keys` made for this learner: its certificate, the key of that, and the run's
+            authority.
+        token: where the syncer asks for tokens instead (on this machine, or behind a proxy that ends TLS).
+        ca: with a token, PEM file of the authority that signed the syncer's or proxy's certificate. None: the system's
+            authorities; plain text only on this machine or with `insecure`.
         insecure: plain text to another machine, on purpose.
         initialise: give the run this learner's model. Exactly one learner does so, once.
         initial_step, initial_tokens: what that model was trained on before (a warm start).
@@ -72,11 +76,11 @@ def connect(
             takes.
 
     Raises:
-        ConfigError: an address or a combination that cannot be.
+        ConfigError: an address or a combination that cannot be, or keys that cannot be used.
     """
     seen = None if lineage is None else Lineage(**lineage)
     return Remote(
-        Connection(address, token=token, ca=ca, insecure=insecure),
+        Connection(address, keys=keys, token=token, ca=ca, insecure=insecure),
         run=run,
         learner=learner or socket.gethostname(),
         initial=Initial(initial_step, initial_tokens, source, seen) if initialise else None,

@@ -18,15 +18,17 @@ from diloco.exchange.wire import syncer_pb2 as pb
 
 
 def fetch_model(
-    address: str, *, run: str, token: str | None = None, ca: str | Path | None = None, insecure: bool = False
-) -> dict[str, Tensor]:
+    address: str, *, run: str, keys: str | Path | None = None, token: str | None = None, ca: str | Path | None = None,
+    insecure: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
     """The run's newest global model: name to tensor in the parameters' dtypes, frozen ones and buffers too, but for a
     base that every learner brings. For viewers.
 
     Raises:
-        ExchangeError: no syncer answers. NotInitialisedError: there is no model yet. AuthError: the token may not read.
+        ExchangeError: no syncer answers. NotInitialisedError: there is no model yet. AuthError: the keys or token
+            may not read.
     """
-    with closing(Connection(address, token=token, ca=ca, insecure=insecure)) as connection:
+    with closing(Connection(address, keys=keys, token=token, ca=ca, insecure=insecure)) as connection:
         description = connection.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
         if not description.initialised:
             raise NotInitialisedError(f"run {run!r} has no model yet; start one learner with --initialise.")
@@ -43,10 +45,11 @@ def fetch_model(
 
 
 def fetch_status(
-    address: str, *, run: str, token: str | None = None, ca: str | Path | None = None, insecure: bool = False
-) -> dict[str, object]:
+    address: str, *, run: str, keys: str | Path | None = None, token: str | None = None, ca: str | Path | None = None,
+    insecure: bool = False,
+) -> dict[str, object]:  # fmt: skip
     """What the syncer knows of its run, as plain values. For viewers. Raises as `fetch_model`."""
-    with closing(Connection(address, token=token, ca=ca, insecure=insecure)) as connection:
+    with closing(Connection(address, keys=keys, token=token, ca=ca, insecure=insecure)) as connection:
         reply = connection.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
         status: dict[str, object] = json.loads(reply.status)
         return status

@@ -1,4 +1,4 @@
-"""Addresses: "host:port" and whether strangers can reach it."""
+"""Addresses: "host:port" or "unix:/path", and whether strangers can reach it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,25 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not bracketed):
         raise ConfigError(f"{address!r} is not an address; write host:port, for example 0.0.0.0:7700 or [::1]:7700.")
     return (host[1:-1] if bracketed else host), int(port)
+
+
+def socket_path(address: str) -> str | None:
+    """The path of "unix:/path"; None for other addresses.
+
+    Raises:
+        ConfigError: a path that is not absolute.
+    """
+    if not address.startswith("unix:"):
+        return None
+    path = address.removeprefix("unix:")
+    if not path.startswith("/"):
+        raise ConfigError(f"{address!r} names no absolute path; write for example unix:/run/diloco/syncer.sock.")
+    return path
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach the address. Raises ConfigError as `split_address` and `socket_path`."""
+    return socket_path(address) is not None or is_loopback(split_address(address)[0])
 
 
 def is_loopback(host: str) -> bool:

@@ -1,0 +1,79 @@
+"""The directory of one holder's keys: the authority that it trusts, its certificate, and the key of that.
+
+    ca.pem      who signed the certificates of the run
+    cert.pem    this holder's
+    key.pem     its secret
+
+A site, a viewer or a syncer gets such a directory from `diloco keys`, and reads nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+
+from diloco.errors import AuthError, ConfigError, translated
+from diloco.secret_files import read_secret
+
+CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """PEM texts."""
+
+    ca: bytes
+    cert: bytes
+    key: bytes
+
+
+def read_key_pair(directory: Path) -> KeyPair:
+    """The keys of a directory.
+
+    Raises:
+        ConfigError: one cannot be read, other users of this machine may read the secret, or they do not belong
+            together.
+    """
+    key = read_secret(directory / KEY, "key")
+    with translated(OSError, ConfigError, f"cannot read the keys in {directory}", "copy all of the directory"):
+        ca, cert = (directory / CA).read_bytes(), (directory / CERT).read_bytes()
+    try:
+        authority, certificate = (x509.load_pem_x509_certificate(text) for text in (ca, cert))
+        owner = serialization.load_pem_private_key(key, password=None).public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
+        raise ConfigError(
+            f"the files in {directory} are no certificates and plain key in PEM ({error}); use those of `diloco keys`."
+        ) from error
+    if owner != certificate.public_key():
+        raise ConfigError(f"{directory / KEY} is not the key of {CERT} beside it; copy both again from `diloco keys`.")
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        raise ConfigError(
+            f"{directory / CERT} was not signed by the {CA} beside it; copy both again from `diloco keys`."
+        ) from error
+    return KeyPair(ca, cert, key)
+
+
+def check_valid_now(cert: bytes, where: Path) -> None:
+    """Check a certificate's dates by this machine's clock.
+
+    Raises:
+        AuthError: it has expired, or is not valid yet.
+    """
+    certificate, now = x509.load_pem_x509_certificate(cert), dt.datetime.now(dt.UTC)
+    if now >= certificate.not_valid_after_utc:
+        raise AuthError(
+            f"the certificate in {where} expired at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
+            "`diloco keys renew` makes a new one."
+        )
+    if now < certificate.not_valid_before_utc:
+        raise AuthError(
+            f"the certificate in {where} is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on; "
+            "check this machine's clock."
+        )

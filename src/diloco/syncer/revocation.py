@@ -1,0 +1,98 @@
+"""The certificates of a run that its syncer refuses although they are still valid: `revoked.toml` beside its own.
+
+[[revoked]]
+serial = "3f21…"
+name = "site-a"
+at = "2026-11-22T20:00:00Z"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from diloco.errors import AuthError
+from diloco.secret_files import replace_secret
+from diloco.syncer.callers import Caller
+from diloco.syncer.certificates import holder_of
+from diloco.syncer.rereading import Reread
+from diloco.tables import Table, read_text, read_toml, validate, write_toml
+
+REVOKED = "revoked.toml"
+
+
+class Revoked(Table):
+    """One certificate that is refused."""
+
+    serial: str
+    name: str
+    at: datetime
+
+
+class RevokedFile(Table):
+    """All of them."""
+
+    revoked: tuple[Revoked, ...] = ()
+
+
+def read_revoked(path: Path) -> frozenset[str]:
+    """The serial numbers of a file. Raises ConfigError."""
+    found = validate(RevokedFile, read_toml(read_text(path, "list of revoked certificates"), str(path)), str(path))
+    return frozenset(each.serial for each in found.revoked)
+
+
+def write_revoked(path: Path, revoked: Iterable[Revoked]) -> None:
+    """Replace a file in one step."""
+    text = write_toml(RevokedFile(revoked=tuple(revoked)).model_dump(mode="json"))
+    replace_secret(path, f"# certificates that the syncer refuses; `diloco keys revoke` writes this\n{text}".encode())
+
+
+class Holders:
+    """Who holds the certificates of a run; `directory`: the syncer's keys. Any thread may call it.
+
+    TLS has verified a certificate against the run's authority when its connection began. What may have changed since,
+    its revocation and its end, is looked at here in every call.
+
+    Raises:
+        ConfigError: there is no list of revoked certificates.
+    """
+
+    def __init__(self, run: str, directory: Path) -> None:
+        self._run = run
+        self._revoked = Reread(directory / REVOKED, "list of revoked certificates", read_revoked)
+        self._revoked.get()
+
+    def caller(self, cert: bytes) -> Caller:
+        """The holder of a certificate, as PEM.
+
+        Raises:
+            AuthError: it is revoked, has expired, or is one of another run.
+        """
+        holder = holder_of(cert)
+        if holder.run != self._run:
+            raise AuthError(
+                f"the certificate of {holder.name!r} is for run {holder.run!r} and this syncer serves {self._run!r}; "
+                "use the keys of this run."
+            )
+        bound = holder.name if holder.role == "learner" else None
+        caller = Caller(holder.name, holder.role, bound, holder.serial, holder.expires)
+        self.check(caller)
+        return caller
+
+    def check(self, caller: Caller) -> None:
+        """Check that a caller's certificate still holds.
+
+        Raises:
+            AuthError: it is revoked or has expired.
+        """
+        if caller.key in self._revoked.admitting():
+            raise AuthError(
+                f"the certificate of {caller.name!r} was revoked; ask the run's operator for a new one "
+                "(`diloco keys add`)."
+            )
+        if caller.expires is not None and datetime.now(UTC) >= caller.expires:
+            raise AuthError(
+                f"the certificate of {caller.name!r} expired at {caller.expires.astimezone(UTC):%Y-%m-%d %H:%M} UTC; "
+                "ask the run's operator for a new one (`diloco keys renew`)."
+            )

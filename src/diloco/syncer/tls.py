@@ -1,0 +1,57 @@
+"""TLS of a syncer's port."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import grpc
+
+from diloco.errors import ConfigError
+from diloco.exchange.key_pair import CERT, KeyPair, check_valid_now, read_key_pair
+from diloco.syncer.certificates import hosts_of
+
+log = logging.getLogger("diloco.syncer")
+
+
+def server_credentials(directory: Path, *, client_certificates: bool) -> grpc.ServerCredentials:
+    """TLS with the keys in `directory`; with `client_certificates` a connection that shows none of the run's ends.
+
+    The files are looked at in every handshake, so that a renewed certificate needs no restart.
+
+    Raises:
+        ConfigError: they cannot be used, or are those of a learner. AuthError: the certificate is not valid now.
+    """
+    known = read_syncer_keys(directory)
+
+    def newest() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal known
+        try:
+            found = read_key_pair(directory)
+        except ConfigError as error:
+            log.error("the syncer goes on with the keys that it has: %s", error)
+            return None
+        if found == known:
+            return None
+        known = found
+        return _configuration(known)
+
+    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newest)  # None is one of its answers
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(known), fetch, require_client_authentication=client_certificates
+    )
+
+
+def read_syncer_keys(directory: Path) -> KeyPair:
+    """The keys of a syncer. Raises as `server_credentials`."""
+    pair = read_key_pair(directory)
+    if not hosts_of(pair.cert):
+        raise ConfigError(f"the certificate in {directory} names no host; a syncer needs that of `diloco keys new`.")
+    check_valid_now(pair.cert, directory / CERT)
+    return pair
+
+
+def _configuration(pair: KeyPair) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pair.key, pair.cert)], root_certificates=pair.ca)
