@@ -170,6 +170,33 @@ class Initialised(Event):
     tokens: int = 0  # trained before the run was initialised (warm start)
 
 
+class Admitted(Event):
+    """A caller was let in to change the run: to join it, or to give it its model."""
+
+    kind: Literal["admitted"] = "admitted"
+    call: str  # "Join" or "Initialise"
+    learner: str
+    name: str  # of the certificate or token; "anyone" where the syncer asks for none
+    role: str
+    key: str  # the start of the certificate's serial number, or of the token's SHA-256
+    peer: str  # where it called from
+
+
+class Refused(Event):
+    """A call was refused for what its sender is, sent or asked for.
+
+    A sender has an event of its first refusal, and then at most one a minute, of the newest.
+    """
+
+    kind: Literal["refused"] = "refused"
+    call: str
+    name: str  # of the sender's certificate or token; empty where the sender is not known
+    peer: str  # where it called from
+    reason: str  # the class of the error
+    text: str  # what the sender was told
+    times: int = 1  # since the event before; 64 senders are told apart at a time, others are counted together
+
+
 class Joined(Event):
     """A learner joined and is live."""
 

@@ -114,7 +114,7 @@ def test_a_token_ends_and_one_that_is_in_use_is_looked_at_again(tokens_file: Pat
     write_tokens(tokens_file, [entries["the-admin"], *ends])
     tokens = Tokens(tokens_file)
     with pytest.raises(AuthError, match=r"the token of 'old' expired at .* UTC; ask"):
-        tokens.owner(old)
+        tokens.check(tokens.owner(old))
     caller = tokens.owner(fresh)
     tokens.check(caller)
     with pytest.raises(AuthError, match="'fresh' expired"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import AuthError, ConfigError
-from diloco.exchange.wire.address import is_local
+from diloco.exchange.wire.address import is_local, socket_path
 from diloco.syncer.callers import UNKNOWN, Caller
 from diloco.syncer.revocation import Holders
 from diloco.syncer.tokens import Tokens
@@ -37,10 +37,10 @@ class Authenticator:
         self._tokens = None if tokens_file is None else Tokens(tokens_file)
 
     def caller(self, context: grpc.ServicerContext) -> Caller:
-        """The sender of a call.
+        """The sender that a call's credentials name; `check` says whether they hold.
 
         Raises:
-            AuthError: it cannot be known. The text never holds a token.
+            AuthError: they name none. The text never holds a token.
         """
         if self._holders is not None:
             shown: Any = context.auth_context()  # its values are lists of bytes
@@ -54,10 +54,10 @@ class Authenticator:
         return UNKNOWN
 
     def check(self, caller: Caller) -> None:
-        """Check that a caller, known at the beginning of a call, may go on with it.
+        """Check that a caller's credentials hold, at the beginning of a call and while it lasts.
 
         Raises:
-            AuthError: its certificate or token was revoked meanwhile, or has expired.
+            AuthError: the certificate or token was revoked, or has expired.
         """
         if self._holders is not None:
             self._holders.check(caller)
@@ -78,6 +78,8 @@ def check_binding(address: str, *, keys: bool, client_certificates: bool, tokens
     Raises:
         ConfigError: it would be open, and no option accepts that; or the address is none.
     """
+    if keys and socket_path(address) is not None:
+        raise ConfigError(f"{address} is for this user's processes alone and speaks no TLS; drop keys, or bind a port.")
     if is_local(address) or client_certificates:
         return
     if not keys and not insecure:

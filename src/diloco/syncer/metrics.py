@@ -63,6 +63,7 @@ class SyncerMetrics:
             "Contributions that came when there was no room for them; they come again.",
             registry=self.registry,
         )
+        self._refused = self._counter("refused_calls", "Calls that were refused.", "call", "reason")
         self._joins = self._counter("joins", "Incarnations that joined.", "learner")
         self._evictions = self._counter("evictions", "Incarnations that were evicted.", "learner")
         self._missing_events = Gauge(
@@ -82,6 +83,10 @@ class SyncerMetrics:
         return Histogram(f"diloco_{name}", text, buckets=SECONDS, registry=self.registry)
 
     # events
+
+    def refused(self, call: str, reason: str) -> None:
+        """A call was refused."""
+        self._refused.labels(call, reason).inc()
 
     def joined(self, learner: str) -> None:
         """A new incarnation is in."""

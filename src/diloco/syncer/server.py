@@ -21,10 +21,12 @@ from diloco.core.session.heartbeat import HEARTBEAT_S
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
+from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator, check_binding
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
+from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.service import Service
 from diloco.syncer.sockets import SocketLedger, is_available
 from diloco.syncer.spool import Spool
@@ -79,8 +81,8 @@ class Syncer:
             options.address, keys=options.keys is not None, client_certificates=asks,
             tokens=options.tokens_file is not None, insecure=options.insecure,
         )  # fmt: skip
-        auth = Authenticator(run, keys=options.keys if asks else None, tokens_file=options.tokens_file)
         credentials = None if options.keys is None else server_credentials(options.keys, client_certificates=asks)
+        auth = Authenticator(run, keys=options.keys if asks else None, tokens_file=options.tokens_file)
         if method.exchanged == "gradients":
             raise ConfigError(
                 "a syncer cannot run DataParallel on gradients: it would never hold the model, so no learner could "
@@ -111,7 +113,12 @@ class Syncer:
         path = socket_path(options.address)
         self.address = options.address if path else f"{split_address(options.address)[0]}:{self.port}"
         self._sockets = SocketLedger(self.port) if path is None and is_available() else None
-        service = Service(self.driver, auth=auth, sockets=self._sockets, status_extra=self._status_extra)
+        audit = Audit(self._events, self._metrics)
+        self._calls = OpenCalls(auth, audit)
+        service = Service(
+            self.driver, auth=auth, calls=self._calls, audit=audit, sockets=self._sockets,
+            status_extra=self._status_extra,
+        )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
         self._stopping = threading.Event()
@@ -137,6 +144,7 @@ class Syncer:
         self._stopping.set()
         self.driver.stop()
         self._server.stop(grace=1.0).wait()
+        self._calls.close()
         self._traffic.join()
         self._append_traffic()
         if self._sockets is not None:

@@ -28,6 +28,7 @@ from diloco.exchange.wire.frames import bytes_of, filling, frames, parse, read_h
 from diloco.exchange.wire.rpc import SERVICE, abort
 from diloco.run import sense
 from diloco.run.driver import Upload
+from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator
 from diloco.syncer.callers import Caller, Role
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
@@ -41,6 +42,7 @@ from diloco.syncer.messages import (
     standing_message,
     verdict_message,
 )
+from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.probe import Prober
 from diloco.syncer.sockets import SocketLedger
 from diloco.syncer.spool import Slot
@@ -56,6 +58,8 @@ class Service:
     Arguments:
         driver: the run.
         auth: says who calls.
+        calls: ends those whose caller may no longer call.
+        audit: is told who was let in, and who was refused.
         sockets: counts bytes; told whose connection each call came on.
         status_extra: more values for `Status`.
     """
@@ -65,11 +69,15 @@ class Service:
         driver: HostedDriver,
         *,
         auth: Authenticator,
+        calls: OpenCalls,
+        audit: Audit,
         sockets: SocketLedger | None,
         status_extra: Callable[[], dict[str, Any]],
     ) -> None:
         self._driver = driver
         self._auth = auth
+        self._calls = calls
+        self._audit = audit
         self._sockets = sockets
         self._status_extra = status_extra
         self._prober = Prober()
@@ -85,16 +93,18 @@ class Service:
             "Status": (self.status, pb.StatusRequest),
         }
         methods = {
-            name: grpc.unary_unary_rpc_method_handler(self._unary(handler, kind), None, _serialize)
+            name: grpc.unary_unary_rpc_method_handler(self._unary(name, handler, kind), None, _serialize)
             for name, (handler, kind) in unary.items()
         }
-        pull, watch = self._answered(self.pull, pb.PullRequest), self._answered(self.watch, pb.WatchRequest)
+        pull = self._answered("Pull", self.pull, pb.PullRequest)
         methods["Pull"] = grpc.unary_stream_rpc_method_handler(pull, None, None)
+        watch = self._answered("Watch", self.watch, pb.WatchRequest)
         methods["Watch"] = grpc.unary_stream_rpc_method_handler(watch, None, _serialize)
-        initialise, push = self._both(self.initialise, pb.InitialiseHeader), self._both(self.push, pb.PushHeader)
+        initialise = self._both("Initialise", self.initialise, pb.InitialiseHeader)
         methods["Initialise"] = grpc.stream_stream_rpc_method_handler(initialise, None, _serialize)
+        push = self._both("Push", self.push, pb.PushHeader)
         methods["Push"] = grpc.stream_stream_rpc_method_handler(push, None, _serialize)
-        probe = self._both(self.probe, pb.ProbeHeader)
+        probe = self._both("Probe", self.probe, pb.ProbeHeader)
         methods["Probe"] = grpc.stream_stream_rpc_method_handler(probe, None, None)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -127,7 +137,9 @@ class Service:
                 seen=seen_of(request),
             )  # fmt: skip
 
-        return self._driver.wait_for(join)
+        reply = self._driver.wait_for(join)
+        self._audit.admitted("Join", caller, request.learner, context.peer())
+        return reply
 
     def heartbeat(
         self, caller: Caller, request: pb.HeartbeatRequest, context: grpc.ServicerContext
@@ -212,6 +224,7 @@ class Service:
 
         if (refusal := self._driver.wait_for(initialise)) is not None:
             raise refusal
+        self._audit.admitted("Initialise", caller, header.learner, context.peer())
         yield pb.InitialiseReply()
 
     def push(
@@ -292,38 +305,53 @@ class Service:
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _unary(
-        self, handler: Callable[[Caller, M, grpc.ServicerContext], Message], kind: type[M]
+        self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Message], kind: type[M]
     ) -> Callable[[bytes, grpc.ServicerContext], Message]:
         """One request, one reply."""
 
         def call(request: bytes, context: grpc.ServicerContext) -> Message:
-            with _aborting(context):
-                return handler(self._auth.caller(context), parse(kind, request), context)
+            with self._known(name, context) as caller:
+                return handler(caller, parse(kind, request), context)
 
         return call
 
     def _answered(
-        self, handler: Callable[[Caller, M, grpc.ServicerContext], Iterator[Any]], kind: type[M]
+        self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Iterator[Any]], kind: type[M]
     ) -> Callable[[bytes, grpc.ServicerContext], Iterator[Any]]:
         """One request, answered by a stream."""
 
         def call(request: bytes, context: grpc.ServicerContext) -> Iterator[Any]:
-            with _aborting(context):
-                yield from handler(self._auth.caller(context), parse(kind, request), context)
+            with self._known(name, context) as caller, self._calls.open(name, caller, context):
+                yield from handler(caller, parse(kind, request), context)
 
         return call
 
     def _both(
-        self, handler: Callable[[Caller, M, Iterator[bytes], grpc.ServicerContext], Iterator[Any]], kind: type[M]
+        self,
+        name: str,
+        handler: Callable[[Caller, M, Iterator[bytes], grpc.ServicerContext], Iterator[Any]],
+        kind: type[M],
     ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[Any]]:
         """A stream that begins with a header, answered by another."""
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
-            with _aborting(context):
-                caller = self._auth.caller(context)
+            with self._known(name, context) as caller, self._calls.open(name, caller, context):
                 yield from handler(caller, read_header(stream, kind), stream, context)
 
         return call
+
+    @contextmanager
+    def _known(self, name: str, context: grpc.ServicerContext) -> Iterator[Caller]:
+        """The caller of a call. A refusal, now or inside, ends the call with the status and sentence that stand for
+        it."""
+        caller = None
+        try:
+            caller = self._auth.caller(context)
+            self._auth.check(caller)
+            yield caller
+        except DilocoError as error:
+            self._audit.refused(name, caller, context.peer(), error)
+            abort(context, error)
 
     def _admit(
         self, context: grpc.ServicerContext, caller: Caller, run: str, role: Role, learner: str, kind: str
@@ -413,12 +441,3 @@ def _check_static(layout: Layout, static: bytes) -> None:
 
 def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
-
-
-@contextmanager
-def _aborting(context: grpc.ServicerContext) -> Iterator[None]:
-    """A refusal ends the call with the status and the sentence that stand for it."""
-    try:
-        yield
-    except DilocoError as error:
-        abort(context, error)

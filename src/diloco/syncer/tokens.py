@@ -124,10 +124,10 @@ class Tokens:
             raise ConfigError(f"the tokens file {path} holds no token; add one with `diloco keys token`.")
 
     def owner(self, token: str) -> Caller:
-        """The owner of a token; every entry is compared in constant time, found or not.
+        """The owner of a token; `check` says whether it holds. Every entry is compared in constant time, found or not.
 
         Raises:
-            AuthError: no token, an unknown one, or one that has expired. The text never holds the token.
+            AuthError: no token, or an unknown one. The text never holds the token.
         """
         if not token:
             raise AuthError("no token was sent and this syncer wants one; pass token=… (see `diloco keys token`).")
@@ -138,21 +138,16 @@ class Tokens:
                 found = entry
         if found is None:
             raise AuthError("the token is not one of this syncer's; ask its operator for one (`diloco keys token`).")
-        caller = Caller(found.name, found.role, found.learner, sha256, found.expires)
-        self._check_time(caller)
-        return caller
+        return Caller(found.name, found.role, found.learner, sha256, found.expires)
 
     def check(self, caller: Caller) -> None:
-        """Check that the token of a caller still is what it was when `owner` gave it.
+        """Check that the token of a caller is one of the file's, and has not expired.
 
         Raises:
             AuthError: it was revoked or has expired.
         """
         if not any(entry.sha256 == caller.key for entry in self._entries.admitting().values()):
             raise AuthError(f"the token of {caller.name!r} was revoked; ask the syncer's operator for a new one.")
-        self._check_time(caller)
-
-    def _check_time(self, caller: Caller) -> None:
         if caller.expires is not None and datetime.now(UTC) >= caller.expires:
             ended = f"{caller.expires.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
             raise AuthError(

@@ -1,0 +1,417 @@
+"""Who gets into a run, with real certificates over real sockets: each refusal has a sentence of its own."""
+
+from __future__ import annotations
+
+import datetime as dt
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.syncer.runs import RUN, Raw, is_initialised, layout, method, start, status_of, train
+from tests.syncer.test_faults import until
+
+import diloco
+from diloco import errors, events
+from diloco.exchange.connection import Connection
+from diloco.exchange.probe import measure_link
+from diloco.exchange.remote import fetch_model, fetch_status
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.syncer.certificates import holder_of
+from diloco.syncer.keyring import Keyring
+from diloco.syncer.server import Options, Syncer
+from diloco.syncer.tokens import TokenEntry, token_sha256, write_tokens
+
+DAY = dt.timedelta(days=1)
+NAMES: list[tuple[str, Any]] = [("site-a", "learner"), ("site-b", "learner"), ("eye", "viewer"), ("me", "admin")]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    Keyring.new(tmp_path / "keys", RUN, ["127.0.0.1", "localhost"], NAMES, DAY)
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def syncer(tmp_path: Path, keys: Path) -> Iterator[Syncer]:
+    with start(tmp_path, method(), keys=keys / "syncer") as it:
+        yield it
+
+
+@pytest.fixture
+def learner(syncer: Syncer, keys: Path) -> Iterator[Raw]:
+    it = Raw(syncer.address, "site-a", keys=keys / "site-a")
+    it.initialise()
+    it.join()
+    yield it
+    it.connection.close()
+
+
+def refused(it: Raw, kind: type[errors.DilocoError], words: str) -> None:
+    try:
+        with pytest.raises(kind, match=words) as caught:
+            it.join()
+    finally:
+        it.connection.close()
+    assert "\n" not in str(caught.value)
+
+
+def audit(syncer: Syncer, kind: type[events.Event]) -> list[Any]:
+    return [it for it in events.read_events(syncer._store.path / "events.jsonl") if isinstance(it, kind)]
+
+
+# --- let in
+
+
+def test_learners_viewers_and_admins_get_in_by_their_certificates(syncer: Syncer, keys: Path) -> None:
+    address = syncer.address
+    exchange = diloco.connect(address, run=RUN, learner="site-a", keys=keys / "site-a", initialise=True)
+    state, _ = train(0, exchange, None, 8)
+    for name in ("site-a", "eye", "me", "syncer"):
+        assert fetch_status(address, run=RUN, keys=keys / name)["tokens"] == 40
+    assert torch.equal(fetch_model(address, run=RUN, keys=keys / "eye")["layers.0.weight"], state["layers.0.weight"])
+    assert measure_link(address, run=RUN, learner="site-b", keys=keys / "site-b", seconds=0.01, repeats=1).num_bytes
+    admin = Raw(address, "site-b", keys=keys / "me")
+    admin.join()
+    admin.connection.close()
+    admitted = [(it.call, it.learner, it.name, it.role) for it in audit(syncer, events.Admitted)]
+    assert admitted == [
+        ("Initialise", "site-a", "site-a", "learner"), ("Join", "site-a", "site-a", "learner"),
+        ("Join", "site-b", "me", "admin"),
+    ]  # fmt: skip
+
+
+def test_a_second_certificate_is_taken_while_the_syncer_runs(syncer: Syncer, keys: Path, learner: Raw) -> None:
+    Keyring.read(keys).add("site-c", "learner", DAY)
+    it = Raw(syncer.address, "site-c", keys=keys / "site-c")
+    it.join()
+    it.connection.close()
+
+
+# --- refused
+
+
+def test_no_certificate(syncer: Syncer, keys: Path) -> None:
+    it = Raw(syncer.address, "site-a")
+    it.connection = Connection(syncer.address, ca=keys / "ca.pem")
+    refused(it, errors.AuthError, "wants a certificate and none was shown")
+
+
+def test_plain_text_to_a_syncer_with_keys(syncer: Syncer) -> None:
+    refused(Raw(syncer.address, "site-a"), errors.ExchangeError, "did not answer")
+
+
+def test_a_certificate_of_another_authority(syncer: Syncer, keys: Path, tmp_path: Path) -> None:
+    Keyring.new(tmp_path / "other", RUN, ["127.0.0.1"], NAMES, DAY)
+    for file in ("ca.pem", "cert.pem", "key.pem"):  # of a site that trusts the syncer all the same
+        shutil.copy((keys if file == "ca.pem" else tmp_path / "other" / "site-a") / file, tmp_path / file)
+    with pytest.raises(errors.ConfigError, match=r"cert.pem was not signed by the ca.pem beside it"):
+        Raw(syncer.address, "site-a", keys=tmp_path)
+    refused(
+        Raw(syncer.address, "site-a", keys=tmp_path / "other" / "site-a"), errors.AuthError,
+        "the certificate that the syncer at .* shows is not trusted",
+    )  # fmt: skip
+
+
+def test_a_certificate_that_the_syncer_cannot_verify(syncer: Syncer, keys: Path, tmp_path: Path) -> None:
+    """A site whose file of authorities holds the syncer's beside its own."""
+    Keyring.new(tmp_path / "other", RUN, ["127.0.0.1"], NAMES, DAY)
+    site = tmp_path / "other" / "site-a"
+    (site / "ca.pem").write_bytes((site / "ca.pem").read_bytes() + (keys / "ca.pem").read_bytes())
+    refused(Raw(syncer.address, "site-a", keys=site), errors.AuthError, "refused the certificate in .*site-a")
+
+
+def test_an_expired_certificate(syncer: Syncer, keys: Path, tmp_path: Path) -> None:
+    Keyring.read(keys).add("late", "learner", dt.timedelta(seconds=-1))
+    it = Raw(syncer.address, "late", keys=keys / "late")
+    refused(it, errors.AuthError, r"cert.pem expired at .* UTC; `diloco keys renew` makes a new one")
+
+
+def test_a_certificate_that_ends_while_its_connection_is_open(syncer: Syncer, keys: Path) -> None:
+    Keyring.read(keys).add("short", "learner", dt.timedelta(seconds=2))
+    it = Raw(syncer.address, "short", keys=keys / "short")
+    it.initialise()
+    until(lambda: _fails(it.join, errors.AuthError, "the certificate of 'short' expired at"), "it never ends")
+    it.connection.close()
+
+
+def _fails(call: Callable[[], Any], kind: type[errors.DilocoError], words: str) -> bool:
+    try:
+        call()
+    except kind as error:
+        return words in str(error)
+    return False
+
+
+def test_a_certificate_of_another_run(tmp_path: Path, keys: Path) -> None:
+    with Syncer("other", method(), Options("127.0.0.1:0", tmp_path / "state", keys=keys / "syncer")) as syncer:
+        it = Raw(syncer.address, "site-a", keys=keys / "site-a")
+        refused(it, errors.AuthError, "is for run 'tiny' and this syncer serves 'other'")
+
+
+def test_a_certificate_speaks_for_its_own_learner_only(syncer: Syncer, keys: Path, learner: Raw) -> None:
+    for call in (
+        Raw.join, Raw.initialise, Raw.beat, Raw.leave, lambda it: it.push(torch.zeros(160, dtype=torch.uint8)),
+        lambda it: list(it.connection.watch("control", pb.WatchRequest(run=RUN, learner=it.name, incarnation=1))),
+        lambda it: it.connection.pull("updates", pb.PullRequest(run=RUN, learner=it.name, base=-1)),
+        lambda it: it.connection.probe("probes", pb.ProbeHeader(run=RUN, learner=it.name)),
+    ):  # fmt: skip
+        it = Raw(syncer.address, "site-a", keys=keys / "site-b")
+        with pytest.raises(errors.AuthError, match="'site-b' may speak for learner 'site-b' only, not for 'site-a'"):
+            call(it)
+        it.connection.close()
+    assert list(status_of(syncer)["learners"]) == ["site-a"]
+
+
+@pytest.mark.parametrize("name", ["eye", "syncer"])
+def test_a_role_may_not_join(name: str, syncer: Syncer, keys: Path) -> None:
+    role = {"eye": "viewer", "syncer": "standby"}[name]
+    it = Raw(syncer.address, name, keys=keys / name)
+    refused(it, errors.AuthError, f"'{name}' has the role '{role}' and this needs 'learner'")
+
+
+def test_a_learners_certificate_is_not_taken_for_a_syncers(tmp_path: Path, keys: Path) -> None:
+    with pytest.raises(errors.ConfigError, match="names no host; a syncer needs that of `diloco keys new`"):
+        start(tmp_path, method(), keys=keys / "site-a")
+
+
+def test_a_syncer_at_another_host_is_not_trusted(tmp_path: Path) -> None:
+    Keyring.new(tmp_path / "keys", RUN, ["syncer.example.org"], NAMES, DAY)
+    with start(tmp_path, method(), keys=tmp_path / "keys" / "syncer") as syncer:
+        it = Raw(syncer.address, "site-a", keys=tmp_path / "keys" / "site-a")
+        refused(it, errors.AuthError, "shows is not trusted .*127.0.0.1.*an address that the certificate names")
+
+
+@pytest.mark.parametrize("name", ["site-a", "syncer"])
+def test_a_key_that_others_may_read_is_refused(name: str, tmp_path: Path, keys: Path) -> None:
+    (keys / name / "key.pem").chmod(0o644)
+
+    def use() -> object:
+        if name == "syncer":
+            return start(tmp_path, method(), keys=keys / name)
+        return diloco.connect("127.0.0.1:1", run=RUN, keys=keys / name)
+
+    with pytest.raises(errors.ConfigError, match="key.pem is open to every user of this machine"):
+        use()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({}, "has no keys"), ({"tokens": True}, "has no keys"),
+     ({"keys": True, "no_client_certificates": True}, "would admit every caller"),
+     ({"keys": True, "tokens": True}, "takes no tokens")],
+)  # fmt: skip
+def test_a_public_bind_without_client_certificates_needs_an_option(
+    options: dict[str, bool], words: str, tmp_path: Path, keys: Path
+) -> None:
+    write_tokens(tmp_path / "tokens.toml", [TokenEntry("a", "learner", token_sha256("secret-a"), "a")])
+    given: dict[str, Any] = {
+        "keys": keys / "syncer" if options.get("keys") else None,
+        "tokens_file": tmp_path / "tokens.toml" if options.get("tokens") else None,
+        "no_client_certificates": options.get("no_client_certificates", False),
+    }
+    with pytest.raises(errors.ConfigError, match=words):
+        Syncer(RUN, method(), Options("0.0.0.0:0", tmp_path / "state", **given))
+
+
+def test_a_public_bind_with_client_certificates_is_served(tmp_path: Path, keys: Path) -> None:
+    with Syncer(RUN, method(), Options("0.0.0.0:0", tmp_path / "state", keys=keys / "syncer")) as syncer:
+        it = Raw(f"127.0.0.1:{syncer.port}", "site-a", keys=keys / "site-a")
+        it.initialise()
+        it.connection.close()
+        refused(Raw(f"localhost:{syncer.port}", "site-b", keys=keys / "site-a"), errors.AuthError, "'site-a' only")
+
+
+# --- while it lasts
+
+
+def push_that_stalls(it: Raw, started: threading.Event, over: threading.Event) -> Iterator[bytes]:
+    """The header of a push and a part of its bytes; the rest when `over` is set."""
+    header, *rest = frames(
+        it.header(4 * layout().fragments[0].numel), bytes_of(torch.ones(layout().fragments[0].numel))
+    )
+    yield header
+    started.set()
+    over.wait(60)
+    yield from rest
+
+
+def test_revocation_ends_open_streams_and_connections(syncer: Syncer, keys: Path, learner: Raw) -> None:
+    heard, ended = threading.Event(), dict[str, BaseException | None]()
+    started, over = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        request = pb.WatchRequest(run=RUN, learner="site-a", incarnation=learner.incarnation)
+        for _ in learner.connection.watch("control", request):
+            heard.set()
+
+    def push() -> None:
+        learner.push_frames(push_that_stalls(learner, started, over))
+
+    def run(name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+            ended[name] = None
+        except errors.DilocoError as error:
+            ended[name] = error
+
+    threads = [threading.Thread(target=run, args=it) for it in (("watch", watch), ("push", push))]
+    for thread in threads:
+        thread.start()
+    assert heard.wait(30)
+    assert started.wait(30)
+    revoked_at = time.monotonic()
+    Keyring.read(keys).revoke("site-a")
+    for thread in threads:
+        thread.join(30)
+    assert time.monotonic() - revoked_at < 10
+    over.set()
+    assert {name: type(error) for name, error in ended.items()} == {
+        "watch": errors.UnreachableError, "push": errors.UnreachableError
+    }  # fmt: skip
+    for call in (learner.join, learner.beat, learner.initialise):
+        with pytest.raises(errors.AuthError, match="the certificate of 'site-a' was revoked"):
+            call()
+    until(lambda: status_of(syncer)["spooled_bytes"] == 0, "its push is kept")
+    other = Raw(syncer.address, "site-b", keys=keys / "site-b")
+    other.join()
+    other.connection.close()
+    calls = {(it.call, it.name) for it in audit(syncer, events.Refused)}
+    assert len(calls) == 1  # and the rest is counted, until a minute has passed or the syncer ends
+    assert calls < {("Watch", "site-a"), ("Push", "site-a")}
+
+
+def test_a_learner_that_is_revoked_ends_with_the_reason(syncer: Syncer, keys: Path) -> None:
+    def revoke(step: int) -> None:
+        if step == 5:
+            Keyring.read(keys).revoke("site-a")
+
+    exchange = diloco.connect(syncer.address, run=RUN, learner="site-a", keys=keys / "site-a", initialise=True)
+    with pytest.raises(errors.AuthError, match="the certificate of 'site-a' was revoked"):
+        train(0, exchange, None, 10**9, revoke)
+
+
+def test_renewed_keys_are_taken_up_without_a_restart(syncer: Syncer, keys: Path, learner: Raw) -> None:
+    keyring = Keyring.read(keys)
+    keyring.renew("syncer", DAY)
+    keyring.renew("site-a", DAY)
+    learner.beat()  # by the connection that is open
+    for name in ("site-a", "syncer"):
+        keyring.revoke(name, but_newest=True)
+    until(lambda: not _fails(learner.beat, errors.UnreachableError, "dialling again"), "it is never let in")
+    shown = ssl_certificate_of(syncer.address)
+    assert shown.serial == keyring.issued[-2].serial
+    assert keyring.issued[-2].name == "syncer"
+
+
+def ssl_certificate_of(address: str) -> Any:
+    import ssl
+
+    host, port = address.split(":")
+    return holder_of(ssl.get_server_certificate((host, int(port))).encode())
+
+
+def test_a_list_of_revoked_certificates_that_is_gone_lets_no_one_in(syncer: Syncer, keys: Path, learner: Raw) -> None:
+    (keys / "syncer" / "revoked.toml").rename(keys / "put-aside")
+    with pytest.raises(errors.AuthError, match="no caller can be admitted"):
+        learner.beat()
+    (keys / "put-aside").rename(keys / "syncer" / "revoked.toml")
+    learner.beat()
+
+
+# --- tokens, on this machine
+
+
+def test_tokens_and_roles_on_loopback(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens.toml", [
+        TokenEntry("a", "learner", token_sha256("secret-a"), "a"), TokenEntry("v", "viewer", token_sha256("secret-v")),
+    ])  # fmt: skip
+    with start(tmp_path, method(), tokens_file=tmp_path / "tokens.toml") as syncer:
+        address = syncer.address
+        state, _ = train(0, diloco.connect(address, run=RUN, token="secret-a", learner="a", initialise=True), None, 8)
+        assert fetch_status(address, run=RUN, token="secret-v")["tokens"] == 40
+        assert torch.equal(fetch_model(address, run=RUN, token="secret-v")["layers.0.weight"], state["layers.0.weight"])
+        for token, words in ((None, "no token"), ("wrong", "not one of"), ("secret-v", "viewer")):
+            refused(Raw(address, "a", token=token), errors.AuthError, words)
+        refused(Raw(address, "b", token="secret-a"), errors.AuthError, "'a' only, not for 'b'")
+
+
+def test_tokens_where_a_public_port_asks_for_no_certificates(tmp_path: Path, keys: Path) -> None:
+    write_tokens(tmp_path / "tokens.toml", [TokenEntry("a", "learner", token_sha256("secret-a"), "a")])
+    options = Options(
+        "0.0.0.0:0", tmp_path / "state", keys=keys / "syncer", no_client_certificates=True,
+        tokens_file=tmp_path / "tokens.toml",
+    )  # fmt: skip
+    with Syncer(RUN, method(), options) as syncer:
+        it = Raw(f"127.0.0.1:{syncer.port}", "a")
+        it.connection = Connection(f"127.0.0.1:{syncer.port}", token="secret-a", ca=keys / "ca.pem")
+        it.initialise()
+        it.connection.close()
+
+
+@pytest.mark.parametrize("given", [{"token": "x"}, {"ca": "ca.pem"}, {"insecure": True}])
+def test_keys_and_other_credentials_contradict_each_other(given: dict[str, Any], keys: Path) -> None:
+    with pytest.raises(errors.ConfigError, match=f"keys=… and {next(iter(given))}=… contradict"):
+        diloco.connect("127.0.0.1:1", run=RUN, keys=keys / "site-a", **given)
+
+
+# --- unix sockets
+
+
+@pytest.mark.parametrize("token", [None, "secret-a"])
+def test_a_unix_socket_follows_the_rules_of_loopback(token: str | None, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    write_tokens(tmp_path / "tokens.toml", [TokenEntry("site-a", "learner", token_sha256("secret-a"), "site-a")])
+    tokens_file = None if token is None else tmp_path / "tokens.toml"
+    with Syncer(RUN, method(), Options(address, tmp_path / "state", tokens_file=tokens_file)) as syncer:
+        assert stat.S_IMODE((tmp_path / "s").stat().st_mode) & 0o077 == 0
+        assert syncer.address == address
+        it = Raw(address, "site-a", token)
+        it.initialise()
+        it.join()
+        assert is_initialised(syncer)
+        it.connection.close()
+        if token is not None:
+            refused(Raw(address, "site-b", token), errors.AuthError, "'site-a' only")
+            refused(Raw(address, "site-a"), errors.AuthError, "no token was sent")
+
+
+def test_a_unix_socket_takes_no_keys(tmp_path: Path, keys: Path) -> None:
+    with pytest.raises(errors.ConfigError, match="drop keys, or bind a port"):
+        Syncer(RUN, method(), Options(f"unix:{tmp_path}/s", tmp_path / "state", keys=keys / "syncer"))
+
+
+# --- ids
+
+BAD_IDS = ["", "../x", "[/x]", "x" * 300, "a\nb", "a\x1b[2J", "a b", ".a", "é", "a\u202eb", "<script>"]
+
+
+@pytest.mark.parametrize("name", BAD_IDS, ids=[f"id{index}" for index in range(len(BAD_IDS))])
+def test_a_learner_id_is_checked_at_every_door(name: str, tmp_path: Path) -> None:
+    with start(tmp_path, method()) as syncer:
+        good = Raw(syncer.address, "good")
+        good.initialise()
+        good.join()
+        it = Raw(syncer.address, name)
+        doors: dict[str, Callable[[], Any]] = {
+            "initialise": it.initialise, "join": it.join, "heartbeat": it.beat, "leave": it.leave,
+            "push": lambda: it.push(torch.zeros(160, dtype=torch.uint8)),
+            "watch": lambda: list(it.connection.watch("control", pb.WatchRequest(run=RUN, learner=name))),
+            "probe": lambda: it.connection.probe("probes", pb.ProbeHeader(run=RUN, learner=name)),
+        }  # fmt: skip
+        if name:  # without a learner it is a viewer's
+            doors["pull"] = lambda: it.connection.pull("updates", pb.PullRequest(run=RUN, learner=name, base=-1))
+        for door, call in doors.items():
+            with pytest.raises(errors.PayloadError, match="a learner cannot be called") as caught:
+                call()
+            assert str(caught.value).isprintable(), door
+        assert list(status_of(syncer)["learners"]) == ["good"]
+        assert all(it.learner == "good" for it in audit(syncer, events.Joined))
+        it.connection.close()
+        good.connection.close()
