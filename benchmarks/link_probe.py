@@ -60,14 +60,14 @@ def measure(up: str, down: str) -> dict[str, Any]:
     """One link: a syncer on site A, the command on site B."""
     with tempfile.TemporaryDirectory() as directory, two_sites(up, down), ExitStack() as stack:
         work = Path(directory)
-        subprocess.run([_diloco(), "keys", "new", "keys", "--host", SITES["site-a"], "--learner", "site-b"],
-                       cwd=work, check=True, capture_output=True)  # fmt: skip
+        keys = ["keys", "new", "keys", "--run", "two-sites", "--host", SITES["site-a"], "--learner", "site-b"]
+        subprocess.run([_diloco(), *keys], cwd=work, check=True, capture_output=True)
         settings = [f"syncer.address={SITES['site-a']}:7700"]
         stack.callback(
             _stop, _start(work, "site-a", ["syncer", str(RUN_FILE), "--address", "0.0.0.0:7700"], settings, "syncer")
         )
         command = ["plan", "measure", str(RUN_FILE), "--name", "site-b", "--only", "link", "--json"]
-        measured = _once_it_answers(work, command, [*settings, "syncer.token_file=keys/site-b.token"])
+        measured = _once_it_answers(work, command, settings)
     return {
         "up": up,
         "down": down,

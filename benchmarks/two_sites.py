@@ -81,7 +81,20 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory, two_sites(rate), ExitStack() as stack:
         work = Path(directory)
         subprocess.run(
-            [_diloco(), "keys", "new", "keys", "--host", SITES["site-a"], "--learner", "site-a", "--learner", "site-b"],
+            [
+                _diloco(),
+                "keys",
+                "new",
+                "keys",
+                "--run",
+                "two-sites",
+                "--host",
+                SITES["site-a"],
+                "--learner",
+                "site-a",
+                "--learner",
+                "site-b",
+            ],
             cwd=work,
             check=True,
             capture_output=True,
@@ -105,7 +118,7 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
                     "--json",
                     *["--initialise"] * (shard == 0),
                 ],
-                [*settings, f"syncer.token_file=keys/{site}.token"],
+                settings,
                 site,
             )
             for shard, site in enumerate(SITES)

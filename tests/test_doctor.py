@@ -1,6 +1,7 @@
 """`diloco doctor`: what it finds on a machine that has everything, and what it says of each thing that fails."""
 
 import json
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -41,13 +42,12 @@ def doctor(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    main_exits("keys", "new", tmp_path / "keys", "--host", "127.0.0.1", "--learner", "site-a", "--learner", "site-b")
+    main_exits("keys", "new", tmp_path / "keys", "--run", "demo", "--host", "127.0.0.1", "--learner", "site-a")
     path = tmp_path / "run.toml"
     keys = tmp_path / "keys"
     path.write_text(
         f"run = {{name = 'demo', tokens = 1_000_000, dir = '{tmp_path / 'run'}'}}\n"
-        f"[syncer]\nca = '{keys}/ca.pem'\ncert = '{keys}/server.pem'\nkey = '{keys}/server.key'\n"
-        f"tokens_file = '{keys}/tokens.toml'\ntoken_file = '{keys}/site-a.token'\n"
+        f"[syncer]\nkeys = '{keys}/syncer'\n[learner.site-a]\nsyncer.keys = '{keys}/site-a'\n"
     )
     return path
 
@@ -60,8 +60,7 @@ def main_exits(*arguments: object) -> None:
 
 @pytest.fixture
 def syncer(run_file: Path, tmp_path: Path) -> Iterator[Syncer]:
-    keys = tmp_path / "keys"
-    options = Options("127.0.0.1:0", tmp_path / "state", keys / "server.pem", keys / "server.key", keys / "tokens.toml")
+    options = Options("127.0.0.1:0", tmp_path / "state", tmp_path / "keys" / "syncer")
     with Syncer("demo", diloco.DiLoCo(), options) as serving:
         yield serving
 
@@ -87,19 +86,22 @@ def test_a_syncer_answers_with_its_round_trip_and_clock(doctor: Doctor, syncer: 
     assert code == 0
     assert found["name"]["found"] == "127.0.0.1 is 127.0.0.1"
     assert "for run 'demo'" in found["syncer"]["found"]
-    assert "lets this token speak for site-a" in found["syncer"]["found"]
+    assert "lets these keys speak for site-a" in found["syncer"]["found"]
     assert found["clocks"]["state"] == "ok"  # one machine has one clock
     assert "give or take" in found["clocks"]["found"]
 
 
 @pytest.mark.parametrize(("arguments", "what", "said"), [
-    (["--name", "site-b"], "syncer", "may speak for learner 'site-a' only, not for 'site-b'"),
+    (["--name", "site-b", "--keys", "keys/site-a"], "syncer", "may speak for learner 'site-a' only, not for 'site-b'"),
+    (["--name", "site-b"], "syncer", "has the role 'standby' and this needs 'learner'"),
     (["--run", "other"], "syncer", "other"),
-    (["--set", "syncer.ca=''"], "syncer", "cannot be read"),
+    (["--set", "syncer.keys='keys'"], "syncer", "cannot read the key keys/key.pem"),
 ])  # fmt: skip
 def test_what_a_syncer_refuses_is_said_in_its_words(
-    doctor: Doctor, syncer: Syncer, run_file: Path, arguments: list[str], what: str, said: str
-) -> None:
+    doctor: Doctor, syncer: Syncer, run_file: Path, arguments: list[str], what: str, said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(run_file.parent)
     code, found = doctor(run_file, "--address", syncer.address, *arguments)
     assert code == 1
     assert (found[what]["state"], said in found[what]["found"]) == ("missing", True), found[what]
@@ -124,7 +126,7 @@ def test_the_machine_of_the_syncer(doctor: Doctor, run_file: Path) -> None:
         assert (code, found["port"]["state"]) == (1, "missing")
         assert found["certificate"]["found"].startswith("for 127.0.0.1, until ")
     code, found = doctor(run_file, "--serve", address)
-    assert (code, found["port"]["state"], found["keys"]["found"]) == (0, "ok", "TLS and tokens")
+    assert (code, found["port"]["state"], found["keys"]["found"]) == (0, "ok", "TLS and client certificates")
     assert "syncer" not in found
 
 
@@ -133,23 +135,29 @@ def test_a_syncer_that_would_be_refused(doctor: Doctor, tmp_path: Path) -> None:
     path.write_text("run = {name = 'demo', tokens = 1_000_000}\n")
     code, found = doctor(path, "--serve", "0.0.0.0:0")
     assert (code, found["keys"]["state"]) == (1, "missing")
-    assert "has no TLS and tokens" in found["keys"]["found"]
-    code, found = doctor(path, "--serve", "0.0.0.0:0", "--set", "syncer.cert='no.pem'", "--set", "syncer.key='no.key'")
+    assert "has no keys" in found["keys"]["found"]
+    code, found = doctor(path, "--serve", "0.0.0.0:0", "--set", "syncer.keys='none'")
     assert (code, found["certificate"]["state"]) == (1, "missing")
 
 
 def test_a_key_of_another_certificate(doctor: Doctor, run_file: Path, tmp_path: Path) -> None:
-    main_exits("keys", "new", tmp_path / "others", "--host", "127.0.0.1", "--learner", "site-a")
-    for key, said in (
-        (tmp_path / "others" / "server.key", "is not the key of"),
-        (tmp_path / "no.key", "cannot be read"),
-    ):
-        code, found = doctor(run_file, "--serve", "127.0.0.1:0", "--set", f"syncer.key='{key}'")
+    main_exits("keys", "new", tmp_path / "others", "--run", "demo", "--host", "127.0.0.1", "--learner", "site-a")
+    own = tmp_path / "keys" / "syncer"
+    options = Options("127.0.0.1:0", tmp_path / "state", own)
+
+    def refused(said: str) -> None:
+        code, found = doctor(run_file, "--serve", "127.0.0.1:0")
         assert (code, found["certificate"]["state"], found["port"]["state"]) == (1, "missing", "ok")
         assert said in found["certificate"]["found"]
-        options = Options("127.0.0.1:0", tmp_path / "state", tmp_path / "keys" / "server.pem", key)
         with pytest.raises(ConfigError, match=said):
             Syncer("demo", diloco.DiLoCo(), options)
+
+    (own / "key.pem").unlink()
+    refused("cannot read the key")
+    shutil.copy(tmp_path / "others" / "syncer" / "key.pem", own / "key.pem")
+    refused("is not the key of")
+    (own / "key.pem").chmod(0o644)
+    refused("is open to every user of this machine")
 
 
 def test_clocks_that_are_apart(doctor: Doctor, syncer: Syncer, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,10 +143,9 @@ def over_a_syncer(division: str, seed: int, steps: int) -> dict[str, Tensor]:
         return fetch_model(syncer.address, run="digits")
 
 
-def dial(index: int, address: str, ca: Path | None = None, token_file: Path | None = None) -> Exchange:
+def dial(index: int, address: str, keys: Path | None = None) -> Exchange:
     """What a learner process does to take part; the first one gives the run its model."""
-    token = None if token_file is None else token_file.read_text().strip()
-    return diloco.connect(address, run="digits", learner=f"learner-{index}", ca=ca, token=token, initialise=index == 0)
+    return diloco.connect(address, run="digits", learner=f"learner-{index}", keys=keys, initialise=index == 0)
 
 
 def sent_bytes(steps: int) -> tuple[int, int]:
@@ -192,15 +191,14 @@ def main() -> None:
     )
     parser.add_argument("--learner", type=int, help="be this learner, at --address")
     parser.add_argument("--address", help="of the syncer")
-    parser.add_argument("--ca", type=Path, help="the syncer's ca.pem, where it is on another machine")
-    parser.add_argument("--token-file", type=Path, help="of this learner, where it is on another machine")
+    parser.add_argument("--keys", type=Path, help="this learner's keys, where the syncer is on another machine")
     parser.add_argument("--division", choices=("mixed", "by class"), default="mixed")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # such small tensors gain nothing from more
     if arguments.learner is not None:
         data, index = digits(arguments.division, arguments.split), arguments.learner
-        exchange = dial(index, arguments.address, arguments.ca, arguments.token_file)
+        exchange = dial(index, arguments.address, arguments.keys)
         train(index, exchange, data, arguments.seed, arguments.steps, [index])
     elif arguments.syncer:
         data = digits(arguments.division, arguments.split)

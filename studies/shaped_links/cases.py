@@ -78,9 +78,7 @@ quorum = {{ type = "{quorum}", at_least = {self.at_least} }}
 {overlap}{mix}
 [syncer]
 address = "{host}:7700"
-cert = "keys/server.pem"
-key = "keys/server.key"
-tokens_file = "keys/tokens.toml"
+keys = "keys/syncer"
 """
 
 

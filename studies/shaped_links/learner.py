@@ -77,7 +77,7 @@ def ours(task: dict[str, Any]) -> dict[str, Any]:
     from diloco.exchange.probe import measure_link
 
     steps = Steps(task["index"])
-    dialled = {"run": RUN, "learner": task["name"], "token": task["token"], "ca": task["ca"]}
+    dialled = {"run": RUN, "learner": task["name"], "keys": task["keys"]}
     latency_s = measure_link(task["address"], **dialled, seconds=1e-9, repeats=1).latency_s if task["pings"] else None
     exchange = diloco.connect(task["address"], **dialled, initialise=task["index"] == 0, join_timeout_s=120.0)
     adopted: list[tuple[int, tuple[int, ...]]] = []

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from diloco.events import Merged, Published, read_events
-from studies.shaped_links.cases import FRAGMENTS, STEP_S, Case
+from studies.shaped_links.cases import FRAGMENTS, RUN, STEP_S, Case
 from studies.shaped_links.links import HUB_IP, LEARNERS, Sites
 
 ROOT = Path(__file__).parents[2]
@@ -60,11 +60,12 @@ class Measured:
 
 
 def run_ours(sites: Sites, case: Case, num_steps: int, expected_s: float, *, pings: bool = False) -> Measured:
-    """A syncer and two learners, over TLS with tokens."""
+    """A syncer and two learners, over mutual TLS."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         work = Path(directory)
         names = [f"learner-{i}" for i in range(LEARNERS)]
-        keys = ["keys", "new", "keys", "--host", HUB_IP, *(part for name in names for part in ("--learner", name))]
+        keys = ["keys", "new", "keys", "--run", RUN, "--host", HUB_IP]
+        keys += [part for name in names for part in ("--learner", name)]
         subprocess.run([_diloco(), *keys], cwd=work, check=True, capture_output=True, timeout=60)
         (work / "run.toml").write_text(case.run_file(HUB_IP))
         syncer = [_diloco(), "syncer", "run.toml", "--state-dir", "state", "--port-file", "port"]
@@ -72,7 +73,7 @@ def run_ours(sites: Sites, case: Case, num_steps: int, expected_s: float, *, pin
         _until_there(work / "port", process, work / "syncer.log")
         tasks = [
             {"address": f"{HUB_IP}:7700", "name": name, "index": i, "num_steps": num_steps, "pings": pings and i == 0,
-             "token": (work / "keys" / f"{name}.token").read_text().strip(), "ca": str(work / "keys" / "ca.pem")}
+             "keys": str(work / "keys" / name)}
             for i, name in enumerate(names)
         ]  # fmt: skip
         said = _together(work, sites, "diloco", tasks, expected_s)

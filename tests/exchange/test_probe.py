@@ -17,8 +17,8 @@ from diloco.exchange.probe import CHANNEL, FIRST_BYTES, GROWTH, measure_link, ra
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import CHUNK_BYTES
 from diloco.exchange.wire.probe import MAX_PROBE_BYTES, noise, timed
-from diloco.syncer.auth import TokenEntry, new_token, token_sha256, write_tokens
 from diloco.syncer.server import Syncer
+from diloco.syncer.tokens import TokenEntry, new_token, token_sha256, write_tokens
 
 # ------------------------------------------------------------------------------------------------------ what is timed
 
@@ -149,6 +149,6 @@ def test_only_who_may_train_may_probe_and_only_as_itself(tmp_path: Path) -> None
         for token, words in ((None, "no token"), (tokens["viewer"], "role"), (tokens["b"], "only, not for 'a'")):
             with pytest.raises(AuthError, match=words):
                 measure_link(syncer.address, run=RUN, learner="a", token=token)
-        connection = Connection(syncer.address, token=tokens["a"], ca=None, insecure=False)
+        connection = Connection(syncer.address, token=tokens["a"])
         connection.probe(CHANNEL, header(10, 10))
         connection.close()

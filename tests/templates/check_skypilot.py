@@ -17,9 +17,9 @@ def main() -> None:
         import sky
 
         directory = Path(made) / "clone"
-        (directory / "keys").mkdir(parents=True)
-        for name in ("run.toml", *(f"keys/{it}" for it in KEYS)):
-            (directory / name).touch()
+        for name in KEYS:
+            (directory / "keys" / name).mkdir(parents=True)
+        (directory / "run.toml").touch()
         os.chdir(directory)
         syncer = sky.Task.from_yaml(str(TEMPLATES / "skypilot" / "syncer.yaml"))
         (machine,) = syncer.resources
@@ -35,7 +35,7 @@ def main() -> None:
     print("skypilot: reads the syncer and spot learners in several regions, and refuses what is wrong")
 
 
-KEYS = ("ca.pem", "server.pem", "server.key", "tokens.toml", "site-a.token", "site-b.token")
+KEYS = ("syncer", "site-a", "site-b")
 
 
 def refused(directory: Path, text: str) -> None:

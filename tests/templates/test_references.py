@@ -23,6 +23,8 @@ from tests.templates.test_templates import (
 )
 from torch.distributed.run import get_args_parser
 
+from diloco.config import load_config
+
 RUN_FILE = tomllib.loads((TEMPLATES / "run.toml").read_text())
 HOME = "/var/lib/diloco"
 
@@ -58,9 +60,10 @@ def test_what_composed_learners_dial_is_served_under_a_name_of_the_certificate()
     assert bound == f"0.0.0.0:{port}"
     assert option(keys, "--host") == [host]
     assert host in services
-    assert option(services["syncer"]["healthcheck"]["test"], "--token-file") == [
-        f"keys/{name}.token" for name in option(keys, "--viewer")
+    assert option(services["syncer"]["healthcheck"]["test"], "--keys") == [
+        f"keys/{name}" for name in option(keys, "--viewer")
     ]
+    assert option(keys, "--run") == [RUN_FILE["run"]["name"]]
     learners = {name: it["command"] for name, it in services.items() if it["command"][0] == "train"}
     assert list(learners) == option(keys, "--learner") == list(RUN_FILE["learner"])
     assert [option(command, "--shard") for command in learners.values()] == [["0"], ["1"]]
@@ -96,12 +99,15 @@ def test_pods_mount_what_they_have_where_the_run_file_says(manifest: dict[str, A
     claims = [it["metadata"]["name"] for it in manifest["spec"].get("volumeClaimTemplates", ())]
     (container,) = pod["spec"]["containers"]
     mounts = {it["mountPath"]: it for it in container["volumeMounts"]}
-    assert set(mounts) - {"/dev/shm"} == {f"{HOME}/{name}" for name in ("run.toml", "keys", "runs")}
+    (keys,) = [path for path in mounts if path.startswith(f"{HOME}/keys/")]
+    named = load_config(TEMPLATES / "run.toml", learner=None if manifest["kind"] == "StatefulSet" else Path(keys).name)
+    assert Path(keys) == Path(HOME) / str(named.syncer.keys)
+    assert set(mounts) - {"/dev/shm", keys} == {f"{HOME}/{name}" for name in ("run.toml", "runs")}
     assert {it["name"] for it in mounts.values()} == set(volumes) | set(claims)
     assert container["workingDir"] == HOME
     run = mounts[f"{HOME}/run.toml"]
     assert (run["subPath"], volumes[run["name"]]["configMap"]["name"]) == ("run.toml", "diloco-run")
-    secret = volumes[mounts[f"{HOME}/keys"]["name"]]["secret"]["secretName"]
+    secret = volumes[mounts[keys]["name"]]["secret"]["secretName"]
     names = option(container["args"], "--name")
     if manifest["kind"] == "StatefulSet":
         assert (secret, names) == ("diloco-syncer", [])

@@ -157,12 +157,12 @@ def test_the_run_file_is_one(learner: str | None) -> None:
     config = load_config(TEMPLATES / "run.toml", learner=learner)
     assert method_from_table(config.method).quorum.at_least == 1  # one learner goes on while the other is away
     assert config.checkpoint.every_steps > 0
-    assert config.syncer.token_file == (None if learner is None else Path(f"keys/{learner}.token"))
+    assert config.syncer.keys == Path(f"keys/{learner or 'syncer'}")
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """What the first command of the README writes."""
+    """The directories and files that the first command of the README writes."""
     directory = tmp_path_factory.mktemp("run")
     (command,) = [
         words
@@ -174,7 +174,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         with pytest.raises(SystemExit) as ended:
             main(command[1:])
     assert not ended.value.code
-    return {str(path.relative_to(directory)) for path in directory.rglob("*.*")}
+    return {str(path.relative_to(directory)) for path in directory.rglob("*")}
 
 
 def test_keys_that_the_run_file_names_are_made(keys: set[str]) -> None:
@@ -269,9 +269,9 @@ def test_what_manifests_mount_is_made_by_the_commands_of_the_page(keys: set[str]
         made[words[-len(files) - 1]] = {Path(file).name for file in files}
     text = "".join(path.read_text() for path in KUBERNETES)
     assert set(re.findall(r"secretName: (\S+)", text)) | {"diloco-run"} == set(made)
-    assert made["diloco-syncer"] == {"server.pem", "server.key", "tokens.toml"}
-    for name in ("site-a", "site-b"):
-        assert made[f"diloco-{name}"] == {"ca.pem", f"{name}.token"}
+    for name in ("syncer", "site-a", "site-b"):
+        assert made[f"diloco-{name}"] == {name}
+        assert f"mountPath: /var/lib/diloco/keys/{name}\n" in text
     claims = [it["metadata"]["name"] for _, it in MANIFESTS if it["kind"] == "PersistentVolumeClaim"]
     assert sorted(re.findall(r"claimName: (\S+)", text)) == sorted(claims)
 

@@ -52,7 +52,8 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
         (MINIMAL + "[schedule]\nwarmup_steps = 600\n", "schedule.warmup_steps = 600 must be below"),
         (MINIMAL + "[warm_start]\nsteps = 600\n", "warm_start.steps = 600 leaves nothing"),
         (MINIMAL + "steps = 5\n[warm_start]\nsteps = 5\n", "warm_start.steps = 5 leaves nothing of run.steps"),
-        (MINIMAL + "[syncer]\ncert = 'a'\n", "cert and key belong together"),
+        (MINIMAL + "[syncer]\nkeys = 'a'\ninsecure = true\n", "insecure and keys contradict each other"),
+        (MINIMAL + "[syncer]\nno_client_certificates = true\n", "no effect without keys"),
         ("[run\n", "run.toml is not TOML"),
     ],
 )

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from diloco.errors import ConfigError, DilocoError
+from diloco.escaping import printable
 
 COMMANDS = {
     "demo": (
@@ -99,5 +100,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _fail(error: DilocoError, *, exit_code: int) -> None:
-    print(f"diloco: {error}", file=sys.stderr)
+    text = "\n".join(map(printable, str(error).split("\n")))
+    print(f"diloco: {text}", file=sys.stderr)
     raise SystemExit(exit_code) from error

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from diloco.escaping import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 
 def make_table(
@@ -21,8 +24,15 @@ def make_table(
     for head in heads[num_text:]:
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(cell, row))
     return table
+
+
+def cell(text: str) -> "Text":
+    """A cell of a table, as it is: no markup, and nothing that the terminal would obey."""
+    from rich.text import Text
+
+    return Text(printable(text))
 
 
 def say_written(files: Iterable[Path]) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from diloco.cli._output import make_table
+from diloco.escaping import printable
 
 
 def command(
@@ -27,7 +28,7 @@ def command(
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
-    console.print(f"{timeline.run}: {summary(found)}")
+    console.print(printable(f"{timeline.run}: {summary(found)}"))
     console.print(make_table(HEADS, rows(found), ruled=False))
     page = out if out is not None else folders[0] / "run-report.html"
     write_page(page, timeline)

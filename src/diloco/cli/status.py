@@ -11,11 +11,14 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from diloco.cli._input import read_token
 from diloco.cli._options import Authority, Insecure, Json, Keys, TokenFile
+from diloco.cli._output import cell
 from diloco.config import load_config
 from diloco.errors import ConfigError
+from diloco.escaping import printable
 
 MAX_NAMES = 6
 
@@ -80,25 +83,30 @@ def command(
 
 
 def _print(status: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     uptime_s = round(status["uptime_s"])
-    console.print(
-        f"[bold]{status['run']}[/]: {status['method']['name']}, step {status['step']:,}, {status['tokens']:,} tokens; "
-        f"this syncer started {timedelta(seconds=uptime_s)} ago"
-    )
+    _say(
+        console, status["run"],
+        f"{status['method']['name']}, step {status['step']:,}, {status['tokens']:,} tokens; "
+        f"this syncer started {timedelta(seconds=uptime_s)} ago",
+    )  # fmt: skip
     if reason := status.get("waits_for"):
-        console.print(f"[bold]contributions wait with their learners[/]: {reason}")
+        _say(console, "contributions wait with their learners", reason)
     if missing := status.get("missing_events"):
-        console.print(f"[bold]{missing} events could not be written[/]: free disk space on the syncer's machine")
+        _say(console, f"{missing} events could not be written", "free disk space on the syncer's machine")
     if not status["initialised"]:
         console.print("no model yet: start one learner with --initialise")
         return
-    console.print(_participation(status))
+    console.print(printable(_participation(status)))
     if status["data"] is not None:
-        console.print(_data(status["data"]))
+        console.print(printable(_data(status["data"])))
     console.print(_learners(status))
     console.print(_fragments(status))
-    console.print(_legend(status), style="dim")
+    console.print(printable(_legend(status)), style="dim")
+
+
+def _say(console: Console, head: str, text: str) -> None:
+    console.print(Text.assemble((printable(head), "bold"), ": ", printable(text)))
 
 
 def _participation(status: dict[str, Any]) -> str:
@@ -132,12 +140,14 @@ def _learners(status: dict[str, Any]) -> Table:
         step_s = "" if it["step_s"] is None else f"{it['step_s']:.2g}"
         behind, stale = ("" if it[key] is None else str(it[key]) for key in ("versions_behind", "staleness"))
         table.add_row(
-            name, _state(it), f"{it['step']:,}", step_s, _short(it["tokens"]), f"{it['merged']} of {num_fragments}",
-            behind, stale, f"{it['silent_s']:.1f} s", *_traffic(num_bytes, name),
+            cell(name), _state(it), f"{it['step']:,}", step_s, _short(it["tokens"]),
+            f"{it['merged']} of {num_fragments}", behind, stale, f"{it['silent_s']:.1f} s", *_traffic(num_bytes, name),
         )  # fmt: skip
     for name in sorted(name for name in num_bytes if name not in learners and name not in ("", "viewers")):
         merged = sum(name in fragment["last_contributors"] for fragment in status["fragments"])
-        table.add_row(name, "gone", "", "", "", f"{merged} of {num_fragments}", "", "", "", *_traffic(num_bytes, name))
+        table.add_row(
+            cell(name), "gone", "", "", "", f"{merged} of {num_fragments}", "", "", "", *_traffic(num_bytes, name)
+        )
     return table
 
 
@@ -167,7 +177,7 @@ def _fragments(status: dict[str, Any]) -> Table:
         counts = (*(ledger[key] for key in ("trained", "merged", "pending")), sum(ledger["discarded"].values()))
         merge = str(len(it["last_contributors"])) if it["version"] else ""
         numbers = map(_short, (*counts, ledger["lost"]))
-        table.add_row(str(it["fragment"]), str(it["version"]), *numbers, merge, it["reason"])
+        table.add_row(str(it["fragment"]), str(it["version"]), *numbers, merge, cell(it["reason"]))
     return table
 
 

@@ -7,6 +7,8 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from diloco.escaping import printable
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -22,11 +24,16 @@ td.n,th.n{text-align:right;font-variant-numeric:tabular-nums} code{font-size:.92
 """
 
 
+def plain(text: str) -> str:
+    """Text of any origin, for a place between tags."""
+    return html.escape(printable(text))
+
+
 def page(title: str, body: str, style: str = "") -> str:
     """A whole HTML page; nothing in it is loaded from elsewhere. `style` is added to the common one."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)}</title><style>{STYLE}{style}</style></head><body>
+<title>{plain(title)}</title><style>{STYLE}{style}</style></head><body>
 {body}
 </body></html>
 """
@@ -40,7 +47,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(tag: str) -> Callable[[int, str], str]:
-    return lambda place, text: f"<{tag}{'' if place == 0 else ' class=n'}>{html.escape(text)}</{tag}>"
+    return lambda place, text: f"<{tag}{'' if place == 0 else ' class=n'}>{plain(text)}</{tag}>"
 
 
 def values_table(values: Mapping[str, Any]) -> str:
@@ -51,9 +58,7 @@ def values_table(values: Mapping[str, Any]) -> str:
             return ", ".join(f"{key} {text(inner)}" for key, inner in value.items())
         return "–" if value is None else str(value)
 
-    rows = "".join(
-        f"<tr><th>{html.escape(key)}</th><td>{html.escape(text(value))}</td></tr>" for key, value in values.items()
-    )
+    rows = "".join(f"<tr><th>{plain(key)}</th><td>{plain(text(value))}</td></tr>" for key, value in values.items())
     return f"<table>{rows}</table>"
 
 

@@ -7,6 +7,7 @@ from itertools import cycle
 
 from matplotlib.axes import Axes
 
+from diloco.escaping import printable
 from diloco.planning.pages import svg
 from diloco.planning.pictures import AMBER, BLUE, COLOURS, GREEN, GREY, GRID, RED, SMALL, TEXT, new_axes
 from diloco.report.timeline import Timeline
@@ -26,11 +27,16 @@ def training_chart(timeline: Timeline) -> str:
     return _curves(curves, "inner step", "training loss, nats per token", linewidth=1)
 
 
+def _plain(name: str) -> str:
+    """A name as a label, which is no mathematics."""
+    return printable(name).replace("$", r"\$")
+
+
 def _curves(curves: Mapping[str, Sequence[tuple[float, float]]], along: str, up: str, *, linewidth: float = 2) -> str:
     """A line of (x, y) for each name."""
     figure, axes = new_axes(3.4)
     for (name, points), colour in zip(sorted(curves.items()), cycle(COLOURS), strict=False):
-        axes.plot(*zip(*points, strict=True), ".-", color=colour, label=name, linewidth=linewidth, markersize=4)
+        axes.plot(*zip(*points, strict=True), ".-", color=colour, label=_plain(name), linewidth=linewidth, markersize=4)
     axes.set_xlim(left=0)
     axes.set_xlabel(along)
     axes.set_ylabel(up)
@@ -69,7 +75,7 @@ def timeline_chart(timeline: Timeline) -> str:
                 markeredgecolor="white",
                 zorder=5,
             )
-    axes.set_yticks([-row for row in range(len(names))], names)
+    axes.set_yticks([-row for row in range(len(names))], list(map(_plain, names)))
     axes.set_ylim(-len(names) + 0.45, 0.55)
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds since the syncer started")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.events import read_events
-from diloco.planning.pages import page, table, values_table
+from diloco.planning.pages import page, plain, table, values_table
 from diloco.report.charts import losses_chart, timeline_chart, training_chart
 from diloco.report.timeline import Timeline
 
@@ -80,8 +79,8 @@ def _body(timeline: Timeline, found: dict[str, Any]) -> str:
         f"<h2>Held-out loss</h2><p>Of the global model, and of controls.</p>{losses_chart(timeline)}"
     )
     training = timeline.steps and f"<h2>Training loss</h2><p>Of each process's own model.</p>{training_chart(timeline)}"
-    return f"""<h1>{html.escape(timeline.run)}</h1>
-<p class="lead">{html.escape(summary(found))}</p>
+    return f"""<h1>{plain(timeline.run)}</h1>
+<p class="lead">{plain(summary(found))}</p>
 {losses or ""}
 <h2>Who took part</h2>
 <p>A row per process. A band is a learner's presence in the run, a tick a merge that it is in,

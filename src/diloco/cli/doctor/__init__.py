@@ -16,6 +16,7 @@ from diloco.cli._options import Authority, Insecure, Json, Keys, Overrides, Toke
 from diloco.cli.doctor.findings import Finding
 from diloco.cli.doctor.network import Access
 from diloco.errors import ConfigError
+from diloco.escaping import printable
 
 if TYPE_CHECKING:
     from diloco.cli.doctor.network import Syncer
@@ -114,6 +115,6 @@ def _print(finding: Finding) -> None:
     """One line, and a second one with the advice."""
     colour = {"ok": None, "absent": "yellow", "missing": "red"}[finding.state]
     mark = typer.style(f"{MARKS[finding.state]:5}", fg=colour)
-    typer.echo(f"{mark} {finding.what:15} {finding.found}")
+    typer.echo(f"{mark} {finding.what:15} {printable(finding.found)}")
     if finding.advice:
         typer.echo(f"{'':21} {finding.advice}")

@@ -10,6 +10,7 @@ import typer
 
 from diloco.config import load_config
 from diloco.errors import ConfigError, translated
+from diloco.escaping import log_plainly
 from diloco.whole_files import write_whole
 
 
@@ -45,14 +46,12 @@ def command(
     ] = None,
 ) -> None:
     """Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."""
-    import logging
-
     from diloco.core.members import Deadlines
     from diloco.core.pool import Pool
     from diloco.core.presets import method_from_table
     from diloco.syncer.server import Options, Syncer
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    log_plainly("%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = load_config(run_file, set_ or ())
     table = config.syncer
     port = metrics_port if metrics_port is not None else table.metrics_port

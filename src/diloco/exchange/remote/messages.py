@@ -10,6 +10,7 @@ from diloco.core.lineage import Lineage
 from diloco.core.ranges import Ranges
 from diloco.core.session import requests
 from diloco.core.update import Update
+from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.wire import syncer_pb2 as pb
 
 
@@ -149,10 +150,11 @@ def standing_of(message: pb.Standing) -> Standing:
 
 def verdicts_of(messages: Iterable[pb.Verdict]) -> tuple[Verdict, ...]:
     """What became of contributions."""
-    return tuple(
-        Verdict(each.fragment, each.number, each.reason if each.HasField("reason") else None, each.version)
-        for each in messages
-    )
+    return tuple(Verdict(each.fragment, each.number, _reason(each), each.version) for each in messages)
+
+
+def _reason(verdict: pb.Verdict) -> str | None:
+    return printable(verdict.reason, MAX_REASON) if verdict.HasField("reason") else None
 
 
 def update_of(header: pb.PullHeader) -> Update:

@@ -20,6 +20,7 @@ from diloco.core.session import SessionCore, requests
 from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.core.session.requests import SessionAction
 from diloco.errors import DilocoError, ExchangeError
+from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.base import Arrived, Opened, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.remote.entry import Entry
@@ -237,7 +238,8 @@ class Session:
                     self.enter(partial(core.heard, watch=watch, lineage=lineage, standing=standing))
                 case "evicted":
                     evicted = notice.evicted
-                    self.enter(partial(core.evicted, watch=watch, reason=evicted.reason, replaced=evicted.replaced))
+                    reason = printable(evicted.reason, MAX_REASON)
+                    self.enter(partial(core.evicted, watch=watch, reason=reason, replaced=evicted.replaced))
 
     # --- threads ------------------------------------------------------------------------------------------------------
 

@@ -8,11 +8,15 @@ import grpc
 
 from diloco import errors
 from diloco.errors import DilocoError, ExchangeError
+from diloco.escaping import printable
 
 SERVICE = "diloco.v1.Syncer"
 ERROR_KEY = "diloco-error"
 """Trailing metadata that names the class of `diloco.errors` an aborted call stands for; the text is the status detail.
 """
+
+MAX_TEXT = 1500
+"""Characters of an error on the wire: it is in a header, and may quote what the other side sent."""
 
 _CODES: dict[type[DilocoError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -39,7 +43,7 @@ def abort(context: grpc.ServicerContext, error: DilocoError) -> None:
     """End a call on the server with `error`; does not return."""
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
     context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
-    context.abort(code, str(error))
+    context.abort(code, printable(str(error), MAX_TEXT))
 
 
 def from_rpc_error(error: grpc.RpcError, address: str) -> DilocoError:
@@ -48,9 +52,10 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> DilocoError:
     trailing = dict(call.trailing_metadata() or ())
     kind = getattr(errors, str(trailing.get(ERROR_KEY, "")), None)
     if isinstance(kind, type) and issubclass(kind, DilocoError):
-        return kind(call.details())
+        return kind(printable(call.details(), MAX_TEXT))
+    details = printable(str(call.details()), MAX_TEXT)
     return ExchangeError(
-        f"the syncer at {address} did not answer ({call.code().name.lower()}: {call.details()}); is it running?"
+        f"the syncer at {address} did not answer ({call.code().name.lower()}: {details}); is it running?"
     )
 
 

@@ -1,0 +1,31 @@
+"""Text from another machine, made fit for a terminal, a log or an error: it may be anything."""
+
+import logging
+
+MAX_REASON = 300
+"""Characters of a reason that a peer gives."""
+
+
+def printable(text: str, most: int | None = None) -> str:
+    r"""`text` with an escape, as in "\x1b", for each character that is not printable; at most so many characters of
+    it. Spaces are printable, line ends are not."""
+    if most is not None and len(text) > most:
+        text = f"{text[:most]}..."
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+class PlainFormatter(logging.Formatter):
+    """Messages on one line each, whatever is quoted in them."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+
+def log_plainly(form: str) -> None:
+    """Log from the level INFO on to standard error, in this form."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PlainFormatter(form))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
