@@ -34,7 +34,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A learner's id, and the name of a key: safe in a file's name, a terminal, a page and a metric's label."""
 
 MAX_SOURCE = 200
-"""Characters of the place where a model came from."""
+"""Characters of the place where a model came from, or of a digest."""
 
 
 MAX_UNIT = 2**53
@@ -105,7 +105,7 @@ def check_ask(learner: str, ask: Ask) -> None:
     data = ask.data
     _within(learner, "units of data in all passes", data.num_units * max(1, data.passes), MAX_UNIT)
     _within(learner, "tokens in a unit of data", data.unit_tokens, MAX_TOKENS)
-    _within(learner, "characters in the digest of its data", len(data.digest), MAX_NAME)
+    _within(learner, "characters in the digest of its data", len(data.digest), MAX_SOURCE)
     for units in ask.claim:
         _check_units(learner, units)
 
