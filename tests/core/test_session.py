@@ -11,6 +11,7 @@ import pytest
 
 from diloco import errors
 from diloco.core.contribution import DROPPED, OUTLIER, CallForWork, Contribution, Drained, Rejected, Standing, Verdict
+from diloco.core.leases import Ask, DataSet, Grant
 from diloco.core.lineage import Lineage
 from diloco.core.members import Deadlines
 from diloco.core.session import SessionCore, requests
@@ -138,7 +139,7 @@ class Script:
 
 CALLS = (
     requests.Describe, requests.Initialise, requests.Join, requests.Fetch, requests.Watch, requests.Beat, requests.Push,
-    requests.Leave,
+    requests.Lease, requests.Leave,
 )  # fmt: skip
 
 
@@ -603,6 +604,48 @@ def test_slow_answers_get_more_time_and_one_dead_connection_does_not_make_a_link
         it.sleep(0.5)
         call = it.beat()
     assert call.timeout_s == pytest.approx(8 * 0.5)
+
+
+# --- leases of data ---------------------------------------------------------------------------------------------------
+
+ASK, GRANT = Ask(1, 10, DataSet(100, 0, "d")), Grant(1, ((0, 10),))
+
+
+def test_a_lease_is_asked_for_until_it_is_answered_and_told_once() -> None:
+    it = Script().start()
+    it.do(it.core.asked, 1, ASK)
+    first = it.fail(requests.Lease)
+    assert (first.ask, first.who.incarnation, first.seen) == (ASK, 1, it.lineage)
+    assert it.until(requests.Lease).ask == ASK
+    it.answer(requests.Lease, it.core.leased, GRANT)
+    assert it.take(Grant) == [GRANT]
+    assert requests.Lease not in it.open
+
+
+def test_an_eviction_voids_the_request_for_a_lease_and_its_answer() -> None:
+    it = Script().start()
+    it.do(it.core.asked, 1, ASK)
+    it.do(it.core.evicted, it.open[requests.Watch], "nothing heard for 6.0 s", replaced=False)
+    it.fail(requests.Watch, STALE)
+    it.answer(requests.Lease, it.core.leased, GRANT)
+    assert it.take(Grant) == []
+    it.until(requests.Join)
+    it.join(2)
+    it.do(it.core.asked, 1, ASK)  # by the training thread, which has not heard of it yet
+    assert requests.Lease not in it.open
+
+    it = Script().start()
+    it.do(it.core.asked, 1, ASK)
+    it.fail(requests.Lease, STALE)
+    assert it.until(requests.Join).again
+
+
+def test_other_data_than_the_runs_ends_the_learner() -> None:
+    it = Script().start()
+    it.do(it.core.asked, 1, ASK)
+    error = errors.ConfigError("'a' (here) has data of 41 units, and the run (there) of 40.")
+    it.fail(requests.Lease, error)
+    assert it.take(requests.Fail) == [requests.Fail(error)]
 
 
 # --- eviction and joining again ---------------------------------------------------------------------------------------

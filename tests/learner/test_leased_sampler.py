@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -149,15 +150,18 @@ def test_what_an_overlap_overwrites_in_the_only_fragment_is_trained_again() -> N
     assert data["returned"] > 9 * BATCH
 
 
-def test_a_run_in_one_process_cannot_be_saved_with_leased_data() -> None:
-    def life(index: int, exchange: Exchange) -> dict[str, Any]:
+def test_a_run_in_one_process_cannot_go_back_with_leased_data() -> None:
+    def life(index: int, exchange: Exchange, saved: dict[str, Any] | None = None) -> dict[str, Any]:
         with learner_of(exchange) as learner:
+            if saved is not None:
+                learner.load_state_dict(saved)
             sampler = diloco.LeasedSampler(learner, N, BATCH)
             train(learner, sampler.batches(DataLoader(Samples(), batch_sampler=sampler)), 4, [])
             return learner.state_dict()
 
-    with pytest.raises(ConfigError, match="in one process .* leased data"):
-        alive(life, 1)
+    [saved] = diloco.run_local(life, learners=1)
+    with pytest.raises(ConfigError, match="in one process cannot go back to a checkpoint with leased data"):
+        diloco.run_local(partial(life, saved=saved), learners=1)
 
 
 def test_what_cannot_lease_is_refused() -> None:

@@ -19,6 +19,9 @@ from diloco.errors import ConfigError
 from diloco.events import Data, Merged, read_events
 from diloco.exchange.base import Exchange
 from diloco.exchange.remote import fetch_status
+from diloco.exchange.virtual.delivery import Fault
+from diloco.simulation.scenario import Scenario
+from diloco.simulation.virtual_run import simulate
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints
 from diloco.training.job import Job
@@ -107,6 +110,22 @@ def test_learners_in_one_process_lease_too(tiny: Tiny) -> None:
     (steps, data), _ = diloco.run_local(life, learners=2)
     assert steps == 20
     assert data["fragments"][0]["fates"] == {"merged": 2 * 18 * BATCH}
+
+
+def test_a_simulated_run_leases_through_a_death(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(*LEASES, "checkpoint.every_steps=2", "run.tokens=512_000", "run.steps=40", "schedule.steps=40")
+    scene = Scenario(lambda *_: 1.0, faults=[Fault(1, 10.5, 25.0)])
+    simulate({"a": config, "b": config}, scene, tmp_path / "played")
+    events = read_events(tmp_path / "played" / "syncer" / "events.jsonl")
+    units = [unit for it in events if isinstance(it, Merged) for ranges in it.units for unit in numbers(ranges)]
+    assert len(units) == len(set(units)) > 40 * BATCH
+    [*_, last] = [it for it in read_events(tmp_path / "played" / "syncer" / "events.jsonl") if isinstance(it, Data)]
+    assert last.returned > 0
+    assert last.done == len(units)
+
+
+def numbers(ranges: tuple[tuple[int, int], ...]) -> list[int]:
+    return [unit for first, stop in ranges for unit in range(first, stop)]
 
 
 def test_leases_need_a_syncer(tiny: Tiny) -> None:

@@ -150,6 +150,7 @@ class SyncerCore:
             "fragment_steps": [state.step for state in self.fragments],
             "rounds": self.rounds.saved(None),
             "own_rounds": self.rounds.saved_of(learner),
+            "has_leases": self.leases.data is not None,
             "ledgers": self.accounting.accounts[learner].as_dict()["ledgers"],
         }
 

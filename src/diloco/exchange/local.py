@@ -303,11 +303,6 @@ class Local(Exchange):
         assert driver is not None
         if name not in driver.core.members:
             return {}
-        if driver.core.leases.data is not None:
-            raise ConfigError(
-                "a run in one process cannot be saved with leased data, which all its learners share; deal fixed "
-                "shards, or run it over a syncer."
-            )
         held = [driver.state.model.held(f) for f in range(len(driver.state.versions))]
         fragments = {str(f): each.state_dict() for f, each in enumerate(held)}
         return {"fragments": fragments, "core": driver.core.saved_of(name)}
@@ -315,13 +310,22 @@ class Local(Exchange):
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Before any learner has trained, the run goes back to the state. Later its model and clock are the others' as
         well, and stay: a learner that is new to the run brings its own ledger to it, if the run's model is the state's.
-        One that comes back has its ledger there already."""
+        One that comes back has its ledger there already.
+
+        Raises:
+            ConfigError: the checkpoint is of a run with leased data.
+        """
         run, name = self._run, self._name
         assert run.driver is not None
         account = run.driver.core.accounting.accounts[name]
         comes_back = account.incarnation > 1 and account.ledgers[0].trained > 0
         if not state or comes_back or (run.has_trained and not run.stands_at(state)):
             return False
+        if state["core"]["has_leases"]:
+            raise ConfigError(
+                "a run in one process cannot go back to a checkpoint with leased data, which all its learners share; "
+                "deal fixed shards, or run it over a syncer."
+            )
         self._joined.restore(run.restore(name, state))
         return True
 
