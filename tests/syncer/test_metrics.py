@@ -45,11 +45,17 @@ def test_a_merge_shows_who_took_part(metrics: SyncerMetrics) -> None:
     metrics.merged(1, contributors=1, live=2, seconds=0.02)
     metrics.persisted(0.2)
     metrics.published(1, 7)
+    metrics.set_data(done=40, leased=9, returned=2)
     found = scrape(port)
     assert found["diloco_run"] == {labels(run="demo"): 1}
     assert found["diloco_learners"] == {labels(state="live"): 2, labels(state="healthy"): 1}
     assert found["diloco_participation_ratio"] == {labels(fragment="1"): 0.5}
     assert found["diloco_merge_contributors"] == {labels(fragment="1"): 1}
+    assert found["diloco_data_units"] == {
+        labels(state="done"): 40,
+        labels(state="leased"): 9,
+        labels(state="returned"): 2,
+    }
     assert found["diloco_fragment_version"] == {labels(fragment="1"): 7}
     assert found["diloco_learner_step"] == {labels(learner="site-a"): 40, labels(learner="site-b"): 3}
     assert found["diloco_learner_step_seconds"] == {labels(learner="site-a"): 0.5}

@@ -368,7 +368,8 @@ class Leases:
         """Passes of which every unit is done."""
         if self.data is None:
             return 0
-        return min([self.frontier, *(first for first, _ in (*self.leased, *self.returned))]) // self.data.num_units
+        sets = (self.returned, *(lease.units for lease in self.leases.values()))
+        return min([self.frontier, *(units[0][0] for units in sets if units)]) // self.data.num_units
 
     def status(self) -> dict[str, Any] | None:
         """Plain values for `diloco status`; None: no learner has asked for a lease.

@@ -135,6 +135,10 @@ class Journal(Observer):
         """How the run stands, for Prometheus."""
         self._metrics.set_missing_events(self._events.num_missing)
         self._metrics.set_ledgers({learner: account.ledgers for learner, account in core.accounting.accounts.items()})
+        if (leases := core.leases).data is not None:
+            self._metrics.set_data(
+                done=count(leases.done), leased=count(leases.leased), returned=count(leases.returned)
+            )
         for index, fragment in enumerate(core.fragments):
             self._metrics.published(index, fragment.version)
             present = core.rounds.lacks_learners(index)

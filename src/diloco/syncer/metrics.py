@@ -69,6 +69,12 @@ class SyncerMetrics:
         self._missing_events = Gauge(
             "diloco_missing_events", "Events that this syncer could not write to its event log.", registry=self.registry
         )
+        self._data_units = Gauge(
+            "diloco_data_units",
+            "Units of leased data, over all passes that were begun: done, leased, and returned by a learner.",
+            ["state"],
+            registry=self.registry,
+        )
         self._snapshots = _Snapshots()
         self.registry.register(self._snapshots)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
@@ -136,6 +142,11 @@ class SyncerMetrics:
     def set_missing_events(self, number: int) -> None:
         """Events that could not be written since this syncer started."""
         self._missing_events.set(number)
+
+    def set_data(self, *, done: int, leased: int, returned: int) -> None:
+        """Units of leased data."""
+        for state, num in (("done", done), ("leased", leased), ("returned", returned)):
+            self._data_units.labels(state).set(num)
 
     def set_bytes(self, totals: Mapping[tuple[str, str, Direction], int]) -> None:
         """Bytes on the sockets by (learner, kind, direction), as `SocketLedger.totals` gives them; they only grow."""
