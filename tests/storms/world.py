@@ -15,6 +15,7 @@ from tests.storms.accounts import Accounts
 from tests.storms.draws import Draws
 from tests.storms.drivers import RecordingStore, RecordingWorker, StormDriver, StormJobs
 from tests.storms.invariants import BrokenInvariantError, Ledger, check_learner, require
+from tests.storms.journals import StormJournal
 from tests.storms.learners import LearnerProcess
 from tests.storms.plans import Fault, Plan
 from tests.storms.progress import LOOK_S, Progress
@@ -61,6 +62,9 @@ class ProcessKilled(BaseException):
 class Storm:
     """A plan as it happens, with some of its faults.
 
+    Arguments:
+        journal: keeps all events of the syncer; None: they are not kept.
+
     Attributes:
         now_s: virtual time.
         driver: of the syncer's process; None: it is not there.
@@ -73,10 +77,11 @@ class Storm:
         num_events: that have happened.
     """
 
-    def __init__(self, plan: Plan, faults: Sequence[Fault] | None = None) -> None:
+    def __init__(self, plan: Plan, faults: Sequence[Fault] | None = None, journal: StormJournal | None = None) -> None:
         self.plan = plan
         self.faults = tuple(plan.faults if faults is None else faults)
         self.draws = Draws(plan.seed)
+        self.journal = journal
         self.now_s = 0.0
         self.num_events = 0
         self.ledger = Ledger()
@@ -245,6 +250,8 @@ class Storm:
         room_bytes = (self.plan.spool_fits or 0) * self.jobs.contribution_bytes(max(self.plan.sizes))
         self._spool = LimitedSpool(room_bytes if is_small else None)
         ports = Ports(clock, self._spool, self.jobs, self._store, worker, self.accounts)
+        if self.journal is not None:
+            ports = self.journal.recorded(ports)
         self.began_s = self.quiet_s = max(self.now_s, self.quiet_s)
         self.driver = StormDriver(RUN, self.plan.method, ports, boot=boot, saved=saved)
         self.driver.ledger, self.driver.accounts = self.ledger, self.accounts
@@ -258,6 +265,8 @@ class Storm:
         if self.driver is None:
             return
         self.driver = None
+        if self.journal is not None:
+            self.journal.killed(self.draws.unit("journal"))
         self.quiet_s = max(self.quiet_s, self.now_s + back_s)
         self.boot += 1
         for learner in self.learners:

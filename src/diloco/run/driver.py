@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic
@@ -58,6 +58,7 @@ from diloco.run.assembly import Assemblies, Assembly, Span
 from diloco.run.connections import Connections
 from diloco.run.global_model import Fetched
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
+from diloco.run.recorded import event
 from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
 from diloco.run.writes import Write, Writes, refusal_of
@@ -116,10 +117,12 @@ class Driver(Generic[H, S, P]):
         UnknownRunError: another run is saved. AlreadyInitialisedError: it has another method.
     """
 
+    @event
     def __init__(
         self, run: str, method: RunMethod, ports: Ports[H, S, P], *, boot: int, deadlines: Deadlines | None = None,
         saved: SavedRun[H] | None = None, pool: Pool | None = None,
     ) -> None:  # fmt: skip
+        self._recorder = ports.recorder
         self.boot = boot
         self.state: RunState[H, P] = RunState(run, method, deadlines or Deadlines(), pool)
         self._ports = ports
@@ -160,6 +163,7 @@ class Driver(Generic[H, S, P]):
         """Whether tensor work or a write is under way that does not wait for a disk that refused it."""
         return self._num_closing > 0 or self._writes.are_moving or bool(self._beginnings)
 
+    @event
     def standing(self, learner: str) -> Standing:
         """The standing of a member."""
         return self._standing(learner, self.num_live)
@@ -213,6 +217,7 @@ class Driver(Generic[H, S, P]):
 
     # --- a run's beginning --------------------------------------------------------------------------------------------
 
+    @event
     def initialise(self, model: InitialModel[H], done: Callable[[DilocoError | None], None]) -> None:
         """Give the run its model, once. `done` is called with None once that is durable; with AlreadyInitialisedError
         if the run has a model, which stays; with StoreError if the disk refused, and the run stays without a model.
@@ -252,6 +257,7 @@ class Driver(Generic[H, S, P]):
         """Which state of which run is served."""
         return self.state.lineage(self.boot)
 
+    @event
     def join(
         self, learner: str, layout: ModelLayout, done: Callable[[int], None], *, process: int = 0, again: bool = False,
         ready: bool = False, overlap: int | None = None, seen: Lineage | None = None,
@@ -304,6 +310,7 @@ class Driver(Generic[H, S, P]):
                 f"{versions[fragment]} is not part of it any more; join again to continue from the newest one."
             )
 
+    @event
     def heartbeat(
         self, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
         waiting: bool, finished: bool = False, versions: Sequence[int] = (), confirmed: Sequence[int] = (),
@@ -336,6 +343,7 @@ class Driver(Generic[H, S, P]):
         self._execute(actions)
         return self.standing(learner)
 
+    @event
     def leave(self, learner: str, incarnation: int, done: Callable[[], None], *, tokens: int) -> None:
         """A learner leaves. `done`: called once that is durable.
 
@@ -350,6 +358,7 @@ class Driver(Generic[H, S, P]):
         self._writes.record(self._clock.now_s(), done)
         self._execute(actions)
 
+    @event
     def lease(
         self, learner: str, incarnation: int, ask: Ask, done: Callable[[Grant], None], *, seen: Lineage | None = None
     ) -> None:  # fmt: skip
@@ -370,6 +379,7 @@ class Driver(Generic[H, S, P]):
         self._writes.record(now_s, partial(done, grant))
         self._execute(actions)
 
+    @event
     def connected(
         self, learner: str, incarnation: int, connection: ConnectionPort, *, versions: Sequence[int] = (),
         seen: Lineage | None = None,
@@ -392,6 +402,7 @@ class Driver(Generic[H, S, P]):
         connection.standing(self.standing(learner))
         self._tell([it.learner for it in self.core.members.values() if it.learner != learner and it.tokens == 0])
 
+    @event
     def disconnected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
         """This connection broke."""
         if self._connections.broke(learner, incarnation, connection):
@@ -399,6 +410,7 @@ class Driver(Generic[H, S, P]):
 
     # --- contributions ------------------------------------------------------------------------------------------------
 
+    @event
     def begin_push(
         self, contribution: Contribution, num_bytes: int, *, boot: int, span: Span | None = None
     ) -> Upload[S]:
@@ -449,6 +461,7 @@ class Driver(Generic[H, S, P]):
         assembly.begin(c, num_bytes, span)
         return Upload(c, num_bytes, assembly.slot, span, assembly)
 
+    @event
     def cut_push(self, push: Upload[S], no_room: NoRoomError | None = None) -> None:
         """The upload was broken off. `no_room`: the error, if there was no room for the payload."""
         self._part_ended(push, is_complete=False)
@@ -470,6 +483,7 @@ class Driver(Generic[H, S, P]):
         self._no_room = now_s, str(no_room)
         self._observer.sent_back(c)
 
+    @event
     def complete_push(self, push: Upload[S], done: Callable[[DilocoError | None], None]) -> None:
         """All of its payload is here. `done`: None once it is accepted, rejected (its learner's standing says so when
         that is durable) or known as a duplicate; otherwise what is wrong with it, and the round is as before:
@@ -501,6 +515,7 @@ class Driver(Generic[H, S, P]):
             self._ports.spool.release(push.slot)
             done(refusal)
             return
+        self._decided(actions[:1])
         match actions[0]:
             case Acknowledge(duplicate=False):
                 self._slots[push.contribution] = push.slot
@@ -574,6 +589,7 @@ class Driver(Generic[H, S, P]):
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
+    @event
     def tick(self, late_s: float = 0.0) -> None:
         """Time has passed: called at the time given to `ClockPort.wake_at`, and now and then.
 
@@ -592,19 +608,22 @@ class Driver(Generic[H, S, P]):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
+    @event
     def stop(self) -> None:
         """Close no more rounds. Work under way continues until `is_busy` is false."""
         self._is_stopping = True
 
+    @event
     def end(self) -> None:
         """End all connections; learners connect to the driver that serves the run next."""
         self._connections.end_all()
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _execute(self, actions: Iterable[Action]) -> None:
+    def _execute(self, actions: Sequence[Action]) -> None:
         """Execute the actions of an event, and begin what else is due."""
         told: set[str] = set()
+        self._decided(actions)
         for action in actions:
             match action:
                 case MergeRound():
@@ -636,6 +655,10 @@ class Driver(Generic[H, S, P]):
         if news != self._data_news:
             self._data_news = news
             self._observer.data_moved(leases)
+
+    def _decided(self, actions: Sequence[Action]) -> None:
+        if self._recorder is not None:
+            self._recorder.decided(actions)
 
     def _evict(self, action: Evict) -> None:
         self._observer.evicted(action)

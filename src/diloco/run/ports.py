@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from diloco.core.actions import Evict, MergeRound, Reject
+from diloco.core.actions import Action, Evict, MergeRound, Reject
 from diloco.core.contribution import Contribution, Standing
 from diloco.core.leases import Leases
 from diloco.core.lineage import Epoch
@@ -295,13 +295,23 @@ class Observer(Protocol):
         """The state of the run, at every tick."""
 
 
+class RecorderPort(Protocol):
+    """Journals the events of a driver, such as `run.recorder.Recorder`."""
+
+    def event(self, name: str, method: Callable[..., T], arguments: Mapping[str, Any]) -> T:
+        """Call a method of the driver with these arguments, and journal the call."""
+
+    def decided(self, actions: Sequence[Action]) -> None:
+        """The driver executes these actions within the event that is under way."""
+
+
 class NullObserver(Observer):
     """Keeps nothing."""
 
 
 @dataclass(frozen=True)
 class Ports(Generic[H, S, P]):
-    """A driver's world."""
+    """A driver's world. `recorder`: journals its events; None: they are not kept."""
 
     clock: ClockPort
     spool: SpoolPort[S]
@@ -309,3 +319,4 @@ class Ports(Generic[H, S, P]):
     store: StorePort[H, P]
     worker: WorkerPort
     observer: Observer
+    recorder: RecorderPort | None = None

@@ -1,0 +1,101 @@
+"""The digests of payloads in a journal, and payloads read back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.core.held import HeldFragment
+from diloco.core.layout import Layout
+from diloco.core.method import Method
+from diloco.errors import CorruptPayloadError
+from diloco.run.ports import InitialModel
+from diloco.run.replay_ports import Formats, KeptPayloads
+from diloco.run.tensor_jobs import TensorJobs, TensorSlot
+
+Keep = Callable[[str, Sequence[memoryview]], bool]
+"""Keeps bytes, given in parts, under a name; returns whether it could."""
+
+
+def contribution_name(digest: str) -> str:
+    """What the payload of a contribution is kept as."""
+    return f"contribution-{digest}"
+
+
+def fragment_name(index: int, version: int, digest: str) -> str:
+    """What a fragment is kept as that a driver begins with."""
+    return f"fragment-{index}-{version}-{digest}"
+
+
+class TensorPayloads:
+    """Makes the digests (`recorder.PayloadsPort`).
+
+    Arguments:
+        keep: keeps payloads; None: only their digests are journalled.
+    """
+
+    def __init__(self, keep: Keep | None = None) -> None:
+        self._keep = keep
+
+    def check(self, slot: TensorSlot, *, is_usable: bool) -> Mapping[str, Any]:
+        """As `recorder.PayloadsPort`."""
+        data = _bytes_of(slot.tensor)
+        digest = hashlib.sha256(data).hexdigest()
+        if self._keep is None or not is_usable:
+            return {"payload": digest}
+        return {"payload": digest, "kept": self._keep(contribution_name(digest), [data])}
+
+    def begin(self, model: InitialModel[HeldFragment]) -> None:
+        """As `recorder.PayloadsPort`."""
+        if self._keep is not None:
+            for each in model.fragments:
+                self._keep(fragment_name(each.fragment, each.version, each.digest), [_bytes_of(each.theta)])
+
+
+class ReadPayloads:
+    """Payloads that were kept (`replay_ports.KeptPayloads`).
+
+    Arguments:
+        read: bytes by name; None: they are not kept.
+    """
+
+    def __init__(self, read: Callable[[str], bytearray | None]) -> None:
+        self._read = read
+
+    def contribution(self, digest: str) -> Tensor | None:
+        """As `replay_ports.KeptPayloads`."""
+        data = self._read(contribution_name(digest))
+        return None if data is None else _tensor_of(data, torch.uint8)
+
+    def fragment(self, method: Method, index: int, version: int, digest: str) -> HeldFragment | None:
+        """As `replay_ports.KeptPayloads`. Raises CorruptPayloadError: it has another digest."""
+        data = self._read(fragment_name(index, version, digest))
+        if data is None:
+            return None
+        held = HeldFragment.first(method, index, _tensor_of(data, torch.float32), version)
+        if held.digest != digest:
+            raise CorruptPayloadError(
+                f"version {version} of fragment {index} is kept with digest {held.digest[:16]}, and was {digest[:16]}."
+            )
+        return held
+
+    def digest(self, payload: Tensor) -> str:
+        """As `replay_ports.KeptPayloads`."""
+        return hashlib.sha256(_bytes_of(payload)).hexdigest()
+
+
+def tensor_formats(payloads: KeptPayloads | None) -> Formats:
+    """Of a run's journal, with its payloads."""
+    return Formats(Layout.from_dict, Method.from_dict, lambda method: TensorJobs(method, seconds=None), payloads)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _tensor_of(data: bytearray, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

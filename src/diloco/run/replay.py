@@ -1,0 +1,277 @@
+"""`Replay`: a run's driver once more, from its journal.
+
+The real driver is given the events of the journal at their times, and its jobs end in the order in which they ended. A
+recorder stands around it as it did in the run, so that a replay is right exactly where it writes the same entries.
+Where the journal has no payload of a contribution, its check and its merge are taken from the journal, and only
+decisions are compared; with payloads they are done again, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.errors import DilocoError, StoreError
+from diloco.run.driver import Driver
+from diloco.run.memory import MemorySlot
+from diloco.run.plain import TAG, PlainReader
+from diloco.run.ports import NullObserver, Ports
+from diloco.run.recorded import is_event
+from diloco.run.recorder import Recorder, record_digest
+from diloco.run.replay_ports import (
+    DeafConnection,
+    Formats,
+    Past,
+    PastClock,
+    PastJobs,
+    PastJournal,
+    PastPayloads,
+    PastSpool,
+    PastStore,
+    PastWorker,
+    Told,
+)
+
+_FAILS = (DilocoError, AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What an event of a driver may end in that has come into a state in which it never was."""
+
+_ANSWERED = {"initialise", "join", "leave", "complete_push"}
+"""Events that are answered by a call of `done`."""
+
+
+@dataclass
+class Findings:
+    """What a replay has found.
+
+    Attributes:
+        num_entries: events and ends of jobs that were replayed.
+        num_equal: those of them that are as they were.
+        num_boots: how often a driver began to serve the run.
+        num_merges: rounds that were closed.
+        num_merges_equal: those that were merged again, with the same digests.
+        num_skipped: entries after a gap and before the next driver, which cannot be replayed.
+        gaps: where entries are missing, in words.
+        difference: the first one, in words; None: there is none.
+    """
+
+    num_entries: int = 0
+    num_equal: int = 0
+    num_boots: int = 0
+    num_merges: int = 0
+    num_merges_equal: int = 0
+    num_skipped: int = 0
+    gaps: list[str] = field(default_factory=list)
+    difference: str | None = None
+
+
+class Replay:
+    """One run, event by event.
+
+    Arguments:
+        formats: of its tensors.
+        fragment: merge only this one again; None: all.
+
+    Attributes:
+        findings: so far.
+        driver: the run as it stands; None: it has not begun, or a gap is behind it.
+    """
+
+    def __init__(self, formats: Formats, *, fragment: int | None = None) -> None:
+        self.findings = Findings()
+        self.driver: Driver[Told, MemorySlot, None] | None = None
+        self._formats, self._fragment = formats, fragment
+        reader = PlainReader(layout=formats.layout, method=formats.method, held=self._held, numbered=self._numbered)
+        self._past = Past(reader)
+        self._store, self._worker = PastStore(self._past), PastWorker()
+        self._is_whole = False  # the entries so far lead to what is durable
+        self._objects: dict[tuple[str, int], Any] = {}
+        self._began_s: float | None = None
+
+    def take(self, line: str) -> None:
+        """Replay an entry of the journal.
+
+        Raises:
+            StoreError: this version of diloco does not understand it.
+        """
+        entry = json.loads(line)
+        if entry["e"] == "#journal":  # a part of it begins
+            return
+        if entry["e"] in ("#gap", "#damage"):
+            self._break_off(entry)
+            return
+        if self.driver is None and entry["e"] != "__init__":
+            self.findings.num_skipped += 1
+            return
+        if self._began_s is None:
+            self._began_s = entry["t"]
+        self.findings.num_entries += 1
+        self._past.entry, self._past.now_s = entry, entry["t"]
+        self._past.written.clear()
+        failure = ""
+        try:
+            self._happen(entry)
+        except _FAILS as error:
+            failure = f"{type(error).__name__}: {error}"
+        if self._past.written == [line]:
+            self.findings.num_equal += 1
+        else:
+            self._differs(entry, failure)
+
+    def _happen(self, entry: Mapping[str, Any]) -> None:
+        name, read = entry["e"], self._past.reader.read
+        if name == "__init__":
+            self._begin(entry["a"])
+        elif name.startswith("#"):
+            what, job, done = self._worker.jobs.pop(entry["n"])
+            if name != f"#{what}":
+                raise LookupError(f"job {entry['n']} is a {what}")
+            found = job()
+            if what == "close":
+                self.findings.num_merges += 1
+                self.findings.num_merges_equal += self._jobs.is_equal
+            done(found)
+        elif is_event(method := getattr(Driver, name, None)):
+            assert method is not None
+            arguments = {key: read(value) for key, value in entry["a"].items()}
+            if name in _ANSWERED:
+                arguments["done"] = _ignore
+            answer = method(self.driver, **arguments)
+            if name == "begin_push":
+                self._objects["push", self._recorder.number_of(answer)] = answer
+        else:
+            raise StoreError(f"the journal has an event {name!r}; read it with the version that wrote it.")
+
+    # --- a driver begins ----------------------------------------------------------------------------------------------
+
+    def _begin(self, given: Mapping[str, Any]) -> None:
+        """A driver begins to serve the run, with what is durable."""
+        self.findings.num_boots += 1
+        saved = given.get("saved")
+        if self._is_whole:
+            self._finish_write(saved)
+        self._method = self._past.reader.read(given["method"])
+        arguments = {key: self._past.reader.read(value) for key, value in given.items()}
+        self._store, self._worker, self._objects = PastStore(self._past), PastWorker(), {}
+        if saved is not None:
+            self._store.fragments, self._store.record = list(arguments["saved"].fragments), arguments["saved"].record
+        kept = self._formats.payloads
+        self._jobs = PastJobs(self._past, self._formats.jobs(self._method), kept, self._fragment)
+        self._recorder: Recorder[MemorySlot] = Recorder(PastJournal(self._past), PastPayloads(self._past, kept))
+        observer = NullObserver()  # type: ignore[abstract] # its methods do nothing
+        ports = Ports(PastClock(self._past), PastSpool(self._past), self._jobs, self._store, self._worker, observer)
+        self._is_whole = True
+        self.driver = Driver(**arguments, ports=self._recorder.around(ports))
+
+    def _finish_write(self, saved: Mapping[str, Any] | None) -> None:
+        """What is durable must be what the entries before lead to, with or without the write that was under way."""
+        if self._leads_to(saved):
+            return
+        self._past.entry = {"r": None}
+        for what, job, _ in self._worker.jobs.values():
+            if what == "write":
+                job()
+        if not self._leads_to(saved):
+            begins = "no model" if saved is None else _versions([version for version, _ in saved["fragments"]])
+            self._found(
+                f"a syncer begins with {begins}, and the journal before it ends with "
+                f"{_versions([each.version for each in self._store.fragments])} or another record: the state was put "
+                "back to another one, or a part of the journal is missing"
+            )
+
+    def _leads_to(self, saved: Mapping[str, Any] | None) -> bool:
+        fragments, record = self._store.fragments, self._store.record
+        if saved is None:
+            return not fragments
+        if (record is None) != (saved["record"] is None):
+            return False
+        is_record = record is None or record_digest(record) == record_digest(saved["record"])
+        return is_record and saved["fragments"] == [[each.version, each.digest] for each in fragments]
+
+    def _held(self, index: int, version: int, digest: str) -> Told:
+        for each in self._store.fragments[index : index + 1]:
+            if (each.version, each.digest) == (version, digest):
+                return each
+        if self._formats.payloads is None:
+            return Told(version, digest)
+        return Told(version, digest, self._formats.payloads.fragment(self._method, index, version, digest))
+
+    def _numbered(self, kind: str, number: int) -> Any:
+        if kind == "connection":
+            return self._objects.setdefault((kind, number), DeafConnection())
+        return self._objects.pop((kind, number))
+
+    # --- findings -----------------------------------------------------------------------------------------------------
+
+    def _break_off(self, entry: Mapping[str, Any]) -> None:
+        """The driver cannot be replayed from here on; the next one can."""
+        self.driver, self._is_whole = None, False
+        self._store.fragments, self._worker = [], PastWorker()
+        if entry["e"] == "#gap":
+            self.findings.gaps.append(f"{entry['missing']} entries are missing {self._place(entry)}")
+        else:
+            self._found(f"{entry['why']}, {self._place(entry)}")
+
+    def _differs(self, entry: Mapping[str, Any], failure: str) -> None:
+        now = [json.loads(written) for written in self._past.written]
+        if not now:
+            self._found(f"{self._place(entry)}, {_said(entry)}: the replay fails ({failure})")
+            return
+        other = {**now[0]}
+        if "r" in entry and other.get("r") != entry["r"]:
+            sides = f"{_result(entry['r'])} in the journal, and {_result(other['r'])} in the replay"
+        elif other.get("x") != entry.get("x"):
+            sides = f"it read {entry.get('x')} in the journal, and {other.get('x')} in the replay"
+        elif other["d"] != entry["d"]:
+            sides = f"the syncer {_decisions(entry['d'])} in the journal, and {_decisions(other['d'])} in the replay"
+        elif other["o"] != entry["o"]:
+            sides = (
+                f"the syncer {_decisions(entry['d'])} in both, but what it told learners, began or planned has digest "
+                f"{entry['o']} in the journal and {other['o']} in the replay"
+            )
+        else:
+            sides = f"the entry is {json.dumps(entry)} in the journal, and {json.dumps(other)} in the replay"
+        self._found(f"{self._place(entry)}, {_said(entry)}: {sides}")
+
+    def _found(self, difference: str) -> None:
+        self.findings.difference = self.findings.difference or difference
+
+    def _place(self, entry: Mapping[str, Any]) -> str:
+        place = f"at entry {self.findings.num_entries + self.findings.num_skipped}"
+        return place if self._began_s is None or "t" not in entry else f"{place} (t = {entry['t']:.3f} s)"
+
+
+def _ignore(*_: object) -> None:
+    """The recorder has noted the answer."""
+
+
+def _versions(versions: Sequence[int]) -> str:
+    return f"versions {tuple(versions)}" if versions else "no model"
+
+
+def _said(entry: Mapping[str, Any]) -> str:
+    """The event of an entry in words."""
+    if entry["e"].startswith("#"):
+        of = "" if entry.get("f") is None else f" of fragment {entry['f']}"
+        return f"end of a {entry['e'][1:]}{of}"
+    given = entry.get("a", {})
+    learner = given.get("learner") or (given.get("contribution") or {}).get("learner")
+    return f"{entry['e']}{'' if learner is None else f' of {learner}'}"
+
+
+def _result(found: Any) -> str:
+    if isinstance(found, dict) and "update" in found:
+        update = found["update"]
+        without = f", without {', '.join(found['refused'])}" if found["refused"] else ""
+        return (
+            f"version {update['version']} of fragment {update['fragment']} has digest {update['digest'][:16]} (weights "
+            f"{update['weights']}, scale {update['scale']}{without})"
+        )
+    if isinstance(found, dict) and found.get(TAG) == "error":
+        return f"it fails ({found['is']}: {found['says']})"
+    return "it succeeds" if found is None else json.dumps(found)
+
+
+def _decisions(decided: Sequence[str]) -> str:
+    return "; ".join(decided) or "decides nothing"

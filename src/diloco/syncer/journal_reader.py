@@ -1,0 +1,114 @@
+"""Reads the journal of a syncer, while it is written or afterwards."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.errors import StoreError, translated
+from diloco.syncer.journal_files import FORMAT, GZIP, number_of, part_paths
+
+_CHUNK_BYTES, _MOST_BYTES = 64 << 10, 16 << 20
+"""What is read at once of a part, and at most decompressed at once."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """An entry.
+
+    Attributes:
+        entry: JSON on one line.
+        read_bytes: of all parts, up to about here.
+    """
+
+    entry: str
+    read_bytes: int
+
+
+class JournalReader:
+    """All entries of a journal, in order, each as it was written.
+
+    What was altered, or is missing between two parts, is an entry {"e": "#damage", "why": …}; after it follows the next
+    part. A last line that a killed process left torn is skipped.
+
+    Arguments:
+        state_dir: the syncer's.
+
+    Attributes:
+        num_bytes: of all parts.
+
+    Raises:
+        StoreError: there is no journal, or it cannot be read, or has a newer format.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self._directory = state_dir / "journal"
+        self._parts = part_paths(self._directory)
+        if not self._parts:
+            raise StoreError(
+                f"there is no journal in {self._directory}; a syncer keeps one unless its run file has "
+                "[syncer] journal = false."
+            )
+        self.num_bytes = sum(path.stat().st_size for path in self._parts)
+
+    def __iter__(self) -> Iterator[Line]:
+        read_bytes, number, crc = 0, 0, 0
+        for path in self._parts:
+            if number_of(path) != number + 1:
+                missing = f"{number + 1} to {number_of(path) - 1}"
+                yield _damage(f"parts {missing} of the journal are missing from {self._directory}", read_bytes)
+            number, follows, crc = number_of(path), crc, 0
+            for position, (text, is_right) in enumerate(self._lines(path), start=1):
+                crc = int(text[:8], 16) if is_right else 0
+                if not is_right:
+                    yield _damage(f"line {position} of {path} is not what was written", read_bytes)
+                    break
+                entry = text[9:]
+                if position == 1:
+                    self._require_format(path, entry)
+                    expected = json.loads(entry)["follows"]
+                    if expected not in (None, follows):
+                        yield _damage(f"the end of the part before {path} is missing", read_bytes)
+                yield Line(entry, read_bytes)
+            read_bytes += path.stat().st_size
+
+    def payload(self, name: str) -> bytearray | None:
+        """A payload that was kept under this name; None: it was not."""
+        path = self._directory / "payloads" / name
+        with translated(OSError, StoreError, f"cannot read {path}", "check the disk"):
+            return bytearray(path.read_bytes()) if path.exists() else None
+
+    def _lines(self, path: Path) -> Iterator[tuple[str, bool]]:
+        """The lines of a part, and whether each is what was written."""
+        rest, crc = b"", 0
+        reader = zlib.decompressobj(GZIP)
+        with translated(OSError, StoreError, f"cannot read {path}", "check the disk"), path.open("rb") as file:
+            while data := file.read(_CHUNK_BYTES):
+                while data:
+                    try:
+                        rest += reader.decompress(data, _MOST_BYTES)
+                    except zlib.error:
+                        yield "", False
+                        return
+                    data = reader.unconsumed_tail
+                    *lines, rest = rest.split(b"\n")
+                    for line in lines:
+                        crc = zlib.crc32(line[9:], crc)
+                        if line[:9] != b"%08x " % crc:
+                            yield "", False
+                            return
+                        yield line.decode(), True
+
+    def _require_format(self, path: Path, head: str) -> None:
+        found = json.loads(head).get("format", 0)
+        if found > FORMAT:
+            raise StoreError(
+                f"{path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to read it."
+            )
+
+
+def _damage(why: str, read_bytes: int) -> Line:
+    return Line(json.dumps({"e": "#damage", "why": why}), read_bytes)

@@ -1,0 +1,58 @@
+"""The journal of a storm, in memory: what its syncers were told, as far as it outlives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from diloco.run.payloads import ReadPayloads, TensorPayloads, tensor_formats
+from diloco.run.ports import Ports
+from diloco.run.recorder import Recorder
+from diloco.run.replay import Replay
+
+
+class StormJournal:
+    """All entries and payloads of a storm.
+
+    Attributes:
+        entries: in order.
+        kept: payloads by name.
+    """
+
+    def __init__(self, *, with_payloads: bool = True) -> None:
+        self.entries: list[str] = []
+        self.kept: dict[str, bytes] = {}
+        self._num_durable = 0
+        self._payloads = TensorPayloads(self._keep if with_payloads else None)
+
+    def recorded(self, ports: Ports[Any, Any, Any]) -> Ports[Any, Any, Any]:
+        """The ports of the next driver."""
+        return Recorder(self, self._payloads).around(ports)
+
+    def append(self, entry: str) -> None:
+        """As `recorder.JournalPort`."""
+        self.entries.append(entry)
+
+    def sync(self) -> None:
+        """As `recorder.JournalPort`."""
+        self._num_durable = len(self.entries)
+
+    def killed(self, survives: float) -> None:
+        """The process is gone with a part of what it had not made durable."""
+        num_volatile = len(self.entries) - self._num_durable
+        del self.entries[self._num_durable + int(survives * num_volatile) :]
+
+    def _keep(self, name: str, parts: Sequence[memoryview]) -> bool:
+        self.kept[name] = b"".join(parts)
+        return True
+
+    def replay(self, entries: Sequence[str] | None = None) -> Replay:
+        """The syncers again, from these entries."""
+        replay = Replay(tensor_formats(ReadPayloads(self._read)))
+        for entry in self.entries if entries is None else entries:
+            replay.take(entry)
+        return replay
+
+    def _read(self, name: str) -> bytearray | None:
+        data = self.kept.get(name)
+        return None if data is None else bytearray(data)
