@@ -177,6 +177,8 @@ class SyncerTable(Table):
     tokens_file: Path | None = None  # all tokens with their roles
     metrics_port: int | None = Field(default=None, ge=0, le=65535)  # 0: any free port
     spool_bytes: int = Field(default=1 << 30, ge=0)  # contributions held in memory; beyond it they wait on disk
+    journal: bool = True  # keep what `diloco replay` needs to make all decisions again
+    record_contributions: bool = False  # and all merges: the payload of every contribution
     lost_steps: float = Field(default=20.0, gt=0)  # silent for this many of its own steps, kept between floor and cap
     lost_floor_s: float = Field(default=6.0, gt=0)
     lost_cap_s: float = Field(default=120.0, gt=0)
@@ -196,6 +198,8 @@ class SyncerTable(Table):
             raise ValueError("insecure and keys contradict each other; drop one of them")
         if self.no_client_certificates and self.keys is None:
             raise ValueError("no_client_certificates has no effect without keys; drop it")
+        if self.record_contributions and not self.journal:
+            raise ValueError("record_contributions has no effect with journal = false")
         return self
 
 

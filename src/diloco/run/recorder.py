@@ -13,8 +13,8 @@ jobs that it began are handed to the worker:
     r   of a job: what it has found
     x   of a job: digests of what it read: {"payload": …} of a contribution, {"record": …} of a record
     d   what was decided, in words
-    o   the digest of everything that the driver did: its actions, the jobs and writes it began, what it sent to
-        learners, what it answered, and when it wants to be woken
+    o   the digest of all that, of the entry before, and of everything that the driver did: its actions, the jobs and
+        writes it began, what it sent to learners, what it answered, and when it wants to be woken
 
 A write to the store begins once all entries before it are durable. So no version is published that the journal cannot
 explain, and what a `kill -9` takes from the journal's end has had no durable effect.
@@ -90,11 +90,15 @@ class Recorder(Generic[S]):
     Arguments:
         journal: takes the entries.
         payloads: takes the payloads of contributions.
+
+    Attributes:
+        digest: of the last entry.
     """
 
     def __init__(self, journal: JournalPort, payloads: PayloadsPort[S]) -> None:
         self._journal = journal
         self.payloads = payloads
+        self.digest = ""
         self._clock: ClockPort | None = None
         self._now_s: float | None = None  # None: no event is under way
         self._did: list[object] = []
@@ -175,9 +179,10 @@ class Recorder(Generic[S]):
 
     def _write(self, entry: dict[str, object], did: list[object]) -> None:
         try:
-            done = write_plain(did, self._numbered).encode()
-            entry["o"] = hashlib.blake2b(done, digest_size=6).hexdigest()
             line = write_plain(entry, self._numbered)
+            data = f"{self.digest}{line}{write_plain(did, self._numbered)}".encode()
+            self.digest = hashlib.blake2b(data, digest_size=6).hexdigest()
+            line = f'{line[:-1]},"o":"{self.digest}"}}'
         except (TypeError, ValueError):  # a defect of this module; the run goes on
             log.exception("an event of the syncer cannot be journalled")
             line = write_plain({"e": "#gap", "t": entry["t"], "missing": 1})

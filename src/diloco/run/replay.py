@@ -118,6 +118,8 @@ class Replay:
             self.findings.num_equal += 1
         else:
             self._differs(entry, failure)
+            if self.driver is not None:
+                self._recorder.digest = entry["o"]  # what follows is compared by itself
 
     def _happen(self, entry: Mapping[str, Any]) -> None:
         name, read = entry["e"], self._past.reader.read
@@ -151,6 +153,7 @@ class Replay:
         saved = given.get("saved")
         if self._is_whole:
             self._finish_write(saved)
+        self.driver = None
         self._method = self._past.reader.read(given["method"])
         arguments = {key: self._past.reader.read(value) for key, value in given.items()}
         self._store, self._worker, self._objects = PastStore(self._past), PastWorker(), {}
@@ -227,8 +230,9 @@ class Replay:
             sides = f"the syncer {_decisions(entry['d'])} in the journal, and {_decisions(other['d'])} in the replay"
         elif other["o"] != entry["o"]:
             sides = (
-                f"the syncer {_decisions(entry['d'])} in both, but what it told learners, began or planned has digest "
-                f"{entry['o']} in the journal and {other['o']} in the replay"
+                f"the syncer {_decisions(entry['d'])} in both, but the digest is {entry['o']} in the journal and "
+                f"{other['o']} in the replay: it told learners, began or planned something else, or the journal was "
+                "altered here or just before"
             )
         else:
             sides = f"the entry is {json.dumps(entry)} in the journal, and {json.dumps(other)} in the replay"

@@ -20,6 +20,7 @@ from diloco.core.pool import Pool
 from diloco.errors import DilocoError, UnreachableError
 from diloco.run.driver import Driver
 from diloco.run.ports import Ports, Work
+from diloco.run.recorder import Recorder
 from diloco.run.tensor_jobs import TensorJobs
 from diloco.syncer.journal import Journal
 from diloco.syncer.spool import Slot, Spool
@@ -100,6 +101,7 @@ class HostedDriver:
         spool: where contributions wait.
         deadlines: when a silent learner is evicted.
         journal: is told what happens.
+        recorder: journals the driver's events; None: they are not kept.
 
     Attributes:
         jobs: the run's tensor jobs.
@@ -119,6 +121,7 @@ class HostedDriver:
         deadlines: Deadlines,
         journal: Journal,
         pool: Pool | None = None,
+        recorder: Recorder[Slot] | None = None,
     ) -> None:
         self.method = method
         self._changed = threading.Condition(threading.RLock())
@@ -129,12 +132,16 @@ class HostedDriver:
         self._threads = Threads(self._event, self._failed)
         self._ticker = Ticker(lambda late_s: self._event(lambda: self._driver.tick(late_s)))
         ports = Ports(_Clock(self._ticker), spool, self.jobs, store, self._threads, journal)
+        if recorder is not None:
+            ports = recorder.around(ports)
         saved = store.load()
         with understood(store.path):
             begun = None if saved is None else saved.begun()
             self._driver = SyncerDriver(
                 run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines, saved=begun, pool=pool
             )
+        if recorder is not None:
+            recorder.sync()
         if saved is not None:  # it can be served: nothing was answered yet
             store.begin(saved)
         journal.set_aside(store.tidy(saved))

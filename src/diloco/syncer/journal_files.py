@@ -31,7 +31,7 @@ from diloco.syncer.durable import TEMPORARY_PREFIX, sync_directory
 log = logging.getLogger("diloco.syncer")
 
 FORMAT = 1
-SUFFIX = ".jsonl.gz"
+DIRECTORY, PAYLOADS, SUFFIX = "journal", "payloads", ".jsonl.gz"
 
 GZIP = 31
 """`wbits` of a gzip stream for zlib."""
@@ -54,11 +54,11 @@ class JournalFiles:
     """Writes a journal (`recorder.JournalPort`). Any thread may call any method; none fails.
 
     Arguments:
-        directory: of the journal; made when something is written.
+        state_dir: the syncer's.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, state_dir: Path) -> None:
+        self._directory = state_dir / DIRECTORY
         self._adding = threading.Lock()
         self._writing = threading.Lock()
         self._pending: list[str] = []
@@ -180,8 +180,8 @@ class JournalFiles:
 class PayloadFiles:
     """Keeps payloads beside a journal (`payloads.Keep`), each durable when it is kept. Any thread may call it."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory / "payloads"
+    def __init__(self, state_dir: Path) -> None:
+        self._directory = state_dir / DIRECTORY / PAYLOADS
         self._is_refused = False
 
     def __call__(self, name: str, parts: Sequence[memoryview]) -> bool:

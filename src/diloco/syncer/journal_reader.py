@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.errors import StoreError, translated
-from diloco.syncer.journal_files import FORMAT, GZIP, number_of, part_paths
+from diloco.syncer.journal_files import DIRECTORY, FORMAT, GZIP, PAYLOADS, number_of, part_paths
 
 _CHUNK_BYTES, _MOST_BYTES = 64 << 10, 16 << 20
 """What is read at once of a part, and at most decompressed at once."""
@@ -45,7 +45,7 @@ class JournalReader:
     """
 
     def __init__(self, state_dir: Path) -> None:
-        self._directory = state_dir / "journal"
+        self._directory = state_dir / DIRECTORY
         self._parts = part_paths(self._directory)
         if not self._parts:
             raise StoreError(
@@ -77,7 +77,7 @@ class JournalReader:
 
     def payload(self, name: str) -> bytearray | None:
         """A payload that was kept under this name; None: it was not."""
-        path = self._directory / "payloads" / name
+        path = self._directory / PAYLOADS / name
         with translated(OSError, StoreError, f"cannot read {path}", "check the disk"):
             return bytearray(path.read_bytes()) if path.exists() else None
 

@@ -21,15 +21,18 @@ from diloco.core.session.heartbeat import HEARTBEAT_S
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
+from diloco.run.payloads import TensorPayloads
+from diloco.run.recorder import Recorder
 from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator, check_binding
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
+from diloco.syncer.journal_files import JournalFiles, PayloadFiles
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.service import Service
 from diloco.syncer.sockets import SocketLedger, is_available
-from diloco.syncer.spool import Spool
+from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.store import Store
 from diloco.syncer.tls import server_credentials
 
@@ -53,6 +56,8 @@ class Options:
         metrics_address: where Prometheus scrapes, loopback only; None: nowhere.
         spool_bytes: memory for contributions; beyond it they go to disk.
         pool: how many learners may train; None: as many as join.
+        journal: keep what `diloco replay` needs to make all decisions again.
+        record_contributions: and all merges.
     """
 
     address: str
@@ -65,6 +70,8 @@ class Options:
     spool_bytes: int = 1 << 30
     deadlines: Deadlines = field(default_factory=Deadlines)
     pool: Pool | None = None
+    journal: bool = True
+    record_contributions: bool = False
 
 
 class Syncer:
@@ -98,12 +105,14 @@ class Syncer:
         self.run = run
         self._started_at = time.time()
         self._metrics = SyncerMetrics(run)
+        self._journal = JournalFiles(options.state_dir) if options.journal else None
         with ExitStack() as refused:  # a directory that cannot be served is let go
             self._store = refused.enter_context(Store(options.state_dir))
             self._events = refused.enter_context(events.EventLog(options.state_dir / "events.jsonl", who="syncer"))
             self.driver = HostedDriver(
                 run, method, self._store, Spool(options.state_dir, options.spool_bytes), deadlines=options.deadlines,
                 journal=Journal(self._events, self._metrics), pool=options.pool,
+                recorder=self._recorder(options),
             )  # fmt: skip
             refused.pop_all()
         self._server = grpc.server(
@@ -132,6 +141,12 @@ class Syncer:
             events.SyncerStarted(run=run, address=self.address, versions=versions, method=method.to_dict())
         )
 
+    def _recorder(self, options: Options) -> Recorder[Slot] | None:
+        if self._journal is None:
+            return None
+        keep = PayloadFiles(options.state_dir) if options.record_contributions else None
+        return Recorder(self._journal, TensorPayloads(keep))
+
     def wait(self, stop: threading.Event) -> None:
         """Serve until `stop` is set, or the driver fails (raises what it failed with)."""
         while not stop.wait(0.5):
@@ -154,6 +169,8 @@ class Syncer:
             seconds = time.time() - self._started_at
             self._events.append(events.Finished(steps=step, tokens=tokens, seconds=seconds, reason="stopped"))
         self._metrics.close()
+        if self._journal is not None:
+            self._journal.close()
         self._events.close()
         self._store.close()
 

@@ -40,6 +40,10 @@ def command(
             "everything.",
         ),
     ] = False,
+    record_contributions: Annotated[
+        bool,
+        typer.Option("--record-contributions", help="Keep all contributions: `diloco replay` merges again."),
+    ] = False,
     port_file: Annotated[Path | None, typer.Option(help="Write the bound port here once it serves.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: --set syncer.spool_bytes=1000000")
@@ -65,6 +69,8 @@ def command(
         metrics_address=None if port is None else f"127.0.0.1:{port}",
         spool_bytes=table.spool_bytes,
         pool=Pool.of(config.pool_values),
+        journal=table.journal or record_contributions,
+        record_contributions=table.record_contributions or record_contributions,
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
     stop = threading.Event()

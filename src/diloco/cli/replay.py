@@ -1,0 +1,146 @@
+"""`diloco replay`: run a syncer's decisions and merges again from its journal, and compare every digest."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco.cli._options import Json
+from diloco.cli._output import make_table
+from diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco.run.replay import Replay
+    from diloco.run.what_if import WhatIf
+    from diloco.syncer.journal_reader import JournalReader
+
+SAID_EVERY_S = 2.0
+"""Between two words on how far a replay is."""
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run file, or the syncer's state directory.")],
+    until: Annotated[
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Stop this long after the journal began.")
+    ] = None,
+    fragment: Annotated[
+        int | None, typer.Option(min=0, metavar="INDEX", help="Merge this fragment only; decide everything.")
+    ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="FIELD=VALUE", help="What if: another merge, quorum, deadline …; repeatable."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run all decisions of a syncer again from its journal, and all merges, and compare every digest."""
+    from diloco.run.payloads import ReadPayloads, tensor_formats
+    from diloco.run.replay import Replay
+    from diloco.syncer.journal_reader import JournalReader
+
+    reader = JournalReader(_state_dir(run))
+    replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
+    asked = None
+    if with_:
+        from diloco.run.what_if import WhatIf, read_changes
+
+        asked = WhatIf(replay, read_changes(with_))
+    span_s = _replay(reader, replay, asked, until)
+    found = _numbers(replay, span_s)
+    if asked is not None:
+        found["what_if"] = asked.numbers()
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        _show(found, replay)
+    if replay.findings.difference is not None:
+        raise typer.Exit(1)
+
+
+def _state_dir(run: Path) -> Path:
+    if run.is_dir():
+        return run
+    if not run.exists():
+        raise ConfigError(f"there is no {run}; give the run file, or the syncer's state directory")
+    from diloco.config import load_config
+
+    return load_config(run).state_dir
+
+
+def _replay(reader: "JournalReader", replay: "Replay", asked: "WhatIf | None", until: float | None) -> float:
+    """Replay the entries; returns the seconds from the first to the last."""
+    began_s = said_s = time.monotonic()
+    first_s, offset_s, span_s = None, 0.0, 0.0
+    for line in reader:
+        head = json.loads(line.entry)
+        if head["e"] == "#journal":
+            offset_s = head["wall_s"] - head["t"]
+        elif "t" in head:
+            at_s = head["t"] + offset_s
+            first_s = at_s if first_s is None else first_s
+            if until is not None and at_s - first_s > until:
+                break
+            span_s = at_s - first_s
+        (replay if asked is None else asked).take(line.entry)
+        if time.monotonic() - said_s >= SAID_EVERY_S:
+            said_s = time.monotonic()
+            done = line.read_bytes / max(1, reader.num_bytes)
+            num, seconds = replay.findings.num_entries, said_s - began_s
+            typer.echo(f"replayed {num} events ({done:.0%} of the journal) in {seconds:.0f} s", err=True)
+    return span_s
+
+
+def _numbers(replay: "Replay", span_s: float) -> dict[str, Any]:
+    findings = replay.findings
+    fragments: list[dict[str, Any]] = []
+    if replay.driver is not None and replay.driver.state.is_initialised:
+        model = replay.driver.state.model
+        held = [model.held(index) for index in range(len(model.versions))]
+        fragments = [{"version": each.version, "digest": each.digest} for each in held]
+    return {
+        "seconds": round(span_s, 3),
+        "events": findings.num_entries,
+        "decisions_equal": findings.num_equal,
+        "boots": findings.num_boots,
+        "merges": findings.num_merges,
+        "merges_equal": findings.num_merges_equal,
+        "skipped": findings.num_skipped,
+        "gaps": findings.gaps,
+        "difference": findings.difference,
+        "fragments": fragments,
+    }
+
+
+def _show(found: dict[str, Any], replay: "Replay") -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
+    rows = [
+        ("starts of the syncer", f"{found['boots']}"),
+        ("events replayed", f"{found['events']}"),
+        ("decided as then", f"{found['decisions_equal']} of {found['events']}"),
+        ("rounds merged", f"{found['merges']}"),
+        ("merged again, same digest", f"{found['merges_equal']} of {found['merges']}"),
+        ("time that they cover", f"{found['seconds']:.1f} s"),
+    ]
+    console.print(make_table(("", ""), rows, ruled=False))
+    if found["fragments"]:
+        each = ((str(index), str(it["version"]), it["digest"][:16]) for index, it in enumerate(found["fragments"]))
+        console.print(make_table(("fragment", "version", "digest"), each, num_text=1))
+    for gap in found["gaps"]:
+        console.print(f"gap: {gap}")
+    if found["skipped"]:
+        console.print(f"{found['skipped']} entries after a gap, up to the next start, cannot be replayed.")
+    unmerged = found["merges"] - found["merges_equal"]
+    if unmerged and found["difference"] is None:
+        console.print(
+            f"{unmerged} rounds were not merged again: their contributions are not recorded, or not asked for."
+        )
+    if (asked := found.get("what_if")) is not None:
+        for sentence in asked["assumed"]:
+            console.print(sentence)
+        console.print(make_table(asked["heads"], [[str(cell) for cell in row] for row in asked["rows"]]))
+    difference = found["difference"]
+    console.print("no difference" if difference is None else f"first difference: {difference}")

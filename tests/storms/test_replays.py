@@ -1,0 +1,147 @@
+"""The syncers of whole storms, replayed from their journals: every decision and every digest is the same, and whatever
+is changed in a journal is found."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from tests.storms.journals import StormJournal
+from tests.storms.plans import plan_of
+from tests.storms.runs import quiet
+from tests.storms.world import Storm
+
+from diloco.run.driver import Driver
+from diloco.run.recorded import is_event
+from diloco.run.replay import Findings
+
+NUM_SEEDS, PER_TEST = 90, 30
+
+CHANGE_NOTHING = {"fetch", "check", "status"}
+"""Public methods of the driver that only answer."""
+
+
+@cache
+def storm(seed: int, *, with_payloads: bool = True) -> StormJournal:
+    journal = StormJournal(with_payloads=with_payloads)
+    with quiet():
+        Storm(plan_of(seed), journal=journal).run()
+    return journal
+
+
+def test_every_event_of_the_driver_is_recorded() -> None:
+    methods = {name: method for name, method in inspect.getmembers(Driver, inspect.isfunction) if name[0] != "_"}
+    assert {name for name, method in methods.items() if not is_event(method)} == CHANGE_NOTHING
+    assert is_event(Driver.__init__)
+    recorded = {json.loads(entry)["e"] for seed in range(40) for entry in storm(seed).entries}
+    events = {name for name, method in methods.items() if is_event(method)} | {"__init__", "#check", "#close", "#write"}
+    assert recorded == events - {"standing", "stop", "end", "lease"}  # no storm asks, stops or deals data
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, PER_TEST))
+def test_storms_are_replayed(first: int) -> None:
+    for seed in range(first, first + PER_TEST):
+        findings = storm(seed).replay().findings
+        assert (findings.difference, findings.gaps) == (None, []), seed
+        assert findings.num_equal == findings.num_entries > 0
+        assert findings.num_merges_equal == findings.num_merges
+
+
+def test_the_replayed_storms_restart_and_merge_a_lot() -> None:
+    each = [storm(seed).replay().findings for seed in range(NUM_SEEDS)]
+    assert sum(it.num_boots for it in each) > 1.3 * NUM_SEEDS
+    assert sum(it.num_merges for it in each) > 5 * NUM_SEEDS
+
+
+@pytest.mark.parametrize("seed", [1, 9, 23])
+def test_decisions_alone_are_replayed_without_payloads(seed: int) -> None:
+    findings = storm(seed, with_payloads=False).replay().findings
+    assert findings.difference is None
+    assert findings.num_equal == findings.num_entries
+    assert findings.num_merges_equal == 0 < findings.num_merges
+
+
+def entries_of(seed: int, event: str) -> list[int]:
+    return [index for index, entry in enumerate(storm(seed).entries) if json.loads(entry)["e"] == event]
+
+
+def changed(seed: int, index: int, **changes: Any) -> Findings:
+    """The findings where one entry says something else."""
+    entries = list(storm(seed).entries)
+    entries[index] = json.dumps(json.loads(entries[index]) | changes, separators=(",", ":"), ensure_ascii=False)
+    return storm(seed).replay(entries).findings
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_byte_of_a_payload_is_found(seed: int) -> None:
+    journal = storm(seed)
+    merged = {json.loads(journal.entries[index])["x"]["payload"] for index in entries_of(seed, "#check")}
+    name = f"contribution-{min(merged)}"
+    whole = journal.kept[name]
+    try:
+        journal.kept[name] = bytes([whole[0] ^ 1]) + whole[1:]
+        difference = journal.replay().findings.difference
+    finally:
+        journal.kept[name] = whole
+    assert difference is not None
+    assert "#check" in difference or "end of a check" in difference
+
+
+@pytest.mark.parametrize(
+    "event", ["heartbeat", "join", "connected", "begin_push", "complete_push", "tick", "#check", "#write"]
+)
+def test_a_dropped_event_is_found(event: str) -> None:
+    for seed in (1, 9, 23):
+        for index in entries_of(seed, event)[:3]:
+            entries = list(storm(seed).entries)
+            del entries[index]
+            if index == len(entries):  # the last entry: a killed syncer may not have written it
+                continue
+            assert storm(seed).replay(entries).findings.difference is not None, (seed, index)
+
+
+def test_another_outcome_is_found_with_both_sides() -> None:
+    index = entries_of(1, "#close")[0]
+    found = json.loads(storm(1).entries[index])["r"]
+    other = {**found, "update": {**found["update"], "digest": "0" * 64}}
+    difference = changed(1, index, r=other).difference
+    assert difference is not None
+    assert f"end of a close of fragment {found['update']['fragment']}" in difference
+    assert "0000000000000000" in difference
+    assert found["update"]["digest"][:16] in difference
+
+
+@pytest.mark.parametrize("event", ["heartbeat", "tick", "connected", "#write"])
+def test_another_time_is_found(event: str) -> None:
+    for index in entries_of(9, event)[-3:]:
+        entry = json.loads(storm(9).entries[index])
+        assert changed(9, index, t=entry["t"] + 1e-6).difference is not None
+
+
+def test_a_gap_is_said_and_the_next_syncer_is_replayed() -> None:
+    seed = next(seed for seed in range(40) if storm(seed).replay().findings.num_boots > 1)
+    journal = storm(seed)
+    second = next(index for index in entries_of(seed, "__init__") if index)
+    gap = json.dumps({"e": "#gap", "missing": 3})
+    entries = [*journal.entries[:4], gap, *journal.entries[7:]]
+    findings = journal.replay(entries).findings
+    assert findings.difference is None
+    assert findings.gaps == ["3 entries are missing at entry 4"]
+    assert findings.num_skipped == second - 7
+    assert findings.num_equal == findings.num_entries == 4 + len(journal.entries) - second
+
+
+def test_a_journal_that_lacks_a_version_is_found() -> None:
+    """As if the syncer had not waited for its journal before it published."""
+    for seed in range(40):
+        journal = storm(seed)
+        if len(boots := entries_of(seed, "__init__")) > 1 and boots[-1] > 100:
+            entries = [*journal.entries[: boots[-1] - 60], *journal.entries[boots[-1] :]]
+            difference = journal.replay(entries).findings.difference
+            assert difference is not None
+            assert "a syncer begins with versions" in difference
+            return
+    pytest.fail("no storm has restarted late")
