@@ -33,6 +33,7 @@ COMMANDS = {
     "report": (
         "Show a run that is over or under way, real or simulated: who took part, who was in which merge, losses, bytes."
     ),
+    "replay": "Run all decisions of a syncer again from its journal, and all merges, and compare every digest.",
     "export": "Write the global model to a directory that transformers can load.",
     "keys": "Make and manage the certificates and tokens of a run.",
     "plan": "Know before you train: utilisation, hours, bytes, money and failures, in a second and without torch.",

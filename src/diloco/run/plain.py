@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -31,6 +31,14 @@ _CORE = "diloco.core."
 
 NumberOf = Callable[[object], tuple[str, int] | None]
 """The kind and number of an object that only the driver has; None: it is none of those."""
+
+
+@dataclass(frozen=True)
+class BytesRead:
+    """Stands for bytes of which only this is journalled."""
+
+    num_bytes: int
+    sha256: str
 
 
 def write_plain(value: object, number_of: NumberOf = lambda _: None) -> str:
@@ -53,7 +61,9 @@ def _plain_of(value: Any) -> object:
         held = [[each.version, each.digest] for each in value.fragments]
         return {TAG: type(value).__name__, **_fields_of(value), "fragments": held}
     if isinstance(value, bytes):
-        return {TAG: "bytes", "num": len(value), "sha256": hashlib.sha256(value).hexdigest()}
+        value = BytesRead(len(value), hashlib.sha256(value).hexdigest())
+    if isinstance(value, BytesRead):
+        return {TAG: "bytes", "num": value.num_bytes, "sha256": value.sha256}
     if isinstance(value, set | frozenset):
         return {TAG: "set", "of": sorted(value)}
     if isinstance(value, DilocoError):
@@ -124,7 +134,7 @@ class PlainReader:
             case "set":
                 return frozenset(self.read(each) for each in value["of"])
             case "bytes":
-                return b""
+                return BytesRead(value["num"], value["sha256"])
             case "error":
                 return _error_class(value["is"])(value["says"])
             case "InitialModel":

@@ -1,0 +1,219 @@
+"""A real run's journal: written over sockets through `kill -9` and a full disk, and replayed by the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.processes import SyncerProcess
+from tests.syncer.runs import RUN, method, start, train
+
+import diloco
+from diloco.cli import main
+from diloco.syncer.journal_files import JournalFiles, part_paths
+from diloco.syncer.journal_reader import JournalReader
+
+RUN_FILE = """
+[run]
+name = "tiny"
+tokens = 1_000_000
+[method]
+preset = "StreamingDiLoCo"
+sync_every = 4
+overlap = 1
+mix = 0.0
+codec = "e3m0"
+fragments = {type = "Named", patterns = [["layers.0.*"], ["layers.1.*"]]}
+quorum = {type = "AllLive", at_least = 2}
+[syncer]
+lost_floor_s = 60.0
+record_contributions = true
+"""
+
+
+@contextmanager
+def syncer_process(directory: Path) -> Iterator[SyncerProcess]:
+    it = SyncerProcess(directory, RUN_FILE)
+    try:
+        yield it
+    finally:
+        it.kill()
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    try:
+        main(["replay", *arguments, "--json"])
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    out = capsys.readouterr().out
+    return code, json.loads(out) if out else {}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state directory of a run whose syncer was killed twice."""
+    directory = tmp_path_factory.mktemp("killed")
+    steps, kill_at = 40, (9, 25)
+
+    def at_step(step: int) -> None:
+        if step in kill_at:
+            syncer.kill()
+            syncer.start()
+
+    with syncer_process(directory) as syncer, ThreadPoolExecutor(2) as pool:
+        lives = [
+            pool.submit(
+                train, index,
+                diloco.connect(syncer.address, run=RUN, learner=f"learner-{index}", initialise=index == 0), None, steps,
+                at_step if index == 0 else None,
+            )
+            for index in range(2)
+        ]  # fmt: skip
+        for life in lives:
+            life.result(timeout=90)
+    return directory / "state"
+
+
+def test_a_run_through_kill_9_is_replayed_to_the_bit(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = replayed(capsys, str(killed))
+    assert (code, found["difference"], found["gaps"]) == (0, None, [])
+    assert found["boots"] == 3
+    assert found["decisions_equal"] == found["events"] > 50
+    assert found["merges_equal"] == found["merges"] >= 18
+    assert min(each["version"] for each in found["fragments"]) >= 9
+
+
+def test_a_part_of_a_run_is_replayed(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, whole = replayed(capsys, str(killed))
+    code, found = replayed(capsys, str(killed), "--fragment", "1")
+    assert code == 0
+    assert 0 < found["merges_equal"] < found["merges"] == whole["merges"]
+    code, found = replayed(capsys, str(killed), "--until", str(whole["seconds"] / 2))
+    assert code == 0
+    assert 0 < found["events"] < whole["events"]
+
+
+def test_a_changed_payload_fails_with_both_digests(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = min((killed / "journal" / "payloads").glob("contribution-*"))
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(bytes([whole[0] ^ 8]) + whole[1:])
+        code, found = replayed(capsys, str(killed))
+    finally:
+        path.write_bytes(whole)
+    assert code == 1
+    assert path.name.removeprefix("contribution-") in found["difference"]
+
+
+def test_a_changed_byte_of_the_journal_is_found(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = part_paths(killed / "journal")[1]
+    whole = path.read_bytes()
+    try:
+        for at in range(20, len(whole) - 1, len(whole) // 7):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            code, found = replayed(capsys, str(killed))
+            assert code == 1, at
+            assert f"of {path} is not what was written" in found["difference"]
+        path.unlink()
+        code, found = replayed(capsys, str(killed))
+        assert code == 1
+        assert "parts 2 to 2 of the journal are missing" in found["difference"]
+    finally:
+        path.write_bytes(whole)
+
+
+def test_wrong_use_is_one_sentence(killed: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for arguments, code, said in (
+        ([str(tmp_path / "nothing")], 2, "there is no"),
+        ([str(tmp_path)], 1, "there is no journal in"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["replay", *arguments])
+        assert ended.value.code == code
+        assert said in capsys.readouterr().err
+
+
+def test_a_syncer_keeps_no_journal_where_it_is_told_so(tmp_path: Path) -> None:
+    with start(tmp_path, method(), journal=False) as syncer:
+        train(0, diloco.connect(syncer.address, run=RUN, learner="learner-0", initialise=True), None, 4)
+    assert not (tmp_path / "state" / "journal").exists()
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def entries_of(state_dir: Path) -> list[str]:
+    return [line.entry for line in JournalReader(state_dir) if '"#journal"' not in line.entry]
+
+
+def test_entries_come_back_in_order_over_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.syncer.journal_files.PART_BYTES", 300)
+    written = [json.dumps({"e": "tick", "n": number}) for number in range(200)]
+    for first in (0, 100):
+        journal = JournalFiles(tmp_path)
+        for number, entry in enumerate(written[first : first + 100]):
+            journal.append(entry)
+            if number % 7 == 0:
+                journal.sync()
+        journal.close()
+    assert len(part_paths(tmp_path / "journal")) > 3
+    assert entries_of(tmp_path) == written
+    part_paths(tmp_path / "journal")[1].unlink()
+    assert any("missing" in entry for entry in entries_of(tmp_path))
+
+
+def test_a_killed_writer_leaves_whole_entries(tmp_path: Path) -> None:
+    journal = JournalFiles(tmp_path)
+    for number in range(50):
+        journal.append(json.dumps({"n": number}))
+    journal.sync()
+    journal.append('{"n": "not synced"}')
+    path = part_paths(tmp_path / "journal")[0]
+    assert len(entries_of(tmp_path)) == 50
+    path.write_bytes(path.read_bytes()[:-40])
+    read = entries_of(tmp_path)
+    assert read == [json.dumps({"n": number}) for number in range(len(read))]
+
+
+def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.syncer.journal_files.FORMAT", 2)
+    journal = JournalFiles(tmp_path)
+    journal.sync()
+    with pytest.raises(diloco.errors.StoreError, match="has format 2 and this version reads up to 1"):
+        list(JournalReader(tmp_path))
+
+
+def test_a_disk_that_refuses_costs_entries_and_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """First less than what waits in memory, which is then written; then more, which is a gap."""
+    monkeypatch.setattr("diloco.syncer.journal_files.MOST_WAITING_BYTES", 2000)
+    journal = JournalFiles(tmp_path)
+    (tmp_path / "journal").write_text("no directory can be made here")
+    for number in range(30):
+        journal.append(json.dumps({"n": number}))
+    journal.sync()
+    assert "cannot be written" in caplog.text
+    (tmp_path / "journal").unlink()
+    journal.sync()
+    assert [json.loads(entry)["n"] for entry in entries_of(tmp_path)] == list(range(30))
+    journal.close()
+    journal = JournalFiles(tmp_path)
+    (tmp_path / "journal").rename(tmp_path / "elsewhere")
+    (tmp_path / "journal").write_text("again")
+    for number in range(30, 330):
+        journal.append(json.dumps({"n": number}))
+    journal.sync()
+    journal.append(json.dumps({"n": 330}))
+    (tmp_path / "journal").unlink()
+    (tmp_path / "elsewhere").rename(tmp_path / "journal")
+    journal.close()
+    read = [json.loads(entry) for entry in entries_of(tmp_path)]
+    assert read[30:] == [{"e": "#gap", "missing": 300}, {"n": 330}]
