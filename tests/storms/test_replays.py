@@ -129,9 +129,23 @@ def test_a_gap_is_said_and_the_next_syncer_is_replayed() -> None:
     entries = [*journal.entries[:4], gap, *journal.entries[7:]]
     findings = journal.replay(entries).findings
     assert findings.difference is None
-    assert findings.gaps == ["3 entries are missing at entry 4"]
+    assert findings.gaps == ["3 entries are missing, at entry 4"]
     assert findings.num_skipped == second - 7
     assert findings.num_equal == findings.num_entries == 4 + len(journal.entries) - second
+
+
+def test_a_state_that_was_put_back_is_said() -> None:
+    """The last syncer starts a second time, as from a copy."""
+    for seed in range(40):
+        journal = storm(seed)
+        if len(boots := entries_of(seed, "__init__")) > 1 and '"#close"' in "".join(journal.entries[boots[-1] :]):
+            entries = [*journal.entries, *journal.entries[boots[-1] :]]
+            findings = journal.replay(entries).findings
+            assert findings.difference is None
+            assert "the state was put back there after versions" in findings.gaps[0]
+            assert findings.num_equal == findings.num_entries == len(entries)
+            return
+    pytest.fail("no storm has restarted")
 
 
 def test_a_journal_that_lacks_a_version_is_found() -> None:
@@ -142,6 +156,6 @@ def test_a_journal_that_lacks_a_version_is_found() -> None:
             entries = [*journal.entries[: boots[-1] - 60], *journal.entries[boots[-1] :]]
             difference = journal.replay(entries).findings.difference
             assert difference is not None
-            assert "a syncer begins with versions" in difference
+            assert "a part of it is missing" in difference
             return
     pytest.fail("no storm has restarted late")

@@ -124,9 +124,25 @@ def test_a_changed_byte_of_the_journal_is_found(killed: Path, capsys: pytest.Cap
         path.unlink()
         code, found = replayed(capsys, str(killed))
         assert code == 1
-        assert "parts 2 to 2 of the journal are missing" in found["difference"]
+        assert "parts 2 to 2 are missing" in found["difference"]
     finally:
         path.write_bytes(whole)
+
+
+def test_a_journal_whose_beginning_was_removed_is_replayed_from_the_next_start(
+    killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = part_paths(killed / "journal")[0]
+    whole = path.read_bytes()
+    try:
+        path.unlink()
+        code, found = replayed(capsys, str(killed))
+    finally:
+        path.write_bytes(whole)
+    assert (code, found["boots"], found["difference"]) == (0, 2, None)
+    assert "parts 1 to 1 are missing" in found["gaps"][0]
+    assert found["decisions_equal"] == found["events"]
+    assert found["merges_equal"] == 0 < found["merges"]  # the tensors that it starts with are not known
 
 
 def test_wrong_use_is_one_sentence(killed: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,9 +45,9 @@ class TensorPayloads:
     def check(self, slot: TensorSlot, *, is_usable: bool) -> Mapping[str, Any]:
         """As `recorder.PayloadsPort`."""
         data = _bytes_of(slot.tensor)
-        digest = hashlib.sha256(data).hexdigest()
         if self._keep is None or not is_usable:
-            return {"payload": digest}
+            return {"crc32": f"{zlib.crc32(data):08x}"}
+        digest = hashlib.sha256(data).hexdigest()
         return {"payload": digest, "kept": self._keep(contribution_name(digest), [data])}
 
     def begin(self, model: InitialModel[HeldFragment]) -> None:

@@ -11,7 +11,7 @@ jobs that it began are handed to the worker:
     n   of a job: its number among those of its driver
     f   of a job: the fragment
     r   of a job: what it has found
-    x   of a job: digests of what it read: {"payload": …} of a contribution, {"record": …} of a record
+    x   of a job: digests of what it read: {"payload": …, "kept": …} or {"crc32": …} of a contribution, {"record": …}
     d   what was decided, in words
     o   the digest of all that, of the entry before, and of everything that the driver did: its actions, the jobs and
         writes it began, what it sent to learners, what it answered, and when it wants to be woken
@@ -74,8 +74,8 @@ class PayloadsPort(Protocol[S_contra]):
     """Digests of payloads, and where they are kept."""
 
     def check(self, slot: S_contra, *, is_usable: bool) -> Mapping[str, Any]:
-        """{"payload": the digest of a contribution}, and "kept": true where it is kept, as those that are usable may
-        be."""
+        """What is journalled: {"payload": SHA-256, "kept": whether the disk took it}, or {"crc32": …} of a payload that
+        is not to be kept, or cannot be used."""
 
     def begin(self, model: InitialModel[Any]) -> None:
         """Keep the model that a run begins with, where payloads are kept."""

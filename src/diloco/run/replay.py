@@ -23,6 +23,7 @@ from diloco.run.recorder import Recorder, record_digest
 from diloco.run.replay_ports import (
     DeafConnection,
     Formats,
+    History,
     Past,
     PastClock,
     PastJobs,
@@ -52,7 +53,7 @@ class Findings:
         num_merges: rounds that were closed.
         num_merges_equal: those that were merged again, with the same digests.
         num_skipped: entries after a gap and before the next driver, which cannot be replayed.
-        gaps: where entries are missing, in words.
+        gaps: where entries are missing, or the state was put back to an earlier one, in words.
         difference: the first one, in words; None: there is none.
     """
 
@@ -84,7 +85,8 @@ class Replay:
         self._formats, self._fragment = formats, fragment
         reader = PlainReader(layout=formats.layout, method=formats.method, held=self._held, numbered=self._numbered)
         self._past = Past(reader)
-        self._store, self._worker = PastStore(self._past), PastWorker()
+        self._history = History()
+        self._store, self._worker = PastStore(self._past, self._history), PastWorker()
         self._is_whole = False  # the entries so far lead to what is durable
         self._objects: dict[tuple[str, int], Any] = {}
         self._began_s: float | None = None
@@ -156,7 +158,7 @@ class Replay:
         self.driver = None
         self._method = self._past.reader.read(given["method"])
         arguments = {key: self._past.reader.read(value) for key, value in given.items()}
-        self._store, self._worker, self._objects = PastStore(self._past), PastWorker(), {}
+        self._store, self._worker, self._objects = PastStore(self._past, self._history), PastWorker(), {}
         if saved is not None:
             self._store.fragments, self._store.record = list(arguments["saved"].fragments), arguments["saved"].record
         kept = self._formats.payloads
@@ -175,13 +177,15 @@ class Replay:
         for what, job, _ in self._worker.jobs.values():
             if what == "write":
                 job()
-        if not self._leads_to(saved):
-            begins = "no model" if saved is None else _versions([version for version, _ in saved["fragments"]])
-            self._found(
-                f"a syncer begins with {begins}, and the journal before it ends with "
-                f"{_versions([each.version for each in self._store.fragments])} or another record: the state was put "
-                "back to another one, or a part of the journal is missing"
-            )
+        if self._leads_to(saved):
+            return
+        held = [] if saved is None else saved["fragments"]
+        ends = _versions([each.version for each in self._store.fragments])
+        said = f"start {self.findings.num_boots} of the syncer is with {_versions([version for version, _ in held])}"
+        if held and all(self._history.find(index, *each) for index, each in enumerate(held)):
+            self.findings.gaps.append(f"{said}: the state was put back there after {ends}")
+        else:
+            self._found(f"{said}, and the journal before it ends with {ends}: a part of it is missing")
 
     def _leads_to(self, saved: Mapping[str, Any] | None) -> bool:
         fragments, record = self._store.fragments, self._store.record
@@ -193,9 +197,8 @@ class Replay:
         return is_record and saved["fragments"] == [[each.version, each.digest] for each in fragments]
 
     def _held(self, index: int, version: int, digest: str) -> Told:
-        for each in self._store.fragments[index : index + 1]:
-            if (each.version, each.digest) == (version, digest):
-                return each
+        if (found := self._history.find(index, version, digest)) is not None:
+            return found
         if self._formats.payloads is None:
             return Told(version, digest)
         return Told(version, digest, self._formats.payloads.fragment(self._method, index, version, digest))
@@ -210,9 +213,10 @@ class Replay:
     def _break_off(self, entry: Mapping[str, Any]) -> None:
         """The driver cannot be replayed from here on; the next one can."""
         self.driver, self._is_whole = None, False
-        self._store.fragments, self._worker = [], PastWorker()
+        self._worker = PastWorker()
         if entry["e"] == "#gap":
-            self.findings.gaps.append(f"{entry['missing']} entries are missing {self._place(entry)}")
+            why = entry.get("why", f"{entry['missing']} entries are missing")
+            self.findings.gaps.append(f"{why}, {self._place(entry)}")
         else:
             self._found(f"{entry['why']}, {self._place(entry)}")
 

@@ -73,6 +73,10 @@ class Past:
         return self.reader.read(self.entry["r"])
 
 
+NUM_HELD = 2
+"""Versions of a fragment whose tensors are held."""
+
+
 class PastJournal:
     """Takes what is written of an event now (`recorder.JournalPort`)."""
 
@@ -180,7 +184,8 @@ class PastJobs:
         return self._real.contribution_bytes(num_elements)
 
     def check(self, slot: MemorySlot, num_elements: int) -> PayloadError | None:
-        slot.payload = None if self._kept is None else self._kept.contribution(self._past.entry["x"]["payload"])
+        digest = self._past.entry["x"].get("payload")
+        slot.payload = None if self._kept is None or digest is None else self._kept.contribution(digest)
         if slot.payload is not None:
             return self._real.check(slot, num_elements)
         error = self._past.found
@@ -212,6 +217,25 @@ class PastJobs:
         return MergedRound(action, update, Told(update.version, update.digest), None, found["num_bytes"], refused)
 
 
+class History:
+    """Every version that was published, and the tensors of the newest of each fragment: a store keeps as many, so that
+    a run may go back to them."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[int, int], Told] = {}
+
+    def take(self, index: int, held: Told) -> None:
+        """A version of a fragment is durable."""
+        self._told[index, held.version] = held
+        if (old := self._told.get((index, held.version - NUM_HELD))) is not None:
+            self._told[index, held.version - NUM_HELD] = replace(old, tensors=None)
+
+    def find(self, index: int, version: int, digest: str) -> Told | None:
+        """A version with this digest; None: there was none."""
+        found = self._told.get((index, version))
+        return found if found is not None and found.digest == digest else None
+
+
 class PastStore:
     """What is durable (`ports.StorePort`). A disk that refused refuses again.
 
@@ -220,18 +244,21 @@ class PastStore:
         record: that belongs to them.
     """
 
-    def __init__(self, past: Past) -> None:
+    def __init__(self, past: Past, history: History) -> None:
         self.fragments: list[Told] = []
         self.record: Json | None = None
-        self._past = past
+        self._past, self._history = past, history
 
     def initialise(self, run: str, method: RunMethod, model: InitialModel[Told]) -> None:
         self._refuse()
         self.fragments, self.record = list(model.fragments), None
+        for index, held in enumerate(model.fragments):
+            self._history.take(index, held)
 
     def publish(self, merged: MergedRound[Told, None], record: Json) -> None:
         self._refuse()
         self.fragments[merged.update.fragment], self.record = merged.held, record
+        self._history.take(merged.update.fragment, merged.held)
 
     def save_record(self, record: Json) -> None:
         self._refuse()

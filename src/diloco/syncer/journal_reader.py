@@ -32,7 +32,7 @@ class JournalReader:
     """All entries of a journal, in order, each as it was written.
 
     What was altered, or is missing between two parts, is an entry {"e": "#damage", "why": …}; after it follows the next
-    part. A last line that a killed process left torn is skipped.
+    part. Where the first parts are missing, that is a gap. A last line that a killed process left torn is skipped.
 
     Arguments:
         state_dir: the syncer's.
@@ -58,8 +58,11 @@ class JournalReader:
         read_bytes, number, crc = 0, 0, 0
         for path in self._parts:
             if number_of(path) != number + 1:
-                missing = f"{number + 1} to {number_of(path) - 1}"
-                yield _damage(f"parts {missing} of the journal are missing from {self._directory}", read_bytes)
+                why = f"parts {number + 1} to {number_of(path) - 1} are missing from {self._directory}"
+                if number:
+                    yield _damage(why, read_bytes)
+                else:  # removed on purpose
+                    yield Line(json.dumps({"e": "#gap", "missing": "all", "why": why}), read_bytes)
             number, follows, crc = number_of(path), crc, 0
             for position, (text, is_right) in enumerate(self._lines(path), start=1):
                 crc = int(text[:8], 16) if is_right else 0
