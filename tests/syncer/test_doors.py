@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -387,6 +389,68 @@ def test_a_unix_socket_takes_no_keys(tmp_path: Path, keys: Path) -> None:
         Syncer(RUN, method(), Options(f"unix:{tmp_path}/s", tmp_path / "state", keys=keys / "syncer"))
 
 
+# --- processes
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """Of a run that has its keys where its operator has made them."""
+    path = tmp_path / "run.toml"
+    fragments = '{type = "Named", patterns = [["layers.0.*"], ["layers.1.*"]]}'
+    path.write_text(
+        f"run = {{name = '{RUN}', tokens = 1_000_000, dir = '{tmp_path / 'run'}'}}\n"
+        f"[method]\npreset = 'StreamingDiLoCo'\nsync_every = 4\noverlap = 1\nmix = 0.0\nfragments = {fragments}\n"
+        f"quorum = {{type = 'AllLive', at_least = 1}}\ncodec = 'fp32'\n"
+    )
+    return path
+
+
+def said_by(*arguments: object) -> tuple[int, str]:
+    """The exit code of a command that fails, and what it says."""
+    command = [sys.executable, "-m", "diloco", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_syncer_process_opens_no_port_to_strangers_unless_it_is_told(run_file: Path, keys: Path) -> None:
+    code, said = said_by("syncer", run_file, "--address", "0.0.0.0:0")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "has no keys; make them with `diloco keys new`" in said
+    code, said = said_by("syncer", run_file, "--address", "0.0.0.0:0", "--keys", keys / "syncer",
+                         "--no-client-certificates")  # fmt: skip
+    assert code == 2
+    assert "would admit every caller" in said
+
+
+def test_a_syncer_process_with_keys(run_file: Path, keys: Path, tmp_path: Path) -> None:
+    """Another machine's view of it: a learner, and the commands that look at the run."""
+    port_file, log = tmp_path / "port", tmp_path / "log"
+    command = [sys.executable, "-m", "diloco", "syncer", str(run_file), "--address", "0.0.0.0:0"]
+    with (
+        log.open("wb") as err,
+        subprocess.Popen(
+            [*command, "--keys", str(keys / "syncer"), "--port-file", str(port_file)], stderr=err
+        ) as process,
+    ):
+        try:
+            until(lambda: port_file.exists() or process.poll() is not None, "it does not start", 60.0)
+            address = f"127.0.0.1:{port_file.read_text()}"
+            state, _ = train(
+                0, diloco.connect(address, run=RUN, learner="site-a", keys=keys / "site-a", initialise=True), None, 8
+            )
+            assert fetch_status(address, run=RUN, keys=keys / "eye")["tokens"] == 40
+            assert state.keys() == fetch_model(address, run=RUN, keys=keys / "me").keys()
+            refused(Raw(address, "site-b", keys=keys / "site-a"), errors.AuthError, "'site-a' only")
+            Keyring.read(keys).revoke("site-a")
+            refused(Raw(address, "site-a", keys=keys / "site-b"), errors.AuthError, "'site-b' only")
+            with pytest.raises(errors.ConfigError, match="cannot read the key"):
+                Raw(address, "site-a", keys=keys / "site-a")
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+    assert "Traceback" not in log.read_text()
+
+
 # --- ids
 
 BAD_IDS = ["", "../x", "[/x]", "x" * 300, "a\nb", "a\x1b[2J", "a b", ".a", "é", "a\u202eb", "<script>"]
@@ -403,6 +467,9 @@ def test_a_learner_id_is_checked_at_every_door(name: str, tmp_path: Path) -> Non
             "initialise": it.initialise, "join": it.join, "heartbeat": it.beat, "leave": it.leave,
             "push": lambda: it.push(torch.zeros(160, dtype=torch.uint8)),
             "watch": lambda: list(it.connection.watch("control", pb.WatchRequest(run=RUN, learner=name))),
+            "lease": lambda: it.connection.call(
+                "control", "Lease", pb.LeaseRequest(run=RUN, learner=name), pb.LeaseReply
+            ),
             "probe": lambda: it.connection.probe("probes", pb.ProbeHeader(run=RUN, learner=name)),
         }  # fmt: skip
         if name:  # without a learner it is a viewer's

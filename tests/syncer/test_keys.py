@@ -164,6 +164,7 @@ def test_no_command_prints_a_secret(keys: Path) -> None:
         (("add", "[/x]", "--role", "learner"), "is no name"),
         (("revoke", "site-z"), "has no certificate"),
         (("renew", "site-z"), "has no certificate"),
+        (("renew", "site-a", "--host", "h"), "serves at no host"),
         (("revoke", "site-a", "--old"), "one certificate only"),
         (("revoke", "syncer"), "learners cannot be told"),
     ],
@@ -180,11 +181,24 @@ def test_a_directory_without_keys_is_an_error(tmp_path: Path) -> None:
         run("list", tmp_path)
 
 
-@pytest.mark.parametrize("command", ["list", "add"])
-def test_an_authoritys_key_that_others_may_read_is_refused(keys: Path, command: str) -> None:
+@pytest.mark.parametrize("arguments", [("add", "site-c", "--role", "learner"), ("renew", "site-a")])
+def test_an_authoritys_key_that_others_may_read_is_refused(keys: Path, arguments: tuple[str, ...]) -> None:
     (keys / "ca.key").chmod(0o644)
     with pytest.raises(ConfigError, match="authority's key .* is open to every user"):
-        run(command, keys, *(("site-c", "--role", "learner") if command == "add" else ()))
+        run(arguments[0], keys, *arguments[1:])
+
+
+def test_a_certificate_is_revoked_without_the_authoritys_key(keys: Path) -> None:
+    (keys / "ca.key").unlink()
+    run("revoke", keys, "site-a")
+    assert states(keys)["site-a"] == ["revoked"]
+
+
+def test_a_syncer_moves_to_another_host(keys: Path) -> None:
+    run("renew", keys, "syncer", "--host", "new.example.org")
+    assert hosts_of(read_syncer_keys(keys / "syncer").cert) == ["new.example.org"]
+    run("add", keys, "syncer-2", "--role", "standby")
+    assert hosts_of(read_syncer_keys(keys / "syncer-2").cert) == ["new.example.org"]
 
 
 # tokens

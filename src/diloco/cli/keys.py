@@ -79,14 +79,22 @@ def add(directory: Directory, name: Name, role: RoleOption, days: Days = 365, as
 
 
 @app.command()
-def renew(directory: Directory, name: Name, days: Days = 365, as_json: Json = False) -> None:
+def renew(
+    directory: Directory,
+    name: Name,
+    host: Annotated[
+        list[str] | None, typer.Option(help="With a syncer's NAME, what learners dial from now on; repeat for more.")
+    ] = None,
+    days: Days = 365,
+    as_json: Json = False,
+) -> None:
     """Make new keys for NAME. The old ones are good until they end, or `revoke --old` takes them back.
 
     Copy the directory over the old one: running processes take it up with their next connection.
     """
     from diloco.syncer.keyring import Keyring
 
-    _print(directory, [Keyring.read(directory).renew(name, timedelta(days=days))], as_json)
+    _print(directory, [Keyring.read(directory).renew(name, timedelta(days=days), host or ())], as_json)
 
 
 @app.command()

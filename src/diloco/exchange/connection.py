@@ -220,14 +220,16 @@ class Connection:
             raise UnreachableError(f"the connection to {self.address} was closed: {error}") from error
 
     def _refusal(self) -> DilocoError | None:
-        """Why the syncer is not reached, if it is TLS that failed; looked at now and then. A syncer that was never
-        trusted ends the caller; one that was may be back once the network is."""
+        """Why the syncer is not reached, if it is TLS that failed; looked at now and then. Where the syncer has never
+        answered, that ends the caller; later the network may have changed, and may change back."""
         with self._lock:
             if self.closing.is_set() or time.monotonic() - self._looked_at < LOOK_EVERY_S:
                 return None
             self._looked_at = time.monotonic()
         refusal = self._credentials.refusal()
-        return AuthError(str(refusal)) if refusal is not None and not self._has_answered else refusal
+        if refusal is None:
+            return None
+        return UnreachableError(refusal) if self._has_answered else AuthError(refusal)
 
     # --- channels -----------------------------------------------------------------------------------------------------
 

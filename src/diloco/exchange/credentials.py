@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from diloco.errors import AuthError, ConfigError, DilocoError, UnreachableError, translated
+from diloco.errors import ConfigError, translated
 from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, check_valid_now, read_key_pair
 from diloco.exchange.wire.address import is_local, socket_path, split_address
 
@@ -83,47 +83,42 @@ class Credentials:
 
     # --- reasons ------------------------------------------------------------------------------------------------------
 
-    def refusal(self) -> DilocoError | None:
-        """Why TLS with the syncer fails, by a connection of its own; None: not for a reason that this can see.
-
-        gRPC says only that the connection was closed. An AuthError is final; a syncer that cannot be trusted is
-        unreachable, since it may be the network that has changed.
-        """
+    def refusal(self) -> str | None:
+        """Why TLS with the syncer fails, by a connection of its own; None: not for a reason that this can see. gRPC
+        says only that the connection was closed."""
         if not self.is_secure or socket_path(self._address) is not None:
             return None
-        error = self._look()
-        if isinstance(error, AuthError):  # a syncer that is being stopped looks the same once, and not twice
+        refusal = self._look()
+        if refusal is not None:  # a syncer that is being stopped may look the same once, and not twice
             time.sleep(LOOK_AGAIN_S)
-            error = self._look()
-        return error
+            refusal = self._look()
+        return refusal
 
-    def _look(self) -> DilocoError | None:
+    def _look(self) -> str | None:
         host, port = split_address(self._address)
-        context = ssl.create_default_context(cafile=self._keys / CA if self._keys is not None else self._ca)
-        context.set_alpn_protocols(["h2"])
-        if self._keys is not None:
-            context.load_cert_chain(self._keys / CERT, self._keys / KEY)
         try:
+            context = ssl.create_default_context(cafile=self._keys / CA if self._keys is not None else self._ca)
+            context.set_alpn_protocols(["h2"])
+            if self._keys is not None:
+                context.load_cert_chain(self._keys / CERT, self._keys / KEY)
             with socket.create_connection((host, port), timeout=LOOK_TIMEOUT_S) as plain:
                 return self._verdict(context, plain, host)
-        except OSError:  # it does not answer at all
+        except OSError:  # it does not answer at all, or the files here are being replaced
             return None
 
-    def _verdict(self, context: ssl.SSLContext, plain: socket.socket, host: str) -> DilocoError | None:
+    def _verdict(self, context: ssl.SSLContext, plain: socket.socket, host: str) -> str | None:
         """What a handshake comes to. In TLS 1.3 the client's certificate is judged after the client's part of it: a
         syncer that refuses hangs up where it would send its settings."""
         try:
             secure = context.wrap_socket(plain, server_hostname=host)
         except ssl.SSLCertVerificationError as error:
-            return UnreachableError(
+            return (
                 f"the certificate that the syncer at {self._address} shows is not trusted ({error.verify_message}); "
                 "use the ca.pem of this run, and an address that the certificate names."
             )
         except ssl.SSLError as error:
             if error.reason == "WRONG_VERSION_NUMBER":
-                return UnreachableError(
-                    f"what answers at {self._address} does not speak TLS; is it the syncer, and has it keys?"
-                )
+                return f"what answers at {self._address} does not speak TLS; is it the syncer, and has it keys?"
             return None
         with secure:
             try:
@@ -134,11 +129,11 @@ class Credentials:
             except OSError:  # hung up
                 pass
         if self._keys is None:
-            return AuthError(
+            return (
                 f"the syncer at {self._address} wants a certificate and none was shown; pass the directory of this "
                 "learner's keys (keys=…, syncer.keys or --keys; see `diloco keys`)."
             )
-        return AuthError(
+        return (
             f"the syncer at {self._address} refused the certificate in {self._keys}: another authority signed it, or "
             "it is not valid by the syncer's clock; copy the directory again from `diloco keys`."
         )

@@ -58,10 +58,12 @@ class Keyring:
         issued: every certificate, in the order in which they were signed.
     """
 
-    def __init__(self, directory: Path, run: RunPart, issued: Iterable[Issued], authority: Authority) -> None:
+    def __init__(
+        self, directory: Path, run: RunPart, issued: Iterable[Issued], authority: Authority | None = None
+    ) -> None:
         self.directory, self.run = directory, run
         self.issued = list(issued)
-        self._authority = authority
+        self._known = authority
 
     @classmethod
     def new(
@@ -86,28 +88,36 @@ class Keyring:
             raise ConfigError(
                 f"{directory / existing[0]} exists and keys are never overwritten; choose another directory."
             )
-        keyring = cls(directory, RunPart(name=run, hosts=tuple(hosts)), (), Authority.new(run))
+        authority = Authority.new(run)
+        keyring = cls(directory, RunPart(name=run, hosts=tuple(hosts)), (), authority)
         signed = [keyring._sign(name, role, lifetime) for name, role in wanted]
         with _writing(directory):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_secret(directory / CA, keyring._authority.cert)
-            write_secret(directory / CA_KEY, keyring._authority.key)
+            write_secret(directory / CA, authority.cert)
+            write_secret(directory / CA_KEY, authority.key)
         for each in signed:
             keyring._keep(each)
         return keyring
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """What is there.
+        """What is there. The authority's key is needed for new certificates only.
 
         Raises:
-            ConfigError: there is none, it cannot be read, or other users of this machine may read the authority's key.
+            ConfigError: there is none, or it cannot be read.
         """
         path = directory / CERTIFICATES
         if not path.exists():
             raise ConfigError(f"{directory} holds no keys; make them with `diloco keys new`.")
         found = validate(CertificatesFile, read_toml(read_text(path, "list of certificates"), str(path)), str(path))
-        return cls(directory, found.run, found.certificate, Authority.read(directory / CA, directory / CA_KEY))
+        return cls(directory, found.run, found.certificate)
+
+    @property
+    def _authority(self) -> Authority:
+        """Raises ConfigError where it is not here, or other users of this machine may read its key."""
+        if self._known is None:
+            self._known = Authority.read(self.directory / CA, self.directory / CA_KEY)
+        return self._known
 
     def add(self, name: str, role: Role, lifetime: dt.timedelta) -> Issued:
         """Keys for one more name. A syncer that runs accepts them at once.
@@ -120,9 +130,19 @@ class Keyring:
             raise ConfigError(f"{name!r} has a certificate in {self.directory} already; renew or revoke that.")
         return self._keep(self._sign(name, role, lifetime))
 
-    def renew(self, name: str, lifetime: dt.timedelta) -> Issued:
-        """New keys for a name. The old ones are good until they end or are revoked, so that there is time to copy."""
+    def renew(self, name: str, lifetime: dt.timedelta, hosts: Sequence[str] = ()) -> Issued:
+        """New keys for a name. The old ones are good until they end or are revoked, so that there is time to copy.
+
+        With `hosts`, those that learners dial from now on, which the certificates of syncers name.
+
+        Raises:
+            ConfigError: it has none, or `hosts` and it is no syncer's.
+        """
         role = self._standing(name)[-1].role
+        if hosts and role != "standby":
+            raise ConfigError(f"{name!r} is a {role} and serves at no host; drop --host.")
+        if hosts:
+            self.run = RunPart(name=self.run.name, hosts=tuple(hosts))
         return self._keep(self._sign(name, role, lifetime))
 
     def revoke(self, name: str, *, but_newest: bool = False) -> list[Issued]:
