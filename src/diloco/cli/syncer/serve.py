@@ -1,5 +1,6 @@
 """`diloco syncer RUN_FILE`: serve one run."""
 
+import os
 import signal
 import threading
 from dataclasses import fields
@@ -50,6 +51,8 @@ def command(
     ] = None,
 ) -> None:
     """Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read at import; a line for each refused connection fills a disk
+
     from diloco.core.members import Deadlines
     from diloco.core.pool import Pool
     from diloco.core.presets import method_from_table
