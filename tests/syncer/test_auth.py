@@ -18,7 +18,7 @@ from diloco.secret_files import read_secret, write_secret
 from diloco.syncer.auth import check_binding
 from diloco.syncer.callers import ROLES, Caller, Role
 from diloco.syncer.certificates import Authority, holder_of, hosts_of
-from diloco.syncer.tokens import TokenEntry, Tokens, new_token, read_tokens, token_sha256, write_tokens
+from diloco.syncer.tokens import BearerTokens, TokenEntry, new_token, read_tokens, token_sha256, write_tokens
 
 TOKENS: dict[Role, str] = {role: new_token() for role in ROLES}
 
@@ -58,7 +58,7 @@ def tokens_file(tmp_path: Path) -> Path:
     ],
 )
 def test_each_role_may_do_its_own(tokens_file: Path, held: Role, needed: Role, allowed: bool) -> None:
-    tokens = Tokens(tokens_file)
+    tokens = BearerTokens(tokens_file)
     if allowed:
         tokens.owner(TOKENS[held]).may(needed)
     else:
@@ -72,12 +72,12 @@ def test_each_role_may_do_its_own(tokens_file: Path, held: Role, needed: Role, a
 )
 def test_a_wrong_token_lets_nobody_in_and_is_not_repeated(tokens_file: Path, token: str, reason: str) -> None:
     with pytest.raises(AuthError, match=reason) as caught:
-        Tokens(tokens_file).owner(token)
+        BearerTokens(tokens_file).owner(token)
     assert not token or token not in str(caught.value)
 
 
 def test_a_bound_token_speaks_for_its_learner_only(tokens_file: Path) -> None:
-    tokens = Tokens(tokens_file)
+    tokens = BearerTokens(tokens_file)
     tokens.owner(TOKENS["learner"]).may("learner", "site-a")
     tokens.owner(TOKENS["admin"]).may("learner", "site-b")
     with pytest.raises(AuthError, match="'site-a' only, not for 'site-b'"):
@@ -97,7 +97,7 @@ def test_tokens_are_long_random_and_distinct() -> None:
 
 
 def test_revoking_and_adding_need_no_restart(tokens_file: Path) -> None:
-    tokens = Tokens(tokens_file)
+    tokens = BearerTokens(tokens_file)
     entries = read_tokens(tokens_file)
     fresh = new_token()
     write_tokens(tokens_file, [entries["the-admin"], TokenEntry("later", "viewer", token_sha256(fresh))])
@@ -112,7 +112,7 @@ def test_a_token_ends_and_one_that_is_in_use_is_looked_at_again(tokens_file: Pat
     ends = [TokenEntry("fresh", "viewer", token_sha256(fresh), expires=now + DAY),
             TokenEntry("old", "viewer", token_sha256(old), expires=now - DAY)]  # fmt: skip
     write_tokens(tokens_file, [entries["the-admin"], *ends])
-    tokens = Tokens(tokens_file)
+    tokens = BearerTokens(tokens_file)
     with pytest.raises(AuthError, match=r"the token of 'old' expired at .* UTC; ask"):
         tokens.check(tokens.owner(old))
     caller = tokens.owner(fresh)
@@ -126,7 +126,7 @@ def test_a_token_ends_and_one_that_is_in_use_is_looked_at_again(tokens_file: Pat
 
 @pytest.mark.parametrize("how", ["gone", "garbled"])
 def test_a_file_that_becomes_unreadable_lets_nobody_in(tokens_file: Path, how: str) -> None:
-    tokens = Tokens(tokens_file)
+    tokens = BearerTokens(tokens_file)
     good = tokens_file.read_bytes()
     tokens_file.unlink()
     if how == "garbled":
@@ -160,12 +160,12 @@ def test_a_tokens_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str
     path = tmp_path / "tokens.toml"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=reason):
-        Tokens(path)
+        BearerTokens(path)
 
 
 def test_a_missing_tokens_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        Tokens(tmp_path / "tokens.toml")
+        BearerTokens(tmp_path / "tokens.toml")
 
 
 def test_secrets_are_never_readable_by_others_nor_overwritten(tmp_path: Path) -> None:

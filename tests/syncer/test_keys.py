@@ -19,7 +19,7 @@ from diloco.exchange.key_pair import read_key_pair
 from diloco.syncer.certificates import Holder, holder_of, hosts_of
 from diloco.syncer.revocation import read_revoked
 from diloco.syncer.tls import read_syncer_keys
-from diloco.syncer.tokens import Tokens
+from diloco.syncer.tokens import BearerTokens
 
 NEW = (
     "--run", "demo", "--host", "syncer.example.org", "--host", "10.0.0.7", "--learner", "site-a", "--learner", "site-b",
@@ -214,7 +214,7 @@ def test_tokens_are_added_listed_and_revoked(tmp_path: Path) -> None:
         return added
 
     assert add("site-c")["learner"] == "site-c"
-    tokens = Tokens(tmp_path / "tokens.toml")
+    tokens = BearerTokens(tmp_path / "tokens.toml")
     caller = tokens.owner(secret(tmp_path, "site-c"))
     caller.may("learner", "site-c")
     assert caller.expires is not None

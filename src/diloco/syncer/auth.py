@@ -9,7 +9,7 @@ from diloco.errors import AuthError, ConfigError
 from diloco.exchange.wire.address import is_local, socket_path
 from diloco.syncer.callers import UNKNOWN, Caller
 from diloco.syncer.revocation import Holders
-from diloco.syncer.tokens import Tokens
+from diloco.syncer.tokens import BearerTokens
 
 if TYPE_CHECKING:
     import grpc
@@ -34,7 +34,7 @@ class Authenticator:
                 "no_client_certificates."
             )
         self._holders = None if keys is None else Holders(run, keys)
-        self._tokens = None if tokens_file is None else Tokens(tokens_file)
+        self._tokens = None if tokens_file is None else BearerTokens(tokens_file)
 
     def caller(self, context: grpc.ServicerContext) -> Caller:
         """The sender that a call's credentials name; `check` says whether they hold.

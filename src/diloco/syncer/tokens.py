@@ -111,7 +111,7 @@ def write_tokens(path: str | os.PathLike[str], entries: Iterable[TokenEntry]) ->
     replace_secret(Path(path), "\n".join(lines).encode())
 
 
-class Tokens:
+class BearerTokens:
     """The owners of tokens, by a tokens file that is read again whenever it changes. Any thread may call it.
 
     Raises:
