@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.cli._input import with_keys
 from diloco.config import RunConfig, dump_config, load_config, parse_config
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
@@ -140,6 +141,12 @@ def test_a_schedule_of_synchronisations_comes_through_the_run_file() -> None:
     assert parse_config(dump_config(config)) == config
     override = parse_config(MINIMAL, overrides=["method.preset=DiLoCo", "method.sync_every=[[0, 10], [100, 30]]"])
     assert override.method == config.method
+
+
+def test_the_keys_of_a_command_replace_the_run_files(tmp_path: Path) -> None:
+    keys = tmp_path / 'of "a" machine'
+    assert parse_config(MINIMAL, overrides=with_keys(["syncer.keys=other"], keys)).syncer.keys == keys
+    assert parse_config(MINIMAL, overrides=with_keys(None, None)).syncer.keys is None
 
 
 def test_every_key_is_documented() -> None:

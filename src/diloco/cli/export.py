@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._input import read_token
-from diloco.cli._options import Json, Overrides, RunFile
+from diloco.cli._input import read_token, with_keys
+from diloco.cli._options import Json, Keys, Overrides, RunFile
 from diloco.errors import ConfigError, NotInitialisedError
 
 if TYPE_CHECKING:
@@ -24,13 +24,14 @@ def command(
         Path | None, typer.Option(help="Read the state directory of a syncer that is not running.")
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Read this checkpoint directory of a learner.")] = None,
+    keys: Keys = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Write the global model to a directory that transformers can load."""
     from diloco.config import load_config
 
-    config = load_config(run_file, overrides or ())
+    config = load_config(run_file, with_keys(overrides, keys))
     if sum(source is not None for source in (address, state_dir, checkpoint)) > 1:
         raise ConfigError("--address, --state-dir and --checkpoint name three sources; choose one")
 

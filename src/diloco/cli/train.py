@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli._input import check_shard, read_token
-from diloco.cli._options import JsonSummary, LearnerName, Overrides, RunFile
+from diloco.cli._input import check_shard, read_token, with_keys
+from diloco.cli._options import JsonSummary, Keys, LearnerName, Overrides, RunFile
 from diloco.errors import AlreadyInitialisedError, ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def command(
             "stopped by a signal.",
         ),
     ] = False,
+    keys: Keys = None,
     overrides: Overrides = None,
     as_json: JsonSummary = False,
 ) -> None:
@@ -74,7 +75,7 @@ def command(
             )
         shard = _own_rank()
     name = name or ("baseline" if alone else "isolated" if isolated else f"learner-{shard or 0}")
-    config = load_config(run_file, overrides or (), learner=name)
+    config = load_config(run_file, with_keys(overrides, keys), learner=name)
     if collective and config.pool is not None:
         raise ConfigError("[pool] needs a syncer, since the members of a process group stay the same; leave it out")
     if shard is None and not alone and config.run.learners > 1 and config.data.deal == "shards":

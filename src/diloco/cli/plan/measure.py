@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from diloco.cli._input import check_shard, read_token
-from diloco.cli._options import Json, LearnerName, Overrides
+from diloco.cli._input import check_shard, read_token, with_keys
+from diloco.cli._options import Json, Keys, LearnerName, Overrides
 from diloco.config import RunConfig, load_config
 from diloco.errors import StoreError, translated
 from diloco.planning.edit import with_measurement
@@ -38,6 +38,7 @@ def command(
         Literal["step", "link"] | None, typer.Option(help="Measure the inner step, or the link, alone.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long inner steps are taken.")] = 10.0,
+    keys: Keys = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
@@ -46,7 +47,7 @@ def command(
     Runs under torchrun too, as `diloco train` does.
     """
     name = name or f"learner-{shard}"
-    config = load_config(run_file, overrides or (), learner=name)
+    config = load_config(run_file, with_keys(overrides, keys), learner=name)
     check_shard(shard, config.run.learners)
     if out is not None:
         _read(out)  # before anything is measured
