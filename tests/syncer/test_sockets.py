@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import signal
 import socket
@@ -20,12 +21,15 @@ import grpc
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.syncer.certificates import Certificates, make_certificates
+from diloco.exchange.key_pair import KeyPair
+from diloco.syncer.certificates import Authority
 from diloco.syncer.sockets import UNLABELLED, SocketLedger, is_available, parse_peer
 
 CHUNK_BYTES = 1 << 20
 PUSH_BYTES = 10 * CHUNK_BYTES
-CERTIFICATES = make_certificates(["127.0.0.1", "::1"])
+AUTHORITY = Authority.new("x")
+SIGNED = AUTHORITY.sign("x", "standby", "syncer", hosts=["127.0.0.1", "::1"], lifetime=dt.timedelta(days=1))
+KEYS = KeyPair(AUTHORITY.cert, SIGNED.cert, SIGNED.key)
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the kernel's byte counts are read on Linux only")
 
@@ -72,13 +76,13 @@ class Service(grpc.GenericRpcHandler):
 
 
 @contextmanager
-def serving(certificates: Certificates | None, host: str = "127.0.0.1") -> Iterator[tuple[Service, SocketLedger, str]]:
+def serving(keys: KeyPair | None, host: str = "127.0.0.1") -> Iterator[tuple[Service, SocketLedger, str]]:
     service = Service()
     server = grpc.server(ThreadPoolExecutor(4), handlers=(service,), options=[("grpc.so_reuseport", 0)])
-    if certificates is None:
+    if keys is None:
         port = server.add_insecure_port(f"{host}:0")
     else:
-        credentials = grpc.ssl_server_credentials([(certificates.server_key, certificates.server)])
+        credentials = grpc.ssl_server_credentials([(keys.key, keys.cert)])
         port = server.add_secure_port(f"{host}:0", credentials)
     server.start()
     with SocketLedger(port) as ledger:
@@ -88,12 +92,12 @@ def serving(certificates: Certificates | None, host: str = "127.0.0.1") -> Itera
 
 
 @contextmanager
-def dialling(address: str, certificates: Certificates | None) -> Iterator[grpc.Channel]:
+def dialling(address: str, keys: KeyPair | None) -> Iterator[grpc.Channel]:
     options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own for every channel
-    if certificates is None:
+    if keys is None:
         channel = grpc.insecure_channel(address, options)
     else:
-        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(certificates.ca), options)
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(keys.ca), options)
     with channel:
         yield channel
 
@@ -108,10 +112,10 @@ def pull(channel: grpc.Channel, learner: str, num_bytes: int = PUSH_BYTES) -> No
     assert sum(map(len, answer)) == num_bytes
 
 
-@pytest.mark.parametrize("certificates", [None, CERTIFICATES], ids=["plain", "tls"])
-def test_a_transfer_is_counted_with_its_framing(certificates: Certificates | None) -> None:
-    with serving(certificates) as (_, ledger, address):
-        with dialling(address, certificates) as pushing, dialling(address, certificates) as pulling:
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "tls"])
+def test_a_transfer_is_counted_with_its_framing(keys: KeyPair | None) -> None:
+    with serving(keys) as (_, ledger, address):
+        with dialling(address, keys) as pushing, dialling(address, keys) as pulling:
             push(pushing, "site-a")
             pull(pulling, "site-b")
             # TLS records (22 bytes in 16 KiB) and HTTP/2 frames (9 bytes in 16 KiB) add 0.2 %; window updates come back
@@ -239,8 +243,8 @@ def test_a_second_connection_from_the_same_port_starts_unlabelled() -> None:
         assert count_of(ledger, "site-a", "control", "received") == 0
 
 
-@pytest.mark.parametrize("certificates", [None, CERTIFICATES], ids=["plain", "tls"])
-def test_a_client_killed_in_mid_transfer_keeps_its_bytes(certificates: Certificates | None) -> None:
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "tls"])
+def test_a_client_killed_in_mid_transfer_keeps_its_bytes(keys: KeyPair | None) -> None:
     script = """
 import os, sys, grpc
 options = [("grpc.use_local_subchannel_pool", 1)]
@@ -255,34 +259,34 @@ def chunks():
         yield bytes(1 << 18)
 channel.stream_unary("/x/push")(chunks(), metadata=[("learner", "site-a")])
 """
-    with serving(certificates) as (service, ledger, address):
+    with serving(keys) as (service, ledger, address):
         ledger.start()
         client = subprocess.Popen(
             [sys.executable, "-c", script, address], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         assert client.stdin is not None
-        client.stdin.write(certificates.ca if certificates else b"")
+        client.stdin.write(keys.ca if keys else b"")
         client.stdin.close()
         wait_for(lambda: service.arrived > 4 * CHUNK_BYTES, "four megabytes")
         client.send_signal(signal.SIGKILL)
         assert client.wait() == -signal.SIGKILL
         wait_for(lambda: held(ledger) == 0, "the dead client's connection to be let go")
         assert ledger.totals()["site-a", "contributions", "received"] > service.arrived
-        with dialling(address, certificates) as channel:
+        with dialling(address, keys) as channel:
             push(channel, "site-a", CHUNK_BYTES)  # the server goes on
             assert count_of(ledger, "site-a", "contributions", "received") > service.arrived
 
 
-@pytest.mark.parametrize("certificates", [None, CERTIFICATES], ids=["plain", "tls"])
-def test_many_connections_come_and_go_while_it_samples(certificates: Certificates | None) -> None:
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "tls"])
+def test_many_connections_come_and_go_while_it_samples(keys: KeyPair | None) -> None:
     """No descriptor is leaked and no byte lost; gRPC is not disturbed by duplicates of what it closes."""
-    with serving(certificates) as (service, ledger, address):
+    with serving(keys) as (service, ledger, address):
         open_before = num_descriptors()
         ledger.start(interval_s=0.002)
 
         def work(index: int) -> None:
             for _ in range(10):
-                with dialling(address, certificates) as channel:
+                with dialling(address, keys) as channel:
                     push(channel, f"site-{index}", CHUNK_BYTES)
 
         with ThreadPoolExecutor(4) as pool:
