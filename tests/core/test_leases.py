@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from diloco.core.contribution import KEPT, LATE, MISSED, OUT_OF_STEP, OUTLIER, OVERLAP, Contribution
 from diloco.core.leases import MERGED, Ask, DataSet, Grant, Leases
 from diloco.core.ranges import Ranges, common, count, is_set, minus, ranges_of, split, union
+from diloco.core.unit_queue import UnitQueue
 from diloco.errors import ConfigError, PayloadError
 
 DATA = DataSet(num_units=40, passes=0, digest="d")
@@ -384,6 +385,8 @@ def test_requests_that_make_no_sense_are_refused() -> None:
     leases.ask("a", 1, Ask(1, 5, DATA))
     with pytest.raises(ConfigError, match=r"'b' \(here\) has data of 41 units .* run \(there\) data of 40 units"):
         leases.ask("b", 1, Ask(1, 5, DataSet(41, 0, "d")))
+    with pytest.raises(PayloadError, match="number leases 1, 2, 3"):
+        leases.ask("c", 1, Ask(0, 5, DATA))
     for ask in (Ask(3, 5, DATA), Ask(0, 5, DATA), Ask(2, 0, DATA), Ask(2, 2**20 + 1, DATA)):
         with pytest.raises(PayloadError, match="number leases 1, 2, 3"):
             leases.ask("a", 1, ask)
@@ -402,6 +405,50 @@ def test_requests_that_make_no_sense_are_refused() -> None:
             leases.check(bad, [])
     with pytest.raises(PayloadError, match="send either"):
         leases.check(c(((0, 3),), ((2, 5),)), [])
+
+
+def test_a_learner_asks_again_before_it_takes_the_data_to_have_ended() -> None:
+    queue = UnitQueue(DATA, 6)
+    assert queue.ask([()]) == Ask(1, 6, DATA)
+    queue.granted(Grant(1, ((0, 4),)))
+    assert queue.ask([()]) == Ask(2, 6, DATA)
+    queue.granted(Grant(2, ()))
+    assert queue.draw(3) == [0, 1, 2]
+    assert queue.ask([()]) is None  # not ahead
+    assert queue.ask([()], at_least=3) == Ask(3, 6, DATA)
+    assert not queue.has(3)
+    queue.granted(Grant(3, ((20, 22),)))  # came back meanwhile
+    assert queue.draw(3) == [3, 20, 21]
+    assert queue.ask([()], at_least=3) == Ask(4, 6, DATA)
+    queue.granted(Grant(4, ()))
+    assert queue.has(3)
+    assert queue.draw(3) == []
+
+
+def test_a_new_incarnation_claims_what_was_drawn_and_keeps_what_it_gets() -> None:
+    queue = UnitQueue(DATA, 6)
+    queue.ask([()])
+    queue.granted(Grant(1, ((0, 12),)))
+    for _ in range(3):
+        queue.draw(2)
+    queue.take()
+    queue.start_over()
+    assert not queue.is_sure
+    assert queue.ask([(), ((30, 31),)]) == Ask(1, 6, DATA, (((0, 6),), ((0, 6), (30, 31))))
+    assert not queue.is_sure
+    queue.granted(Grant(1, ((20, 26),), claimed=((1, 3), (30, 31))))
+    assert queue.trained() == ((1, 2),)
+    assert queue.trained() is None  # no batch since
+    queue.put_back()
+    assert queue.draw(3) == [2, 20, 21]
+
+
+def test_a_status_is_short_where_each_unit_is_a_pass() -> None:
+    leases = Leases(1)
+    leases.ask("a", 1, Ask(1, 2**20, DataSet(1, 0, "d")))
+    status = leases.status()
+    assert status is not None
+    assert (status["passes_begun"], len(status["passes"])) == (2**20, 16)
 
 
 def test_hundreds_of_millions_of_units_cost_little() -> None:

@@ -192,7 +192,10 @@ def test_leases_and_units_that_make_no_sense_are_refused(tmp_path: Path) -> None
         for fields in ({"number": 7}, {"num_units": 0}, {"num_units": 2**40}):
             with pytest.raises(PayloadError, match="number leases 1, 2, 3"):
                 raw.lease(**{"number": 2, **fields})
-        for fields in ({"data_units": 2**60}, {"data_digest": "d" * 999}, {"unit_tokens": 2**60}):
+        for digest in ("d" * 999, "", "[/x]", "\x1b[2J"):
+            with pytest.raises(PayloadError, match="letters and digits"):
+                raw.lease(2, data_digest=digest)
+        for fields in ({"data_units": 2**60}, {"unit_tokens": 2**60}):
             with pytest.raises(PayloadError, match="where there can be"):
                 raw.lease(2, **fields)
         unsorted = [pb.UnitSet(ranges=[pb.Units(first=5, stop=6), pb.Units(first=1, stop=2)])]

@@ -53,6 +53,10 @@ MAX_LEASED = 2**24
 """Units under lease to one learner, beyond which it gets no more until some have their fates."""
 
 
+MAX_PASSES = 16
+"""Passes that a status has: one may have been begun for each unit of a small data set."""
+
+
 @dataclass(frozen=True)
 class DataSet:
     """What a run trains on; the same for all learners.
@@ -218,7 +222,7 @@ class Leases:
         """
         self._check_data(learner, ask.data)
         lease = self.leases.get((learner, incarnation)) or self._new()
-        if ask.number == lease.grant.number:
+        if 0 < ask.number == lease.grant.number:
             return lease.grant
         if ask.number != lease.grant.number + 1 or not 0 < ask.num_units <= MAX_ASKED:
             raise PayloadError(
@@ -374,13 +378,13 @@ class Leases:
     def status(self) -> dict[str, Any] | None:
         """Plain values for `diloco status`; None: no learner has asked for a lease.
 
-        Of each pass that is not done and was begun, the units that are done, leased and free; they add up to
-        `num_units`.
+        Of each pass that is not done and was begun, the first `MAX_PASSES` of them, the units that are done, leased and
+        free; they add up to `num_units`.
         """
         if self.data is None:
             return None
         num, leased, passes, first = self.data.num_units, self.leased, list[dict[str, int]](), self.passes_done
-        for number in range(first, self.frontier // num + 1):
+        for number in range(first, min(self.frontier // num + 1, first + MAX_PASSES)):
             whole = ranges_of([(number * num, (number + 1) * num)])
             begun = min(max(self.frontier - number * num, 0), num)
             its_leased = count(common(leased, whole))
@@ -393,8 +397,8 @@ class Leases:
             by_learner[learner] += count(lease.units)
         return {
             "num_units": num, "num_passes": self.data.passes or None, "before": self.before, "passes_done": first,
-            "passes": passes, "learners": dict(by_learner), "returned": self.num_returned,
-            "unclaimed": self.num_unclaimed, "fragments": [totals.as_dict() for totals in self.totals],
+            "passes_begun": -(-self.frontier // num), "passes": passes, "learners": dict(by_learner),
+            "returned": self.num_returned, "unclaimed": self.num_unclaimed, "fragments": [totals.as_dict() for totals in self.totals],
         }  # fmt: skip
 
     # --- saving -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class UnitQueue:
         num_ahead: units that it asks for at a time, whenever it has fewer than that.
 
     Attributes:
-        has_ended: there are no more units than those held.
+        has_ended: nothing was free when the last request was answered.
     """
 
     def __init__(self, data: DataSet, num_ahead: int) -> None:
@@ -44,12 +44,12 @@ class UnitQueue:
 
         Arguments:
             unsent: by fragment, the units that the next contribution accounts for.
-            at_least: units that are needed.
+            at_least: units that are needed now; where the data had ended, units may have come back since.
         """
         wanted = max(self._num_ahead, at_least)
-        if self._is_asking or self.has_ended or self._num_held >= wanted:
+        if self._is_asking or self._num_held >= (at_least if self.has_ended else wanted):
             return None
-        self._number, self._is_asking = self._number + 1, True
+        self._number, self._is_asking, self.has_ended = self._number + 1, True, False
         claim: tuple[Ranges, ...] = ()
         if self._number == 1:
             own = union(self._taken, *self._drawn)
@@ -74,6 +74,11 @@ class UnitQueue:
     def is_sure(self) -> bool:
         """Whether what was drawn and taken is leased to this incarnation."""
         return self._number > 1 or (self._number == 1 and not self._is_asking)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether there are batches drawn and not taken."""
+        return bool(self._drawn)
 
     # --- units --------------------------------------------------------------------------------------------------------
 

@@ -31,5 +31,8 @@ class LeasedUnits:
         self._queue.take()
 
     def put_back(self) -> None:
-        """Batches drawn and not taken are given up by who drew them."""
-        self._queue.put_back()
+        """Draw the batches again that were drawn and not taken. Those of an earlier incarnation are claimed before."""
+        if self._queue.has_drawn:
+            self._boundary.lease()
+            self._boundary.wait_for_units(lambda: not self._queue.is_sure)
+            self._queue.put_back()

@@ -105,7 +105,10 @@ def check_ask(learner: str, ask: Ask) -> None:
     data = ask.data
     _within(learner, "units of data in all passes", data.num_units * max(1, data.passes), MAX_UNIT)
     _within(learner, "tokens in a unit of data", data.unit_tokens, MAX_TOKENS)
-    _within(learner, "characters in the digest of its data", len(data.digest), MAX_SOURCE)
+    if len(data.digest) > MAX_SOURCE or not (data.digest.isascii() and data.digest.isalnum()):
+        raise PayloadError(
+            f"{learner!r} identifies its data with {data.digest[:MAX_SOURCE]!r}; use 1 to {MAX_SOURCE} letters and digits."
+        )
     for units in ask.claim:
         _check_units(learner, units)
 
