@@ -108,7 +108,7 @@ class Grant:
 
 
 @dataclass
-class Lease:
+class Holding:
     """The units of one incarnation that are not done.
 
     Attributes:
@@ -155,7 +155,7 @@ class Lease:
         return [self.units, [dict(by_fate) for by_fate in self.fates], astuple(self.grant), self.has_ended]
 
     @classmethod
-    def from_list(cls, values: Sequence[Any]) -> Lease:
+    def from_list(cls, values: Sequence[Any]) -> Holding:
         """What `as_list` gave."""
         units, fates, (number, granted, claimed), has_ended = values
         return cls(
@@ -203,8 +203,8 @@ class Leases:
         self.data: DataSet | None = None
         self.before = self.frontier = 0
         self.returned: Ranges = ()
-        self.leases: dict[tuple[str, int], Lease] = {}
-        self.left: dict[str, Lease] = {}
+        self.leases: dict[tuple[str, int], Holding] = {}
+        self.left: dict[str, Holding] = {}
         self.totals = [Totals() for _ in range(num_fragments)]
         self.num_returned = self.num_unclaimed = 0
 
@@ -241,8 +241,8 @@ class Leases:
         lease.grant = Grant(ask.number, units, claimed)
         return lease.grant
 
-    def _new(self) -> Lease:
-        return Lease((), [{} for _ in range(self._num_fragments)])
+    def _new(self) -> Holding:
+        return Holding((), [{} for _ in range(self._num_fragments)])
 
     def _check_data(self, learner: str, data: DataSet) -> None:
         if data.num_units < 1:
@@ -267,7 +267,7 @@ class Leases:
                     del self.left[learner]
         return union(back, new)
 
-    def _claim(self, learner: str, lease: Lease, claim: Sequence[Ranges]) -> Ranges:
+    def _claim(self, learner: str, lease: Holding, claim: Sequence[Ranges]) -> Ranges:
         """Lease to a new incarnation what it has work on, as far as it is free and no fragment would lack it."""
         left, wanted = self.left.pop(learner, None) or self._new(), union(*claim)
         got = common(wanted, left.units)
@@ -322,15 +322,13 @@ class Leases:
             lease.settle(c.fragment, c.units, reason)
         self._sort_out(c.learner, c.incarnation, lease, open_)
 
-    def ended(self, learner: str, incarnation: int, open_: Iterable[Contribution]) -> int:
-        """An incarnation is gone. Returns how many of its units are free again."""
-        before = self.num_returned
+    def ended(self, learner: str, incarnation: int, open_: Iterable[Contribution]) -> None:
+        """An incarnation is gone: what is neither done nor acknowledged comes back."""
         if (lease := self.leases.get((learner, incarnation))) is not None:
             lease.has_ended = True
             self._sort_out(learner, incarnation, lease, open_)
-        return self.num_returned - before
 
-    def _sort_out(self, learner: str, incarnation: int, lease: Lease, open_: Iterable[Contribution]) -> None:
+    def _sort_out(self, learner: str, incarnation: int, lease: Holding, open_: Iterable[Contribution]) -> None:
         """End the lease of the units that are done, and of those that come back."""
         settled = lease.units
         for fragment in range(self._num_fragments):
@@ -398,7 +396,8 @@ class Leases:
         return {
             "num_units": num, "num_passes": self.data.passes or None, "before": self.before, "passes_done": first,
             "passes_begun": -(-self.frontier // num), "passes": passes, "learners": dict(by_learner),
-            "returned": self.num_returned, "unclaimed": self.num_unclaimed, "fragments": [totals.as_dict() for totals in self.totals],
+            "returned": self.num_returned, "unclaimed": self.num_unclaimed,
+            "fragments": [totals.as_dict() for totals in self.totals],
         }  # fmt: skip
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -432,8 +431,8 @@ class Leases:
         self.data = DataSet(*values["data"])
         self.before, self.frontier = values["before"], values["frontier"]
         self.returned = ranges_of(values["returned"])
-        self.leases = {(learner, number): Lease.from_list(lease) for learner, number, lease in values["leases"]}
-        self.left = {learner: Lease.from_list(lease) for learner, lease in values["left"].items()}
+        self.leases = {(learner, number): Holding.from_list(lease) for learner, number, lease in values["leases"]}
+        self.left = {learner: Holding.from_list(lease) for learner, lease in values["left"].items()}
         self.totals = [Totals(Counter(it["fates"]), it["merges"], it["repeated"]) for it in values["totals"]]
         self.num_returned, self.num_unclaimed = values["num_returned"], values["num_unclaimed"]
         for learner, incarnation in self.leases.keys() - set(living):

@@ -107,7 +107,8 @@ def check_ask(learner: str, ask: Ask) -> None:
     _within(learner, "tokens in a unit of data", data.unit_tokens, MAX_TOKENS)
     if len(data.digest) > MAX_SOURCE or not (data.digest.isascii() and data.digest.isalnum()):
         raise PayloadError(
-            f"{learner!r} identifies its data with {data.digest[:MAX_SOURCE]!r}; use 1 to {MAX_SOURCE} letters and digits."
+            f"{learner!r} identifies its data with {data.digest[:MAX_SOURCE]!r}; use 1 to {MAX_SOURCE} letters and "
+            "digits."
         )
     for units in ask.claim:
         _check_units(learner, units)
