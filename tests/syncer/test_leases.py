@@ -21,6 +21,7 @@ from tests.syncer.leased_ranks_life import BATCH
 from tests.syncer.runs import RUN, Raw, method, start
 
 import diloco
+from diloco.cli import main
 from diloco.core.permutation import place_of_unit
 from diloco.errors import ConfigError, PayloadError, StaleIncarnationError
 from diloco.events import Data, Merged, read_events
@@ -111,6 +112,10 @@ def test_each_unit_is_merged_once_whatever_is_killed_joins_and_leaves(tmp_path: 
     finally:
         (tmp_path / "stop").touch()
         syncer.kill()
+
+    with pytest.raises(SystemExit) as ended:  # all of it is decided again as it was
+        main(["replay", str(tmp_path / "state")])
+    assert ended.value.code == 0
 
     leases, versions = durable(tmp_path)
     returned, frontier = numbers(leases["returned"]), leases["frontier"]

@@ -435,7 +435,7 @@ class Leases:
         self.left = {learner: Holding.from_list(lease) for learner, lease in values["left"].items()}
         self.totals = [Totals(Counter(it["fates"]), it["merges"], it["repeated"]) for it in values["totals"]]
         self.num_returned, self.num_unclaimed = values["num_returned"], values["num_unclaimed"]
-        for learner, incarnation in self.leases.keys() - set(living):
+        for learner, incarnation in sorted(self.leases.keys() - set(living)):
             self.ended(learner, incarnation, ())
 
 

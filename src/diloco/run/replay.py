@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from diloco.errors import DilocoError, StoreError
@@ -37,9 +38,6 @@ from diloco.run.replay_ports import (
 
 _FAILS = (DilocoError, AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What an event of a driver may end in that has come into a state in which it never was."""
-
-_ANSWERED = {"initialise", "join", "leave", "complete_push"}
-"""Events that are answered by a call of `done`."""
 
 
 @dataclass
@@ -139,7 +137,7 @@ class Replay:
         elif is_event(method := getattr(Driver, name, None)):
             assert method is not None
             arguments = {key: read(value) for key, value in entry["a"].items()}
-            if name in _ANSWERED:
+            if "done" in signature(method).parameters:  # the event is answered by a call of it
                 arguments["done"] = _ignore
             answer = method(self.driver, **arguments)
             if name == "begin_push":
