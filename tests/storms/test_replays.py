@@ -25,10 +25,10 @@ CHANGE_NOTHING = {"fetch", "check", "status"}
 
 
 @cache
-def storm(seed: int, *, with_payloads: bool = True) -> StormJournal:
+def storm(seed: int, *, with_payloads: bool = True, leased: bool = False) -> StormJournal:
     journal = StormJournal(with_payloads=with_payloads)
     with quiet():
-        Storm(plan_of(seed), journal=journal).run()
+        Storm(plan_of(seed, leased=leased), journal=journal).run()
     return journal
 
 
@@ -36,9 +36,10 @@ def test_every_event_of_the_driver_is_recorded() -> None:
     methods = {name: method for name, method in inspect.getmembers(Driver, inspect.isfunction) if name[0] != "_"}
     assert {name for name, method in methods.items() if not is_event(method)} == CHANGE_NOTHING
     assert is_event(Driver.__init__)
-    recorded = {json.loads(entry)["e"] for seed in range(40) for entry in storm(seed).entries}
+    journals = [*(storm(seed) for seed in range(40)), storm(0, leased=True)]
+    recorded = {json.loads(entry)["e"] for journal in journals for entry in journal.entries}
     events = {name for name, method in methods.items() if is_event(method)} | {"__init__", "#check", "#close", "#write"}
-    assert recorded == events - {"standing", "stop", "end", "lease"}  # no storm asks, stops or deals data
+    assert recorded == events - {"standing", "stop", "end"}  # no storm asks or stops
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, PER_TEST))
@@ -48,6 +49,13 @@ def test_storms_are_replayed(first: int) -> None:
         assert (findings.difference, findings.gaps) == (None, []), seed
         assert findings.num_equal == findings.num_entries > 0
         assert findings.num_merges_equal == findings.num_merges
+
+
+def test_storms_with_leased_data_are_replayed() -> None:
+    for seed in range(20):
+        findings = storm(seed, leased=True).replay().findings
+        assert (findings.difference, findings.gaps) == (None, []), seed
+        assert findings.num_equal == findings.num_entries > 0
 
 
 def test_the_replayed_storms_restart_and_merge_a_lot() -> None:
