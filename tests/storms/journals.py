@@ -48,11 +48,12 @@ class StormJournal:
 
     def replay(self, entries: Sequence[str] | None = None) -> Replay:
         """The syncers again, from these entries."""
-        replay = Replay(tensor_formats(ReadPayloads(self._read)))
+        replay = Replay(tensor_formats(ReadPayloads(self.read)))
         for entry in self.entries if entries is None else entries:
             replay.take(entry)
         return replay
 
-    def _read(self, name: str) -> bytearray | None:
+    def read(self, name: str) -> bytearray | None:
+        """A kept payload; None: it is not kept."""
         data = self.kept.get(name)
         return None if data is None else bytearray(data)

@@ -100,6 +100,25 @@ def test_a_part_of_a_run_is_replayed(killed: Path, capsys: pytest.CaptureFixture
     assert 0 < found["events"] < whole["events"]
 
 
+def test_what_would_have_happened_is_asked_on_the_command_line(
+    killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = replayed(capsys, str(killed), "--with", "merge=trimmed", "--with", "weight=uniform")
+    assert (code, found) == (2, {})
+    code, found = replayed(capsys, str(killed), "--with", "outer.lr=0.01")
+    assert (code, found["difference"]) == (0, None)
+    assert len(found["what_if"]["versions"]["0"]) >= 9
+    code, found = replayed(capsys, str(killed), "--with", "quorum.at_least=1")
+    rows = {name: (was, other) for name, was, other in found["what_if"]["rows"]}
+    assert rows["versions published"][1] > rows["versions published"][0] >= 18
+    with pytest.raises(SystemExit, match="^0$"):
+        main(["replay", str(killed), "--with", "outer.lr=0.01"])
+    out = capsys.readouterr().out
+    assert "no difference" in out
+    assert "Assumed: the rounds" in out
+    assert "merged again, same digest" in out
+
+
 def test_a_changed_payload_fails_with_both_digests(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = min((killed / "journal" / "payloads").glob("contribution-*"))
     whole = path.read_bytes()

@@ -14,6 +14,7 @@ from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco.run.replay import Replay
+    from diloco.run.what_if import WhatIf
     from diloco.syncer.journal_reader import JournalReader
 
 SAID_EVERY_S = 2.0
@@ -28,6 +29,10 @@ def command(
     fragment: Annotated[
         int | None, typer.Option(min=0, metavar="INDEX", help="Merge this fragment only; decide everything.")
     ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="FIELD=VALUE", help="What if: another merge, quorum, deadline …; repeatable."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run all decisions of a syncer again from its journal, and all merges, and compare every digest."""
@@ -37,8 +42,15 @@ def command(
 
     reader = JournalReader(_state_dir(run))
     replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
-    span_s = _replay(reader, replay, until)
+    asked = None
+    if with_:
+        from diloco.run.what_if import Changes, WhatIf
+
+        asked = WhatIf(replay, Changes(with_))
+    span_s = _replay(reader, replay, asked, until)
     found = _numbers(replay, span_s)
+    if asked is not None:
+        found["what_if"] = asked.answer()
     if as_json:
         print(json.dumps(found, indent=1))
     else:
@@ -57,7 +69,7 @@ def _state_dir(run: Path) -> Path:
     return load_config(run).state_dir
 
 
-def _replay(reader: "JournalReader", replay: "Replay", until: float | None) -> float:
+def _replay(reader: "JournalReader", replay: "Replay", asked: "WhatIf | None", until: float | None) -> float:
     """Replay the entries; returns the seconds from the first to the last."""
     began_s = said_s = time.monotonic()
     first_s, offset_s, span_s = None, 0.0, 0.0
@@ -71,7 +83,7 @@ def _replay(reader: "JournalReader", replay: "Replay", until: float | None) -> f
             if until is not None and at_s - first_s > until:
                 break
             span_s = at_s - first_s
-        replay.take(line.entry)
+        (replay if asked is None else asked).take(line.entry)
         if time.monotonic() - said_s >= SAID_EVERY_S:
             said_s = time.monotonic()
             done = line.read_bytes / max(1, reader.num_bytes)
@@ -126,5 +138,8 @@ def _show(found: dict[str, Any]) -> None:
         console.print(
             f"{unmerged} rounds were not merged again: their contributions are not recorded, or not asked for."
         )
+    if (asked := found.get("what_if")) is not None:
+        console.print(make_table(asked["heads"], [[str(cell) for cell in row] for row in asked["rows"]]))
+        console.print(asked["assumed"])
     difference = found["difference"]
     console.print("no difference" if difference is None else f"first difference: {difference}")
