@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from diloco.core.actions import MergeRound
@@ -23,7 +24,7 @@ from diloco.run.driver import Driver
 from diloco.run.memory import MemorySlot, MemorySpool
 from diloco.run.plain import PlainReader
 from diloco.run.ports import InitialModel, Json, MergedRound, Ports, RunMethod, T, Work
-from diloco.run.replay_ports import DeafConnection, Formats, Told
+from diloco.run.replay_ports import DeafConnection, Formats, KnownFragment
 
 ASSUMED = (
     "Assumed: learners' messages are as they were, at the same times, whatever they would have heard instead. Messages "
@@ -46,7 +47,7 @@ class OtherRounds:
 
     def __init__(self, formats: Formats, *, method: Mapping[str, Any], deadlines: Mapping[str, float]) -> None:
         self.observer = Counts()  # type: ignore[abstract] # what it leaves out does nothing
-        self.driver: Driver[Told, MemorySlot, None] | None = None
+        self.driver: Driver[KnownFragment, MemorySlot, None] | None = None
         self._formats, self._changes, self._deadlines = formats, method, deadlines
         self._reader = PlainReader(
             layout=formats.layout, method=self._method, held=self._first, numbered=self._numbered
@@ -54,7 +55,7 @@ class OtherRounds:
         self._now_s, self._wake_at_s = 0.0, math.inf
         self._queue: list[Callable[[], None]] = []
         self._objects: dict[tuple[str, int], Any] = {}
-        self._fragments: list[Told] = []
+        self._fragments: list[KnownFragment] = []
         self._record: Json | None = None
 
     def take(self, entry: Mapping[str, Any], push: int | None) -> None:
@@ -82,13 +83,14 @@ class OtherRounds:
         self.driver = Driver(**given, ports=Ports(self, MemorySpool(), self, self, self, self.observer))
 
     def _tell(self, name: str, given: Mapping[str, Any], push: int | None) -> None:
+        method = getattr(Driver, name)
         arguments = {key: self._reader.read(value) for key, value in given.items()}
         if name in ("complete_push", "cut_push") and arguments["push"] is None:
             return  # it was refused
-        if name in ("initialise", "join", "leave", "lease", "complete_push"):
+        if "done" in signature(method).parameters:  # the event is answered by a call of it
             arguments["done"] = self._answered
         try:
-            answer = getattr(self.driver, name)(**arguments)
+            answer = method(self.driver, **arguments)
         except DilocoError as error:
             self._answered(error)
         else:
@@ -115,8 +117,8 @@ class OtherRounds:
     def _method(self, values: Any) -> Any:
         return self._formats.method({**values, **self._changes})
 
-    def _first(self, index: int, version: int, digest: str) -> Told:
-        return Told(version, digest)
+    def _first(self, index: int, version: int, digest: str) -> KnownFragment:
+        return KnownFragment(version, digest)
 
     def _numbered(self, kind: str, number: int) -> Any:
         if kind == "connection":
@@ -146,21 +148,21 @@ class OtherRounds:
         return None
 
     def close(
-        self, action: MergeRound, layout: Any, held: Told, slots: Sequence[MemorySlot]
-    ) -> MergedRound[Told, None] | PayloadError:
+        self, action: MergeRound, layout: Any, held: KnownFragment, slots: Sequence[MemorySlot]
+    ) -> MergedRound[KnownFragment, None] | PayloadError:
         """As `ports.JobsPort`: a version without tensors."""
         learners = tuple(dict.fromkeys(c.learner for c in action.contributions))
-        new = Told(held.version + 1, "")
+        new = KnownFragment(held.version + 1, "")
         update = Update(
             action.fragment, held.version, new.version, learners, action.weights, action.scale, "", lossless=True
         )  # fmt: skip
         return MergedRound(action, update, new, None, 4 * layout.fragments[action.fragment].numel)
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[Told]) -> None:
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[KnownFragment]) -> None:
         """As `ports.StorePort`."""
         self._fragments, self._record = list(model.fragments), None
 
-    def publish(self, merged: MergedRound[Told, None], record: Json) -> None:
+    def publish(self, merged: MergedRound[KnownFragment, None], record: Json) -> None:
         """As `ports.StorePort`."""
         self._fragments[merged.update.fragment], self._record = merged.held, record
 

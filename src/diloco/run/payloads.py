@@ -33,7 +33,7 @@ def fragment_name(index: int, version: int, digest: str) -> str:
 
 
 class TensorPayloads:
-    """Makes the digests (`recorder.PayloadsPort`).
+    """Makes the digests (`recorder_ports.PayloadsPort`).
 
     Arguments:
         keep: keeps payloads; None: only their digests are journalled.
@@ -43,7 +43,7 @@ class TensorPayloads:
         self._keep = keep
 
     def check(self, slot: TensorSlot, *, is_usable: bool) -> Mapping[str, Any]:
-        """As `recorder.PayloadsPort`."""
+        """As `recorder_ports.PayloadsPort`."""
         data = _bytes_of(slot.tensor)
         if self._keep is None or not is_usable:
             return {"crc32": f"{zlib.crc32(data):08x}"}
@@ -51,7 +51,7 @@ class TensorPayloads:
         return {"payload": digest, "kept": self._keep(contribution_name(digest), [data])}
 
     def begin(self, model: InitialModel[HeldFragment]) -> None:
-        """As `recorder.PayloadsPort`."""
+        """As `recorder_ports.PayloadsPort`."""
         if self._keep is not None:
             for each in model.fragments:
                 self._keep(fragment_name(each.fragment, each.version, each.digest), [_bytes_of(each.theta)])

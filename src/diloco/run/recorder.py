@@ -23,17 +23,14 @@ explain, and what a `kill -9` takes from the journal's end has had no durable ef
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol
 from weakref import WeakKeyDictionary
 
-from diloco.core.actions import Action, MergeRound
-from diloco.core.contribution import Standing
-from diloco.errors import DilocoError, NoRoomError, PayloadError
+from diloco.core.actions import Action
+from diloco.errors import DilocoError, NoRoomError
 from diloco.run.decisions import told
 from diloco.run.driver import Upload
 from diloco.run.plain import write_plain
@@ -41,23 +38,26 @@ from diloco.run.ports import (
     ClockPort,
     ConnectionPort,
     H,
-    InitialModel,
-    JobsPort,
-    Json,
     MergedRound,
     P,
     Ports,
-    RunMethod,
     S,
-    SpoolPort,
-    StorePort,
     T,
     Work,
+    WorkerPort,
+)
+from diloco.run.recorder_ports import (
+    NOTES,
+    PayloadsPort,
+    RecordedClock,
+    RecordedConnection,
+    RecordedJobs,
+    RecordedSpool,
+    RecordedStore,
+    RecordedWorker,
 )
 
 log = logging.getLogger("diloco.syncer")
-
-S_contra = TypeVar("S_contra", contravariant=True)
 
 
 class JournalPort(Protocol):
@@ -68,20 +68,6 @@ class JournalPort(Protocol):
 
     def sync(self) -> None:
         """All entries before are durable when this returns, unless the disk refuses them."""
-
-
-class PayloadsPort(Protocol[S_contra]):
-    """Digests of payloads, and where they are kept."""
-
-    def check(self, slot: S_contra, *, is_usable: bool) -> Mapping[str, Any]:
-        """What is journalled: {"payload": SHA-256, "kept": whether the disk took it}, or {"crc32": …} of a payload that
-        is not to be kept, or cannot be used."""
-
-    def begin(self, model: InitialModel[Any]) -> None:
-        """Keep the model that a run begins with, where payloads are kept."""
-
-
-_NOTES: ContextVar[dict[str, Any]] = ContextVar("notes of the job that runs")
 
 
 class Recorder(Generic[S]):
@@ -108,18 +94,18 @@ class Recorder(Generic[S]):
         self._num_jobs = 0
         self._numbers: WeakKeyDictionary[object, tuple[str, int]] = WeakKeyDictionary()
         self._num_numbered = 0
-        self._connections: dict[ConnectionPort, _Connection] = {}
+        self._connections: dict[ConnectionPort, RecordedConnection] = {}
 
     def around(self, ports: Ports[H, S, P]) -> Ports[H, S, P]:
         """The ports of a driver that is recorded."""
         self._clock = ports.clock
         return replace(
             ports,
-            clock=_Clock(self, ports.clock),
-            spool=_Spool(self, ports.spool),
-            jobs=_Jobs(self, ports.jobs),
-            store=_Store(self, ports.store),
-            worker=_Worker(self, ports.worker),
+            clock=RecordedClock(self, ports.clock),
+            spool=RecordedSpool(self, ports.spool),
+            jobs=RecordedJobs(self, ports.jobs),
+            store=RecordedStore(self, ports.store),
+            worker=RecordedWorker(self, ports.worker),
             recorder=self,
         )
 
@@ -196,9 +182,9 @@ class Recorder(Generic[S]):
             return self._connection(value)
         return self._answering(value) if callable(value) else value
 
-    def _connection(self, inner: ConnectionPort) -> _Connection:
+    def _connection(self, inner: ConnectionPort) -> RecordedConnection:
         if (found := self._connections.get(inner)) is None:
-            found = self._connections[inner] = _Connection(self, inner)
+            found = self._connections[inner] = RecordedConnection(self, inner)
             self._num_numbered += 1
             self._numbers[found] = "connection", self._num_numbered
         return found
@@ -217,7 +203,7 @@ class Recorder(Generic[S]):
         return number
 
     def _numbered(self, value: object) -> tuple[str, int] | None:
-        return self._numbers.get(value) if isinstance(value, Upload | _Connection) else None
+        return self._numbers.get(value) if isinstance(value, Upload | RecordedConnection) else None
 
     def _answering(self, done: Callable[..., None]) -> Callable[..., None]:
         def answer(*values: object) -> None:
@@ -242,9 +228,8 @@ class Recorder(Generic[S]):
         return clock.now_s() if self._now_s is None else self._now_s
 
     def begin_job(
-        self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None],
-        submit: Callable[[Callable[[], tuple[T, dict[str, Any]]], Callable[[tuple[T, dict[str, Any]]], None]], None],
-    ) -> None:  # fmt: skip
+        self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None], worker: WorkerPort
+    ) -> None:
         """A job begins once the event's entry is written."""
         self._num_jobs += 1
         number = self._num_jobs
@@ -252,18 +237,18 @@ class Recorder(Generic[S]):
 
         def run() -> tuple[T, dict[str, Any]]:
             notes: dict[str, Any] = {}
-            token = _NOTES.set(notes)
+            token = NOTES.set(notes)
             try:
                 return job(), notes
             finally:
-                _NOTES.reset(token)
+                NOTES.reset(token)
 
         def ended(found: tuple[T, dict[str, Any]]) -> None:
             result, notes = found
             head: dict[str, object] = {"e": f"#{what}", "n": number, "f": fragment, "x": notes}
             self._happens(head, "r", _finding(result), lambda: done(result))
 
-        self._begun.append(lambda: submit(run, ended))
+        self._begun.append(lambda: worker.submit(what, fragment, run, ended))
 
     def sync(self) -> None:
         """What was journalled so far is durable."""
@@ -275,106 +260,3 @@ def _finding(result: object) -> object:
     if isinstance(result, MergedRound):
         return {"update": result.update, "num_bytes": result.num_bytes, "refused": result.refused}
     return result
-
-
-class _Clock:
-    def __init__(self, recorder: Recorder[Any], clock: ClockPort) -> None:
-        self._recorder, self._clock = recorder, clock
-
-    def now_s(self) -> float:
-        return self._recorder.now_s(self._clock)
-
-    def wake_at(self, at_s: float) -> None:
-        self._recorder.did("wake at", at_s)
-        self._clock.wake_at(at_s)
-
-
-class _Connection:
-    def __init__(self, recorder: Recorder[Any], connection: ConnectionPort) -> None:
-        self._recorder, self._connection = recorder, connection
-
-    def standing(self, standing: Standing) -> None:
-        self._recorder.did(self, standing)
-        self._connection.standing(standing)
-
-    def evicted(self, reason: str, *, replaced: bool) -> None:
-        self._recorder.did(self, "evicted", reason, replaced)
-        self._connection.evicted(reason, replaced=replaced)
-
-    def end(self) -> None:
-        self._recorder.did(self, "end")
-        self._connection.end()
-
-
-class _Spool(Generic[S]):
-    def __init__(self, recorder: Recorder[S], spool: SpoolPort[S]) -> None:
-        self._recorder, self._spool = recorder, spool
-
-    @property
-    def held_bytes(self) -> int:
-        return self._spool.held_bytes
-
-    def allocate(self, num_bytes: int) -> S:
-        self._recorder.did("allocate", num_bytes)
-        try:
-            return self._spool.allocate(num_bytes)
-        except NoRoomError as error:
-            self._recorder.refused(error)
-            raise
-
-    def release(self, slot: S) -> None:
-        self._recorder.did("release")
-        self._spool.release(slot)
-
-
-class _Jobs(Generic[H, S, P]):
-    def __init__(self, recorder: Recorder[S], jobs: JobsPort[H, S, P]) -> None:
-        self._recorder, self._jobs = recorder, jobs
-
-    def contribution_bytes(self, num_elements: int) -> int:
-        return self._jobs.contribution_bytes(num_elements)
-
-    def check(self, slot: S, num_elements: int) -> PayloadError | None:
-        error = self._jobs.check(slot, num_elements)
-        _NOTES.get().update(self._recorder.payloads.check(slot, is_usable=error is None))
-        return error
-
-    def close(self, action: MergeRound, layout: Any, held: H, slots: Sequence[S]) -> MergedRound[H, P] | PayloadError:
-        return self._jobs.close(action, layout, held, slots)
-
-
-class _Store(Generic[H, P]):
-    def __init__(self, recorder: Recorder[Any], store: StorePort[H, P]) -> None:
-        self._recorder, self._store = recorder, store
-
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[H]) -> None:
-        self._recorder.payloads.begin(model)
-        self._recorder.sync()
-        self._store.initialise(run, method, model)
-
-    def publish(self, merged: MergedRound[H, P], record: Json) -> None:
-        self._begin(record)
-        self._store.publish(merged, record)
-
-    def save_record(self, record: Json) -> None:
-        self._begin(record)
-        self._store.save_record(record)
-
-    def _begin(self, record: Json) -> None:
-        _NOTES.get()["record"] = record_digest(record)
-        self._recorder.sync()
-
-
-def record_digest(record: Json) -> str:
-    """The digest of a run's record."""
-    return hashlib.blake2b(json.dumps(record).encode(), digest_size=16).hexdigest()
-
-
-class _Worker:
-    def __init__(self, recorder: Recorder[Any], worker: Any) -> None:
-        self._recorder, self._worker = recorder, worker
-
-    def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
-        self._recorder.begin_job(
-            what, fragment, job, done, lambda run, ended: self._worker.submit(what, fragment, run, ended)
-        )

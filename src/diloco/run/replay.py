@@ -21,11 +21,13 @@ from diloco.run.memory import MemorySlot
 from diloco.run.plain import TAG, PlainReader
 from diloco.run.ports import Ports
 from diloco.run.recorded import is_event
-from diloco.run.recorder import Recorder, record_digest
+from diloco.run.recorder import Recorder
+from diloco.run.recorder_ports import record_digest
 from diloco.run.replay_ports import (
     DeafConnection,
     Formats,
     History,
+    KnownFragment,
     OtherClose,
     Past,
     PastClock,
@@ -35,7 +37,6 @@ from diloco.run.replay_ports import (
     PastSpool,
     PastStore,
     PastWorker,
-    Told,
 )
 
 _FAILS = (DilocoError, AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -84,7 +85,7 @@ class Replay:
 
     def __init__(self, formats: Formats, *, fragment: int | None = None) -> None:
         self.findings = Findings()
-        self.driver: Driver[Told, MemorySlot, None] | None = None
+        self.driver: Driver[KnownFragment, MemorySlot, None] | None = None
         self.counts = Counts()  # type: ignore[abstract] # what it leaves out does nothing
         self.other: OtherClose | None = None
         self.begun_push: int | None = None
@@ -204,12 +205,12 @@ class Replay:
         is_record = record is None or record_digest(record) == record_digest(saved["record"])
         return is_record and saved["fragments"] == [[each.version, each.digest] for each in fragments]
 
-    def _held(self, index: int, version: int, digest: str) -> Told:
+    def _held(self, index: int, version: int, digest: str) -> KnownFragment:
         if (found := self._history.find(index, version, digest)) is not None:
             return found
         if self.formats.payloads is None:
-            return Told(version, digest)
-        return Told(version, digest, self.formats.payloads.fragment(self._method, index, version, digest))
+            return KnownFragment(version, digest)
+        return KnownFragment(version, digest, self.formats.payloads.fragment(self._method, index, version, digest))
 
     def _numbered(self, kind: str, number: int) -> Any:
         if kind == "connection":

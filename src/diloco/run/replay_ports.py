@@ -44,7 +44,7 @@ class Formats:
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
+class KnownFragment:
     """A fragment at a version.
 
     Attributes:
@@ -165,7 +165,7 @@ class DeafConnection:
 
 
 class PastPayloads:
-    """Digests of contributions: those of kept payloads are made again (`recorder.PayloadsPort`)."""
+    """Digests of contributions: those of kept payloads are made again (`recorder_ports.PayloadsPort`)."""
 
     def __init__(self, past: Past, kept: KeptPayloads | None) -> None:
         self._past, self._kept = past, kept
@@ -212,8 +212,8 @@ class PastJobs:
         return error
 
     def close(
-        self, action: MergeRound, layout: Any, held: Told, slots: Sequence[MemorySlot]
-    ) -> MergedRound[Told, None] | PayloadError:
+        self, action: MergeRound, layout: Any, held: KnownFragment, slots: Sequence[MemorySlot]
+    ) -> MergedRound[KnownFragment, None] | PayloadError:
         self.is_equal = False
         is_asked = self._fragment in (None, action.fragment)
         if not is_asked or held.tensors is None or any(slot.payload is None for slot in slots):
@@ -227,16 +227,18 @@ class PastJobs:
         new, other = merged.held, None
         if self._other is not None:
             other = self._other.close(self._method, action, layout, held.tensors, new, held.other, slots)
-        return replace(merged, held=Told(new.version, new.digest, new, other), payload=None)
+        return replace(merged, held=KnownFragment(new.version, new.digest, new, other), payload=None)
 
-    def _as_found(self, action: MergeRound) -> MergedRound[Told, None] | PayloadError:
+    def _as_found(self, action: MergeRound) -> MergedRound[KnownFragment, None] | PayloadError:
         found = self._past.entry["r"]
         if "update" not in found:
             error = self._past.found
             assert isinstance(error, PayloadError)
             return error
         update, refused = self._past.reader.read(found["update"]), self._past.reader.read(found["refused"])
-        return MergedRound(action, update, Told(update.version, update.digest), None, found["num_bytes"], refused)
+        return MergedRound(
+            action, update, KnownFragment(update.version, update.digest), None, found["num_bytes"], refused
+        )
 
 
 class History:
@@ -244,15 +246,15 @@ class History:
     a run may go back to them."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[int, int], Told] = {}
+        self._told: dict[tuple[int, int], KnownFragment] = {}
 
-    def take(self, index: int, held: Told) -> None:
+    def take(self, index: int, held: KnownFragment) -> None:
         """A version of a fragment is durable."""
         self._told[index, held.version] = held
         if (old := self._told.get((index, held.version - NUM_HELD))) is not None:
             self._told[index, held.version - NUM_HELD] = replace(old, tensors=None, other=None)
 
-    def find(self, index: int, version: int, digest: str) -> Told | None:
+    def find(self, index: int, version: int, digest: str) -> KnownFragment | None:
         """A version with this digest; None: there was none."""
         found = self._told.get((index, version))
         return found if found is not None and found.digest == digest else None
@@ -267,17 +269,17 @@ class PastStore:
     """
 
     def __init__(self, past: Past, history: History) -> None:
-        self.fragments: list[Told] = []
+        self.fragments: list[KnownFragment] = []
         self.record: Json | None = None
         self._past, self._history = past, history
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[Told]) -> None:
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[KnownFragment]) -> None:
         self._refuse()
         self.fragments, self.record = list(model.fragments), None
         for index, held in enumerate(model.fragments):
             self._history.take(index, held)
 
-    def publish(self, merged: MergedRound[Told, None], record: Json) -> None:
+    def publish(self, merged: MergedRound[KnownFragment, None], record: Json) -> None:
         self._refuse()
         self.fragments[merged.update.fragment], self.record = merged.held, record
         self._history.take(merged.update.fragment, merged.held)

@@ -16,7 +16,7 @@ _CHUNK_BYTES, _MOST_BYTES = 64 << 10, 16 << 20
 
 
 @dataclass(frozen=True)
-class Line:
+class JournalLine:
     """An entry.
 
     Attributes:
@@ -54,7 +54,7 @@ class JournalReader:
             )
         self.num_bytes = sum(path.stat().st_size for path in self._parts)
 
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[JournalLine]:
         read_bytes, number, crc = 0, 0, 0
         for path in self._parts:
             if number_of(path) != number + 1:
@@ -62,7 +62,7 @@ class JournalReader:
                 if number:
                     yield _damage(why, read_bytes)
                 else:  # removed on purpose
-                    yield Line(json.dumps({"e": "#gap", "missing": "all", "why": why}), read_bytes)
+                    yield JournalLine(json.dumps({"e": "#gap", "missing": "all", "why": why}), read_bytes)
             number, follows, crc = number_of(path), crc, 0
             for position, (text, is_right) in enumerate(self._lines(path), start=1):
                 crc = int(text[:8], 16) if is_right else 0
@@ -75,7 +75,7 @@ class JournalReader:
                     expected = json.loads(entry)["follows"]
                     if expected not in (None, follows):
                         yield _damage(f"the end of the part before {path} is missing", read_bytes)
-                yield Line(entry, read_bytes)
+                yield JournalLine(entry, read_bytes)
             read_bytes += path.stat().st_size
 
     def payload(self, name: str) -> bytearray | None:
@@ -113,5 +113,5 @@ class JournalReader:
             )
 
 
-def _damage(why: str, read_bytes: int) -> Line:
-    return Line(json.dumps({"e": "#damage", "why": why}), read_bytes)
+def _damage(why: str, read_bytes: int) -> JournalLine:
+    return JournalLine(json.dumps({"e": "#damage", "why": why}), read_bytes)
