@@ -183,6 +183,17 @@ def test_a_certificate_speaks_for_its_own_learner_only(syncer: Syncer, keys: Pat
     assert list(status_of(syncer)["learners"]) == ["site-a"]
 
 
+def test_a_stolen_key_is_one_learner_and_the_real_one_hears_of_it(syncer: Syncer, keys: Path, learner: Raw) -> None:
+    thief = Raw(syncer.address, "site-a", keys=keys / "site-a")
+    thief.join()
+    with pytest.raises(errors.StaleIncarnationError):
+        learner.beat()
+    assert [it.reason for it in audit(syncer, events.Evicted)] == ["replaced by a newer incarnation"]
+    with pytest.raises(errors.AlreadyInitialisedError):
+        thief.initialise(2.0)
+    thief.connection.close()
+
+
 @pytest.mark.parametrize("name", ["eye", "syncer"])
 def test_a_role_may_not_join(name: str, syncer: Syncer, keys: Path) -> None:
     role = {"eye": "viewer", "syncer": "standby"}[name]
