@@ -308,6 +308,24 @@ class Traffic(Event):
     learner: str = ""  # the other end, when these are one learner's connections
 
 
+class BackedUp(Event):
+    """A snapshot of the run is in the place for backups, and was read back."""
+
+    kind: Literal["backed_up"] = "backed_up"
+    place: str
+    snapshot: str
+    versions: tuple[int, ...]
+    seconds: float
+
+
+class BackupRefused(Event):
+    """No snapshot could be taken. The run goes on, and the backup is tried again."""
+
+    kind: Literal["backup_refused"] = "backup_refused"
+    place: str
+    error: str
+
+
 def event_types() -> dict[str, type[Event]]:
     """Every event class by its `kind`."""
     return {cls.model_fields["kind"].default: cls for cls in Event.__subclasses__()}

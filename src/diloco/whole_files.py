@@ -1,6 +1,8 @@
-"""Small text files that are whole or absent."""
+"""Small text files that are whole or absent, and names that say which process works on something."""
 
 import os
+import shutil
+import socket
 from pathlib import Path
 
 
@@ -25,3 +27,33 @@ def write_whole(path: Path, text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def hidden_name(what: str) -> str:
+    """The name of what this process writes or removes."""
+    return f".{what}.{socket.gethostname()}.{os.getpid()}"
+
+
+def remove_leftovers(directory: Path, what: str) -> None:
+    """Remove the directories with a `hidden_name` of this process, or of one of this host that is dead.
+
+    Arguments:
+        what: a glob pattern.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    for path in directory.glob(f".{what}.{socket.gethostname()}.*"):
+        pid = path.name.rpartition(".")[2]
+        if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
+            shutil.rmtree(path)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True

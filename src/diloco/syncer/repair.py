@@ -70,13 +70,13 @@ def _damaged(found: Found) -> list[str]:
 def _make_database(found: Found) -> list[Path]:
     """Let the database name the chosen versions. Returns what was set aside for that."""
     if found.has_database:
-        with closing(connect(found.path)) as db, _transaction(db):
+        with closing(connect(found.path)) as db, transaction(db):
             _choose(db, found)
         return []
     new = found.path / _NEW
     shutil.rmtree(new, ignore_errors=True)  # of a repair that was broken off
     new.mkdir()
-    with closing(connect(new)) as db, _transaction(db):
+    with closing(connect(new)) as db, transaction(db):
         assert found.row is not None
         insert_run(db, found.row)
         put_epoch(db, fresh_epoch(each.serves or 0 for each in found.fragments), time.time())
@@ -112,7 +112,8 @@ def fresh_epoch(versions: Iterable[int]) -> Epoch:
 
 
 @contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """All of what is done in it, or nothing."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield

@@ -25,6 +25,7 @@ from diloco.run.payloads import TensorPayloads
 from diloco.run.recorder import Recorder
 from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator, check_binding
+from diloco.syncer.backups import BackupPlan, Backups
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.journal_files import JournalFiles, PayloadFiles
@@ -58,6 +59,7 @@ class Options:
         pool: how many learners may train; None: as many as join.
         journal: keep what `diloco replay` needs to make all decisions again.
         record_contributions: and all merges.
+        backup: where and when snapshots are taken; None: never.
     """
 
     address: str
@@ -72,6 +74,7 @@ class Options:
     pool: Pool | None = None
     journal: bool = True
     record_contributions: bool = False
+    backup: BackupPlan | None = None
 
 
 class Syncer:
@@ -114,6 +117,8 @@ class Syncer:
                 journal=Journal(self._events, self._metrics), pool=options.pool,
                 recorder=self._recorder(options),
             )  # fmt: skip
+            backup = options.backup
+            self._backups = None if backup is None else Backups(backup, options.state_dir, self._events)
             refused.pop_all()
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="syncer-call"), options=SERVER_OPTIONS
@@ -136,6 +141,8 @@ class Syncer:
         if self._sockets is not None:
             self._sockets.start()
         self._traffic.start()
+        if self._backups is not None:
+            self._backups.start()
         versions = self.driver.ask(lambda driver: driver.state.versions)
         self._events.append(
             events.SyncerStarted(run=run, address=self.address, versions=versions, method=method.to_dict())
@@ -161,6 +168,8 @@ class Syncer:
         self._server.stop(grace=1.0).wait()
         self._calls.close()
         self._traffic.join()
+        if self._backups is not None:
+            self._backups.close()
         self._append_traffic()
         if self._sockets is not None:
             self._sockets.close()

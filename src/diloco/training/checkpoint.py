@@ -17,7 +17,6 @@ import logging
 import os
 import random
 import shutil
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from diloco.errors import CheckpointError, StoreError, translated
+from diloco.whole_files import hidden_name, remove_leftovers
 
 log = logging.getLogger("diloco")
 
@@ -65,10 +65,10 @@ def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int
     }
     text = json.dumps(manifest, indent=1).encode()
     final = directory / f"step-{step:010d}"
-    temporary = _hidden(final)
+    temporary = directory / hidden_name(final.name)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(directory)
+        remove_leftovers(directory, "step-*")
         temporary.mkdir()
         for name, content in ((_TENSORS, payload), (_MANIFEST, text)):
             with open(temporary / name, "wb") as file:
@@ -112,32 +112,9 @@ def _replace(newer: Path, final: Path) -> None:
 
 def _remove(checkpoint: Path) -> None:
     """Its name goes first, so that no half of it is taken for a checkpoint."""
-    hidden = _hidden(checkpoint, "removed.")
+    hidden = checkpoint.with_name(hidden_name(f"{checkpoint.name}.removed"))
     checkpoint.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def _hidden(checkpoint: Path, what: str = "") -> Path:
-    """The name of a checkpoint that this process writes or removes."""
-    return checkpoint.with_name(f".{checkpoint.name}.{what}{socket.gethostname()}.{os.getpid()}")
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Remove what processes of this host that are dead have left half written or half removed, and this one too."""
-    for path in directory.glob(f".step-*.{socket.gethostname()}.*"):
-        pid = path.name.rpartition(".")[2]
-        if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-            shutil.rmtree(path)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

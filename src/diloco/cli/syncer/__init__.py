@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from diloco.cli.syncer import check, serve
+from diloco.cli.syncer import backup, check, restore, serve
 
 
 class _ServesUnlessTold(TyperGroup):
@@ -35,3 +35,5 @@ class _ServesUnlessTold(TyperGroup):
 app = typer.Typer(cls=_ServesUnlessTold, add_completion=False, pretty_exceptions_enable=False)
 app.callback()(serve.command)
 app.command("check")(check.command)
+app.command("backup")(backup.command)
+app.command("restore")(restore.command)

@@ -56,6 +56,7 @@ def command(
     from diloco.core.members import Deadlines
     from diloco.core.pool import Pool
     from diloco.core.presets import method_from_table
+    from diloco.syncer.backups import BackupPlan
     from diloco.syncer.server import Options, Syncer
 
     log_plainly("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -74,6 +75,7 @@ def command(
         pool=Pool.of(config.pool_values),
         journal=table.journal or record_contributions,
         record_contributions=table.record_contributions or record_contributions,
+        backup=None if table.backup is None else BackupPlan(table.backup, table.backup_every_s, table.backup_keep),
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
     stop = threading.Event()

@@ -1,0 +1,213 @@
+"""Snapshots of a run that goes on, the way back from them, and learners that live through that."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.processes import until
+from tests.syncer.runs import Raw, method, start
+from tests.syncer.test_lineage import Run, serve, syncer_versions
+from tests.syncer.test_repair import flip, record_at, started
+from tests.syncer.test_store import initialise, merged_of
+
+from diloco.cli import main
+from diloco.errors import ConfigError, NotInitialisedError, StoreError
+from diloco.events import BackedUp, BackupRefused, Event, read_events
+from diloco.syncer.backup import back_up, restore
+from diloco.syncer.backups import BackupPlan
+from diloco.syncer.repair import repair
+from diloco.syncer.store import Store
+from diloco.syncer.targets import open_target
+
+
+def make(path: Path, versions: int = 3) -> None:
+    with Store(path) as store:
+        initialise(store)
+        for version in range(1, versions + 1):
+            store.publish(merged_of(0, version), record_at(version))
+
+
+@pytest.fixture(params=["directory", "fsspec"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "backups") if request.param == "directory" else f"memory://{uuid.uuid4().hex}/run"
+
+
+def test_a_snapshot_of_a_run_that_goes_on_is_one_record_with_its_versions(place: str, tmp_path: Path) -> None:
+    """The run publishes as fast as it can meanwhile."""
+    stop, target = threading.Event(), open_target(place)
+
+    def run() -> int:
+        with Store(tmp_path / "run") as store:
+            initialise(store)
+            version = 0
+            while not stop.is_set():
+                version += 1
+                for fragment in (0, 1):
+                    store.publish(merged_of(fragment, version), record_at(2 * version + fragment))
+            return version
+
+    with ThreadPoolExecutor(1) as pool:
+        published = pool.submit(run)
+        until(lambda: (tmp_path / "run" / "run.json").exists() and target_works(tmp_path, place), "no first snapshot")
+        snapshots = [back_up(tmp_path / "run", target, 20) for _ in range(5)]
+        stop.set()
+        assert published.result() > 1
+    for number, snapshot in enumerate(snapshots):
+        restored = tmp_path / f"restored-{number}"
+        assert restore(target, restored, snapshot.name) == snapshot
+        first, second = (each.update.version for each in snapshot.versions)
+        assert started(restored) == {0: first, 1: second}
+        assert snapshot.record is None or snapshot.record["step"] == first + second + 1
+        shutil.rmtree(restored)
+
+
+def target_works(tmp_path: Path, place: str) -> bool:
+    try:
+        back_up(tmp_path / "run", open_target(place), 20)
+    except NotInitialisedError:
+        return False
+    return True
+
+
+def test_the_newest_are_kept_with_the_files_that_they_need(place: str, tmp_path: Path) -> None:
+    target = open_target(place)
+    make(tmp_path / "run")
+    names = []
+    for version in range(4, 9):
+        with Store(tmp_path / "run") as store:
+            store.publish(merged_of(0, version), record_at(version))
+        names.append(back_up(tmp_path / "run", target, 2).name)
+    assert target.names("snapshots") == names[-2:]
+    assert [name.split("-")[0] for name in target.names("tensors")] == ["f00000", "f00000", "f00001", "static"]
+    assert restore(target, tmp_path / "older", names[-2]).name == names[-2]
+    assert started(tmp_path / "older") == {0: 7, 1: 0}
+    assert started(shutil.copytree(tmp_path / "older", tmp_path / "again")) == {0: 7, 1: 0}
+
+
+def test_a_place_for_backups_is_of_one_run(place: str, tmp_path: Path) -> None:
+    make(tmp_path / "run")
+    first = back_up(tmp_path / "run", open_target(place), 1)
+    with start(tmp_path, method()) as syncer:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        raw.connection.close()
+    with pytest.raises(StoreError, match="has backups of another run"):
+        back_up(tmp_path / "state", open_target(place), 1)
+    assert open_target(place).names("snapshots") == [first.name]
+    assert not list((tmp_path / "state").glob(".backup*"))
+
+
+def test_what_cannot_be_a_snapshot_or_a_way_back_is_said(tmp_path: Path) -> None:
+    place, run = tmp_path / "backups", tmp_path / "run"
+    target = open_target(str(place))
+    with pytest.raises(ConfigError, match="is not the state directory"):
+        back_up(run, target, 1)
+    Store(run).close()
+    with pytest.raises(NotInitialisedError):
+        back_up(run, target, 1)
+    with pytest.raises(StoreError, match="there is no snapshot .*it has none"):
+        restore(target, tmp_path / "new")
+    shutil.rmtree(run)
+    make(run)
+    first = back_up(run, target, 3)
+    with Store(run) as store:
+        store.publish(merged_of(0, 4), record_at(4))
+    back_up(run, target, 3)
+    flip(0.5)(next((place / "tensors").glob("f00000-v000000004-*")))
+    with pytest.raises(
+        StoreError, match=rf"f00000-v000000004-\S+ is damaged.*--snapshot {first.name}` is the one before"
+    ):
+        restore(target, tmp_path / "new")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["backups", "run"]
+    with pytest.raises(ConfigError, match="is there already"):
+        restore(target, run)
+    back_up(run, target, 3)  # writes the damaged file again
+    restore(target, tmp_path / "new")
+    flip(0.5)(next((run / "tensors").glob("f00000-v000000004-*")))
+    names = target.names("snapshots")
+    with pytest.raises(StoreError, match=r"f00000-v000000004-\S+ .*is damaged"):
+        back_up(run, target, 3)
+    assert target.names("snapshots") == names
+    with pytest.raises(ConfigError, match="backups cannot go to nonsense://"):
+        open_target("nonsense://there")
+
+
+def test_a_syncer_takes_snapshots_on_its_own_and_a_place_that_refuses_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    for place, kind in ((tmp_path / "file", BackupRefused), (tmp_path / "backups", BackedUp)):
+        with start(tmp_path, method(), backup=BackupPlan(str(place), 0.05, 2)) as syncer:
+            raw = Raw(syncer.address)
+            if kind is BackupRefused:
+                raw.initialise()
+            raw.connection.close()
+            until(partial(has_several, tmp_path / "state" / "events.jsonl", kind), "no such event")
+    assert len(open_target(str(tmp_path / "backups")).names("snapshots")) <= 2
+    restore(open_target(str(tmp_path / "backups")), tmp_path / "restored" / "state")
+    with start(tmp_path / "restored", method()) as syncer:
+        assert syncer.driver.ask(lambda driver: driver.state.versions) == (0, 0)
+
+
+def has_several(log: Path, kind: type[Event]) -> bool:
+    return sum(isinstance(each, kind) for each in read_events(log)) > 3
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "run")
+
+    def call(*arguments: object) -> Any:
+        with pytest.raises(SystemExit) as ended:
+            main(["syncer", *map(str, arguments), "--json"])
+        assert not ended.value.code
+        return json.loads(capsys.readouterr().out)
+
+    taken = call("backup", tmp_path / "run", tmp_path / "backups", "--keep", 1)
+    restored = call("restore", tmp_path / "backups", tmp_path / "new")
+    assert taken["versions"] == restored["versions"] == [3, 0]
+    assert call("check", tmp_path / "new")["starts"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["restored from a backup", "repaired"])
+def test_learners_that_have_seen_later_versions_go_on_with_what_is_left(how: str, tmp_path: Path) -> None:
+    state, target = tmp_path / "state", open_target(str(tmp_path / "backups"))
+    with ThreadPoolExecutor(2) as pool:
+        with serve(state) as syncer:
+            port = syncer.port
+            run = Run(pool, syncer.address, 40, (9, 25))
+            run.reaches(0)
+            back_up(state, target, 1)
+            run.go[0].set()
+            run.reaches(1)
+        lost = syncer_versions(state)
+        if how == "repaired":
+            for fragment in (0, 1):
+                flip(0.5)(max((state / "tensors").glob(f"f{fragment:05d}-*")))
+            (state / "store.sqlite").unlink()
+            repair(state)
+        else:
+            shutil.rmtree(state)
+            restore(target, state)
+        left = syncer_versions(state)
+        assert all(mine < theirs for mine, theirs in zip(left, lost, strict=True))
+        with serve(state, port) as syncer:
+            run.go[1].set()
+            results = [life.result(timeout=60) for life in run.lives]
+            versions = syncer.driver.ask(lambda driver: driver.state.versions)
+            accounts = syncer.driver.ask(lambda driver: driver.status())["fragments"]
+    assert all(mine > theirs for mine, theirs in zip(versions, left, strict=True))
+    (mine, first), (theirs, second) = results
+    assert min(first["incarnation"], second["incarnation"]) > 1
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    for account in accounts:
+        ledger = account["ledger"]
+        spent = ledger["merged"] + ledger["lost"] + ledger["pending"] + sum(ledger["discarded"].values())
+        assert spent == ledger["trained"]
