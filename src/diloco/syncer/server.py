@@ -112,13 +112,13 @@ class Syncer:
         with ExitStack() as refused:  # a directory that cannot be served is let go
             self._store = refused.enter_context(Store(options.state_dir))
             self._events = refused.enter_context(events.EventLog(options.state_dir / "events.jsonl", who="syncer"))
+            backup = options.backup
+            self._backups = None if backup is None else Backups(backup, options.state_dir, self._events)
             self.driver = HostedDriver(
                 run, method, self._store, Spool(options.state_dir, options.spool_bytes), deadlines=options.deadlines,
                 journal=Journal(self._events, self._metrics), pool=options.pool,
                 recorder=self._recorder(options),
             )  # fmt: skip
-            backup = options.backup
-            self._backups = None if backup is None else Backups(backup, options.state_dir, self._events)
             refused.pop_all()
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="syncer-call"), options=SERVER_OPTIONS
