@@ -23,7 +23,7 @@ class StormJournal:
         self.entries: list[str] = []
         self.kept: dict[str, bytes] = {}
         self._num_durable = 0
-        self._payloads = TensorPayloads(self._keep if with_payloads else None)
+        self._payloads = TensorPayloads(self if with_payloads else None)
 
     def recorded(self, ports: Ports[Any, Any, Any]) -> Ports[Any, Any, Any]:
         """The ports of the next driver."""
@@ -42,9 +42,14 @@ class StormJournal:
         num_volatile = len(self.entries) - self._num_durable
         del self.entries[self._num_durable + int(survives * num_volatile) :]
 
-    def _keep(self, name: str, parts: Sequence[memoryview]) -> bool:
+    def __call__(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """As `payloads.Keep`."""
         self.kept[name] = b"".join(parts)
         return True
+
+    def has_any(self, prefix: str) -> bool:
+        """As `payloads.Keep`."""
+        return any(name.startswith(prefix) for name in self.kept)
 
     def replay(self, entries: Sequence[str] | None = None) -> Replay:
         """The syncers again, from these entries."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from benchmarks.processes import SyncerProcess
-from tests.syncer.runs import RUN, method, start, train
+from tests.syncer.runs import RUN, method, start, train, versions_of
 
 import diloco
 from diloco.cli import main
@@ -179,6 +179,22 @@ def test_a_syncer_keeps_no_journal_where_it_is_told_so(tmp_path: Path) -> None:
     with start(tmp_path, method(), journal=False) as syncer:
         train(0, diloco.connect(syncer.address, run=RUN, learner="learner-0", initialise=True), None, 4)
     assert not (tmp_path / "state" / "journal").exists()
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_contributions_may_be_recorded_from_a_later_start_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], codec: str
+) -> None:
+    given = method(codec=codec, outer=diloco.Nesterov(lr=0.7, momentum=0.9))
+    before: list[int] = []
+    for is_first in (True, False):
+        with start(tmp_path, given, record_contributions=not is_first) as syncer:
+            train(0, diloco.connect(syncer.address, run=RUN, learner="learner-0", initialise=is_first), None, 12)
+            before = before or versions_of(syncer)
+    code, found = replayed(capsys, str(tmp_path / "state"))
+    assert (code, found["difference"], found["gaps"]) == (0, None, [])
+    assert sum(before) > 0
+    assert found["merges_equal"] == found["merges"] - sum(before) > 0
 
 
 # --- the files --------------------------------------------------------------------------------------------------------

@@ -5,21 +5,35 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
+from diloco.core.layout import digest as theta_digest
 from diloco.core.method import Method
 from diloco.errors import CorruptPayloadError
-from diloco.run.ports import InitialModel
+from diloco.run.ports import InitialModel, SavedRun
 from diloco.run.replay_ports import Formats, KeptPayloads
 from diloco.run.tensor_jobs import TensorJobs, TensorSlot
 
-Keep = Callable[[str, Sequence[memoryview]], bool]
-"""Keeps bytes, given in parts, under a name; returns whether it could."""
+_OUTER, _STATE = "outer.", ".safetensors"
+
+FRAGMENT = "fragment-"
+"""How the names of fragments begin."""
+
+
+class Keep(Protocol):
+    """Keeps payloads."""
+
+    def __call__(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Keep bytes, given in parts; returns whether it could."""
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether a payload with such a name is kept."""
 
 
 def contribution_name(digest: str) -> str:
@@ -29,7 +43,7 @@ def contribution_name(digest: str) -> str:
 
 def fragment_name(index: int, version: int, digest: str) -> str:
     """What a fragment is kept as that a driver begins with."""
-    return f"fragment-{index}-{version}-{digest}"
+    return f"{FRAGMENT}{index}-{version}-{digest}"
 
 
 class TensorPayloads:
@@ -56,6 +70,17 @@ class TensorPayloads:
             for each in model.fragments:
                 self._keep(fragment_name(each.fragment, each.version, each.digest), [_bytes_of(each.theta)])
 
+    def resume(self, saved: SavedRun[HeldFragment]) -> None:
+        """As `recorder_ports.PayloadsPort`: as safetensors, with outer state and residual."""
+        if self._keep is None or self._keep.has_any(FRAGMENT):
+            return
+        for each in saved.fragments:
+            tensors = {"theta": each.theta, **{_OUTER + name: value for name, value in each.outer_state.items()}}
+            if each.residual is not None:
+                tensors["residual"] = each.residual
+            data = memoryview(save({name: value.contiguous() for name, value in tensors.items()}))
+            self._keep(fragment_name(each.fragment, each.version, each.digest) + _STATE, [data])
+
 
 class ReadPayloads:
     """Payloads that were kept (`replay_ports.KeptPayloads`).
@@ -74,10 +99,16 @@ class ReadPayloads:
 
     def fragment(self, method: Method, index: int, version: int, digest: str) -> HeldFragment | None:
         """As `replay_ports.KeptPayloads`. Raises CorruptPayloadError: it has another digest."""
-        data = self._read(fragment_name(index, version, digest))
-        if data is None:
+        name = fragment_name(index, version, digest)
+        if (data := self._read(name)) is not None:
+            held = HeldFragment.first(method, index, _tensor_of(data, torch.float32), version)
+        elif (data := self._read(name + _STATE)) is not None:
+            tensors = load(bytes(data))
+            outer = {key.removeprefix(_OUTER): value for key, value in tensors.items() if key.startswith(_OUTER)}
+            theta = tensors["theta"]
+            held = HeldFragment(index, version, theta, outer, tensors.get("residual"), theta_digest(theta))
+        else:
             return None
-        held = HeldFragment.first(method, index, _tensor_of(data, torch.float32), version)
         if held.digest != digest:
             raise CorruptPayloadError(
                 f"version {version} of fragment {index} is kept with digest {held.digest[:16]}, and was {digest[:16]}."

@@ -115,6 +115,8 @@ class Recorder(Generic[S]):
         """As `ports.RecorderPort`."""
         if self._now_s is not None:  # within an event
             return method(**arguments)
+        if (saved := arguments.get("saved")) is not None:
+            self.payloads.resume(saved)
         called = {key: self._recorded(value) for key, value in arguments.items()}
         given = {key: each for key, each in called.items() if not callable(each) and not isinstance(each, Ports)}
         try:

@@ -22,6 +22,7 @@ from diloco.run.ports import (
     P,
     RunMethod,
     S,
+    SavedRun,
     SpoolPort,
     StorePort,
     T,
@@ -44,6 +45,9 @@ class PayloadsPort(Protocol[S_contra]):
 
     def begin(self, model: InitialModel[Any]) -> None:
         """Keep the model that a run begins with, where payloads are kept."""
+
+    def resume(self, saved: SavedRun[Any]) -> None:
+        """Keep the fragments of a run that had begun before any payload of it was kept."""
 
 
 class Recording(Protocol[S_contra]):

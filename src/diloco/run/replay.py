@@ -206,7 +206,8 @@ class Replay:
         return is_record and saved["fragments"] == [[each.version, each.digest] for each in fragments]
 
     def _held(self, index: int, version: int, digest: str) -> KnownFragment:
-        if (found := self._history.find(index, version, digest)) is not None:
+        found = self._history.find(index, version, digest)
+        if found is not None and found.tensors is not None:
             return found
         if self.formats.payloads is None:
             return KnownFragment(version, digest)

@@ -11,7 +11,7 @@ from diloco.core.contribution import Standing
 from diloco.errors import NoRoomError, PayloadError, StoreError
 from diloco.run.memory import MemorySlot, MemorySpool
 from diloco.run.plain import TAG, PlainReader
-from diloco.run.ports import InitialModel, JobsPort, Json, MergedRound, RunMethod, T, Work
+from diloco.run.ports import InitialModel, JobsPort, Json, MergedRound, RunMethod, SavedRun, T, Work
 
 
 class KeptPayloads(Protocol):
@@ -177,6 +177,9 @@ class PastPayloads:
         return {**notes, "payload": self._kept.digest(slot.payload)}
 
     def begin(self, model: InitialModel[Any]) -> None:
+        pass
+
+    def resume(self, saved: SavedRun[Any]) -> None:
         pass
 
 

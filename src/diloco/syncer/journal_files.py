@@ -10,7 +10,8 @@ seconds since the epoch and on the clock of the entries. {"e": "#gap", "missing"
 refused. Readers refuse newer formats.
 
     STATE/journal/payloads/contribution-<sha256>               payloads of contributions, as they were encoded
-    STATE/journal/payloads/fragment-<index>-<version>-<digest>  fp32, of the run's initial model
+    STATE/journal/payloads/fragment-<index>-<version>-<digest>  fp32, of the run's initial model; or with the suffix
+                                                               .safetensors all of a fragment at a later version
 """
 
 from __future__ import annotations
@@ -208,6 +209,10 @@ class PayloadFiles:
             return False
         self._is_refused = False
         return True
+
+    def has_any(self, prefix: str) -> bool:
+        """As `payloads.Keep`."""
+        return next(self._directory.glob(f"{prefix}*"), None) is not None
 
 
 def part_paths(directory: Path) -> list[Path]:
