@@ -26,19 +26,18 @@ from diloco.run.recorder import Recorder
 from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator, check_binding
 from diloco.syncer.backups import BackupPlan, Backups
+from diloco.syncer.call_deadlines import CallDeadlines
+from diloco.syncer.handles import connections_for, raise_file_limit
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.journal_files import JournalFiles, PayloadFiles
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.service import Service
-from diloco.syncer.sockets import SocketLedger, is_available
+from diloco.syncer.sockets import Guard, SocketLedger, is_available
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.store import Store
 from diloco.syncer.tls import server_credentials
-
-MAX_CALLS = 512
-"""Threads at most; every learner holds one for its watch and one for each transfer."""
 
 TRAFFIC_EVERY_S = 2.0
 
@@ -120,23 +119,27 @@ class Syncer:
                 recorder=self._recorder(options),
             )  # fmt: skip
             refused.pop_all()
+        num_connections = connections_for(raise_file_limit())
         self._server = grpc.server(
-            ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="syncer-call"), options=SERVER_OPTIONS
+            ThreadPoolExecutor(1),  # which no call uses: `Admission` gives each its threads
+            options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", num_connections)],
         )
         self.port = _bind(self._server, options.address, credentials)
         path = socket_path(options.address)
         self.address = options.address if path else f"{split_address(options.address)[0]}:{self.port}"
-        self._sockets = SocketLedger(self.port) if path is None and is_available() else None
+        self._sockets = SocketLedger(self.port, Guard()) if path is None and is_available() else None
         audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
+        self._deadlines = CallDeadlines()
         service = Service(
-            self.driver, auth=auth, calls=self._calls, audit=audit, sockets=self._sockets,
+            self.driver, auth=auth, calls=self._calls, deadlines=self._deadlines, audit=audit, sockets=self._sockets,
             status_extra=self._status_extra,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
         self._stopping = threading.Event()
         self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
+        self._deadlines.start()
         self._server.start()
         if self._sockets is not None:
             self._sockets.start()
@@ -166,6 +169,7 @@ class Syncer:
         self._stopping.set()
         self.driver.stop()
         self._server.stop(grace=1.0).wait()
+        self._deadlines.close()
         self._calls.close()
         self._traffic.join()
         if self._backups is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,16 +21,19 @@ from safetensors.torch import load, save
 
 from diloco.core.fragments import Layout
 from diloco.core.leases import Grant
+from diloco.core.lineage import Lineage
 from diloco.core.memory import room
 from diloco.core.shards import Segments, num_segments_of
-from diloco.errors import CorruptPayloadError, DilocoError, LayoutError, NoRoomError, StoreError
+from diloco.errors import BusyError, CorruptPayloadError, DilocoError, LayoutError, NoRoomError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, filling, frames, parse, read_header, tensor_of
-from diloco.exchange.wire.rpc import SERVICE, abort
+from diloco.exchange.wire.frames import bytes_of, filling, frames, read_header, tensor_of
+from diloco.exchange.wire.rpc import abort
 from diloco.run import sense
 from diloco.run.driver import Upload
+from diloco.syncer.admission import Admission, Call, Kind, Shares
 from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator
+from diloco.syncer.call_deadlines import CallDeadlines
 from diloco.syncer.callers import Caller, Role
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.messages import (
@@ -48,6 +52,7 @@ from diloco.syncer.sockets import SocketLedger
 from diloco.syncer.spool import Slot
 
 M = TypeVar("M", bound=Message)
+Replies = Iterator[Message] | Iterator[pb.Notice] | Iterator[bytes]
 SAY_EVERY_S = 0.5
 """Between two words on how much of an upload has arrived."""
 
@@ -58,7 +63,7 @@ class Service:
     Arguments:
         driver: the run.
         auth: says who calls.
-        calls: ends those whose caller may no longer call.
+        calls: ends those whose caller may no longer call. deadlines: end those whose peer lets them wait.
         audit: is told who was let in, and who was refused.
         sockets: counts bytes; told whose connection each call came on.
         status_extra: more values for `Status`.
@@ -70,6 +75,7 @@ class Service:
         *,
         auth: Authenticator,
         calls: OpenCalls,
+        deadlines: CallDeadlines,
         audit: Audit,
         sockets: SocketLedger | None,
         status_extra: Callable[[], dict[str, Any]],
@@ -77,36 +83,31 @@ class Service:
         self._driver = driver
         self._auth = auth
         self._calls = calls
+        self._deadlines = deadlines
+        self._shares = Shares()
         self._audit = audit
         self._sockets = sockets
         self._status_extra = status_extra
         self._prober = Prober()
+        self._initialising = threading.Lock()
 
-    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+    def handlers(self) -> Admission:
         """What `grpc.Server.add_generic_rpc_handlers` takes."""
-        unary: dict[str, tuple[Callable[[Caller, Any, grpc.ServicerContext], Message], type[Message]]] = {
-            "Describe": (self.describe, pb.DescribeRequest),
-            "Join": (self.join, pb.JoinRequest),
-            "Heartbeat": (self.heartbeat, pb.HeartbeatRequest),
-            "Lease": (self.lease, pb.LeaseRequest),
-            "Leave": (self.leave, pb.LeaveRequest),
-            "Status": (self.status, pb.StatusRequest),
-        }
-        methods = {
-            name: grpc.unary_unary_rpc_method_handler(self._unary(name, handler, kind), None, _serialize)
-            for name, (handler, kind) in unary.items()
-        }
-        pull = self._answered("Pull", self.pull, pb.PullRequest)
-        methods["Pull"] = grpc.unary_stream_rpc_method_handler(pull, None, None)
-        watch = self._answered("Watch", self.watch, pb.WatchRequest)
-        methods["Watch"] = grpc.unary_stream_rpc_method_handler(watch, None, _serialize)
-        initialise = self._both("Initialise", self.initialise, pb.InitialiseHeader)
-        methods["Initialise"] = grpc.stream_stream_rpc_method_handler(initialise, None, _serialize)
-        push = self._both("Push", self.push, pb.PushHeader)
-        methods["Push"] = grpc.stream_stream_rpc_method_handler(push, None, _serialize)
-        probe = self._both("Probe", self.probe, pb.ProbeHeader)
-        methods["Probe"] = grpc.stream_stream_rpc_method_handler(probe, None, None)
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+        return Admission(
+            {
+                "Describe": ("control", self._unary("Describe", self.describe, pb.DescribeRequest)),
+                "Join": ("control", self._unary("Join", self.join, pb.JoinRequest)),
+                "Heartbeat": ("control", self._unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest)),
+                "Lease": ("control", self._unary("Lease", self.lease, pb.LeaseRequest)),
+                "Leave": ("control", self._unary("Leave", self.leave, pb.LeaveRequest)),
+                "Status": ("control", self._unary("Status", self.status, pb.StatusRequest)),
+                "Watch": ("watches", self._answered("Watch", "watches", self.watch, pb.WatchRequest)),
+                "Pull": ("transfers", self._answered("Pull", "transfers", self.pull, pb.PullRequest)),
+                "Initialise": ("transfers", self._both("Initialise", self.initialise, pb.InitialiseHeader)),
+                "Push": ("transfers", self._both("Push", self.push, pb.PushHeader)),
+                "Probe": ("transfers", self._both("Probe", self.probe, pb.ProbeHeader)),
+            }
+        )
 
     # --- control ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +200,19 @@ class Service:
         self._admit(context, caller, header.run, "learner", header.learner, "joins")
         layout, seen = _layout(header.layout), seen_of(header)
         _check_sizes(list(header.part_bytes), layout)
-        buffer = _room_for_model(sum(header.part_bytes))
+        self._driver.ask(_check_has_no_model)
+        if not self._initialising.acquire(blocking=False):
+            raise BusyError("another learner gives the run its model; the same call is taken if that one breaks off.")
+        try:
+            yield from self._initialise(caller, header, layout, seen, stream, context)
+        finally:
+            self._initialising.release()
+
+    def _initialise(
+        self, caller: Caller, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None,
+        stream: Iterator[bytes], context: grpc.ServicerContext,
+    ) -> Iterator[pb.InitialiseReply]:  # fmt: skip
+        buffer = _room_for_model(sum(header.part_bytes))  # the system gives it page by page, as bytes arrive
         for received in _receiving(stream, buffer):
             yield pb.InitialiseReply(received=received)
         thetas, start = [], 0
@@ -304,54 +317,60 @@ class Service:
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
-    def _unary(
-        self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Message], kind: type[M]
-    ) -> Callable[[bytes, grpc.ServicerContext], Message]:
+    def _unary(self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Message], kind: type[M]) -> Call:
         """One request, one reply."""
 
-        def call(request: bytes, context: grpc.ServicerContext) -> Message:
-            with self._known(name, context) as caller:
-                return handler(caller, parse(kind, request), context)
+        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._known(name, "control", context) as caller:
+                request = read_header(self._messages(stream, context), kind)
+                yield handler(caller, request, context).SerializeToString()
 
         return call
 
     def _answered(
-        self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Iterator[Any]], kind: type[M]
-    ) -> Callable[[bytes, grpc.ServicerContext], Iterator[Any]]:
+        self, name: str, kind: Kind, handler: Callable[[Caller, M, grpc.ServicerContext], Replies], request: type[M]
+    ) -> Call:
         """One request, answered by a stream."""
 
-        def call(request: bytes, context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._known(name, context) as caller, self._calls.open(name, caller, context):
-                yield from handler(caller, parse(kind, request), context)
+        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._known(name, kind, context) as caller, self._calls.open(name, caller, context):
+                found = read_header(self._messages(stream, context), request)
+                yield from self._deadlines.replies(_serialized(handler(caller, found, context)), context)
 
         return call
 
     def _both(
-        self,
-        name: str,
-        handler: Callable[[Caller, M, Iterator[bytes], grpc.ServicerContext], Iterator[Any]],
-        kind: type[M],
-    ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[Any]]:
+        self, name: str, handler: Callable[[Caller, M, Iterator[bytes], grpc.ServicerContext], Replies], kind: type[M]
+    ) -> Call:
         """A stream that begins with a header, answered by another."""
 
-        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._known(name, context) as caller, self._calls.open(name, caller, context):
-                yield from handler(caller, read_header(stream, kind), stream, context)
+        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._known(name, "transfers", context) as caller, self._calls.open(name, caller, context):
+                messages = self._messages(stream, context)
+                replies = handler(caller, read_header(messages, kind), messages, context)
+                yield from self._deadlines.replies(_serialized(replies), context)
 
         return call
 
     @contextmanager
-    def _known(self, name: str, context: grpc.ServicerContext) -> Iterator[Caller]:
-        """The caller of a call. A refusal, now or inside, ends the call with the status and sentence that stand for
-        it."""
+    def _known(self, name: str, kind: Kind, context: grpc.ServicerContext) -> Iterator[Caller]:
+        """The caller of a call, before anything of the call is read. A refusal, now or inside, ends the call with the
+        status and sentence that stand for it."""
         caller = None
         try:
             caller = self._auth.caller(context)
             self._auth.check(caller)
-            yield caller
+            with self._shares.take(kind, caller):
+                yield caller
         except DilocoError as error:
-            self._audit.refused(name, caller, context.peer(), error)
+            if self._audit.refused(name, caller, context.peer(), error) and self._sockets is not None:
+                self._sockets.refused(context.peer())
             abort(context, error)
+
+    def _messages(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """What a known caller sends, each message in time."""
+        messages = self._deadlines.messages(stream, context)
+        return messages if self._sockets is None else self._sockets.taken(messages, context.peer())
 
     def _admit(
         self, context: grpc.ServicerContext, caller: Caller, run: str, role: Role, learner: str, kind: str
@@ -417,6 +436,12 @@ def _check_sizes(sizes: list[int], layout: Layout) -> None:
         )
 
 
+def _check_has_no_model(driver: SyncerDriver) -> None:
+    """Before anything of another one is taken."""
+    if driver.state.is_initialised:
+        raise driver.state.already_initialised()
+
+
 def _room_for_model(num_bytes: int) -> memoryview:
     try:
         return room(num_bytes)
@@ -439,5 +464,6 @@ def _check_static(layout: Layout, static: bytes) -> None:
         )
 
 
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()
+def _serialized(replies: Replies) -> Iterator[bytes]:
+    for reply in replies:
+        yield reply if isinstance(reply, bytes) else reply.SerializeToString()

@@ -9,19 +9,26 @@ The duplicate is what lets the last count be read after gRPC has closed its own 
 open descriptor would keep the peer waiting for the end of the stream where the owner only closed and did not shut down.
 Each `sample` therefore looks whether the process still has the connection elsewhere, and if not reads it a last time
 and lets go.
+
+With the duplicate a connection can also be ended, which gRPC lets no program do. `Guard` says when: a connection on
+which no caller has become known in time, the oldest of too many of those, one that brings bytes which no call takes,
+such as a header without an end, and one with many refused calls.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 import stat
 import struct
 import sys
 import threading
+import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -40,6 +47,10 @@ _BYTES_ACKED, _BYTES_RECEIVED, _BYTES_SENT = (
     200,
 )  # offsets in struct tcp_info; the first two since Linux 4.1, the last since 4.19
 _TCP_INFO_BYTES = 256
+ACKNOWLEDGING = 16
+"""A peer that only receives sends less than one byte for so many: window updates and the framing of TLS."""
+
+log = logging.getLogger("diloco.syncer")
 
 
 @dataclass(frozen=True)
@@ -69,15 +80,45 @@ def is_available() -> bool:
     return sys.platform == "linux" and os.access("/proc/self/fd", os.R_OK | os.X_OK)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Guard:
+    """When connections are ended.
+
+    Attributes:
+        unknown_s: after so long without a known caller.
+        num_unknown: connections without a known caller at most; beyond, the oldest of the host that has most is ended.
+        unknown_bytes: received on a connection without a known caller, at most.
+        untaken_bytes: received since a call took a message last, at most: more than gRPC receives ahead.
+        num_refused: calls of one connection that were refused for what their sender did, at most.
+    """
+
+    unknown_s: float = 20.0
+    num_unknown: int = 256
+    unknown_bytes: int = 1 << 20
+    untaken_bytes: int = 32 << 20
+    num_refused: int = 64
+
+
+@dataclass(eq=False)
 class _Connection:
-    """A duplicate of one connection's socket, what was counted of it so far, and whose it is."""
+    """A duplicate of one connection's socket, what was counted of it so far, and whose it is.
+
+    Attributes:
+        is_known: a caller on it is known. has_taken: a call has taken a message since the last sample.
+        untaken_from: bytes (sent, received) when a call took a message last.
+    """
 
     socket: socket.socket
     peer: Peer
+    seen_at: float
     label: Label | None = None
     sent: int = 0
     received: int = 0
+    is_known: bool = False
+    has_taken: bool = False
+    untaken_from: tuple[int, int] = (0, 0)
+    num_refused: int = 0
+    is_ended: bool = False
 
 
 class SocketLedger:
@@ -89,15 +130,20 @@ class SocketLedger:
 
     Arguments:
         port: the local port that the server listens on.
+        guard: when connections are ended; None: never.
+        clock: monotonic seconds.
 
     Attributes:
+        num_ended: connections that the guard has ended.
         available: False where the system cannot count; then nothing is counted, and reports must say so.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, guard: Guard | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         if not 0 < port < 65536:
             raise ConfigError(f"port {port} is not one that connections arrive at; pass the port that was bound.")
         self.port = port
+        self.num_ended = 0
+        self._guard, self._clock = guard, clock
         self.available = is_available()
         self._lock = threading.Lock()
         self._connections: dict[int, _Connection] = {}  # by inode, which names a socket for as long as it lives
@@ -127,6 +173,30 @@ class SocketLedger:
                 if connection.label is not None:
                     self._count(connection)  # up to here it was another's
                 connection.label = (learner, kind)
+
+    def taken(self, messages: Iterator[bytes], peer: str) -> Iterator[bytes]:
+        """The messages of a call of a known caller; what the peer sends is seen to be taken."""
+        key = parse_peer(peer)
+        with self._lock:
+            if key is not None and key not in self._by_peer and self.available:
+                self._sample()
+            connection = None if key is None else self._by_peer.get(key)
+            if connection is not None:
+                connection.is_known = True
+        for message in messages:
+            if connection is not None:
+                connection.has_taken = True
+            yield message
+
+    def refused(self, peer: str) -> None:
+        """A call was refused for what its sender did; a connection with many of them is ended."""
+        key = parse_peer(peer)
+        with self._lock:
+            connection = None if key is None else self._by_peer.get(key)
+            if connection is not None and self._guard is not None:
+                connection.num_refused += 1
+                if connection.num_refused > self._guard.num_refused:
+                    self._end(connection)
 
     def sample(self) -> None:
         """Take up new connections, count all, and let go of those that their owner has closed."""
@@ -167,11 +237,19 @@ class SocketLedger:
 
     def _sample(self) -> None:
         duplicates = {connection.socket.fileno() for connection in self._connections.values()}
-        present = {inode: fd for fd, inode in _sockets() if fd not in duplicates}
+        try:
+            present = {inode: fd for fd, inode in _sockets() if fd not in duplicates}
+        except OSError as error:  # no descriptor is left to list them with; what is counted stays, and is read later
+            log.warning("the open sockets cannot be listed: %s", error)
+            return
         for inode, connection in list(self._connections.items()):
             counts = self._count(connection)
             if inode not in present or counts.state == _CLOSE:
                 self._release(inode)
+            elif self._guard is not None:
+                self._check(connection, counts, self._guard)
+        if self._guard is not None:
+            self._end_unknown(self._guard.num_unknown)
         self._others &= present.keys()
         for inode, fd in present.items():
             if inode not in self._connections and inode not in self._others:
@@ -187,8 +265,39 @@ class SocketLedger:
             self._others.add(inode)
             duplicate.close()
             return
-        connection = _Connection(duplicate, peer)
+        connection = _Connection(duplicate, peer, self._clock())
         self._connections[inode] = self._by_peer[peer] = connection
+
+    def _check(self, connection: _Connection, counts: TcpCounts, guard: Guard) -> None:
+        """End a connection that is over a limit."""
+        if not connection.is_known:
+            if counts.received > guard.unknown_bytes or self._clock() - connection.seen_at > guard.unknown_s:
+                self._end(connection)
+            return
+        if connection.has_taken:
+            connection.has_taken, connection.untaken_from = False, (counts.sent, counts.received)
+        sent, received = (now - then for now, then in zip(
+            (counts.sent, counts.received), connection.untaken_from, strict=True
+        ))  # fmt: skip
+        if received - sent // ACKNOWLEDGING > guard.untaken_bytes:
+            self._end(connection)
+
+    def _end_unknown(self, most: int) -> None:
+        """End connections without a known caller until there are not too many."""
+        unknown = [each for each in self._connections.values() if not each.is_known and not each.is_ended]
+        by_host: dict[str, list[_Connection]] = {}
+        for each in unknown:  # the oldest first
+            by_host.setdefault(each.peer[0], []).append(each)
+        for _ in range(len(unknown) - most):
+            self._end(max(by_host.values(), key=len).pop(0))
+
+    def _end(self, connection: _Connection) -> None:
+        """gRPC sees that it has ended, and closes it."""
+        if not connection.is_ended:
+            connection.is_ended = True
+            self.num_ended += 1
+            with suppress(OSError):  # the peer was quicker
+                connection.socket.shutdown(socket.SHUT_RDWR)
 
     def _count(self, connection: _Connection) -> TcpCounts:
         counts = tcp_counts(connection.socket)

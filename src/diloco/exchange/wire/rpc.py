@@ -87,4 +87,8 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 20_000),  # a learner that is gone without a word holds a thread and the room of its push
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_concurrent_streams", 128),  # of one connection; a proxy may put those of several learners on one
+    ("grpc.max_metadata_size", 8 << 10),  # of one call; a token is the longest
+    ("grpc.absolute_max_metadata_size", 16 << 10),
 ]

@@ -1,0 +1,238 @@
+"""Hostile senders beside a real run: what each flood takes from it, and from the syncer's memory.
+
+    python -m benchmarks.floods [--only FLOOD] [--seconds S] [--tenth] [--json]
+
+A syncer with mutual TLS and two learners that wait for each other train without a pause. Each flood runs beside them,
+from a sender without a certificate and from one with a learner's; before and after it the run is measured alone. A row
+says how many inner steps the learners took under the flood, for each that they take alone; by how much the syncer's
+memory, threads and open files rose; and what the flood itself came to. Goals: 2 % and 200 MB.
+
+The floods of `benchmarks.hostile`, each in a process of its own and of lower priority: on a small
+machine it takes processor time from the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import diloco
+from benchmarks.hostile import FLOODS, RUN, VILLAIN
+from benchmarks.processes import SyncerProcess, until
+from diloco.syncer.keyring import Keyring
+
+SIZES = {
+    "idle streams": 6_000,
+    "idle sockets": 15_000,
+    "continuations": 1_000,
+    "initialisations": 100,
+    "undecodable requests": 100_000,
+}
+"""Ten times what brought a syncer down or to gigabytes once: calls, connections, MB a second, calls, calls."""
+
+MOST_LOST, MOST_MB = 0.02, 200.0
+LEARNERS = ("first", "second")
+H, STEP_S = 5, 0.02
+RUN_FILE = f"""
+[run]
+name = "{RUN}"
+tokens = 1_000_000_000
+[method]
+preset = "DiLoCo"
+sync_every = {H}
+quorum = {{{{type = "AllLive", at_least = 2}}}}
+[syncer]
+keys = "{{keys}}"
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one flood did.
+
+    Attributes:
+        goodput: inner steps a second under it ÷ without it.
+        memory_mb: by how much the syncer's resident size rose at most. num_threads, num_files: what it had at most.
+        outcome: `hostile.Outcome` of the sender.
+        survived: the syncer did not end, and the run went on afterwards.
+    """
+
+    flood: str
+    certificate: bool
+    size: int
+    goodput: float
+    memory_mb: float
+    num_threads: int
+    num_files: int
+    outcome: dict[str, int]
+    survived: bool
+
+
+def run(directory: Path, floods: Sequence[str], sizes: dict[str, int], seconds: float) -> list[Row]:
+    """A row for each flood, without and with a certificate. Each has a syncer of its own."""
+    rows = []
+    for flood in floods:
+        for certificate in (False, True):
+            print(f"{flood}, {'with' if certificate else 'without'} a certificate …", file=sys.stderr)
+            where = directory / f"{flood.replace(' ', '-')}-{certificate}"
+            where.mkdir(parents=True)
+            with _besieged(where) as (syncer, keys):
+                rows.append(_measure(where, syncer, keys, flood, sizes[flood], seconds, certificate=certificate))
+    return rows
+
+
+@contextmanager
+def _besieged(where: Path) -> Iterator[tuple[SyncerProcess, Path]]:
+    """A syncer and two learners that have begun."""
+    names = [(name, "learner") for name in (*LEARNERS, VILLAIN)]
+    Keyring.new(where / "keys", RUN, ["127.0.0.1"], names, dt.timedelta(days=1))  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        syncer = SyncerProcess(where, RUN_FILE.format(keys=where / "keys" / "syncer"))
+        stack.callback(syncer.kill)
+        for name in LEARNERS:
+            command = [sys.executable, "-m", "benchmarks.floods", "--learner", syncer.address, name, str(where)]
+            log = stack.enter_context((where / f"{name}.log").open("wb"))
+            learner = subprocess.Popen(command, stdout=log, stderr=log)
+            stack.callback(learner.wait)
+            stack.callback(learner.kill)
+        until(lambda: _steps(where) > 2 * 4 * H, "the learners do not train")
+        yield syncer, where / "keys"
+
+
+def _steps(where: Path) -> int:
+    """Inner steps of both learners so far."""
+    files = [where / f"{name}.steps" for name in LEARNERS]
+    return sum(int.from_bytes(file.read_bytes(), "little") if file.exists() else 0 for file in files)
+
+
+def _measure(
+    where: Path, syncer: SyncerProcess, keys: Path, flood: str, size: int, seconds: float, *, certificate: bool
+) -> Row:
+    process = Path(f"/proc/{syncer.process.pid}")
+    before = _rate(where, process, seconds)
+    command = [
+        sys.executable, "-m", "benchmarks.hostile", syncer.address, flood, str(size), "--tls",
+        "--seconds", str(seconds), *(["--keys", str(keys / VILLAIN)] if certificate else []),
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as sender:
+        os.setpriority(os.PRIO_PROCESS, sender.pid, 10)
+        assert sender.stdout is not None
+        sender.stdout.readline()  # it begins
+        during = _rate(where, process, seconds)
+        outcome = json.loads(sender.stdout.read() or b"{}")
+    after = _rate(where, process, seconds)
+    return Row(
+        flood, certificate, size, during.per_s / ((before.per_s + after.per_s) / 2) if after.per_s else 0.0,
+        max(during.memory_mb, after.memory_mb) - before.memory_mb, during.num_threads, during.num_files, outcome,
+        survived=syncer.process.poll() is None and after.per_s > 0.5 * before.per_s,
+    )  # fmt: skip
+
+
+@dataclass
+class _Rate:
+    per_s: float = 0.0
+    memory_mb: float = 0.0
+    num_threads: int = 0
+    num_files: int = 0
+
+
+def _rate(where: Path, process: Path, seconds: float) -> _Rate:
+    """Steps a second over `seconds`, and the most that the syncer had meanwhile."""
+    rate, began, steps = _Rate(), time.monotonic(), _steps(where)
+    while time.monotonic() - began < seconds:
+        with suppress(OSError):  # it has ended
+            status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+            rate.memory_mb = max(rate.memory_mb, int(status["VmRSS"].split()[0]) * 1024 / 1e6)
+            rate.num_threads = max(rate.num_threads, int(status["Threads"]))
+            rate.num_files = max(rate.num_files, sum(1 for _ in (process / "fd").iterdir()))
+        threading.Event().wait(0.05)
+    rate.per_s = (_steps(where) - steps) / (time.monotonic() - began)
+    return rate
+
+
+# - a learner --------------------------------------------------------------------------------------------------------
+
+
+def learn(address: str, name: str, where: Path) -> None:
+    """Train until killed, and keep the number of inner steps in a file."""
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    exchange = diloco.connect(
+        address, run=RUN, learner=name, keys=where / "keys" / name, initialise=name == LEARNERS[0]
+    )
+    steps = os.open(where / f"{name}.steps", os.O_CREAT | os.O_WRONLY)
+    ends = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ends.set())
+    with diloco.Learner(model, optimizer, exchange=exchange) as learner:
+        step = 0
+        while not ends.is_set():
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.wait(STEP_S)
+            learner.step(tokens=8)
+            step += 1
+            os.pwrite(steps, step.to_bytes(8, "little"), 0)
+
+
+# - what is printed --------------------------------------------------------------------------------------------------
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """One line a flood."""
+    table = Table("flood", "certificate", box=None, pad_edge=False)
+    for title in ("size", "open", "dialled", "hung up on", "goodput", "memory", "threads", "files", "run"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        good, small = row.goodput >= 1 - MOST_LOST, row.memory_mb <= MOST_MB
+        table.add_row(
+            row.flood, "yes" if row.certificate else "no", f"{row.size:,}",
+            *(f"{row.outcome.get(key, 0):,}" for key in ("most_open", "num_dialled", "num_ended")),
+            f"[{'green' if good else 'red'}]{row.goodput:.1%}[/]",
+            f"[{'green' if small else 'red'}]{row.memory_mb:+.0f} MB[/]",
+            str(row.num_threads), str(row.num_files), "goes on" if row.survived else "[red]ended[/red]",
+        )  # fmt: skip
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=tuple(FLOODS), action="append", help="this flood; repeat for more")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement; default %(default)g")
+    parser.add_argument("--tenth", action="store_true", help="a tenth of each flood")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--learner", nargs=3, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.learner:
+        address, name, where = chosen.learner
+        learn(address, name, Path(where))
+        return
+    sizes = {flood: size // 10 if chosen.tenth else size for flood, size in SIZES.items()}
+    with tempfile.TemporaryDirectory() as directory:
+        rows = run(Path(directory), chosen.only or tuple(FLOODS), sizes, chosen.seconds)
+    if chosen.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        show(rows, Console())
+
+
+if __name__ == "__main__":
+    main()
