@@ -150,6 +150,7 @@ class SocketLedger:
         self._by_peer: dict[Peer, _Connection] = {}
         self._others: set[int] = set()  # inodes of sockets that are not the port's
         self._totals: dict[tuple[str, str, Direction], int] = {}
+        self._is_closed = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -222,6 +223,7 @@ class SocketLedger:
             self._thread.join()
         self.sample()
         with self._lock:
+            self._is_closed = True  # a call that ends late takes up nothing
             for inode in list(self._connections):
                 self._release(inode)
 
@@ -236,6 +238,8 @@ class SocketLedger:
             self.sample()
 
     def _sample(self) -> None:
+        if self._is_closed:
+            return
         duplicates = {connection.socket.fileno() for connection in self._connections.values()}
         try:
             present = {inode: fd for fd, inode in _sockets() if fd not in duplicates}
