@@ -9,6 +9,7 @@ import signal
 import sqlite3
 from collections import Counter
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from benchmarks.processes import SyncerProcess, until
 from tests.processes import start_module
 from tests.syncer.leased_life import NUM_SAMPLES, trained_by
 from tests.syncer.leased_ranks_life import BATCH
-from tests.syncer.runs import RUN, Raw, method, start
+from tests.syncer.runs import RUN, Net, Raw, method, start
 
 import diloco
 from diloco.cli import main
@@ -159,6 +160,24 @@ def test_the_ranks_of_a_learner_read_different_samples_and_continue(tmp_path: Pa
     assert data["unclaimed"] == 0
     read = Counter(sample for step in steps for sample in step)
     assert read == Counter(place_of_unit(unit, NUM_SAMPLES, 3) for unit in range(20 * 2 * BATCH))
+
+
+def test_a_learner_with_units_in_its_checkpoint_leases_before_it_steps(tmp_path: Path) -> None:
+    def learner(address: str, **options: Any) -> diloco.Learner:
+        model = Net()
+        exchange = diloco.connect(address, run=RUN, learner="a", **options)
+        return diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=1e-3), exchange=exchange)
+
+    with start(tmp_path, diloco.DiLoCo(sync_every=4)) as syncer:
+        with learner(syncer.address, initialise=True) as first:
+            sampler = diloco.LeasedSampler(first, NUM_SAMPLES, BATCH)
+            for _ in islice(sampler.batches(iter(sampler)), 2):
+                first.step(tokens=BATCH)
+            saved = first.state_dict()
+        with learner(syncer.address) as again:
+            assert again.load_state_dict(saved)
+            with pytest.raises(ConfigError, match=r"work on leased units of data; lease the same data again"):
+                again.step(tokens=BATCH)
 
 
 # --- at the door ------------------------------------------------------------------------------------------------------

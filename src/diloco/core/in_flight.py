@@ -87,7 +87,8 @@ class FragmentWork:
     def stepped(self, tokens: int, units: Ranges = ()) -> None:
         """One more inner step of work on it."""
         self.pending_tokens += tokens
-        self.pending_units = union(self.pending_units, units)
+        if units:
+            self.pending_units = union(self.pending_units, units)
         self.pending_steps += 1
         self.ledger.trained += tokens
 

@@ -215,6 +215,11 @@ class LearnerCore:
         """By fragment, the units of data that the next contribution accounts for."""
         return tuple(union(work.pending_units, work.overwritten_units) for work in self.fragments)
 
+    @property
+    def has_units(self) -> bool:
+        """Whether the next contribution to any fragment accounts for units of data."""
+        return any(work.pending_units or work.overwritten_units for work in self.fragments)
+
     def keep_units(self, units: Ranges) -> None:
         """Of the units without a contribution, only these are leased to this incarnation."""
         for work in self.fragments:

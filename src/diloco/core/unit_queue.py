@@ -39,6 +39,11 @@ class UnitQueue:
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
+    def wants(self, at_least: int = 0) -> bool:
+        """Whether there is a request to make now."""
+        enough = at_least if self.has_ended else max(self._num_ahead, at_least)
+        return not self._is_asking and self._num_held < enough
+
     def ask(self, unsent: Sequence[Ranges], *, at_least: int = 0) -> Ask | None:
         """The request to make now; None: enough is held, or one is under way.
 
@@ -46,15 +51,14 @@ class UnitQueue:
             unsent: by fragment, the units that the next contribution accounts for.
             at_least: units that are needed now; where the data had ended, units may have come back since.
         """
-        wanted = max(self._num_ahead, at_least)
-        if self._is_asking or self._num_held >= (at_least if self.has_ended else wanted):
+        if not self.wants(at_least):
             return None
         self._number, self._is_asking, self.has_ended = self._number + 1, True, False
         claim: tuple[Ranges, ...] = ()
         if self._number == 1:
             own = union(self._taken, *self._drawn)
             claim = tuple(union(own, its) for its in unsent) if own or any(unsent) else ()
-        return Ask(self._number, wanted, self._data, claim)
+        return Ask(self._number, max(self._num_ahead, at_least), self._data, claim)
 
     def granted(self, grant: Grant) -> None:
         """The request under way is answered."""

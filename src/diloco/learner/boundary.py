@@ -181,7 +181,7 @@ class Boundary:
 
     def lease(self, *, at_least: int = 0) -> None:
         """Ask for units of the run's data ahead, where few are left."""
-        if self.units is not None and not self.has_finished:
+        if self.units is not None and not self.has_finished and self.units.wants(at_least):
             ask = self.units.ask(self.core.unsent_units, at_least=at_least)
             if ask is not None:
                 self.exchange.ask(ask)
@@ -205,7 +205,7 @@ class Boundary:
     def _trained_units(self) -> Ranges:
         """The units that the step was taken on."""
         if (queue := self.units) is None:
-            if any(self.core.unsent_units):
+            if self.core.has_units:
                 raise ConfigError(
                     "this learner's checkpoint has work on leased units of data; lease the same data again "
                     "(LeasedSampler) before the first step."
