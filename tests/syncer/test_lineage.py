@@ -18,8 +18,10 @@ import diloco
 from diloco.core.lineage import Lineage
 from diloco.errors import LineageError, StaleIncarnationError, UnknownRunError
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.syncer.backup import back_up, restore
 from diloco.syncer.records import DATABASE, epochs_of
 from diloco.syncer.server import Options, Syncer
+from diloco.syncer.targets import open_target
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -31,9 +33,9 @@ def serve(state: Path, port: int = 0) -> Syncer:
 
 
 class Run:
-    """Two learners over a syncer, which stop at some step until they are told to go on."""
+    """Two learners over a syncer, which stop, each at a step of its own, until they are told to go on."""
 
-    def __init__(self, pool: ThreadPoolExecutor, address: str, steps: int, stops: tuple[int, ...]) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, address: str, steps: int, stops: tuple[tuple[int, int], ...]) -> None:
         self._stops = stops
         self.here = [[threading.Event() for _ in range(2)] for _ in stops]
         self.go = [threading.Event() for _ in stops]
@@ -46,10 +48,10 @@ class Run:
         ]  # fmt: skip
 
     def _at(self, index: int, step: int) -> None:
-        if step in self._stops:
-            stop = self._stops.index(step)
-            self.here[stop][index].set()
-            self.go[stop].wait(60)
+        for stop, steps in enumerate(self._stops):
+            if step == steps[index] and not self.here[stop][index].is_set():
+                self.here[stop][index].set()
+                self.go[stop].wait(60)
 
     def reaches(self, stop: int) -> None:
         until(lambda: all(each.is_set() for each in self.here[stop]), "the learners do not get there")
@@ -64,7 +66,7 @@ def test_an_older_copy_of_the_state_is_refused_and_the_newest_goes_on_with_the_s
     with ThreadPoolExecutor(2) as pool:
         with serve(state) as syncer:
             port = syncer.port
-            run = Run(pool, syncer.address, steps, (9, 17))
+            run = Run(pool, syncer.address, steps, ((9, 9), (17, 17)))
             run.reaches(0)
         shutil.copytree(state, copy)
         with serve(state, port):
@@ -138,3 +140,23 @@ def test_a_learner_that_holds_a_version_that_the_run_went_back_from_joins_again(
             again.beat(seen=before, versions=[1, 0])
         again.beat(seen=before, versions=[0, 0])
         again.connection.close()
+
+
+def test_learners_that_all_wait_for_each_other_go_on_from_where_the_run_went_back_to(tmp_path: Path) -> None:
+    """Each one begins at the run's step, and not at its own: they would be at different steps of a round for good."""
+    state, copy, steps = tmp_path / "state", open_target(str(tmp_path / "backups")), 40
+    with ThreadPoolExecutor(2) as pool:
+        with serve(state) as syncer:
+            port = syncer.port
+            run = Run(pool, syncer.address, steps, ((9, 9), (17, 18)))
+            run.reaches(0)
+            back_up(state, copy, 1)
+            run.go[0].set()
+            run.reaches(1)
+        newest = syncer_versions(state)
+        restore(copy, tmp_path / "restored")
+        with serve(tmp_path / "restored", port) as syncer:
+            assert syncer_versions(tmp_path / "restored") < newest
+            run.go[1].set()
+            results = [life.result(timeout=60) for life in run.lives]
+    assert [metrics["incarnation"] for _, metrics in results] == [2, 2]

@@ -107,6 +107,7 @@ class SessionCore:
         self._welcome: Standing | None = None  # of the stream of notices that is open
         self._has_started = self._has_lost_join = False
         self._reason: str | None = None  # why the incarnation before was evicted
+        self._started_in: Lineage | None = None
         self._said = set[str]()
 
     # --- the learner, and time ----------------------------------------------------------------------------------------
@@ -205,11 +206,18 @@ class SessionCore:
             return self._warn_once("quorum", text)
         reason = self._reason if self._has_started else None
         self.phase, self._has_started = "running", True
-        is_awaited, versions = welcome.start_step < welcome.step, tuple(self._cache.held)
+        is_awaited, versions = welcome.start_step < welcome.step or self._has_run_gone_back, tuple(self._cache.held)
+        self._started_in = self.seen
         return [
             requests.TellStart(self.who, welcome.start_step, is_awaited, versions, standing.run_tokens, reason),
             *self._tell_calls(standing),
         ]
+
+    @property
+    def _has_run_gone_back(self) -> bool:
+        """Whether the run may be at an earlier step than when this learner started: in a later epoch than that."""
+        before, now = self._started_in, self.seen
+        return before is not None and now is not None and before.epoch < now.epoch
 
     def _join_again(self, reason: str) -> Actions:
         """This incarnation is out, and what it sent is void."""
