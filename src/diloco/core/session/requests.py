@@ -231,8 +231,8 @@ class TellStart:
 
     Attributes:
         step: the inner step to start from.
-        awaited: a round waits for its send after that step, or the run may have gone back to it: not a later step of the
-            learner's own.
+        awaited: a round waits for its send after that step, or the run may have gone back to it; a later step of the
+            learner's own does not count.
         versions: of each fragment.
         run_tokens: tokens trained by the run so far.
         reason: why the incarnation before was evicted; None: there was none.
