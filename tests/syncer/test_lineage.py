@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import until
-from tests.syncer.runs import RUN, Raw, method, train
+from tests.syncer.runs import RUN, Net, Raw, method, train
 
 import diloco
 from diloco.core.lineage import Lineage
@@ -35,13 +36,16 @@ def serve(state: Path, port: int = 0) -> Syncer:
 class Run:
     """Two learners over a syncer, which stop, each at a step of its own, until they are told to go on."""
 
-    def __init__(self, pool: ThreadPoolExecutor, address: str, steps: int, stops: tuple[tuple[int, int], ...]) -> None:
+    def __init__(
+        self, pool: ThreadPoolExecutor, address: str, steps: int, stops: tuple[tuple[int, int], ...],
+        life: Callable[..., Any] = train,
+    ) -> None:  # fmt: skip
         self._stops = stops
         self.here = [[threading.Event() for _ in range(2)] for _ in stops]
         self.go = [threading.Event() for _ in stops]
         self.lives: list[Future[Any]] = [
             pool.submit(
-                train, index, diloco.connect(address, run=RUN, learner=f"learner-{index}", initialise=index == 0), None,
+                life, index, diloco.connect(address, run=RUN, learner=f"learner-{index}", initialise=index == 0), None,
                 steps, lambda step, index=index: self._at(index, step),
             )
             for index in range(2)
@@ -142,13 +146,29 @@ def test_a_learner_that_holds_a_version_that_the_run_went_back_from_joins_again(
         again.connection.close()
 
 
+def train_to(
+    index: int, exchange: diloco.Exchange, given: diloco.Method | None, steps: int, at_step: Callable[[int], None]
+) -> diloco.Learner:
+    """A learner's life up to this step of the run."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with diloco.Learner(model, optimizer, method=given, exchange=exchange) as learner:
+        while learner.steps < steps:
+            model(torch.ones(5, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            learner.step(tokens=5)
+            at_step(learner.steps)
+    return learner
+
+
 def test_learners_that_all_wait_for_each_other_go_on_from_where_the_run_went_back_to(tmp_path: Path) -> None:
     """Each one begins at the run's step, and not at its own: they would be at different steps of a round for good."""
     state, copy, steps = tmp_path / "state", open_target(str(tmp_path / "backups")), 40
     with ThreadPoolExecutor(2) as pool:
         with serve(state) as syncer:
             port = syncer.port
-            run = Run(pool, syncer.address, steps, ((9, 9), (17, 18)))
+            run = Run(pool, syncer.address, steps, ((9, 9), (17, 18)), train_to)
             run.reaches(0)
             back_up(state, copy, 1)
             run.go[0].set()
@@ -158,5 +178,6 @@ def test_learners_that_all_wait_for_each_other_go_on_from_where_the_run_went_bac
         with serve(tmp_path / "restored", port) as syncer:
             assert syncer_versions(tmp_path / "restored") < newest
             run.go[1].set()
-            results = [life.result(timeout=60) for life in run.lives]
-    assert [metrics["incarnation"] for _, metrics in results] == [2, 2]
+            learners = [life.result(timeout=60) for life in run.lives]
+    assert [learner.metrics()["incarnation"] for learner in learners] == [2, 2]
+    assert [learner.steps for learner in learners] == [steps, steps]
