@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -144,9 +145,12 @@ def test_a_model_is_taken_from_one_learner_at_a_time(tmp_path: Path) -> None:
         slow = Http2(Target(syncer.address))
         header = _initialise_header().SerializeToString()
         body = b"\0" + len(header).to_bytes(4, "big") + header
-        slow.send(frame(HEADERS, END_HEADERS, 1, headers("Initialise")) + frame(0, 0, 1, body))
+        streams = itertools.count(1, 2)
 
         def is_busy() -> bool:
+            """Once the slow one is the first; what is offered meanwhile takes turns with it."""
+            number = next(streams)
+            slow.send(frame(HEADERS, END_HEADERS, number, headers("Initialise")) + frame(0, 0, number, body))
             stream = frames(_initialise_header(source="x" * 300))  # refused in any case, for what it says
             try:
                 second.connection.upload("joins", "Initialise", stream, pb.InitialiseReply)

@@ -23,7 +23,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "s
 LACKING = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
 
 pytestmark = [
-    pytest.mark.timeout(280),  # ranks that import torch, twice
+    pytest.mark.timeout(600),  # ranks that import torch, twice, beside other tests
     pytest.mark.skipif(bool(LACKING), reason=f"Slurm is not installed (no {', '.join(LACKING)}): apt-get install "
                        "slurmctld slurmd slurm-client munge"),
     pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's node daemon runs jobs as other users, so it needs root"),
@@ -96,7 +96,7 @@ PartitionName=all Nodes=localhost Default=YES MaxTime=INFINITE State=UP
 """A node that says it has the processors and devices that the template asks for."""
 
 
-until = partial(processes.until, limit_s=100.0)
+until = partial(processes.until, limit_s=250.0)
 
 
 def free_ports(number: int) -> list[int]:

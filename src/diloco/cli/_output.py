@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def make_table(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], *, num_text: int = 1, ruled: bool = True
+    heads: Sequence[str], rows: Iterable[Sequence["str | Text"]], *, num_text: int = 1, ruled: bool = True
 ) -> "Table":
-    """A table for the terminal: `num_text` columns of text, then columns of numbers; `ruled`: a line below the head."""
+    """A table for the terminal: `num_text` columns of text, then columns of numbers; `ruled`: a line below the head.
+    Strings are shown as they are; a style needs a Text."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -28,11 +29,11 @@ def make_table(
     return table
 
 
-def cell(text: str) -> "Text":
-    """A cell of a table, as it is: no markup, and nothing that the terminal would obey."""
+def cell(text: "str | Text") -> "Text":
+    """A cell of a table. A string is shown as it is: no markup, and nothing that the terminal would obey."""
     from rich.text import Text
 
-    return Text(printable(text))
+    return Text(printable(text)) if isinstance(text, str) else text
 
 
 def say_written(files: Iterable[Path]) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError, StoreError, translated
@@ -81,7 +82,7 @@ def _print(case: Case, shown: list[tuple[int, Outcome]]) -> None:
 
     rows, notes = [], []
     for rank, each in shown:
-        name = f"[bold]{each.candidate.title}[/]\n[dim]{each.candidate.detail}[/]"
+        name = Text.assemble((each.candidate.title, "bold"), "\n", (each.candidate.detail, "dim"))
         rows.append((str(rank), name, *_numbers(case, each, no_price="?")))
         unknown = each.penalty.unknown
         notes.append(f"{rank}: {f'unknown: {unknown}' if unknown else '; '.join(each.penalty.sources)}")

@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from diloco.cli._input import parse_list
 from diloco.cli._options import Json
@@ -115,7 +116,7 @@ def _print(fleet: Fleet, found: dict[Mode, Goodput], seed: int) -> None:
         half = (it.interval[1] - it.interval[0]) / 2
         shares = (_percent(it.closed_form), f"{it.waiting:.1f} %", f"{it.stopped:.1f} %", _percent(it.all_stopped))
         row = (name, f"{it.goodput:.1f} ± {half:.1f}", *shares, _percent(it.participation))
-        rows.append([f"[bold]{cell}[/]" for cell in row] if mode == fleet.mode else row)
+        rows.append([Text(cell, "bold") for cell in row] if mode == fleet.mode else row)
     console = Console(highlight=False)
     console.print(
         f"{fleet.chips:,} chips, each interrupted once in {TIME.show(times.mtbi_s)}; down {times.down_s:g} s, repair "
