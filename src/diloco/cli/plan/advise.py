@@ -80,7 +80,7 @@ def _plain(case: Case, rank: int, outcome: Outcome) -> dict[str, Any]:
 
 def _print(case: Case, shown: list[tuple[int, Outcome]]) -> None:
 
-    rows, notes = [], []
+    rows, notes = list[tuple[str | Text, ...]](), []
     for rank, each in shown:
         name = Text.assemble((each.candidate.title, "bold"), "\n", (each.candidate.detail, "dim"))
         rows.append((str(rank), name, *_numbers(case, each, no_price="?")))
