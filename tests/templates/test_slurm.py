@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "s
 LACKING = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
 
 pytestmark = [
-    pytest.mark.timeout(600),  # ranks that import torch, twice, beside other tests
+    pytest.mark.timeout(280),  # ranks that import torch, twice
     pytest.mark.skipif(bool(LACKING), reason=f"Slurm is not installed (no {', '.join(LACKING)}): apt-get install "
                        "slurmctld slurmd slurm-client munge"),
     pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's node daemon runs jobs as other users, so it needs root"),
@@ -96,7 +97,7 @@ PartitionName=all Nodes=localhost Default=YES MaxTime=INFINITE State=UP
 """A node that says it has the processors and devices that the template asks for."""
 
 
-until = partial(processes.until, limit_s=250.0)
+until = partial(processes.until, limit_s=100.0)
 
 
 def free_ports(number: int) -> list[int]:
@@ -108,9 +109,13 @@ def free_ports(number: int) -> list[int]:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[Mapping[str, str]]:
-    """The environment in which Slurm's commands find a cluster of one node."""
-    directory = tmp_path / "slurm"
+def slurm() -> Iterator[Mapping[str, str]]:
+    """The environment in which Slurm's commands find a cluster of one node. Its sockets need a short path."""
+    with tempfile.TemporaryDirectory(prefix="slurm-") as directory:
+        yield from cluster(Path(directory))
+
+
+def cluster(directory: Path) -> Iterator[Mapping[str, str]]:
     for name in ("state", "spool"):
         (directory / name).mkdir(parents=True)
     (directory / "slurm.conf").write_text(
