@@ -64,8 +64,8 @@ def test_a_snapshot_of_a_run_that_goes_on_is_one_record_with_its_versions(place:
         snapshots = [back_up(tmp_path / "run", target, 20) for _ in range(5)]
         stop.set()
         assert published.result() > 1
-    newest_of_a_name = {snapshot.name: snapshot for snapshot in snapshots}  # two in one second may have the same versions
-    for number, snapshot in enumerate(newest_of_a_name.values()):
+    different = {snapshot.name: snapshot for snapshot in snapshots}  # two in one second may have the same versions
+    for number, snapshot in enumerate(different.values()):
         restored = tmp_path / f"restored-{number}"
         assert restore(target, restored, snapshot.name) == snapshot
         first, second = (each.update.version for each in snapshot.versions)
