@@ -23,6 +23,7 @@ edge where they enter; everything else propagates.
     ├── AuthError              missing, wrong or insufficient token, or a certificate that cannot be read
     ├── ExchangeError          the other side is gone, or did not answer in time
     │   └── UnreachableError   the call failed on the way; the other side may be restarting
+    │       └── StandbyError   this syncer follows another one, and does not serve the run now
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
     │   └── NoRoomError        there is no room now; the same call is taken once there is
     │       └── BusyError      an earlier connection has not ended; the same call is taken once it has
@@ -107,6 +108,10 @@ class ExchangeError(DilocoError):
 
 class UnreachableError(ExchangeError):
     """The call failed on the way; the other side may be restarting, and the same call may succeed later."""
+
+
+class StandbyError(UnreachableError):
+    """This syncer follows another one and does not serve the run now; it may take the run over."""
 
 
 class StoreError(DilocoError):

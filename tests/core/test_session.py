@@ -19,6 +19,7 @@ from diloco.core.session.ends import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT
 from diloco.core.session.heartbeat import ANSWER_FLOOR_S, HEARTBEAT_S, SHORTEST_S
 from diloco.core.session.lanes import FIRST_RETRY_S
 from diloco.core.session.requests import Identity, Report
+from diloco.core.succession import Ballot, Proposal
 
 WHO = Identity("run", "a", process=7)
 STANDING = Standing(step=0, start_step=0, run_tokens=0, num_live=1, sync_every=None, versions=(0, 0))
@@ -138,8 +139,8 @@ class Script:
 
 
 CALLS = (
-    requests.Describe, requests.Initialise, requests.Join, requests.Fetch, requests.Watch, requests.Beat, requests.Push,
-    requests.Lease, requests.Leave,
+    requests.Describe, requests.Initialise, requests.Join, requests.Fetch, requests.Watch, requests.Beat,
+    requests.Vote, requests.Push, requests.Lease, requests.Leave,
 )  # fmt: skip
 
 
@@ -668,7 +669,13 @@ def test_an_evicted_learner_joins_again_and_what_it_said_is_void(told_by: str) -
         case "fetch":
             it.fail(requests.Fetch, STALE)
     assert it.take(requests.Drop) == [requests.Drop(c)]
-    for kind in (requests.Watch, requests.Beat, requests.Push, requests.Fetch):  # all that was under way fails too
+    for kind in (
+        requests.Watch,
+        requests.Beat,
+        requests.Vote,
+        requests.Push,
+        requests.Fetch,
+    ):  # all that was under way fails too
         if kind in it.open:
             it.fail(kind, STALE)
     assert it.until(requests.Join).again
@@ -1008,3 +1015,89 @@ def test_requests_say_which_syncer_was_followed_and_what_is_held() -> None:
     assert (watch.seen, watch.versions) == (it.lineage, (3, 4))
     it.fail(requests.Watch, errors.StaleIncarnationError("version 4 is not part of it any more"))
     assert it.until(requests.Join) == requests.Join(it.core.who, again=True, seen=it.lineage)
+
+
+# --- two syncers ------------------------------------------------------------------------------------------------------
+
+FOLLOWS = errors.StandbyError("this syncer follows another one.")
+
+
+def at_the_standby(it: Script) -> requests.Vote:
+    """The syncer is gone, and the other address is one that follows it."""
+    it.until(requests.Beat)
+    first = it.fail(requests.Beat)
+    assert it.until(requests.Beat).connection == first.connection + 1
+    it.fail(requests.Beat, FOLLOWS)
+    return it.until(requests.Vote)  # type: ignore[no-any-return]
+
+
+def vote(it: Script, *, serves: bool = False, proposal: Proposal | None = None) -> requests.Vote:
+    return it.answer(requests.Vote, it.core.voted, serves=serves, proposal=proposal)  # type: ignore[no-any-return]
+
+
+def test_a_learner_says_at_once_what_it_follows_and_goes_back_while_its_syncer_may_be_starting_again() -> None:
+    it = Script(num_addresses=2).start()
+    word = at_the_standby(it).word
+    assert (word.seen, word.promised, word.elector) == (it.lineage, None, "a/7")
+    assert word.silent_s < 2.0
+    number = vote(it).connection
+    assert it.until(requests.Beat).connection == number + 1
+    it.beat()
+    assert it.core.seen == it.lineage
+    assert requests.Dial(1) not in it.told, "it is the same address as before"
+
+
+def until_silent(it: Script, seconds: float) -> int:
+    """The learner goes to and fro between its syncer, which is gone, and the standby; returns the number of votes."""
+    began, num_votes = it.now, 0
+    while it.now < began + seconds or requests.Vote not in it.open:
+        if requests.Vote in it.open:
+            vote(it)
+            num_votes += 1
+        elif requests.Beat in it.open:
+            it.fail(requests.Beat, GONE if it.open[requests.Beat].connection % 2 else FOLLOWS)
+        else:
+            it.now = max(it.now, it.core.wake_at)
+            it.do(it.core.tick)
+    return num_votes
+
+
+def test_a_learner_promises_and_follows_the_standby_once_that_serves() -> None:
+    it = Script(num_addresses=2).start()
+    assert 8 <= until_silent(it, seconds=6.5) <= 14
+    assert it.open[requests.Vote].word.silent_s > 6.0
+    proposal = Proposal(Ballot(2, boot=2), base=1)
+    vote(it, proposal=proposal)
+    assert it.until(requests.Vote).word.promised == proposal.ballot
+    it.boot = 2
+    vote(it, serves=True)
+    assert it.until(requests.Beat).promised == proposal.ballot
+    it.told.clear()
+    it.beat()
+    assert it.core.seen == it.lineage
+    assert requests.Dial(1) in it.told
+
+
+def test_a_promise_is_kept_and_the_syncer_that_is_followed_is_heard_on() -> None:
+    it = Script(num_addresses=2).start()
+    at_the_standby(it)
+    vote(it, proposal=Proposal(Ballot(9, boot=2), base=1))
+    for _ in range(4):
+        assert it.until(requests.Vote).word.promised == Ballot(9, boot=2)
+        vote(it)
+    it.until(requests.Beat)
+    assert it.beat().promised == Ballot(9, boot=2)
+    assert it.core.seen == it.lineage
+    it.boot = 3
+    it.until(requests.Beat)
+    it.told.clear()
+    it.beat()
+    assert "has promised epoch 9" in it.take(requests.Warn)[0].text
+
+
+def test_a_syncer_that_is_followed_is_promised_its_next_epoch() -> None:
+    it = Script().start()
+    it.until(requests.Beat)
+    proposal = Proposal(Ballot(4, boot=it.boot), base=1)
+    it.answer(requests.Beat, it.core.beaten, it.lineage, it.standing, proposal)
+    assert it.until(requests.Beat).promised == proposal.ballot

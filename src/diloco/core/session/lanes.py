@@ -96,13 +96,25 @@ class ControlConnection:
     A connection over which an answer did not come is not used again. The last one that carried an answer stays open
     until the new one has carried one: hanging up would look like death to a syncer that is only slow to answer.
 
+    Connections go to the run's addresses in turn, and all other requests to the address of the last one that carried an
+    answer.
+
+    Arguments:
+        num_addresses: of syncers.
+
     Attributes:
         number: of the one to use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_addresses: int) -> None:
         self.number = 1
+        self._num_addresses = num_addresses
         self._answered: int | None = None
+        self._dialled = 0
+
+    def address_of(self, connection: int) -> int:
+        """Which of the addresses a connection goes to."""
+        return (connection - 1) % self._num_addresses
 
     @property
     def is_answered(self) -> bool:
@@ -116,20 +128,26 @@ class ControlConnection:
         self.number += 1
         return [requests.HangUp(connection)] if connection != self._answered else []
 
-    def answered(self, connection: int) -> list[requests.HangUp]:
+    def answered(self, connection: int) -> list[requests.HangUp | requests.Dial]:
         """A request over it was answered."""
         if connection != self.number or self.is_answered:
             return []
+        actions = list[requests.HangUp | requests.Dial]()
         before, self._answered = self._answered, connection
-        return [] if before is None else [requests.HangUp(before)]
+        if before is not None:
+            actions.append(requests.HangUp(before))
+        if (address := self.address_of(connection)) != self._dialled:
+            self._dialled = address
+            actions.append(requests.Dial(address))
+        return actions
 
 
 class Lanes:
     """All requests of a session: one lane for each kind, and the control connection that some of them share."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_addresses: int) -> None:
         self.control, self.watch, self.receive, self.send, self.data = Lane(), Lane(), Lane(), Lane(), Lane()
-        self.connection = ControlConnection()
+        self.connection = ControlConnection(num_addresses)
 
     @property
     def all(self) -> tuple[Lane, ...]:
@@ -141,7 +159,7 @@ class Lanes:
         names = ("control", "watch", "receive", "send", "data")
         return dict(zip(names, self.all, strict=True))[request.lane]
 
-    def answered(self, request: requests.Describe | requests.Beat) -> list[requests.HangUp]:
+    def answered(self, request: requests.Describe | requests.Beat) -> list[requests.HangUp | requests.Dial]:
         """A control request was answered."""
         self.control.ended()
         if not self.connection.is_answered:
@@ -157,7 +175,7 @@ class Lanes:
         actions = list[requests.SessionAction]()
         if text is not None and not isinstance(request, requests.Watch):
             actions.append(requests.Warn(text))
-        if isinstance(request, requests.Describe | requests.Beat | requests.Watch) and isinstance(
+        if isinstance(request, requests.Describe | requests.Beat | requests.Vote | requests.Watch) and isinstance(
             error, UnreachableError | LineageError
         ):
             actions += self.connection.failed(request.connection)

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
 from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage
+from diloco.core.succession import Ballot, Word
 from diloco.errors import DilocoError
 
 
@@ -153,6 +154,24 @@ class Beat:
     seen: Lineage | None
     versions: tuple[int, ...]
     confirmed: tuple[int, ...]
+    promised: Ballot | None
+
+
+@dataclass(frozen=True)
+class Vote:
+    """Tell a syncer that does not serve the run now what was followed and promised, over this control connection; then
+    call `voted`, or `failed`.
+
+    Attributes:
+        word: as in `core.succession`.
+    """
+
+    lane: ClassVar[LaneName] = "control"
+
+    who: Identity
+    connection: int
+    timeout_s: float
+    word: Word
 
 
 @dataclass(frozen=True)
@@ -200,6 +219,13 @@ class HangUp:
     """Close a control connection; what is open on it fails."""
 
     connection: int
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Make all requests other than control ones to the syncer at this address from here on."""
+
+    address: int
 
 
 @dataclass(frozen=True)
@@ -263,6 +289,6 @@ class Fail:
     error: DilocoError
 
 
-Request = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Lease | Leave
+Request = Describe | Initialise | Join | Fetch | Watch | Beat | Vote | Push | Lease | Leave
 News = TellStart | TellArrival | CallForWork | Rejected | Grant | Drained | Fail
-SessionAction = Request | HangUp | Drop | Warn | Close | News
+SessionAction = Request | HangUp | Dial | Drop | Warn | Close | News

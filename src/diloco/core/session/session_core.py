@@ -28,7 +28,7 @@ from typing import Literal
 
 from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing, Verdict
 from diloco.core.leases import Ask, Grant
-from diloco.core.lineage import Lineage, refusal
+from diloco.core.lineage import Lineage
 from diloco.core.session import requests
 from diloco.core.session.ends import GONE_TIMEOUT_S, Departure, Entrance
 from diloco.core.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
@@ -36,6 +36,8 @@ from diloco.core.session.lanes import Lane, Lanes
 from diloco.core.session.model_cache import NOTHING, ModelCache
 from diloco.core.session.outbox import Outbox
 from diloco.core.session.requests import Identity, Report, SessionAction
+from diloco.core.session.votes import Votes
+from diloco.core.succession import Proposal, Witness, Word, elector
 from diloco.errors import (
     AlreadyInitialisedError,
     CorruptPayloadError,
@@ -46,6 +48,7 @@ from diloco.errors import (
     NoRoomError,
     RestartedError,
     StaleIncarnationError,
+    StandbyError,
     UnreachableError,
     VersionError,
 )
@@ -72,12 +75,12 @@ class SessionCore:
         shortest_s: between any two heartbeats.
         initialises: this learner gives the run its model.
         join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
+        num_addresses: of syncers, which are tried in turn.
 
     Attributes:
         who: the newest incarnation.
         phase: see above.
         standing: the last one received; None: none yet.
-        seen: the syncer that this learner follows; None: none has been heard yet.
         wake_at: call `tick` at this time, unless another event comes before.
     """
 
@@ -92,15 +95,15 @@ class SessionCore:
         shortest_s: float = SHORTEST_S,
         initialises: bool = False,
         join_timeout_s: float | None = None,
+        num_addresses: int = 1,
     ) -> None:
         self.who = who
         self.phase: SessionPhase = "entering"
         self.standing: Standing | None = None
-        self.seen: Lineage | None = None
         self.wake_at = math.inf
         self._num_fragments, self._at_least = num_fragments, at_least
         self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
-        self._lanes, self._departure = Lanes(), Departure()
+        self._lanes, self._departure = Lanes(num_addresses), Departure()
         self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s, shortest_s=shortest_s)
         self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
         self._ask: Ask | None = None  # that is not answered
@@ -109,6 +112,13 @@ class SessionCore:
         self._reason: str | None = None  # why the incarnation before was evicted
         self._started_in: Lineage | None = None
         self._said = set[str]()
+        self._witness, self._votes = Witness(), Votes()
+        self._followed_at = -math.inf  # when the syncer that is followed was heard last
+
+    @property
+    def seen(self) -> Lineage | None:
+        """The syncer that this learner follows; None: none has been heard yet."""
+        return self._witness.seen
 
     # --- the learner, and time ----------------------------------------------------------------------------------------
 
@@ -141,7 +151,7 @@ class SessionCore:
     def restored(self, versions: Sequence[int]) -> None:
         """The run was taken back to a checkpoint, from which the learner has these versions of the fragments."""
         self._cache.restored(versions)
-        self.seen = None
+        self._witness = Witness()
 
     def leave(self, now: float) -> Actions:
         """The learner takes no more steps and wants to leave; all ends with `Close`."""
@@ -162,7 +172,7 @@ class SessionCore:
         self, now: float, describe: requests.Describe, lineage: Lineage, *, initialised: bool
     ) -> Actions:  # fmt: skip
         """Whether the run has a model."""
-        if (error := refusal(self.seen, lineage)) is not None:
+        if (error := self._witness.refusal(lineage)) is not None:
             return self.failed(now, describe, error)
         actions: Actions = [*self._lanes.answered(describe)]
         self._departure.heard(now)
@@ -184,11 +194,11 @@ class SessionCore:
 
     def joined(self, now: float, join: requests.Join, lineage: Lineage, incarnation: int) -> Actions:
         """The learner has a new incarnation, which holds no model yet."""
-        if (error := refusal(self.seen, lineage)) is not None:
+        if (error := self._witness.refusal(lineage)) is not None:
             return self.failed(now, join, error)
         self._lanes.receive.ended()
         if self.phase == "joining":
-            self._follow(lineage)
+            self._follow(now, lineage)
             self.phase, self.who = "fetching", replace(self.who, incarnation=incarnation)
             self._heartbeat.plan(now)
         return self._go_on(now)
@@ -235,7 +245,7 @@ class SessionCore:
     def distrusts(self, lineage: Lineage) -> DilocoError | None:
         """Why a part that was fetched from this syncer must not be taken: the fetch has failed with this. None: the
         learner follows that syncer."""
-        return refusal(self.seen, lineage)
+        return self._witness.refusal(lineage)
 
     def fetched(
         self, now: float, fetch: requests.Fetch, lineage: Lineage, version: int, verdicts: Iterable[Verdict] = ()
@@ -245,7 +255,7 @@ class SessionCore:
         self._lanes.receive.ended()
         if not self._is_current(fetch.who):
             return self._go_on(now)
-        self._follow(lineage)
+        self._follow(now, lineage)
         self._cache.fetched(fetch, version)
         actions = self._take(verdicts)
         if self.phase == "fetching" and self._cache.is_complete:
@@ -280,17 +290,40 @@ class SessionCore:
         """Whether a request is being repeated because the syncer was not reached."""
         return self._lanes.is_away
 
-    def beaten(self, now: float, beat: requests.Beat, lineage: Lineage, standing: Standing) -> Actions:
-        """A heartbeat was answered, by this syncer."""
-        if (error := refusal(self.seen, lineage)) is not None:
+    def beaten(
+        self, now: float, beat: requests.Beat, lineage: Lineage, standing: Standing, proposal: Proposal | None = None
+    ) -> Actions:  # fmt: skip
+        """A heartbeat was answered, by this syncer, which may ask for a promise."""
+        if (error := self._witness.refusal(lineage)) is not None:
             return self.failed(now, beat, error)
         self._heartbeat.ended(now)
         self._heartbeat.plan(now, starting=self.phase == "starting")
+        if self._promises(proposal, is_silent=False):
+            self._heartbeat.urge()
         return [*self._lanes.answered(beat), *self._hear(now, beat.who, lineage, standing)]
+
+    def voted(self, now: float, vote: requests.Vote, *, serves: bool, proposal: Proposal | None) -> Actions:
+        """A syncer that did not serve the run has heard the vote. `serves`: it does now."""
+        self._lanes.control.is_busy = False
+        if serves:
+            self._votes.end()
+            self._heartbeat.urge()
+        elif self._promises(proposal, is_silent=True):
+            self._votes.begin(now, vote.connection, math.inf)
+        elif self._votes.said(now):
+            self._votes.end()
+            self._heartbeat.urge()
+            return [*self._lanes.connection.failed(vote.connection), *self._go_on(now)]
+        return self._go_on(now)
+
+    def _promises(self, proposal: Proposal | None, *, is_silent: bool) -> bool:
+        """Whether a promise is given now, of which the syncer is to hear at once."""
+        before = self._witness.promised
+        return proposal is not None and self._witness.asked(proposal, is_silent=is_silent) and before != proposal.ballot
 
     def welcomed(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
         """The first notice of a stream: from here on the syncer counts on the learner."""
-        if refusal(self.seen, lineage) is not None:
+        if self._witness.refusal(lineage) is not None:
             return [*self._lanes.connection.failed(watch.connection)]
         self._lanes.watch.reset()
         if self._is_current(watch.who):
@@ -299,7 +332,7 @@ class SessionCore:
 
     def heard(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
         """A later notice of a stream, of the syncer that has opened it: what stands has changed."""
-        return self._hear(now, watch.who, lineage, standing) if refusal(self.seen, lineage) is None else []
+        return self._hear(now, watch.who, lineage, standing) if self._witness.refusal(lineage) is None else []
 
     def evicted(self, now: float, watch: requests.Watch, reason: str, *, replaced: bool) -> Actions:
         """The syncer has evicted this incarnation. `replaced`: a newer one has its place.
@@ -334,7 +367,7 @@ class SessionCore:
         self._departure.heard(now)
         if not self._is_current(who):
             return self._go_on(now)
-        self._follow(lineage)
+        self._follow(now, lineage)
         if self.standing is None or self.standing.order <= standing.order:  # answers and notices overtake each other
             self.standing = standing
             self._cache.published(standing.versions)
@@ -342,11 +375,13 @@ class SessionCore:
         actions += self._tell_calls(self.standing) if self.phase == "running" else self._start()
         return actions + self._go_on(now)
 
-    def _follow(self, lineage: Lineage) -> None:
+    def _follow(self, now: float, lineage: Lineage) -> None:
         """A syncer that was started after the one before may lack what that one has acknowledged."""
+        self._followed_at = now
         if lineage == self.seen:
             return
-        self.seen, self.standing = lineage, None
+        self._witness.follow(lineage)
+        self.standing = None
         self._lanes.send.reset()
         if self._heartbeat.report.finished:  # the heartbeat before was not meant for this process
             self._heartbeat.urge()
@@ -381,6 +416,13 @@ class SessionCore:
         match request, error:
             case requests.Describe(), UnreachableError() if self._entrance.is_late(now):
                 return self._fail(lane, error)
+            case requests.Beat(connection=connection), StandbyError() if connection == self._lanes.connection.number:
+                self._votes.begin(now, connection, now - self._followed_at)
+                lane.is_away = True
+                return self._warn_once("standby", str(error))
+            case requests.Vote(), UnreachableError():
+                self._votes.end()
+                return self._lanes.failed(now, request, error)
             case _, UnreachableError() | NoRoomError() | LineageError():
                 if isinstance(error, UnreachableError):  # it may have reached the syncer all the same
                     if isinstance(request, requests.Initialise):
@@ -436,22 +478,35 @@ class SessionCore:
         if self.phase == "leaving":
             actions += self._part(now)
         if self.phase != "parting":
-            beats = self._is_member and not lanes.control.is_busy and not lanes.control.is_stopped
-            beat_at = max(self._heartbeat.due_at, lanes.control.ready_at) if beats else math.inf
-            self.wake_at = min(lanes.next_at(now), self._departure.next_at, beat_at)
+            is_free = not lanes.control.is_busy and not lanes.control.is_stopped
+            votes_at, beats_at = self._votes.due_at, self._heartbeat.due_at if self._is_member else math.inf
+            due_at = beats_at if self._votes.connection is None else votes_at
+            control_at = max(due_at, lanes.control.ready_at) if is_free else math.inf
+            self.wake_at = min(lanes.next_at(now), self._departure.next_at, control_at)
         return actions
 
     def _control_request(self, now: float) -> requests.Request | None:
         connection = self._lanes.connection.number
         if self.phase == "entering" and self._entrance.step == "ask":
             return requests.Describe(connection, CALL_TIMEOUT_S)
+        if self._votes.connection is not None and self.seen is not None:
+            return self._vote(now, self.seen) if now >= self._votes.due_at else None
         if not self._is_member or now < self._heartbeat.due_at:
             return None
         self._heartbeat.began(now)
         versions, confirmed = tuple(self._cache.held), self._outbox.confirmed
         return requests.Beat(
-            self.who, connection, self._heartbeat.timeout_s, self._report, self.seen, versions, confirmed
-        )
+            self.who, connection, self._heartbeat.timeout_s, self._report, self.seen, versions, confirmed,
+            self._witness.promised,
+        )  # fmt: skip
+
+    def _vote(self, now: float, seen: Lineage) -> requests.Vote:
+        word = Word(self._elector, seen, self._witness.promised, now - self._followed_at)
+        return requests.Vote(self.who, self._lanes.connection.number, self._heartbeat.timeout_s, word)
+
+    @property
+    def _elector(self) -> str:
+        return elector(self.who.learner, self.who.process)
 
     @property
     def _report(self) -> Report:
