@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from diloco.core.session.lanes import CONTROL, control_number
+from diloco.core.session.lanes import control_number
 from diloco.errors import ConfigError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb

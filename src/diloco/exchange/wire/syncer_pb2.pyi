@@ -349,7 +349,7 @@ class Notice(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps")
+    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps", "process", "promised")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +362,8 @@ class HeartbeatRequest(_message.Message):
     CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -374,15 +376,59 @@ class HeartbeatRequest(_message.Message):
     confirmed: _containers.RepeatedScalarFieldContainer[int]
     seen: Lineage
     steps: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ...) -> None: ...
+    process: int
+    promised: Ballot
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ..., process: _Optional[int] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("lineage", "standing")
+    __slots__ = ("lineage", "standing", "proposal")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     lineage: Lineage
     standing: Standing
-    def __init__(self, lineage: _Optional[_Union[Lineage, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+    proposal: Proposal
+    def __init__(self, lineage: _Optional[_Union[Lineage, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
+
+class Ballot(_message.Message):
+    __slots__ = ("epoch", "boot")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    boot: int
+    def __init__(self, epoch: _Optional[int] = ..., boot: _Optional[int] = ...) -> None: ...
+
+class Proposal(_message.Message):
+    __slots__ = ("ballot", "base")
+    BALLOT_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    ballot: Ballot
+    base: int
+    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., base: _Optional[int] = ...) -> None: ...
+
+class VoteRequest(_message.Message):
+    __slots__ = ("run", "learner", "process", "seen", "promised", "silent_s")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    learner: str
+    process: int
+    seen: Lineage
+    promised: Ballot
+    silent_s: float
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., process: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ..., silent_s: _Optional[float] = ...) -> None: ...
+
+class VoteReply(_message.Message):
+    __slots__ = ("serves", "proposal")
+    SERVES_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    serves: bool
+    proposal: Proposal
+    def __init__(self, serves: _Optional[bool] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "tokens")
