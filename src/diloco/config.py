@@ -167,7 +167,7 @@ class PoolTable(Table):
 class SyncerTable(Table):
     """The syncer's address, keys or tokens, and its deadlines."""
 
-    address: str = "127.0.0.1:7700"
+    address: str = "127.0.0.1:7700"  # several, with commas between them, where a syncer follows another one
     keys: Path | None = None  # this machine's own directory of `diloco keys`, the syncer's and each learner's
     ca: Path | None = None  # with token_file
     token_file: Path | None = None  # the learner's own token

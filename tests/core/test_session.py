@@ -1101,3 +1101,33 @@ def test_a_syncer_that_is_followed_is_promised_its_next_epoch() -> None:
     proposal = Proposal(Ballot(4, boot=it.boot), base=1)
     it.answer(requests.Beat, it.core.beaten, it.lineage, it.standing, proposal)
     assert it.until(requests.Beat).promised == proposal.ballot
+
+
+def test_a_learner_that_cannot_join_asks_around_who_serves_the_run() -> None:
+    """Once for each join that is lost; a syncer that has answered is not left for one slow join."""
+    it = Script(num_addresses=2)
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    it.fail(requests.Join)
+    assert it.fail(requests.Describe).connection == 1
+    assert it.until(requests.Describe).connection == 2
+    it.fail(requests.Join)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    assert requests.Dial(1) in it.told
+    it.until(requests.Join)
+    assert requests.Describe not in it.open
+    it.fail(requests.Join)
+    assert it.open[requests.Describe].connection == 2
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    it.until(requests.Join)
+    it.join()
+    assert it.core.phase == "fetching"
+
+
+def test_with_one_address_a_join_is_tried_again_and_nothing_else() -> None:
+    it = Script()
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    it.fail(requests.Join)
+    assert not it.open
+    it.until(requests.Join)

@@ -39,6 +39,7 @@ METHODS = {
     "given up": diloco.DiLoCo(sync_every=3, overlap=2),
     "replaced": STREAMING,
     "cut": STREAMING,
+    "moves": STREAMING,
     "decoupled": diloco.DecoupledDiLoCo(
         sync_every=3, overlap=1, fragments=diloco.Balanced(3), codec="int4", error_feedback=True, quorum=Called()
     ),
@@ -69,6 +70,8 @@ class World:
         self.relay = stack.enter_context(Relay(self.syncers["cut"].port, self._before_up))
         addresses = {name: [syncer.address] * WORLD_SIZE for name, syncer in self.syncers.items()}
         addresses["cut"][1] = self.relay.address
+        self.first = stack.enter_context(Relay(self.syncers["moves"].port))
+        addresses["moves"] = [f"{self.first.address},{self.syncers['moves'].address}"] * WORLD_SIZE
         (directory / "lives.json").write_text(json.dumps({name: addresses[name] for name in (*LIVES, *ATTACHES)}))
         pool = stack.enter_context(ThreadPoolExecutor(4))
         self.processes = pool.submit(start_processes, troubled_life.__name__, directory, WORLD_SIZE)
@@ -127,6 +130,13 @@ class World:
             if not link.may_flow.is_set():
                 link.hang_up()
 
+    def move(self) -> None:
+        store = self.store("moves")
+        self.until(lambda: store.check([f"trains, rank {rank}" for rank in range(WORLD_SIZE)]), "it does not train")
+        self.facts["moves"] = len(self.first.links)
+        self.first.close()
+        store.set("the first address is gone", "")
+
     def beside(self, name: str) -> None:
         """A single process trains before the island does, as long as it does, and until both have been merged."""
         address = self.syncers[name].address
@@ -160,6 +170,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         world.give_up()
         world.replace()
         world.cut()
+        world.move()
         for name in ("decoupled", "asynchronous"):
             world.beside(name)
         world.processes.result()
@@ -208,7 +219,17 @@ def test_an_island_whose_name_another_process_takes_is_told_so_on_every_rank(wor
 def test_a_contribution_of_which_a_part_was_cut_off_counts_once_it_is_whole(world: World) -> None:
     island = require_one_learner(world, "cut")
     assert world.facts["cut"] == []
+    single = require_same_bits_as_one_process(island)
+    sent = [result.facts["num_bytes"]["contributions"] for result in results(world, "cut")]
+    assert sum(sent) == single.facts["num_bytes"]["contributions"]
 
+
+def test_all_ranks_of_an_island_go_on_over_another_address(world: World) -> None:
+    assert world.facts["moves"] >= 2
+    require_same_bits_as_one_process(require_one_learner(world, "moves"))
+
+
+def require_same_bits_as_one_process(island: Result) -> Result:
     def life(_: int, exchange: Exchange) -> Result:
         single = Life(Net(seed=1), exchange, method=STREAMING)
         single.train(STEPS)
@@ -217,8 +238,7 @@ def test_a_contribution_of_which_a_part_was_cut_off_counts_once_it_is_whole(worl
     [single] = diloco.run_local(life, learners=1)
     different = [key for key, value in single.tensors.items() if not torch.equal(value, island.tensors[key])]
     assert not different
-    sent = [result.facts["num_bytes"]["contributions"] for result in results(world, "cut")]
-    assert sum(sent) == single.facts["num_bytes"]["contributions"]
+    return single
 
 
 @pytest.mark.parametrize("name", ["decoupled", "asynchronous"])

@@ -24,6 +24,7 @@ from diloco import errors, events
 from diloco.core.members import Deadlines
 from diloco.core.rounds.called import CalledSyncer
 from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote import Remote
 from diloco.exchange.remote.entry import Initial
 
@@ -44,7 +45,7 @@ def promptly() -> Any:
 def impatient(address: str) -> Remote:
     """A learner that tries a transfer again after half a second of nothing."""
     connection = Connection(address, token=None, ca=None, insecure=False, stall_floor_s=0.5)
-    return Remote(connection, run=RUN, learner="a", initial=Initial(0, 0, "test"))
+    return Remote(Dialler([connection]), run=RUN, learner="a", initial=Initial(0, 0, "test"))
 
 
 def phase(exchange: Remote) -> str:

@@ -116,6 +116,15 @@ def is_replaced(life: Life) -> Result:
     return Result({}, {"error": error_of(trains_on)})
 
 
+def moves(life: Life) -> Result:
+    """The address that it trains over goes away; there is another one."""
+    life.train(4)
+    life.say("trains")
+    life.wait_for("the first address is gone")
+    life.train(STEPS)
+    return life.result()
+
+
 def runs_asynchronously(life: Life) -> Result:
     life.wait_for("the other learner trains")
     while min(life.learner.versions) < 2 or life.learner.metrics()["merges"] < 2:
@@ -201,6 +210,7 @@ LIVES: dict[str, Callable[[Life], Result]] = {
     "given up": is_given_up,
     "replaced": is_replaced,
     "cut": trains,
+    "moves": moves,
     "decoupled": runs_asynchronously,
     "asynchronous": runs_asynchronously,
     "calls": calls_different_methods,

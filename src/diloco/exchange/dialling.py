@@ -1,82 +1,97 @@
-"""Several addresses of one run: a syncer that serves it, and others that follow and may take it over."""
+"""The addresses of a run: one of a syncer that serves it, and others of syncers that follow and may take it over."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from diloco.core.session.lanes import control_number
-from diloco.errors import ConfigError, UnreachableError
+from diloco.core.session.lanes import address_of
+from diloco.errors import StandbyError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.address import split_addresses
 
 R = TypeVar("R", bound=Message)
 
+BULK = ("contributions", "updates", "joins")
+"""Channels of requests that go to the syncer that serves the run."""
+
 
 class Dialler:
-    """Calls to whichever of a run's syncers serves it. Any thread may call any method.
+    """Requests to whichever of a run's syncers serves it: all go to one address, which `dial` and `next` change. Any
+    thread may call any method.
 
-    Control connections are numbered and go to the addresses in turn (`core.session.lanes`); all other calls go to one
-    address, which `dial` and `next` change.
+    Control connections are numbered and go to the addresses in turn: see `control`.
 
     Arguments:
         connections: one to each address.
 
     Attributes:
+        place: of the address that requests go to, among the connections.
         closing: set once the connections are being closed.
     """
 
     def __init__(self, connections: Sequence[Connection]) -> None:
-        if not connections:
-            raise ConfigError("there is no address of a syncer; give at least one.")
-        self._connections = list(connections)
-        self._dialled = 0
+        self.place = 0
         self.closing = threading.Event()
+        self._connections = list(connections)
+        self._first = 0
 
     @property
     def num_addresses(self) -> int:
         """Of syncers."""
         return len(self._connections)
 
-    def dial(self, address: int) -> None:
-        """From here on calls other than control ones go to this address."""
-        self._dialled = address
+    @property
+    def current(self) -> Connection:
+        """To the address that requests go to."""
+        return self._connections[self.place]
 
-    def next(self) -> None:
-        """From here on they go to the next address."""
-        self._dialled = (self._dialled + 1) % len(self._connections)
+    def control(self, number: int) -> Connection:
+        """Which connection has the control channel with this number."""
+        return self._connections[self._place_of(address_of(number, self.num_addresses))]
 
     def start_here(self) -> None:
-        """Make the address that calls go to the first one."""
-        first = self._dialled
-        self._connections = [*self._connections[first:], *self._connections[:first]]
-        self._dialled = 0
+        """The address that requests go to is number 0 from here on."""
+        self._first = self.place
 
-    # --- calls, as of `Connection` ------------------------------------------------------------------------------------
+    def dial(self, address: int) -> None:
+        """Requests go to the address with this number from here on; those under way at another one fail."""
+        self.move(self._place_of(address))
+
+    def next(self) -> None:
+        """Requests go to the next address from here on."""
+        self.move((self.place + 1) % self.num_addresses)
+
+    def move(self, place: int) -> None:
+        """As `dial`, by `place`."""
+        before, self.place = self.current, place
+        if before is not self.current:
+            for channel in BULK:
+                before.close_channel(channel)
+
+    def _place_of(self, address: int) -> int:
+        return (self._first + address) % self.num_addresses
 
     def call(self, channel: str, method: str, request: Message, kind: type[R], *, timeout_s: float = 30.0) -> R:
         """As `Connection.call`."""
-        return self._of(channel).call(channel, method, request, kind, timeout_s=timeout_s)
+        return self.current.call(channel, method, request, kind, timeout_s=timeout_s)
 
     def upload(self, channel: str, method: str, stream: Iterator[bytes], kind: type[R]) -> R:
         """As `Connection.upload`."""
-        return self._of(channel).upload(channel, method, stream, kind)
+        return self.current.upload(channel, method, stream, kind)
 
     def pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
         """As `Connection.pull`."""
-        return self._of(channel).pull(channel, request)
-
-    def watch(self, channel: str, request: pb.WatchRequest) -> Iterator[pb.Notice]:
-        """As `Connection.watch`."""
-        return self._of(channel).watch(channel, request)
+        return self.current.pull(channel, request)
 
     def close_channel(self, channel: str) -> None:
-        """Hang up one channel, wherever it goes."""
-        for connection in self._connections:
-            connection.close_channel(channel)
+        """Hang up one channel to the address that requests go to."""
+        self.current.close_channel(channel)
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -84,21 +99,33 @@ class Dialler:
         for connection in self._connections:
             connection.close()
 
-    def _of(self, channel: str) -> Connection:
-        number = control_number(channel)
-        index = self._dialled if number is None else (number - 1) % len(self._connections)
-        return self._connections[index]
 
-
-def anywhere(dialler: Dialler, call: Callable[[], R]) -> R:
-    """Make a call that any syncer may answer: at the next address if it is not reached at this one.
+def dialler(
+    addresses: str, *, keys: str | Path | None, token: str | None, ca: str | Path | None, insecure: bool
+) -> Dialler:  # fmt: skip
+    """To "host:port", or to several addresses with commas between them.
 
     Raises:
-        DilocoError: as the call, of the last address that was tried.
+        ConfigError: an address or a combination that cannot be, or keys that cannot be used.
     """
-    for _ in range(dialler.num_addresses - 1):
+    each = split_addresses(addresses)
+    return Dialler([Connection(address, keys=keys, token=token, ca=ca, insecure=insecure) for address in each])
+
+
+def found(syncers: Dialler, run: str) -> pb.DescribeReply:
+    """What the syncer that serves a run says of it; requests go to it from here on.
+
+    Raises:
+        StandbyError: none serves the run; requests go to one that answers.
+        UnreachableError: none answers. Others as `Connection.call`.
+    """
+    failures = list[tuple[int, UnreachableError]]()
+    for _ in range(syncers.num_addresses):
         try:
-            return call()
-        except UnreachableError:
-            dialler.next()
-    return call()
+            return syncers.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+        except UnreachableError as error:
+            failures.append((syncers.place, error))
+        syncers.next()
+    place, failure = next((each for each in failures if isinstance(each[1], StandbyError)), failures[-1])
+    syncers.move(place)
+    raise failure

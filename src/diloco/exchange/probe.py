@@ -10,6 +10,7 @@ from pathlib import Path
 
 from diloco.errors import RunError
 from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import dialler, found
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.probe import MAX_PROBE_BYTES
 
@@ -43,7 +44,7 @@ def measure_link(
     ca: str | Path | None = None, insecure: bool = False,
     seconds: float = 1.0, repeats: int = 3,
 ) -> LinkSpeed:  # fmt: skip
-    """Measure the link to the syncer of a run, which needs no model yet; one direction after the other.
+    """Measure the link to the syncer that serves a run, which needs no model yet; one direction after the other.
 
     Probes grow until one takes `seconds`; the rate is the median of `repeats` probes of that size. Other traffic on the
     link lowers the result.
@@ -52,15 +53,15 @@ def measure_link(
         ExchangeError: no syncer answers. AuthError: the keys or token may not train as `learner`. RunError: another
             link is being measured.
     """
-    connection = Connection(address, keys=keys, token=token, ca=ca, insecure=insecure)
+    syncers = dialler(address, keys=keys, token=token, ca=ca, insecure=insecure)
     num_bytes = 0
 
     def up(size: int) -> tuple[int, float]:
-        reply, _ = connection.probe(CHANNEL, pb.ProbeHeader(run=run, learner=learner, up_bytes=size))
+        reply, _ = syncers.current.probe(CHANNEL, pb.ProbeHeader(run=run, learner=learner, up_bytes=size))
         return reply.num_bytes, reply.seconds
 
     def down(size: int) -> tuple[int, float]:
-        _, timing = connection.probe(CHANNEL, pb.ProbeHeader(run=run, learner=learner, down_bytes=size))
+        _, timing = syncers.current.probe(CHANNEL, pb.ProbeHeader(run=run, learner=learner, down_bytes=size))
         return timing
 
     def counted(probe: Callable[[int], tuple[int, float]]) -> Callable[[int], tuple[int, float]]:
@@ -72,11 +73,13 @@ def measure_link(
         return run_it
 
     try:
-        latency_s = min(_ping_s(connection, run, learner) for _ in range(1 + NUM_PINGS)) / 2
+        if syncers.num_addresses > 1:
+            found(syncers, run)
+        latency_s = min(_ping_s(syncers.current, run, learner) for _ in range(1 + NUM_PINGS)) / 2
         up_bit_per_s = rate_bit_per_s(counted(up), seconds, repeats)
         down_bit_per_s = rate_bit_per_s(counted(down), seconds, repeats)
     finally:
-        connection.close()
+        syncers.close()
     return LinkSpeed(up_bit_per_s, down_bit_per_s, latency_s, num_bytes)
 
 

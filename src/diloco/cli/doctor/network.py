@@ -5,13 +5,13 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.cli._input import read_token
 from diloco.cli.doctor.findings import Finding
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, StandbyError
 
 if TYPE_CHECKING:
     from diloco.config import SyncerTable
@@ -43,7 +43,15 @@ class Syncer:
 
 
 def look_at_way(syncer: Syncer) -> Iterator[Finding]:
-    """Resolve, connect, speak TLS, show the keys, compare clocks; the first that fails is the last finding."""
+    """Resolve, connect, speak TLS, show the keys, compare clocks, for each address; the first that fails is the last
+    finding of it."""
+    from diloco.exchange.wire.address import split_addresses
+
+    for address in split_addresses(syncer.address):
+        yield from _look_at(replace(syncer, address=address))
+
+
+def _look_at(syncer: Syncer) -> Iterator[Finding]:
     from diloco.exchange.wire.address import split_address
 
     host, port = split_address(syncer.address)
@@ -79,6 +87,9 @@ def _talk(syncer: Syncer) -> Iterator[Finding]:
             if syncer.learner is not None:
                 connection.probe("probes", pb.ProbeHeader(run=syncer.run, learner=syncer.learner))
             trips = [_round_trip(connection, syncer.run) for _ in range(NUM_PINGS)]
+    except StandbyError as error:
+        yield Finding("syncer", "ok", str(error))
+        return
     except DilocoError as error:
         advice = "check the run's name, syncer.keys, and that the syncer's certificate names this address"
         yield Finding("syncer", "missing", str(error), advice)

@@ -112,10 +112,6 @@ class ControlConnection:
         self._answered: int | None = None
         self._dialled = 0
 
-    def address_of(self, connection: int) -> int:
-        """Which of the addresses a connection goes to."""
-        return (connection - 1) % self._num_addresses
-
     @property
     def is_answered(self) -> bool:
         """Whether the one to use has carried an answer."""
@@ -136,10 +132,15 @@ class ControlConnection:
         before, self._answered = self._answered, connection
         if before is not None:
             actions.append(requests.HangUp(before))
-        if (address := self.address_of(connection)) != self._dialled:
+        if (address := address_of(connection, self._num_addresses)) != self._dialled:
             self._dialled = address
             actions.append(requests.Dial(address))
         return actions
+
+
+def address_of(connection: int, num_addresses: int) -> int:
+    """Which of the addresses a control connection goes to."""
+    return (connection - 1) % num_addresses
 
 
 class Lanes:

@@ -103,6 +103,8 @@ class SessionCore:
         self.wake_at = math.inf
         self._num_fragments, self._at_least = num_fragments, at_least
         self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
+        self._is_alone = num_addresses == 1
+        self._looks_around = False  # for the syncer that serves the run, before it joins
         self._lanes, self._departure = Lanes(num_addresses), Departure()
         self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s, shortest_s=shortest_s)
         self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
@@ -175,9 +177,10 @@ class SessionCore:
         if (error := self._witness.refusal(lineage)) is not None:
             return self.failed(now, describe, error)
         actions: Actions = [*self._lanes.answered(describe)]
+        self._looks_around = False
         self._departure.heard(now)
         if self.phase != "entering":
-            return actions
+            return actions + self._go_on(now)
         if (error := self._entrance.described(now, has_model=initialised)) is not None:
             return actions + self._fail(self._lanes.control, error)
         if self._entrance.step == "ask":
@@ -197,6 +200,7 @@ class SessionCore:
         if (error := self._witness.refusal(lineage)) is not None:
             return self.failed(now, join, error)
         self._lanes.receive.ended()
+        self._looks_around = False
         if self.phase == "joining":
             self._follow(now, lineage)
             self.phase, self.who = "fetching", replace(self.who, incarnation=incarnation)
@@ -428,6 +432,7 @@ class SessionCore:
                     if isinstance(request, requests.Initialise):
                         self._entrance.lost()
                     self._has_lost_join |= isinstance(request, requests.Join)
+                    self._looks_around |= isinstance(request, requests.Join) and not self._is_alone
                 return self._lanes.failed(now, request, error)
             case requests.Join(), DrainedError() if self._has_started:
                 return [requests.Warn(str(error)), Drained(), *self._over()]
@@ -487,7 +492,7 @@ class SessionCore:
 
     def _control_request(self, now: float) -> requests.Request | None:
         connection = self._lanes.connection.number
-        if self.phase == "entering" and self._entrance.step == "ask":
+        if self._looks_around or (self.phase == "entering" and self._entrance.step == "ask"):
             return requests.Describe(connection, CALL_TIMEOUT_S)
         if self._votes.connection is not None and self.seen is not None:
             return self._vote(now, self.seen) if now >= self._votes.due_at else None

@@ -16,7 +16,7 @@ from diloco.core.session import requests
 from diloco.core.session.lanes import Lane
 from diloco.errors import NoRoomError, UnreachableError
 from diloco.exchange.base import Model
-from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.messages import lineage_message
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, streamed
@@ -40,23 +40,26 @@ class Initial:
     seen: Lineage | None = None
 
 
-def describe(connection: Connection, run: str, timeout_s: float | None) -> pb.DescribeReply:
-    """The run as the syncer describes it, once it answers.
+def describe(dialler: Dialler, run: str, timeout_s: float | None) -> pb.DescribeReply:
+    """The run as a syncer that serves it describes it, once one answers; its address is the first one from here on.
 
     Raises:
-        UnreachableError: it did not within `timeout_s` (None: as long as it takes), or the connection is being closed.
+        UnreachableError: none did within `timeout_s` (None: as long as it takes), or the connection is being closed.
     """
     lane, began_at = Lane(), time.monotonic()
     while True:
         try:
-            return connection.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+            reply = dialler.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+            dialler.start_here()
+            return reply
         except (UnreachableError, NoRoomError) as error:
             now = time.monotonic()
-            if connection.closing.is_set() or (timeout_s is not None and now - began_at >= timeout_s):
+            if dialler.closing.is_set() or (timeout_s is not None and now - began_at >= timeout_s):
                 raise
             if (text := lane.failed(now, error)) is not None:
                 log.warning(text)
-            connection.closing.wait(lane.ready_at - now)
+            dialler.next()
+            dialler.closing.wait(lane.ready_at - now)
 
 
 class Entry:
@@ -74,12 +77,12 @@ class Entry:
     """
 
     def __init__(
-        self, connection: Connection, layout: Layout, initial: Initial | None, model: Model | None, overlap: int | None,
+        self, dialler: Dialler, layout: Layout, initial: Initial | None, model: Model | None, overlap: int | None,
         parts: Callable[[Model, memoryview], Iterator[memoryview]],
     ) -> None:  # fmt: skip
         self.num_bytes = 0
         self._parts = parts
-        self._connection, self._layout, self._initial, self._model = connection, layout, initial, model
+        self._dialler, self._layout, self._initial, self._model = dialler, layout, initial, model
         self._overlap = overlap
 
     def initialise(self, call: requests.Initialise) -> None:
@@ -99,7 +102,7 @@ class Entry:
             seen=lineage_message(self._initial.seen),
         )
         stream = streamed(header, self._parts(self._model, static))
-        self._connection.upload("joins", "Initialise", stream, pb.InitialiseReply)
+        self._dialler.upload("joins", "Initialise", stream, pb.InitialiseReply)
         self.num_bytes, self._model = sum(sizes), None
 
     def join(self, call: requests.Join) -> pb.JoinReply:
@@ -114,9 +117,9 @@ class Entry:
             seen=lineage_message(call.seen),
         )
         try:
-            return self._connection.call("joins", "Join", request, pb.JoinReply)
+            return self._dialler.call("joins", "Join", request, pb.JoinReply)
         except UnreachableError:
-            self._connection.close_channel("joins")
+            self._dialler.close_channel("joins")
             raise
 
 

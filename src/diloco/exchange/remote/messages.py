@@ -9,6 +9,7 @@ from diloco.core.leases import Grant
 from diloco.core.lineage import Lineage
 from diloco.core.ranges import Ranges
 from diloco.core.session import requests
+from diloco.core.succession import Ballot, Proposal
 from diloco.core.update import Update
 from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -73,7 +74,34 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         versions=[max(version, 0) for version in beat.versions],
         confirmed=beat.confirmed,
         seen=lineage_message(beat.seen),
+        process=who.process,
+        promised=_ballot_message(beat.promised),
     )
+
+
+def vote_request(vote: requests.Vote) -> pb.VoteRequest:
+    """What is said to a syncer that does not serve the run."""
+    who, word = vote.who, vote.word
+    return pb.VoteRequest(
+        run=who.run,
+        learner=who.learner,
+        process=who.process,
+        seen=lineage_message(word.seen),
+        promised=_ballot_message(word.promised),
+        silent_s=word.silent_s,
+    )
+
+
+def proposal_of(reply: pb.HeartbeatReply | pb.VoteReply) -> Proposal | None:
+    """What the syncer asks to be promised."""
+    if not reply.HasField("proposal"):
+        return None
+    asked = reply.proposal
+    return Proposal(Ballot(asked.ballot.epoch, asked.ballot.boot), asked.base)
+
+
+def _ballot_message(ballot: Ballot | None) -> pb.Ballot | None:
+    return None if ballot is None else pb.Ballot(epoch=ballot.epoch, boot=ballot.boot)
 
 
 def lease_request(lease: requests.Lease) -> pb.LeaseRequest:

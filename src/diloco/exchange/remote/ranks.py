@@ -23,7 +23,7 @@ from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.core.shards import Segments, dealt
 from diloco.errors import DilocoError, ExchangeError, NoRoomError, UnreachableError, VersionError
 from diloco.exchange.base import Model
-from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import Dialler
 from diloco.exchange.group import Group, as_bytes
 from diloco.exchange.lanes import Command, Job, Lane, Lanes, ShardTransfer
 from diloco.exchange.remote.messages import pull_request, push_header
@@ -121,8 +121,8 @@ class Fetched:
 class LeadingSender(Sender):
     """On rank 0: sends the shards of all ranks."""
 
-    def __init__(self, connection: Connection, spans: Sequence[tuple[slice, int]], lane: Lane) -> None:
-        super().__init__(connection, spans)
+    def __init__(self, dialler: Dialler, spans: Sequence[tuple[slice, int]], lane: Lane) -> None:
+        super().__init__(dialler, spans)
         self._lane = lane
         self._dropped: list[Key] = []
         self._refused = False
@@ -136,7 +136,12 @@ class LeadingSender(Sender):
         if (payload := self.kept(key_of(call.contribution))) is None:
             return
         dropped, self._dropped = self._dropped, []
-        command = {"push": header.SerializeToString().hex(), "dropped": dropped, "again": self._refused}
+        command = {
+            "push": header.SerializeToString().hex(),
+            "at": self._dialler.place,
+            "dropped": dropped,
+            "again": self._refused,
+        }
         again, self._refused = self._refused, False
         try:
             self._lane.lead(command, _Upload(self, header, payload, again=again))
@@ -149,9 +154,9 @@ class LeadingReceiver(Receiver):
     """On rank 0: fetches the shards of all ranks."""
 
     def __init__(
-        self, connection: Connection, layout: Layout, method: Method, shards: Sequence[Segments], lane: Lane
+        self, dialler: Dialler, layout: Layout, method: Method, shards: Sequence[Segments], lane: Lane
     ) -> None:
-        super().__init__(connection, layout, method, shards)
+        super().__init__(dialler, layout, method, shards)
         self._lane = lane
 
     def fetch(self, call: requests.Fetch) -> Download:
@@ -159,7 +164,7 @@ class LeadingReceiver(Receiver):
         if request.static:
             return self.pull(request)
         job = _Fetch(self, request)
-        self._lane.lead({"pull": request.SerializeToString().hex()}, job)
+        self._lane.lead({"pull": request.SerializeToString().hex(), "at": self._dialler.place}, job)
         return job.download
 
 
@@ -174,13 +179,11 @@ class Follower:
         fetched: versions that are here.
     """
 
-    def __init__(
-        self, connection: Connection, layout: Layout, method: Method, lanes: Lanes, model: Model | None
-    ) -> None:
+    def __init__(self, dialler: Dialler, layout: Layout, method: Method, lanes: Lanes, model: Model | None) -> None:
         spans, shards = divided(layout, method, lanes)
-        self.sender, self.fetched = Sender(connection, spans), Fetched()
-        self.receiver = Receiver(connection, layout, method, shards)
-        self._connection, self._model = connection, model
+        self.sender, self.fetched = Sender(dialler, spans), Fetched()
+        self.receiver = Receiver(dialler, layout, method, shards)
+        self._dialler, self._model = dialler, model
         self._threads = [
             threading.Thread(target=partial(self._follow, lane, job_of), name=f"diloco-follow-{name}", daemon=True)
             for name, lane, job_of in (("send", lanes.send, self._sends), ("receive", lanes.receive, self._receives))
@@ -195,6 +198,7 @@ class Follower:
             self.fetched.close()
 
     def _sends(self, command: Command) -> Job:
+        self._dialler.move(command["at"])
         for key in command["dropped"]:
             self.sender.forget(tuple(key))
         header = pb.PushHeader.FromString(bytes.fromhex(command["push"]))
@@ -206,6 +210,7 @@ class Follower:
             fragment, owner = command["model"]
             return ShardTransfer(as_bytes(self._model.fragments[fragment]), owner)
         self._model = None  # the run has it
+        self._dialler.move(command["at"])
         return _Follow(self, pb.PullRequest.FromString(bytes.fromhex(command["pull"])))
 
     def close(self) -> None:
@@ -214,7 +219,7 @@ class Follower:
         give_up_at = time.monotonic() + LEAVE_TIMEOUT_S + 2 * GONE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, give_up_at - time.monotonic()))
-        self._connection.close()
+        self._dialler.close()
 
 
 class _Follow(_Fetch):

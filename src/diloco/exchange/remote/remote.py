@@ -1,9 +1,9 @@
 """A learner's exchange with a syncer over the internet.
 
-The learner dials out to one address and one port. Losing the syncer is not an error: every request is repeated until
-the syncer is back, and contributions without a verdict are sent again. An evicted learner joins as a new incarnation
-and starts from the newest model. `core.session` decides all of this; background threads make the requests (`session`),
-so that the training thread waits for none.
+The learner dials out only: to one address and one port, or to two where a second syncer follows the first. Losing the
+syncer is not an error: every request is repeated until the syncer is back, and contributions without a verdict are sent
+again. An evicted learner joins as a new incarnation and starts from the newest model. `core.session` decides all of
+this; background threads make the requests (`session`), so that the training thread waits for none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from diloco.core.session import SessionCore
 from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, Model, Opened, Overview, Rejoined, ShardedExchange
-from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import Dialler, dialler
 from diloco.exchange.lanes import Lanes
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
@@ -54,10 +54,11 @@ def connect(
     lineage: Mapping[str, Any] | None = None,
     join_timeout_s: float | None = None,
 ) -> Remote:
-    """An exchange with the syncer at `address`. Nothing is dialled before a `Learner` takes it.
+    """An exchange with the syncer of a run. Nothing is dialled before a `Learner` takes it.
 
     Arguments:
-        address: "host:port" of the syncer.
+        address: "host:port" of the syncer; where another one follows it, both, with a comma between them;
+            the ranks of an island give them in the same order.
         run: the run's name; a syncer that serves another refuses.
         learner: this learner's id, unique in the run and the same after a restart: letters, digits, dots, dashes and
             underscores; default: the host's name. A certificate or token is for one of them.
@@ -80,7 +81,7 @@ def connect(
     """
     seen = None if lineage is None else Lineage(**lineage)
     return Remote(
-        Connection(address, keys=keys, token=token, ca=ca, insecure=insecure),
+        dialler(address, keys=keys, token=token, ca=ca, insecure=insecure),
         run=run,
         learner=learner or socket.gethostname(),
         initial=Initial(initial_step, initial_tokens, source, seen) if initialise else None,
@@ -97,14 +98,14 @@ class Remote(ShardedExchange):
 
     def __init__(
         self,
-        connection: Connection,
+        dialler: Dialler,
         *,
         run: str,
         learner: str,
         initial: Initial | None = None,
         join_timeout_s: float | None = None,
     ) -> None:
-        self._connection, self._initial, self._join_timeout_s = connection, initial, join_timeout_s
+        self._dialler, self._initial, self._join_timeout_s = dialler, initial, join_timeout_s
         self._who = Identity(run, learner, process=secrets.randbits(64))
         self._incarnation = 0  # as which the training thread speaks
         self._session: Session | None = None
@@ -117,7 +118,7 @@ class Remote(ShardedExchange):
 
     def method(self, given: Method | None) -> Method:
         run = self._who.run
-        method = Method.from_dict(json.loads(describe(self._connection, run, self._join_timeout_s).method))
+        method = Method.from_dict(json.loads(describe(self._dialler, run, self._join_timeout_s).method))
         if given is not None and (difference := given.difference(method)):
             raise ConfigError(
                 f"the method given (here) is not run {run!r}'s (there): {difference}; pass method=None to take the "
@@ -135,16 +136,17 @@ class Remote(ShardedExchange):
             reports_every_step=method.quorum.reports_every_step,
             initialises=self._initial is not None,
             join_timeout_s=self._join_timeout_s,
+            num_addresses=self._dialler.num_addresses,
         )
-        model, connection, lanes = None if self._initial is None else initial(), self._connection, self._lanes
-        sender, receiver, parts = Sender(connection), Receiver(connection, layout, method), model_parts
+        model, dialler, lanes = None if self._initial is None else initial(), self._dialler, self._lanes
+        sender, receiver, parts = Sender(dialler), Receiver(dialler, layout, method), model_parts
         if lanes is not None:
             spans, shards = divided(layout, method, lanes)
-            sender = LeadingSender(connection, spans, lanes.send)
-            receiver = LeadingReceiver(connection, layout, method, shards, lanes.receive)
+            sender = LeadingSender(dialler, spans, lanes.send)
+            receiver = LeadingReceiver(dialler, layout, method, shards, lanes.receive)
             parts = partial(sharded_parts, lanes=lanes)
-        entry = Entry(connection, layout, self._initial, model, overlap, parts)
-        self._session = Session(core, connection, entry, sender, receiver)
+        entry = Entry(dialler, layout, self._initial, model, overlap, parts)
+        self._session = Session(core, dialler, entry, sender, receiver)
         self._session.begin()
         with ExitStack() as undo:
             if lanes is None:  # else the other ranks hear of it first
@@ -162,7 +164,7 @@ class Remote(ShardedExchange):
     def follow(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> None:
         assert self._lanes is not None
         model = None if self._initial is None else initial()
-        self._follower = Follower(self._connection, layout, method, self._lanes, model)
+        self._follower = Follower(self._dialler, layout, method, self._lanes, model)
 
     def fetched(self, fragment: int, version: int, incarnation: int | None = None) -> Advanced:
         assert self._follower is not None
@@ -234,7 +236,7 @@ class Remote(ShardedExchange):
         if self._session is not None:
             self._session.close()
             self._end_lanes()
-        self._connection.close()
+        self._dialler.close()
 
     def _end_lanes(self) -> None:
         """The other ranks have nothing more to do."""

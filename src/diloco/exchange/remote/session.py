@@ -22,7 +22,7 @@ from diloco.core.session.requests import SessionAction
 from diloco.errors import DilocoError, ExchangeError
 from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.base import Arrived, Opened, Rejoined
-from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
 from diloco.exchange.remote.messages import (
@@ -31,7 +31,9 @@ from diloco.exchange.remote.messages import (
     lease_request,
     leave_request,
     lineage_of,
+    proposal_of,
     standing_of,
+    vote_request,
     watch_request,
 )
 from diloco.exchange.remote.transfers import Download, Receiver, Sender, num_bytes_of
@@ -62,12 +64,10 @@ class Session:
         sender: has the payloads of contributions.
     """
 
-    def __init__(
-        self, core: SessionCore, connection: Connection, entry: Entry, sender: Sender, receiver: Receiver
-    ) -> None:
+    def __init__(self, core: SessionCore, dialler: Dialler, entry: Entry, sender: Sender, receiver: Receiver) -> None:
         self.core = core
         self.inbox, self.sender = Inbox(), sender
-        self._connection, self._entry, self._receiver = connection, entry, receiver
+        self._dialler, self._entry, self._receiver = dialler, entry, receiver
         self._changed = threading.Condition()
         self._is_over = False
         self._arriving: Download | None = None
@@ -113,7 +113,7 @@ class Session:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._connection.close()
+        self._dialler.close()
         self.inbox.fail(ExchangeError("this learner's exchange was closed; connect again to train on."))
         for lane in self._lanes.values():
             lane.put(None)
@@ -125,7 +125,9 @@ class Session:
     def _carry_out(self, action: SessionAction) -> None:
         match action:
             case requests.HangUp(connection=number):
-                self._connection.close_channel(_control(number))
+                self._dialler.control(number).close_channel(_control(number))
+            case requests.Dial(address=address):
+                self._dialler.dial(address)
             case requests.Drop(contribution=c):
                 self.sender.drop(c)
             case requests.Warn(text=text):
@@ -148,7 +150,7 @@ class Session:
                 self._lanes[action.lane].put(action)
 
     def _tell_start(self, start: requests.TellStart) -> None:
-        self._connection.close_channel("joins")
+        self._dialler.close_channel("joins")
         opened = Opened.of(start, self._receiver.fragments, self._receiver.static)
         self.inbox.clear()
         if start.reason is None:
@@ -197,8 +199,15 @@ class Session:
             case requests.Beat():
                 beaten = self._ask(call, "Heartbeat", heartbeat_request(call), pb.HeartbeatReply)
                 return partial(
-                    core.beaten, beat=call, lineage=lineage_of(beaten.lineage), standing=standing_of(beaten.standing)
+                    core.beaten,
+                    beat=call,
+                    lineage=lineage_of(beaten.lineage),
+                    standing=standing_of(beaten.standing),
+                    proposal=proposal_of(beaten),
                 )
+            case requests.Vote():
+                voted = self._ask(call, "Vote", vote_request(call), pb.VoteReply)
+                return partial(core.voted, vote=call, serves=voted.serves, proposal=proposal_of(voted))
             case requests.Lease():
                 leased = self._ask(call, "Lease", lease_request(call), pb.LeaseReply)
                 return partial(core.leased, lease=call, grant=grant_of(call.ask.number, leased))
@@ -211,12 +220,13 @@ class Session:
 
     def _ask(
         self,
-        call: requests.Describe | requests.Beat | requests.Lease | requests.Leave,
+        call: requests.Describe | requests.Beat | requests.Vote | requests.Lease | requests.Leave,
         method: str,
         request: Message,
         kind: type[R],
     ) -> R:
-        return self._connection.call(_control(call.connection), method, request, kind, timeout_s=call.timeout_s)
+        connection, channel = self._dialler.control(call.connection), _control(call.connection)
+        return connection.call(channel, method, request, kind, timeout_s=call.timeout_s)
 
     def _fetched(self, now: float, fetch: requests.Fetch, fetched: Download) -> Sequence[SessionAction]:
         if (error := self.core.distrusts(fetched.lineage)) is not None:
@@ -228,7 +238,7 @@ class Session:
     def _listen(self, watch: requests.Watch) -> None:
         """Take in the notices of a stream, until it ends."""
         core, lineage = self.core, Lineage("", 0, 0)
-        for notice in self._connection.watch(_control(watch.connection), watch_request(watch)):
+        for notice in self._dialler.control(watch.connection).watch(_control(watch.connection), watch_request(watch)):
             match notice.WhichOneof("what"):
                 case "welcome":
                     lineage, standing = lineage_of(notice.welcome.lineage), standing_of(notice.welcome.standing)

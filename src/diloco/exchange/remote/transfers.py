@@ -19,7 +19,7 @@ from diloco.core.session import requests
 from diloco.core.shards import Segments
 from diloco.core.update import Update
 from diloco.errors import ExchangeError
-from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.messages import lineage_of, pull_request, push_header, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames, tensor_of
@@ -64,9 +64,9 @@ class Sender:
         num_bytes: sent; a payload counts once for each process of the syncer.
     """
 
-    def __init__(self, connection: Connection, spans: Sequence[tuple[slice, int]] | None = None) -> None:
+    def __init__(self, dialler: Dialler, spans: Sequence[tuple[slice, int]] | None = None) -> None:
         self.num_bytes = 0
-        self._connection, self._spans = connection, spans
+        self._dialler, self._spans = dialler, spans
         self._payloads: dict[Key, Payload] = {}
         self._changed = threading.Condition()
         self._is_over = False
@@ -128,7 +128,7 @@ class Sender:
             # Counted before it goes out: its version may be here, and the run over, before the acknowledgement is.
             payload.boot, self.num_bytes = header.boot, self.num_bytes + encoded.numel()
         stream: Iterator[bytes] = frames(header, bytes_of(encoded))
-        self._connection.upload("contributions", "Push", stream, pb.PushReply)
+        self._dialler.upload("contributions", "Push", stream, pb.PushReply)
         payload.arrived_at = header.boot
 
     def close(self) -> None:
@@ -169,10 +169,10 @@ class Receiver:
     """
 
     def __init__(
-        self, connection: Connection, layout: Layout, method: Method, shards: Sequence[Segments] | None = None
+        self, dialler: Dialler, layout: Layout, method: Method, shards: Sequence[Segments] | None = None
     ) -> None:
         self.num_bytes = {"joins": 0, "updates": 0}
-        self._connection, self._layout, self._method, self._shards = connection, layout, method, shards
+        self._dialler, self._layout, self._method, self._shards = dialler, layout, method, shards
         self._newest: dict[int, HeldFragment] = {}
         self._static: Mapping[str, Tensor] = {}
 
@@ -193,7 +193,7 @@ class Receiver:
         if shards is not None and is_shard:
             segments = shards[request.fragment]
             request.segments.CopyFrom(pb.Segments(first=segments.first, stop=segments.stop))
-        header, buffer = self._connection.pull(channel, request)
+        header, buffer = self._dialler.pull(channel, request)
         self.num_bytes[channel] += len(buffer)
         lineage, verdicts, update = lineage_of(header.lineage), verdicts_of(header.verdicts), update_of(header)
         if request.static:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
@@ -11,8 +11,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from diloco.core.fragments import Layout, scatter
-from diloco.errors import NotInitialisedError
-from diloco.exchange.connection import Connection
+from diloco.errors import NotInitialisedError, StandbyError
+from diloco.exchange.dialling import dialler, found
 from diloco.exchange.remote.transfers import whole_of
 from diloco.exchange.wire import syncer_pb2 as pb
 
@@ -28,19 +28,19 @@ def fetch_model(
         ExchangeError: no syncer answers. NotInitialisedError: there is no model yet. AuthError: the keys or token
             may not read.
     """
-    with closing(Connection(address, keys=keys, token=token, ca=ca, insecure=insecure)) as connection:
-        description = connection.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+    with closing(dialler(address, keys=keys, token=token, ca=ca, insecure=insecure)) as syncers:
+        description = found(syncers, run)
         if not description.initialised:
             raise NotInitialisedError(f"run {run!r} has no model yet; start one learner with --initialise.")
         layout = Layout.from_dict(json.loads(description.layout))
         model: dict[str, Tensor] = {}
         for fragment in layout.fragments:
-            header, buffer = connection.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
+            header, buffer = syncers.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
             theta = whole_of(header, buffer, fragment.numel).held.theta
             for name, value in scatter(fragment, theta).items():
                 spec = next(place.spec for place in fragment.tensors if place.spec.name == name)
                 model[name] = value.to(getattr(torch, spec.dtype))
-        _, static = connection.pull("joins", pb.PullRequest(run=run, static=True, base=-1))
+        _, static = syncers.pull("joins", pb.PullRequest(run=run, static=True, base=-1))
         return {**model, **load(bytes(static))}
 
 
@@ -48,8 +48,12 @@ def fetch_status(
     address: str, *, run: str, keys: str | Path | None = None, token: str | None = None, ca: str | Path | None = None,
     insecure: bool = False,
 ) -> dict[str, object]:  # fmt: skip
-    """What the syncer knows of its run, as plain values. For viewers. Raises as `fetch_model`."""
-    with closing(Connection(address, keys=keys, token=token, ca=ca, insecure=insecure)) as connection:
-        reply = connection.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
+    """What the syncer that serves a run knows of it, as plain values; where none of several does, what the first that
+    answers knows. For viewers. Raises as `fetch_model`."""
+    with closing(dialler(address, keys=keys, token=token, ca=ca, insecure=insecure)) as syncers:
+        if syncers.num_addresses > 1:
+            with suppress(StandbyError):
+                found(syncers, run)
+        reply = syncers.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
         status: dict[str, object] = json.loads(reply.status)
         return status

@@ -162,6 +162,8 @@ class SessionClient:
                 case requests.TellArrival(merged=merged):
                     assert self._last is not None
                     self._on_news(Arrived.of(*self._last, merged))
+                case requests.Dial() | requests.Vote():
+                    raise AssertionError(f"there is one syncer in virtual time, and {action} is for two")
                 case requests.TellStart() | CallForWork() | Rejected() | Grant() | Drained() | requests.Fail():
                     self._on_news(action)
                 case _:

@@ -1,4 +1,4 @@
-"""Addresses: "host:port" or "unix:/path", and whether strangers can reach it."""
+"""Addresses: "host:port" or "unix:/path", several with commas between them, and whether strangers can reach it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not bracketed):
         raise ConfigError(f"{address!r} is not an address; write host:port, for example 0.0.0.0:7700 or [::1]:7700.")
     return (host[1:-1] if bracketed else host), int(port)
+
+
+def split_addresses(addresses: str) -> list[str]:
+    """ "host:port,host:port" as one or several addresses, which are not looked at.
+
+    Raises:
+        ConfigError: one of them is there twice.
+    """
+    each = [address.strip() for address in addresses.split(",")]
+    if len(set(each)) < len(each):
+        raise ConfigError(f"{addresses!r} names an address twice; give each syncer's once.")
+    return each
 
 
 def socket_path(address: str) -> str | None:

@@ -1,0 +1,90 @@
+"""A learner with several addresses, over sockets: here two ways to one syncer, one of which may be closed."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from benchmarks.processes import until
+from tests.exchange.test_remote import Life, living, status_of
+from tests.syncer.relay import Relay
+from tests.syncer.runs import RUN, method, start
+
+import diloco
+from diloco import errors
+from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import Dialler
+from diloco.exchange.remote.viewing import fetch_model, fetch_status
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_the_address_that_answers_is_used(tmp_path: Path) -> None:
+    """By a learner from its first request on, and by viewers."""
+    with start(tmp_path, method()) as syncer:
+        addresses = f"{free_address()}, {syncer.address}"
+        life = Life(diloco.connect(addresses, run=RUN, learner="a", initialise=True), steps=20)
+        _, metrics = life.result.result(timeout=60)
+        life.stop()
+        assert metrics["merges"] == 2 * 20 // 4
+        assert fetch_status(addresses, run=RUN)["step"] == 20
+        assert fetch_model(addresses, run=RUN)
+    with pytest.raises(errors.UnreachableError, match="is it running"):
+        fetch_status(addresses, run=RUN)
+
+
+def test_a_learner_goes_on_over_the_other_address_and_back(tmp_path: Path) -> None:
+    """With all of its requests, as the same incarnation."""
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as first, Relay(syncer.port) as second:
+        exchange = diloco.connect(f"{first.address},{second.address}", run=RUN, learner="a", initialise=True)
+        with living(exchange) as life:
+            for old, new in ((first, second), (second, first)):
+                step = life.step
+                until(lambda step=step: life.step > step + 5, "it does not train")
+                old.refuse()
+                old.cut()
+                num_old = len(old.links)
+                step = life.step
+                until(lambda step=step: life.step > step + 20, "it does not train over the other address")
+                assert new.links
+                assert sum(link.up_bytes for link in old.links[num_old:]) == 0
+                old.accept()
+            assert status_of(syncer)["learners"]["a"]["incarnation"] == 1
+
+
+def test_a_learner_that_was_given_up_joins_over_the_other_address(tmp_path: Path) -> None:
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as first:
+        exchange = diloco.connect(f"{first.address},{syncer.address}", run=RUN, learner="a", initialise=True)
+        with living(exchange) as life:
+            until(lambda: life.step > 5, "it does not train")
+            syncer.driver.ask(lambda driver: driver.leave("a", 1, lambda: None, tokens=0))
+            first.close()
+            until(lambda: status_of(syncer)["learners"].get("a", {}).get("incarnation") == 2, "it does not join again")
+            step = life.step
+            until(lambda: life.step > step + 20, "it does not train on")
+
+
+def test_an_address_is_given_once() -> None:
+    with pytest.raises(errors.ConfigError, match="names an address twice; give each syncer's once"):
+        diloco.connect("127.0.0.1:7700, 127.0.0.1:7700", run=RUN)
+    with pytest.raises(errors.ConfigError, match="'nowhere' is not an address"):
+        diloco.connect("127.0.0.1:7700,nowhere", run=RUN)
+
+
+def test_requests_go_to_the_address_that_was_dialled() -> None:
+    connections = [Connection(f"127.0.0.1:{port}") for port in (7701, 7702, 7703)]
+    it = Dialler(connections)
+    assert [it.control(number) for number in (1, 2, 3, 4)] == [*connections, connections[0]]
+    it.next()
+    assert it.current is connections[1]
+    it.move(2)
+    it.start_here()
+    it.dial(1)
+    assert it.current is connections[0]
+    assert [it.control(number) for number in (1, 2, 3)] == [connections[2], connections[0], connections[1]]
+    it.close()
+    assert all(connection.closing.is_set() for connection in connections)
