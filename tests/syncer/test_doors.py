@@ -76,8 +76,7 @@ def audit(syncer: Syncer, kind: type[events.Event]) -> list[Any]:
 
 def test_learners_viewers_and_admins_get_in_by_their_certificates(syncer: Syncer, keys: Path) -> None:
     address = syncer.address
-    exchange = diloco.connect(address, run=RUN, learner="site-a", keys=keys / "site-a", initialise=True)
-    state, _ = train(0, exchange, None, 8)
+    state, _ = train(0, diloco.connect(address, run=RUN, keys=keys / "site-a", initialise=True), None, 8)
     for name in ("site-a", "eye", "me", "syncer"):
         assert fetch_status(address, run=RUN, keys=keys / name)["tokens"] == 40
     assert torch.equal(fetch_model(address, run=RUN, keys=keys / "eye")["layers.0.weight"], state["layers.0.weight"])

@@ -87,6 +87,8 @@ def test_who_takes_part_and_who_is_behind(syncer: Syncer) -> None:
         settled = ledger["pending"] + ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
         assert settled == ledger["trained"] == status["tokens"] == 20
     text = shown(syncer)
+    assert (status["run_id"], status["epoch"]) == (syncer.driver.ask(lambda driver: driver.lineage.run_id), 1)
+    assert "epoch 1, this syncer started" in text
     assert "2 live, 2 healthy; newest merge: version 1 of fragment 0 by first\n" in text
     assert re.search(
         r" 1 +no contribution yet", text

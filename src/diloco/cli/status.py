@@ -88,7 +88,7 @@ def _print(status: dict[str, Any]) -> None:
     _say(
         console, status["run"],
         f"{status['method']['name']}, step {status['step']:,}, {status['tokens']:,} tokens; "
-        f"this syncer started {timedelta(seconds=uptime_s)} ago",
+        f"epoch {status['epoch']}, this syncer started {timedelta(seconds=uptime_s)} ago",
     )  # fmt: skip
     if reason := status.get("waits_for"):
         _say(console, "contributions wait with their learners", reason)

@@ -10,6 +10,7 @@ A site, a viewer or a syncer gets such a directory from `diloco keys`, and reads
 from __future__ import annotations
 
 import datetime as dt
+import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from cryptography.hazmat.primitives import serialization
 
 from diloco.errors import AuthError, ConfigError, translated
 from diloco.secret_files import read_secret
+
+SCHEME = "diloco"
+"""A certificate names its holder as `diloco:RUN/ROLE/NAME`, percent-encoded, among its subject alternative names."""
 
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 
@@ -58,6 +62,27 @@ def read_key_pair(directory: Path) -> KeyPair:
             f"{directory / CERT} was not signed by the {CA} beside it; copy both again from `diloco keys`."
         ) from error
     return KeyPair(ca, cert, key)
+
+
+def names_on(certificate: x509.Certificate) -> tuple[str, str, str] | None:
+    """The run, role and name of the holder of a certificate; None: it says none."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return None
+    for uri in names.get_values_for_type(x509.UniformResourceIdentifier):
+        scheme, _, path = uri.partition(":")
+        parts = [urllib.parse.unquote(part) for part in path.split("/")]
+        if scheme == SCHEME and len(parts) == 3:
+            run, role, name = parts
+            return run, role, name
+    return None
+
+
+def learner_of(directory: Path) -> str | None:
+    """The learner that the keys of a directory are for; None: they are for another role. Raises as `read_key_pair`."""
+    names = names_on(x509.load_pem_x509_certificate(read_key_pair(directory).cert))
+    return names[2] if names is not None and names[1] == "learner" else None
 
 
 def check_valid_now(cert: bytes, where: Path) -> None:

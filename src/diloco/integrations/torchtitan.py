@@ -42,7 +42,8 @@ class Attachment(Configurable.Config):  # type: ignore[misc]
     run: str
     """Name of the run."""
     learner: str | None = None
-    """Name of this learner, unique in the run and the same after a restart. None: the host's name."""
+    """Name of this learner, unique in the run and the same after a restart. None: the one that `keys` are for, or else
+    the host's name."""
     keys: str | None = None
     """Directory of this learner's keys, as `diloco keys` makes it."""
     token_file: str | None = None

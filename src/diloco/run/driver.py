@@ -205,6 +205,8 @@ class Driver(Generic[H, S, P]):
             "run": state.run,
             "method": state.method.to_dict(),
             "initialised": state.is_initialised,
+            "run_id": self.lineage.run_id,
+            "epoch": self.lineage.epoch,
             "step": state.step,
             "tokens": state.run_tokens,
             "initial_tokens": state.initial_tokens,

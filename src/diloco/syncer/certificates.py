@@ -21,10 +21,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco.errors import AuthError, ConfigError, translated
+from diloco.exchange.key_pair import SCHEME, names_on
 from diloco.secret_files import read_secret
 from diloco.syncer.callers import ROLES, Role
 
-SCHEME = "diloco"
 AUTHORITY_DAYS = 3650
 """The authority outlives what it signs, so that a certificate can be renewed without a new one at every site."""
 _PEM = serialization.Encoding.PEM
@@ -147,18 +147,11 @@ def hosts_of(cert: bytes) -> list[str]:
 
 def _holder(cert: x509.Certificate) -> Holder:
     begins, ends = cert.not_valid_before_utc, cert.not_valid_after_utc
-    try:
-        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        names = x509.SubjectAlternativeName([])
-    for uri in names.get_values_for_type(x509.UniformResourceIdentifier):
-        scheme, _, path = uri.partition(":")
-        parts = [urllib.parse.unquote(part) for part in path.split("/")]
-        if scheme == SCHEME and len(parts) == 3:
-            run, role, name = parts
-            for known in ROLES:
-                if role == known:
-                    return Holder(run, known, name, f"{cert.serial_number:x}", begins, ends)
+    if (names := names_on(cert)) is not None:
+        run, role, name = names
+        for known in ROLES:
+            if role == known:
+                return Holder(run, known, name, f"{cert.serial_number:x}", begins, ends)
     raise AuthError(
         f"the certificate names no run, role and name; make it with `diloco keys` ({SCHEME}:RUN/ROLE/NAME)."
     )

@@ -31,6 +31,7 @@ from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, Model, Opened, Overview, Rejoined, ShardedExchange
 from diloco.exchange.dialling import Dialler, dialler
+from diloco.exchange.key_pair import learner_of
 from diloco.exchange.lanes import Lanes
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
@@ -61,7 +62,8 @@ def connect(
             the ranks of an island give them in the same order.
         run: the run's name; a syncer that serves another refuses.
         learner: this learner's id, unique in the run and the same after a restart: letters, digits, dots, dashes and
-            underscores; default: the host's name. A certificate or token is for one of them.
+            underscores; default: the one that `keys` are for, or else the host's name. A certificate or token is for
+            one of them.
         keys: the directory that `diloco keys` made for this learner: its certificate, the key of that, and the run's
             authority.
         token: where the syncer asks for tokens instead (on this machine, or behind a proxy that ends TLS).
@@ -80,6 +82,8 @@ def connect(
         ConfigError: an address or a combination that cannot be, or keys that cannot be used.
     """
     seen = None if lineage is None else Lineage(**lineage)
+    if learner is None and keys is not None:
+        learner = learner_of(Path(keys))
     return Remote(
         dialler(address, keys=keys, token=token, ca=ca, insecure=insecure),
         run=run,
