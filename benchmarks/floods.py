@@ -7,8 +7,8 @@ from a sender without a certificate and from one with a learner's; before and af
 says how many inner steps the learners took under the flood, for each that they take alone; by how much the syncer's
 memory, threads and open files rose; and what the flood itself came to. Goals: 2 % and 200 MB.
 
-The floods of `benchmarks.hostile`, each in a process of its own and of lower priority: on a small
-machine it takes processor time from the run.
+Learners and senders are on machines of their own in life. Here the learners have half of the processors, and the
+syncer and the sender, a process of lower priority, the other half: a sender's own work is still taken from the syncer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Row:
     """What one flood did.
 
     Attributes:
-        goodput: inner steps a second under it ÷ without it.
+        goodput: inner steps a second under it ÷ without it, before and after.
+        noise: by how much those without it differ: |before − after| ÷ their mean. No loss below that is seen.
+        processor: seconds of the syncer's processor time a second under it, and without it.
         memory_mb: by how much the syncer's resident size rose at most. num_threads, num_files: what it had at most.
         outcome: `hostile.Outcome` of the sender.
         survived: the syncer did not end, and the run went on afterwards.
@@ -78,6 +80,8 @@ class Row:
     certificate: bool
     size: int
     goodput: float
+    noise: float
+    processor: tuple[float, float]
     memory_mb: float
     num_threads: int
     num_files: int
@@ -106,14 +110,25 @@ def _besieged(where: Path) -> Iterator[tuple[SyncerProcess, Path]]:
     with ExitStack() as stack:
         syncer = SyncerProcess(where, RUN_FILE.format(keys=where / "keys" / "syncer"))
         stack.callback(syncer.kill)
+        _pin(syncer.process.pid, learner=False)
         for name in LEARNERS:
             command = [sys.executable, "-m", "benchmarks.floods", "--learner", syncer.address, name, str(where)]
             log = stack.enter_context((where / f"{name}.log").open("wb"))
             learner = subprocess.Popen(command, stdout=log, stderr=log)
             stack.callback(learner.wait)
             stack.callback(learner.kill)
+            _pin(learner.pid, learner=True)
         until(lambda: _steps(where) > 2 * 4 * H, "the learners do not train")
         yield syncer, where / "keys"
+
+
+def _pin(process: int, *, learner: bool) -> None:
+    """Give a process and its threads half of the processors, where there are two."""
+    processors = sorted(os.sched_getaffinity(0))
+    half = len(processors) // 2
+    if half:
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), processors[:half] if learner else processors[half:])
 
 
 def _steps(where: Path) -> int:
@@ -133,13 +148,16 @@ def _measure(
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE) as sender:
         os.setpriority(os.PRIO_PROCESS, sender.pid, 10)
+        _pin(sender.pid, learner=False)
         assert sender.stdout is not None
         sender.stdout.readline()  # it begins
         during = _rate(where, process, seconds)
         outcome = json.loads(sender.stdout.read() or b"{}")
     after = _rate(where, process, seconds)
+    alone = (before.per_s + after.per_s) / 2
     return Row(
-        flood, certificate, size, during.per_s / ((before.per_s + after.per_s) / 2) if after.per_s else 0.0,
+        flood, certificate, size, during.per_s / alone if after.per_s else 0.0,
+        abs(before.per_s - after.per_s) / alone, (during.processor, (before.processor + after.processor) / 2),
         max(during.memory_mb, after.memory_mb) - before.memory_mb, during.num_threads, during.num_files, outcome,
         survived=syncer.process.poll() is None and after.per_s > 0.5 * before.per_s,
     )  # fmt: skip
@@ -148,6 +166,7 @@ def _measure(
 @dataclass
 class _Rate:
     per_s: float = 0.0
+    processor: float = 0.0
     memory_mb: float = 0.0
     num_threads: int = 0
     num_files: int = 0
@@ -155,7 +174,7 @@ class _Rate:
 
 def _rate(where: Path, process: Path, seconds: float) -> _Rate:
     """Steps a second over `seconds`, and the most that the syncer had meanwhile."""
-    rate, began, steps = _Rate(), time.monotonic(), _steps(where)
+    rate, began, steps, used_s = _Rate(), time.monotonic(), _steps(where), _processor_s(process)
     while time.monotonic() - began < seconds:
         with suppress(OSError):  # it has ended
             status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
@@ -163,8 +182,17 @@ def _rate(where: Path, process: Path, seconds: float) -> _Rate:
             rate.num_threads = max(rate.num_threads, int(status["Threads"]))
             rate.num_files = max(rate.num_files, sum(1 for _ in (process / "fd").iterdir()))
         threading.Event().wait(0.05)
-    rate.per_s = (_steps(where) - steps) / (time.monotonic() - began)
+    seconds = time.monotonic() - began
+    rate.per_s, rate.processor = (_steps(where) - steps) / seconds, (_processor_s(process) - used_s) / seconds
     return rate
+
+
+def _processor_s(process: Path) -> float:
+    """Seconds of processor time that a process has used; 0 once it has ended."""
+    with suppress(OSError):
+        user, system = (process / "stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 # - a learner --------------------------------------------------------------------------------------------------------
@@ -199,7 +227,8 @@ def learn(address: str, name: str, where: Path) -> None:
 def show(rows: Sequence[Row], console: Console) -> None:
     """One line a flood."""
     table = Table("flood", "certificate", box=None, pad_edge=False)
-    for title in ("size", "open", "dialled", "hung up on", "goodput", "memory", "threads", "files", "run"):
+    numbers = "size", "open", "dialled", "hung up on", "goodput", "noise", "processor", "memory", "threads", "files"
+    for title in (*numbers, "run"):
         table.add_column(title, justify="right")
     for row in rows:
         good, small = row.goodput >= 1 - MOST_LOST, row.memory_mb <= MOST_MB
@@ -207,6 +236,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
             row.flood, "yes" if row.certificate else "no", f"{row.size:,}",
             *(f"{row.outcome.get(key, 0):,}" for key in ("most_open", "num_dialled", "num_ended")),
             f"[{'green' if good else 'red'}]{row.goodput:.1%}[/]",
+            f"{row.noise:.1%}", "{:.2f} ({:.2f})".format(*row.processor),
             f"[{'green' if small else 'red'}]{row.memory_mb:+.0f} MB[/]",
             str(row.num_threads), str(row.num_files), "goes on" if row.survived else "[red]ended[/red]",
         )  # fmt: skip

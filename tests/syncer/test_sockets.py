@@ -23,7 +23,7 @@ import pytest
 from diloco.errors import ConfigError
 from diloco.exchange.key_pair import KeyPair
 from diloco.syncer.certificates import Authority
-from diloco.syncer.sockets import UNLABELLED, SocketLedger, is_available, parse_peer
+from diloco.syncer.sockets import UNLABELLED, SocketLedger, defer_accepts, is_available, parse_peer
 
 CHUNK_BYTES = 1 << 20
 PUSH_BYTES = 10 * CHUNK_BYTES
@@ -349,3 +349,17 @@ def test_labelling_what_is_not_there_does_nothing() -> None:
 def test_a_port_that_was_not_bound_is_refused(port: int) -> None:
     with pytest.raises(ConfigError, match="pass the port that was bound"):
         SocketLedger(port)
+
+
+def test_a_connection_that_says_nothing_is_not_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        defer_accepts(server.getsockname()[1], 20)
+        server.settimeout(30)
+        with socket.create_connection(server.getsockname()) as silent, socket.create_connection(other.getsockname()):
+            other.accept()[0].close()  # which was not asked to wait
+            with socket.create_connection(server.getsockname()) as speaks:
+                name = speaks.getsockname()
+                speaks.sendall(b"P")
+                taken, peer = server.accept()
+                taken.close()
+            assert peer == name != silent.getsockname()

@@ -34,12 +34,14 @@ from diloco.syncer.journal_files import JournalFiles, PayloadFiles
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.service import Service
-from diloco.syncer.sockets import Guard, SocketLedger, is_available
+from diloco.syncer.sockets import Guard, SocketLedger, defer_accepts, is_available
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.store import Store
 from diloco.syncer.tls import server_credentials
 
 TRAFFIC_EVERY_S = 2.0
+SILENT_S = 20
+"""For which a connection may say nothing before the syncer takes it."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Syncer:
         self._deadlines.start()
         self._server.start()
         if self._sockets is not None:
+            defer_accepts(self.port, SILENT_S)
             self._sockets.start()
         self._traffic.start()
         if self._backups is not None:

@@ -327,6 +327,25 @@ class SocketLedger:
             self._totals[key] = self._totals.get(key, 0) + num_bytes
 
 
+def defer_accepts(port: int, seconds: int) -> None:
+    """Have the kernel keep connections to a port of this process to itself until the peer has said something, which
+    every client does first, or `seconds` have passed: one that is silent costs this process nothing.
+
+    Raises:
+        OSError: the system cannot.
+    """
+    for fd, _ in _sockets():
+        with socket.socket(fileno=os.dup(fd)) as duplicate:
+            if _listens_at(duplicate, port):
+                duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, seconds)
+
+
+def _listens_at(it: socket.socket, port: int) -> bool:
+    if it.family not in (socket.AF_INET, socket.AF_INET6) or it.type != socket.SOCK_STREAM:
+        return False
+    return bool(it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and it.getsockname()[1] == port
+
+
 def parse_peer(peer: str) -> Peer | None:
     """gRPC's name of a peer as (IP address, port); None where it is not TCP."""
     family, _, rest = peer.partition(":")
