@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from diloco.errors import ConfigError
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
-LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer")
+LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "heal", "syncer")
 """The tables that a `[learner.NAME]` table may change."""
 
 MUON_PRESET = "MuLoCo"
@@ -156,6 +156,14 @@ class CheckpointTable(Table):
     keep: int = Field(default=2, ge=1)
 
 
+class HealTable(Table):
+    """What a learner does that comes to a run under way and has no usable checkpoint of its own."""
+
+    source: Literal["checkpoint", "global", "peer"] = "global"  # of the inner optimizer's state
+    rewarm_steps: int = Field(default=20, ge=0)  # over which a fresh optimizer's learning rate grows to the schedule's
+    timeout_s: float = Field(default=120.0, gt=0)  # for a peer's state
+
+
 class PoolTable(Table):
     """The number of learners that train at a time: a schedule over the inner steps of the run, up to run.learners."""
 
@@ -218,6 +226,7 @@ class RunConfig(Table):
     warm_start: WarmStartTable = Field(default_factory=WarmStartTable)
     evaluate: EvaluateTable = Field(default_factory=EvaluateTable)
     checkpoint: CheckpointTable = Field(default_factory=CheckpointTable)
+    heal: HealTable = Field(default_factory=HealTable)
     method: dict[str, Any] = Field(default_factory=lambda: {"preset": "StreamingDiLoCo"})
     pool: PoolTable | None = None
     syncer: SyncerTable = Field(default_factory=SyncerTable)

@@ -133,6 +133,26 @@ class CheckpointRefused(Event):
     error: str
 
 
+class CheckpointUnusable(Event):
+    """A learner's newest checkpoint is damaged or of another format. It is kept under another name."""
+
+    kind: Literal["checkpoint_unusable"] = "checkpoint_unusable"
+    path: str
+    kept: str  # its name now
+    error: str
+
+
+class Healed(Event):
+    """A learner has joined a run under way without an inner optimizer's state of its own."""
+
+    kind: Literal["healed"] = "healed"
+    step: int  # where it begins
+    source: str  # "global": the inner optimizer begins afresh; "peer": with a peer's state
+    rewarm_steps: int  # over which its learning rate grows to the schedule's
+    peer: str | None = None  # the learner that it has the state of
+    reason: str = ""  # why it has no peer's state, though it asked for one
+
+
 class Finished(Event):
     """A process ended its part of the run in good order."""
 

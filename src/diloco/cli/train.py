@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 from diloco.cli._input import check_shard, read_token, with_keys
 from diloco.cli._options import JsonSummary, Keys, LearnerName, Overrides, RunFile
-from diloco.errors import AlreadyInitialisedError, ConfigError
+from diloco.errors import AlreadyInitialisedError, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,11 +87,15 @@ def command(
     from diloco.training.loop import CHECKPOINTS
     from diloco.training.part import Part, Role
 
+    role: Role = "baseline" if alone else "isolated" if isolated else "learner"
+    part = Part(name, role, shard or 0, initialise, resume_from, supervised)
     checkpoints = config.dir / name / CHECKPOINTS
     if (resume and resume_from is None) or (supervised and list_checkpoints(checkpoints)):
-        resume_from = latest_checkpoint(checkpoints)
-    role: Role = "baseline" if alone else "isolated" if isolated else "learner"
-    _train(config, Part(name, role, shard or 0, initialise, resume_from, supervised), collective, as_json)
+        part = replace(part, resume_from=latest_checkpoint(checkpoints))
+        heals = role == "learner" and not collective and config.heal.source != "checkpoint"
+        _train(config, part, collective, as_json, checkpoints if heals else None)
+    else:
+        _train(config, part, collective, as_json)
 
 
 def _own_rank() -> int:
@@ -107,7 +112,10 @@ def _own_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool) -> None:
+def _train(
+    config: "RunConfig", part: "Part", collective: bool, as_json: bool, checkpoints: Path | None = None
+) -> None:
+    """`checkpoints`: where the newest usable one is looked for."""
     import torch
 
     from diloco.training.job import job_of_process
@@ -115,6 +123,8 @@ def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool) -
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     with job_of_process(config.train.device) as job:
+        if checkpoints is not None:
+            part = _with_usable(part, checkpoints, job)
         trainer = _trainer(config, part, job, collective, as_json)
         with _stops_on_signals(trainer, supervised=part.supervised):
             summary = trainer.train()
@@ -122,6 +132,26 @@ def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool) -
         _print(summary, as_json)
     if part.supervised and summary.reason == "stopped":
         raise typer.Exit(STOPPED)
+
+
+def _with_usable(part: "Part", checkpoints: Path, job: "Job") -> "Part":
+    """The part with its newest usable checkpoint, or without one where there is none.
+
+    The first rank looks, and sets aside what cannot be used; the others look when that is done.
+    """
+    from diloco.training.checkpoint import list_checkpoints, newest_usable
+
+    unusable = newest_usable(checkpoints)[1] if job.first else ()
+    job.any(False)
+    found = list_checkpoints(checkpoints)
+    if not found and part.initialise and not part.supervised:
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints} can be used (they are kept there as unusable-*), so there is no model to "
+            "give the run; leave out --resume to begin with a new one, or --initialise to join the run."
+        )
+    # One that has trained before does not begin the run anew: without its checkpoint it waits for the run's model.
+    initialise = part.initialise and bool(found)
+    return replace(part, resume_from=found[-1] if found else None, unusable=unusable, initialise=initialise)
 
 
 def _trainer(config: "RunConfig", part: "Part", job: "Job", collective: bool, as_json: bool) -> "Trainer":
@@ -185,6 +215,7 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
     def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int) -> "AnyLearner":
         import diloco
         from diloco.training.checkpoint import lineage_of
+        from diloco.training.part import heal_of
 
         def connect(initialise: bool) -> "AnyLearner":
             exchange = diloco.connect(
@@ -204,7 +235,9 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
             trains, overlap = config.train.trains or None, config.train.overlap
             with ExitStack() as refused:  # its threads would outlive it: an exchange that is refused is closed
                 refused.callback(exchange.close)
-                learner = diloco.Learner(model, optimizer, exchange=exchange, trains=trains, overlap=overlap)
+                learner = diloco.Learner(
+                    model, optimizer, exchange=exchange, trains=trains, overlap=overlap, heal=heal_of(config, part)
+                )
                 refused.pop_all()
             return learner
 

@@ -25,6 +25,7 @@ from diloco.exchange.base import Arrived, Exchange, Opened, Rejoined
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
 from diloco.learner.masters import MasterWeights
+from diloco.learner.rewarm import Rewarm
 from diloco.learner.tensors import LearnerTensors
 from diloco.learner.timing import Timing
 
@@ -39,6 +40,7 @@ class Boundary:
         tensors: the learner's tensors.
         masters: looks whether what is adopted reaches the optimizer.
         trained: per fragment the indices of the tensors that this learner trains; None: all of them.
+        rewarm: of a fresh inner optimizer's learning rate.
         opened: the run as the learner found it when it joined.
 
     Attributes:
@@ -54,7 +56,7 @@ class Boundary:
 
     def __init__(
         self, method: Method, layout: Layout, exchange: Exchange, core: LearnerCore, tensors: LearnerTensors,
-        masters: MasterWeights, trained: Sequence[tuple[int, ...] | None], opened: Opened,
+        masters: MasterWeights, trained: Sequence[tuple[int, ...] | None], rewarm: Rewarm, opened: Opened,
     ) -> None:  # fmt: skip
         self.method, self.layout, self.exchange = method, layout, exchange
         self.core, self.tensors = core, tensors
@@ -63,6 +65,7 @@ class Boundary:
         self.merges = self.updates = 0
         self.has_finished = self.is_drained = False
         self.units: UnitQueue | None = None
+        self.rewarm = rewarm
         self._masters, self._trained = masters, trained
         self._begin(opened)
 

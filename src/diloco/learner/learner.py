@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from diloco.core.fragments import Layout
+from diloco.core.healing import Heal, Healed
 from diloco.core.learner import LearnerCore
 from diloco.core.leases import DataSet
 from diloco.core.method import Method
@@ -29,12 +30,14 @@ from diloco.exchange.island import Ranks
 from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible, require_exchange
 from diloco.learner.frozen import exchanged_tensors
+from diloco.learner.healing import Healing
 from diloco.learner.leased import LeasedUnits
 from diloco.learner.masters import MasterWeights
 from diloco.learner.models import FullyShardedModules, joined, listed, require_hooks
 from diloco.learner.own_ranks import RanksOfLearner, island_of
 from diloco.learner.partition import Partition, Undivided, divided
 from diloco.learner.pieces import Gather, read_dtensor
+from diloco.learner.rewarm import Rewarm
 from diloco.learner.roles import Buffers, Described, Static, described, require_answers
 from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
@@ -85,15 +88,19 @@ class Learner:
             FSDP1.
         resume: what `state_dict` returned in an earlier process; as `load_state_dict`. The optimizer's state may be
             loaded before or after.
+        heal: what a learner without `resume` does where the run is under way: its inner optimizer begins afresh, with a
+            short re-warm-up of the learning rate, or has a healthy peer's state (`Heal`). In a run of which no version
+            was published yet, it does nothing. None: the optimizer is left as it is.
 
     Attributes:
         model, optimizer: as given.
+        healed: how the learner has healed; None: it has not.
         resumed: whether the learner continues exactly from the state that it was given; None: it was given none.
 
     Raises:
         ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under
             a stateful optimizer, a method that differs from the run's, an exchange that belongs to another learner,
-            several ranks of which nothing says whether they are one learner.
+            several ranks of which nothing says whether they are one learner; healing that is not possible here.
         LayoutError: the run holds another model, or training changes a buffer that is not exchanged.
         CheckpointError: `resume` belongs to another model or method.
 
@@ -119,6 +126,7 @@ class Learner:
         static: Static = "exchange",
         gather: Gather | None = None,
         resume: Mapping[str, Any] | None = None,
+        heal: Heal | None = None,
     ) -> None:
         require_exchange(exchange)
         self.model, self.optimizer = model, optimizer
@@ -151,13 +159,19 @@ class Learner:
             self._tensors = LearnerTensors(root, self.layout, self.method, partition)
             trained = trained_tensors(self.layout, trains, self.method)
             own = self.method if overlap is None else self.method.with_own_overlap(overlap)
+            rewarm = Rewarm(self._optimizers)
+            healing = Healing(self._optimizers, self._tensors.parameters, self._exchange, rewarm)
+            if heal is not None and resume is None:
+                healing.require(heal)
             exchange.take()
             opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
             self._core = LearnerCore(own.rules(len(self.layout.fragments)), opened.versions, step=opened.step)
             masters = MasterWeights(self._optimizers, self.layout, self._tensors.parameters)
             self._boundary = Boundary(
-                self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, opened
+                self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, rewarm, opened
             )
+            is_under_way = any(opened.versions)
+            self.healed: Healed | None = healing.heal(heal) if heal and resume is None and is_under_way else None
             undo.pop_all()
         self._start_model: Opened | None = opened
         self._closed = False
@@ -239,6 +253,7 @@ class Learner:
         if not self._exchanges_gradients:
             self._exchange.stepped()
         timing.step_begins()
+        self._boundary.rewarm.stepped()
         self._start_model = None  # a copy of the model that the anchors replace
         tokens = self._exchange.sum_tokens(tokens)
         if self._exchanges_gradients:
@@ -271,6 +286,12 @@ class Learner:
     def steps(self) -> int:
         """Inner steps on the run's schedule; a late joiner starts at the run's step."""
         return self._core.step
+
+    @property
+    def lr_factor(self) -> float:
+        """Of the learning rate in the next step: below 1 in the re-warm-up of a learner that has healed. The learner
+        applies it itself, inside `optimizer.step()`."""
+        return self._boundary.rewarm.factor
 
     @property
     def versions(self) -> tuple[int, ...]:

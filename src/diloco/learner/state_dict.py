@@ -16,7 +16,7 @@ from diloco.learner.boundary import Boundary
 
 KEYS = (
     *("rank", "layout", "method", "core", "anchors", "origins", "parameters", "counters"),
-    *("received", "eager", "residuals", "exchange", "lineage"),
+    *("received", "eager", "residuals", "exchange", "lineage", "rewarm"),
 )
 
 
@@ -38,6 +38,7 @@ def learner_state(learner: Boundary) -> dict[str, Any]:
         "residuals": learner.residuals.state_dict(),
         "exchange": learner.exchange.state_dict(),
         "lineage": None if (lineage := learner.exchange.lineage) is None else asdict(lineage),
+        "rewarm": learner.rewarm.state_dict(),
     }
 
 
@@ -50,6 +51,7 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
     """
     _check(learner, state)
     exchange, core = state["exchange"], learner.core
+    learner.rewarm.load_state_dict(state["rewarm"])
     if _has_gone_on(opened, state) or not learner.exchange.load_state_dict(exchange):
         learner.rejoin(opened, step=state["core"]["step"])
         learner.tensors.frozen.load_counters(state["counters"])  # the learner's own, wherever the run is

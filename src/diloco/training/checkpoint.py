@@ -7,6 +7,7 @@ is pickled.
 
     step-0000000120                 a checkpoint
     step-0000000120.newer           one of the same step that takes its place; only a crash in between leaves it so
+    unusable-step-0000000120        one that was damaged, or of another format, when it was needed
     .step-0000000120.<host>.<pid>   being written by a process; removed by the next save once that is dead
     .step-0000000120.removed.<host>.<pid>   being removed by a process; likewise
 """
@@ -33,7 +34,7 @@ from diloco.whole_files import hidden_name, remove_leftovers
 
 log = logging.getLogger("diloco")
 
-FORMAT = 4
+FORMAT = 5
 _MANIFEST = "manifest.json"
 _TENSORS = "tensors.safetensors"
 _NEWER = ".newer"
@@ -45,6 +46,15 @@ class SavedCheckpoint:
 
     path: Path
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class UnusableCheckpoint:
+    """A checkpoint that cannot be used: where it was, where it is kept, and why."""
+
+    path: Path
+    kept: Path
+    error: str
 
 
 def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> SavedCheckpoint:
@@ -137,20 +147,51 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     checkpoint if there is one.
     """
     try:
+        return _load(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_instead(path)}") from error
+
+
+def newest_usable(directory: Path) -> tuple[Path | None, tuple[UnusableCheckpoint, ...]]:
+    """The newest checkpoint that can be loaded; None: there is none. Newer ones are kept under another name.
+
+    Raises:
+        StoreError: the disk refuses to rename one.
+    """
+    unusable = []
+    while checkpoints := list_checkpoints(directory):
+        path = checkpoints[-1]
+        try:
+            _load(path)
+        except CheckpointError as error:
+            unusable.append(UnusableCheckpoint(path, _set_aside(path), str(error)))
+        else:
+            return path, tuple(unusable)
+    return None, tuple(unusable)
+
+
+def _set_aside(path: Path) -> Path:
+    kept, count = path.with_name(f"unusable-{path.name}"), 1
+    while kept.exists():
+        count += 1
+        kept = path.with_name(f"unusable-{path.name}.{count}")
+    with translated(OSError, StoreError, f"cannot rename {path}", "rename or remove it, and start again"):
+        path.rename(kept)
+    return kept
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
         manifest = json.loads((path / _MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path} has checkpoint format {manifest['format']}, this version reads {FORMAT}")
         payload = (path / _TENSORS).read_bytes()
         expected = manifest["files"][_TENSORS]
         if len(payload) != expected["num_bytes"] or hashlib.sha256(payload).hexdigest() != expected["sha256"]:
-            raise CheckpointError(
-                f"{path / _TENSORS} is damaged (its bytes are not those that were written); {_instead(path)}"
-            )
+            raise CheckpointError(f"{path / _TENSORS} is damaged (its bytes are not those that were written)")
         state: dict[str, Any] = _unpack(manifest["state"], load_tensors(payload))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} is not a whole checkpoint ({type(error).__name__}: {error}); {_instead(path)}"
-        ) from error
+        raise CheckpointError(f"{path} is not a whole checkpoint ({type(error).__name__}: {error})") from error
     return state
 
 

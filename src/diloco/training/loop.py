@@ -154,10 +154,12 @@ class Trainer:
                 return "drained"
             if not self._joined and not self._warming_up:
                 self._join()
+                self._tell_healed()
                 continue  # the run may be over already
             if not self._island.has_data():
                 continue  # drained meanwhile
-            versions, lr = self.learner.versions, learning_rate(self.config, self._island.step + 1)
+            lr = self.learner.lr_factor * learning_rate(self.config, self._island.step + 1)
+            versions = self.learner.versions
             result = self._island.take_step()
             self._monitor.stepped(lr, result, versions, warming_up=self._warming_up)
             every = self.config.checkpoint.every_steps
@@ -206,6 +208,10 @@ class Trainer:
                 )
         island.count_anew()
 
+    def _tell_healed(self) -> None:
+        if (healed := self.learner.healed) is not None:
+            self._reporter.healed(self._island.step, healed)
+
     def _finish(self, reason: str, seconds: float) -> Summary:
         self.learner.finish()  # the others go on while this one saves and evaluates
         refusal = self._save() if self.config.checkpoint.every_steps or reason == "stopped" else None
@@ -233,6 +239,9 @@ class Trainer:
             else:
                 self._join()
         self._monitor.begins()
+        for checkpoint in part.unusable:
+            self._reporter.set_aside(checkpoint)
+        self._tell_healed()
 
     def _resume(self, path: Path) -> None:
         """Continue from a checkpoint: exactly, or with the run's newest model where the run has gone on."""

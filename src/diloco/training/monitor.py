@@ -41,7 +41,7 @@ class Monitor:
         )
 
     def stepped(self, lr: float, result: StepResult, versions: tuple[int, ...], *, warming_up: bool) -> None:
-        """A step was taken, before which the learner held these versions."""
+        """A step was taken at this learning rate, before which the learner held these versions."""
         config, island, step = self._config, self._island, self._island.step
         self._reporter.adopted(step, versions, island.learner.versions)
         if step % config.train.log_every_steps == 0:

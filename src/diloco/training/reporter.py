@@ -1,10 +1,13 @@
 """Reports of a part of a run: events for programs, progress for people. Only the first of several ranks reports."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from diloco import events as ev
+from diloco.core.healing import Healed
+from diloco.training.checkpoint import UnusableCheckpoint
 from diloco.training.clock import Clock
 from diloco.training.progress import Progress, StepStatus
 
@@ -56,6 +59,24 @@ class Reporter:
         for fragment, (old, new) in enumerate(zip(before, after, strict=True)):
             if new != old:
                 self.append(ev.Adopted(step=step, fragment=fragment, version=new))
+
+    def set_aside(self, checkpoint: UnusableCheckpoint) -> None:
+        """A checkpoint cannot be used."""
+        self.say(f"cannot use its checkpoint: {checkpoint.error}; it is kept as {checkpoint.kept}")
+        kept, path = str(checkpoint.kept), str(checkpoint.path)
+        self.append(ev.CheckpointUnusable(path=path, kept=kept, error=checkpoint.error))
+
+    def healed(self, step: int, healed: Healed) -> None:
+        """The learner begins in a run under way."""
+        if healed.source == "peer":
+            how = f"with the inner optimizer's state of {healed.peer}"
+        elif healed.rewarm_steps:
+            how = f"with a fresh inner optimizer and a re-warm-up of {healed.rewarm_steps} steps"
+        else:
+            how = "with a fresh inner optimizer"
+        why = f" (it has no peer's state: {healed.reason})" if healed.reason else ""
+        self.say(f"heals at step {step}: the run's model, {how}{why}")
+        self.append(ev.Healed(step=step, **asdict(healed)))
 
     def waited(self, step: int, metrics: Mapping[str, Any]) -> None:
         """How long the training thread stood still since the last time, by a learner's counters."""

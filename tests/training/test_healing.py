@@ -1,0 +1,154 @@
+"""The trainer's learners come back to a run under way: from their checkpoint, or from the run's model."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import main
+from diloco.cli.train import _connector
+from diloco.config import RunConfig, dump_config
+from diloco.core.presets import method_from_table
+from diloco.events import CheckpointUnusable, Event, Healed, RunStarted, Stepped, read_events
+from diloco.syncer.server import Options, Syncer
+from diloco.training.checkpoint import list_checkpoints, newest_usable, save_checkpoint
+from diloco.training.learning_rate import learning_rate
+from diloco.training.loop import Part, Summary, Trainer
+from diloco.training.progress import Progress
+
+Tiny = Callable[..., RunConfig]
+STEPS, REWARM = 150, 5
+
+
+class Pacer(Progress):
+    """Lets the founder of the run go on to its end only when the other learner is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_under_way, self.may_end = threading.Event(), threading.Event()
+        self.trainer: Trainer
+
+    def wants(self) -> bool:
+        if self.trainer.learner.steps >= 10:
+            self.is_under_way.set()
+        if self.trainer.learner.steps == 20:
+            assert self.may_end.wait(60)
+        return False
+
+
+@contextmanager
+def under_way(tiny: Tiny, tmp_path: Path, *overrides: str) -> Iterator[tuple[RunConfig, Pacer]]:
+    """A run that another learner trains."""
+    given = tiny("method={preset='DiLoCo', sync_every=6}")
+    with (
+        Syncer("tiny", method_from_table(given.method), Options("127.0.0.1:0", tmp_path / "state")) as syncer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        config = tiny(
+            "method={preset='DiLoCo', sync_every=6}", f"syncer.address={syncer.address}", "run.tokens=512_000",
+            f"run.steps={STEPS}", f"schedule.steps={STEPS}", f"heal.rewarm_steps={REWARM}", *overrides,
+        )  # fmt: skip
+        pacer, part = Pacer(), Part("founder", initialise=True)
+        pacer.trainer = Trainer(config, part, attach=_connector(config, part), progress=pacer)
+        training: Future[Summary] = pool.submit(pacer.trainer.train)
+        try:
+            assert pacer.is_under_way.wait(60)
+            yield config, pacer
+        finally:
+            pacer.may_end.set()
+        assert training.result(60).steps == STEPS
+
+
+def events_of(config: RunConfig, name: str) -> list[Event]:
+    return list(read_events(config.dir / name / "events.jsonl"))
+
+
+def check_healed(events: list[Event], config: RunConfig) -> None:
+    """A fresh inner optimizer: the rates of a re-warm-up, at the run's place in the schedule."""
+    (started,) = [each for each in events if isinstance(each, RunStarted)]
+    (healed,) = [each for each in events if isinstance(each, Healed)]
+    assert (healed.source, healed.rewarm_steps, healed.step) == ("global", REWARM, started.step)
+    assert started.step >= 6
+    stepped = [each for each in events if isinstance(each, Stepped)]
+    assert [each.step for each in stepped] == list(range(started.step + 1, STEPS + 1))
+    for number, event in enumerate(stepped, 1):
+        assert event.lr == pytest.approx(min(1.0, number / REWARM) * learning_rate(config, event.step))
+
+
+def test_a_new_machine_heals_from_the_runs_model(tiny: Tiny, tmp_path: Path) -> None:
+    with under_way(tiny, tmp_path) as (config, pacer):
+        part = Part("late", shard=1)
+        late = Trainer(config, part, attach=_connector(config, part))
+        pacer.may_end.set()
+        late.train()
+    check_healed(events_of(config, "late"), config)
+    state = late.optimizer.state
+    first = next(each for each in events_of(config, "late") if isinstance(each, Stepped)).step
+    assert {int(each["step"]) for each in state.values()} == {STEPS - first + 1}
+    assert not [each for each in events_of(config, "founder") if isinstance(each, Healed)]
+
+
+def damage(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "tensors.safetensors").read_bytes())
+    content[-3] ^= 1
+    (checkpoint / "tensors.safetensors").write_bytes(content)
+
+
+def age(checkpoint: Path) -> None:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"format": 3}))
+
+
+def train(run_file: Path, *arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(run_file), "--name", "back", "--shard", "1", *arguments])
+    return int(ended.value.code or 0)
+
+
+def test_a_damaged_checkpoint_is_kept_aside_and_the_learner_heals(
+    tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with under_way(tiny, tmp_path, "checkpoint.every_steps=2") as (config, pacer):
+        run_file = tmp_path / "run.toml"
+        run_file.write_text(dump_config(config))
+        assert train(run_file, "--set", "run.steps=16") == 0
+        older, newer = list_checkpoints(config.dir / "back" / "checkpoints")
+        damage(newer)
+
+        assert train(run_file, "--resume", "--set", "heal.source=checkpoint") == 1
+        assert f"{newer / 'tensors.safetensors'} is damaged" in capfd.readouterr().err
+        assert newer.exists()
+
+        (config.dir / "back" / "events.jsonl").unlink()
+        assert train(run_file, "--resume", "--set", f"run.steps={int(older.name[5:]) + 2}") == 0
+        events = events_of(config, "back")
+        (unusable,) = [each for each in events if isinstance(each, CheckpointUnusable)]
+        kept = newer.with_name(f"unusable-{newer.name}")
+        assert (unusable.path, unusable.kept) == (str(newer), str(kept))
+        assert kept.is_dir()
+        assert not [each for each in events if isinstance(each, Healed)]  # it has the older one
+        assert "cannot use its checkpoint" in capfd.readouterr().out
+
+        for checkpoint in list_checkpoints(config.dir / "back" / "checkpoints"):
+            age(checkpoint)
+        (config.dir / "back" / "events.jsonl").unlink()
+        assert train(run_file, "--resume", "--initialise") == 1
+        assert "no model to give the run" in capfd.readouterr().err
+        pacer.may_end.set()
+        assert train(run_file, "--supervised") == 0
+    check_healed(events_of(config, "back"), config)
+
+
+def test_what_is_set_aside_keeps_a_name_of_its_own(tmp_path: Path) -> None:
+    for _ in range(2):
+        age(save_checkpoint(tmp_path, 7, {"value": 1.0}, keep=2).path)
+        found, unusable = newest_usable(tmp_path)
+        assert found is None
+        assert "checkpoint format 3" in unusable[0].error
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "unusable-step-0000000007", "unusable-step-0000000007.2",
+    ]  # fmt: skip
