@@ -28,6 +28,7 @@ NAMES = (
     "streaming",
     "merge",
     "failures",
+    "healing",
     "pool",
     "non_iid",
     "inner",
@@ -36,7 +37,7 @@ NAMES = (
 DOCS = Path(__file__).parents[1] / "docs" / "studies.md"
 INTRODUCTION = """# Studies
 
-Claims about DiLoCo and its relatives, three of which no paper makes, tried on real text at a scale that two CPU cores
+Claims about DiLoCo and its relatives, four of which no paper makes, tried on real text at a scale that two CPU cores
 can carry. `python -m studies` lists them, `python -m studies.learners` runs one again; runs that are in
 `studies/cache/` are not made twice.
 

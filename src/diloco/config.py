@@ -160,7 +160,7 @@ class HealTable(Table):
     """What a learner does that comes to a run under way and has no usable checkpoint of its own."""
 
     source: Literal["checkpoint", "global", "peer"] = "global"  # of the inner optimizer's state
-    rewarm_steps: int = Field(default=20, ge=0)  # over which a fresh optimizer's learning rate grows to the schedule's
+    rewarm_steps: int = Field(default=5, ge=0)  # over which a fresh optimizer's learning rate grows to the schedule's
     timeout_s: float = Field(default=120.0, gt=0)  # for a peer's state
 
 

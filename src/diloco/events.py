@@ -245,6 +245,17 @@ class Evicted(Event):
     reason: str  # a few words
 
 
+class InnerState(Event):
+    """A learner that is about to join was given a peer's inner optimizer's state, or was not."""
+
+    kind: Literal["inner_state"] = "inner_state"
+    learner: str
+    peer: str | None  # whose it is; None: it was given none
+    num_bytes: int
+    seconds: float  # since it first asked
+    reason: str = ""  # why it was given none
+
+
 class Contributed(Event):
     """A contribution was received and acknowledged."""
 

@@ -112,9 +112,7 @@ def _own_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _train(
-    config: "RunConfig", part: "Part", collective: bool, as_json: bool, checkpoints: Path | None = None
-) -> None:
+def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool, checkpoints: Path | None = None) -> None:
     """`checkpoints`: where the newest usable one is looked for."""
     import torch
 

@@ -137,6 +137,7 @@ class Standing:
         verdicts: those of its incarnation that it has not confirmed, by fragment and number.
         drained: the run's pool has no place for it any more (`core.pool`): it sends its last work, and leaves.
         order: ascending for one process of the syncer: of two that overtook each other on the way, the higher is true.
+        inner_wanted: number of a request for this learner's inner optimizer's state (`core.healing`); 0: none stands.
     """
 
     step: int
@@ -149,3 +150,4 @@ class Standing:
     verdicts: tuple[Verdict, ...] = ()
     drained: bool = False
     order: int = 0
+    inner_wanted: int = 0

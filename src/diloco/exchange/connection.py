@@ -25,6 +25,7 @@ from diloco.exchange.wire.probe import noise, timed
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
 
 R = TypeVar("R", bound=Message)
+D = TypeVar("D", pb.PullHeader, pb.PullInnerHeader)
 
 STALL_FLOOR_S, STALL_CAP_S = 60.0, 3600.0
 """The stall timeout of a transfer before anything is known of the link, and at most. A chunk of a transfer is half a
@@ -157,11 +158,15 @@ class Connection:
 
     def pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
         """Fetch one part of the model. Raises as `call`, and CorruptPayloadError for damaged bytes."""
+        return self.download(channel, "Pull", request, pb.PullHeader)
+
+    def download(self, channel: str, method: str, request: Message, kind: type[D]) -> tuple[D, memoryview]:
+        """Fetch a header of this kind, and the `num_bytes` that follow it. Raises as `pull`."""
         with self._mapping():
-            stub = self._channel(channel).unary_stream(path("Pull"), _serialize, None)
+            stub = self._channel(channel).unary_stream(path(method), _serialize, None)
             stream: Any = stub(request, metadata=self._metadata)
             with self._watching(stream, channel) as watchdog:
-                header = read_header(stream, pb.PullHeader)
+                header = read_header(stream, kind)
                 buffer = room(header.num_bytes)
                 for _ in filling(stream, buffer):
                     watchdog.moved()

@@ -11,13 +11,13 @@ from google.protobuf.message import Message
 
 from diloco.core.session.lanes import address_of
 from diloco.errors import StandbyError, UnreachableError
-from diloco.exchange.connection import Connection
+from diloco.exchange.connection import Connection, D
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import split_addresses
 
 R = TypeVar("R", bound=Message)
 
-BULK = ("contributions", "updates", "joins")
+BULK = ("contributions", "updates", "joins", "inner")
 """Channels of requests that go to the syncer that serves the run."""
 
 
@@ -88,6 +88,10 @@ class Dialler:
     def pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
         """As `Connection.pull`."""
         return self.current.pull(channel, request)
+
+    def download(self, channel: str, method: str, request: Message, kind: type[D]) -> tuple[D, memoryview]:
+        """As `Connection.download`."""
+        return self.current.download(channel, method, request, kind)
 
     def close_channel(self, channel: str) -> None:
         """Hang up one channel to the address that requests go to."""

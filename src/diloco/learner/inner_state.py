@@ -21,6 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from diloco.core.healing import INNER_ELEMENT_BYTES, INNER_TENSOR_BYTES
 from diloco.errors import ConfigError, CorruptPayloadError, PayloadError
 from diloco.learner.schedule_free import is_in_train_mode
 
@@ -96,11 +97,11 @@ class InnerState:
                         )
         return lambda: save(tensors, metadata={"plain": json.dumps(plain)})
 
-    def clear(self) -> None:
-        """Begin afresh: the optimizers have no state, and the hyperparameters that they have now."""
-        for optimizer in self._optimizers:
-            if optimizer.state:
-                _load(optimizer, {})
+    @property
+    def most_bytes(self) -> int:
+        """That the state of these optimizers can need."""
+        trained = [each for optimizer in self._optimizers for each in _trained(optimizer)]
+        return INNER_TENSOR_BYTES + sum(INNER_ELEMENT_BYTES * each.numel() + INNER_TENSOR_BYTES for each in trained)
 
     def load(self, content: bytes) -> None:
         """Take a peer's state, which `snapshot` has encoded. All of it is checked before any of it is taken.
@@ -127,6 +128,13 @@ class InnerState:
             raise CorruptPayloadError("a peer's inner state is empty.")
         for optimizer, state in zip(self._optimizers, states, strict=True):
             _load(optimizer, state)
+
+
+def clear(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Begin afresh: the optimizers have no state, and the hyperparameters that they have now."""
+    for optimizer in optimizers:
+        if optimizer.state:
+            _load(optimizer, {})
 
 
 def _check(key: str, value: Tensor, parameter: Tensor) -> None:

@@ -30,7 +30,7 @@ from diloco.exchange.island import Ranks
 from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible, require_exchange
 from diloco.learner.frozen import exchanged_tensors
-from diloco.learner.healing import Healing
+from diloco.learner.healing import Healing, Sharing
 from diloco.learner.leased import LeasedUnits
 from diloco.learner.masters import MasterWeights
 from diloco.learner.models import FullyShardedModules, joined, listed, require_hooks
@@ -160,18 +160,19 @@ class Learner:
             trained = trained_tensors(self.layout, trains, self.method)
             own = self.method if overlap is None else self.method.with_own_overlap(overlap)
             rewarm = Rewarm(self._optimizers)
-            healing = Healing(self._optimizers, self._tensors.parameters, self._exchange, rewarm)
-            if heal is not None and resume is None:
-                healing.require(heal)
+            parameters = self._tensors.parameters
+            heal = heal if resume is None else None
+            healing = Healing(heal, self._optimizers, parameters, self._exchange, rewarm)
             exchange.take()
+            healing.prepare()
             opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
             self._core = LearnerCore(own.rules(len(self.layout.fragments)), opened.versions, step=opened.step)
-            masters = MasterWeights(self._optimizers, self.layout, self._tensors.parameters)
+            masters = MasterWeights(self._optimizers, self.layout, parameters)
             self._boundary = Boundary(
                 self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, rewarm, opened
             )
-            is_under_way = any(opened.versions)
-            self.healed: Healed | None = healing.heal(heal) if heal and resume is None and is_under_way else None
+            self.healed: Healed | None = healing.begin() if any(opened.versions) else None
+            self._sharing = Sharing(self._optimizers, parameters, self._exchange)
             undo.pop_all()
         self._start_model: Opened | None = opened
         self._closed = False
@@ -263,6 +264,7 @@ class Learner:
                 self._boundary.receive()
         else:
             self._boundary.after_step(tokens)
+        self._sharing.look()
         timing.step_ends()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

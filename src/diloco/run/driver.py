@@ -1,6 +1,7 @@
 """`Driver`: executes the actions of `SyncerCore`, for one run.
 
     from learners        initialise · join · heartbeat · lease · leave · connected, disconnected · fetch
+                         heal, healed · begin_share, then end_share; decline_share · begin_take, then end_take
                          begin_push, then complete_push or cut_push
     from the clock       tick
     from the worker      a payload is checked, a round is closed
@@ -21,7 +22,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic
@@ -38,6 +40,7 @@ from diloco.core.actions import (
     WakeAt,
 )  # fmt: skip
 from diloco.core.contribution import NOT_FINITE, Contribution, Standing
+from diloco.core.healing import HealAnswer, Peer, StateRelay
 from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage, lost, refusal
 from diloco.core.members import Deadlines
@@ -57,6 +60,7 @@ from diloco.run import sense
 from diloco.run.assembly import Assemblies, Assembly, Span
 from diloco.run.connections import Connections
 from diloco.run.global_model import Fetched
+from diloco.run.inner_rooms import InnerRooms
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
 from diloco.run.recorded import event
 from diloco.run.run_state import RunState
@@ -140,6 +144,8 @@ class Driver(Generic[H, S, P]):
         self._no_room: tuple[float, str] = (-math.inf, "")
         self._data_news = (0, 0)  # passes done, and units that came back
         self._is_stopping = False
+        self._relay = StateRelay(boot)
+        self._inner: InnerRooms[S] = InnerRooms()
         if saved is not None:
             self.state.restore(saved, self._clock.now_s())
             self._clock.wake_at(self._clock.now_s())
@@ -171,7 +177,11 @@ class Driver(Generic[H, S, P]):
     def _standing(self, learner: str, num_live: int) -> Standing:
         self._num_standings += 1
         return replace(
-            self.core.standing(learner), num_live=num_live, run_tokens=self.state.run_tokens, order=self._num_standings
+            self.core.standing(learner),
+            num_live=num_live,
+            run_tokens=self.state.run_tokens,
+            order=self._num_standings,
+            inner_wanted=self._relay.number_for(learner, self.core.members[learner].incarnation),
         )
 
     def fetch(
@@ -530,6 +540,117 @@ class Driver(Generic[H, S, P]):
         self._execute(actions[1:])
         done(None)
 
+    # --- a peer's inner state for a joiner ----------------------------------------------------------------------------
+
+    def inner_slot(self, number: int) -> S:
+        """The room of an inner state, for a transfer that has begun and not ended."""
+        return self._inner.slot(number)
+
+    @event
+    def heal(self, learner: str, *, process: int, digest: str) -> HealAnswer:
+        """A learner that is about to join wants the inner state of a healthy one, or asks again.
+
+        Arguments:
+            process, digest: as in `StateRelay.wanted`.
+
+        Raises:
+            PayloadError: the request makes no sense.
+        """
+        sense.check_name(learner)
+        sense.check_healing(learner, digest)
+        if not self.state.is_initialised or not any(self.state.versions):
+            return HealAnswer("none")
+        with self._relaying():
+            return self._relay.wanted(self._clock.now_s(), learner, process, digest, self._peers())
+
+    @event
+    def healed(self, learner: str, *, process: int, number: int) -> None:
+        """The joiner has the state, or does without it."""
+        with self._relaying():
+            self._relay.took(self._clock.now_s(), learner, process, number)
+
+    @event
+    def begin_share(self, learner: str, incarnation: int, *, number: int, digest: str, num_bytes: int) -> None:
+        """The learner that was asked begins to upload its inner state: check it, and make room.
+
+        Raises:
+            StaleIncarnationError: the incarnation is out. NoRoomError: there is none.
+            PayloadError: it was not asked, or its state cannot be the joiner's.
+        """
+        self.core.check(learner, incarnation)
+        sense.check_healing(learner, digest)
+        now_s, most_bytes = self._clock.now_s(), sense.most_inner_bytes(self.state.model.layout)
+        with self._relaying():
+            self._relay.began(now_s, learner, incarnation, number, digest, num_bytes, most_bytes)
+            try:
+                self._inner.require_place()
+                self._inner.add(number, self._ports.spool.allocate(num_bytes))
+            except NoRoomError:
+                self._relay.cut(now_s, learner, incarnation, number)
+                raise
+
+    @event
+    def end_share(self, learner: str, incarnation: int, *, number: int, sha256: str | None) -> None:
+        """The upload has ended; `sha256`: of the state, if all of it is here.
+
+        Raises:
+            PayloadError: the joiner has given up meanwhile.
+        """
+        self._inner.leave(number)
+        with self._relaying():
+            if sha256 is None:
+                self._relay.cut(self._clock.now_s(), learner, incarnation, number)
+            else:
+                self._relay.completed(self._clock.now_s(), learner, incarnation, number, sha256)
+
+    @event
+    def decline_share(self, learner: str, incarnation: int, *, number: int, reason: str) -> None:
+        """The learner that was asked cannot give its inner state.
+
+        Raises:
+            StaleIncarnationError: the incarnation is out. PayloadError: it was not asked.
+        """
+        self.core.check(learner, incarnation)
+        sense.check_refusal(learner, reason)
+        with self._relaying():
+            self._relay.declined(self._clock.now_s(), learner, incarnation, number, reason)
+
+    @event
+    def begin_take(self, learner: str, *, process: int, number: int) -> None:
+        """The joiner fetches the state that is ready. Raises PayloadError: there is none."""
+        self._relay.fetches(self._clock.now_s(), learner, process, number)
+        self._inner.use(number)
+
+    @event
+    def end_take(self, learner: str, *, process: int, number: int) -> None:
+        """The joiner's download has ended."""
+        self._inner.leave(number)
+        with self._relaying():
+            self._relay.fetch_ended(self._clock.now_s(), learner, process, number)
+
+    @contextmanager
+    def _relaying(self) -> Iterator[None]:
+        """An event of the relay. After it, rooms that are not needed are given back, and who is asked is told."""
+        before = self._relay.asks
+        try:
+            yield
+        finally:
+            for slot in self._inner.unused(keep=self._relay.held):
+                self._ports.spool.release(slot)
+            if (now := self._relay.asks) != before:
+                self._tell({each[0] for each in (before, now) if each is not None})
+            for relayed in self._relay.ended():
+                self._observer.healed(relayed)
+            self._wake()
+
+    def _peers(self) -> list[Peer]:
+        """Learners whose inner state may be had."""
+        return [
+            Peer(it.learner, it.incarnation, it.tokens, it.step_s)
+            for it in self.core.members.values()
+            if it.healthy and not it.finished and self._connections.of(it.learner, it.incarnation) is not None
+        ]
+
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def _close(self, action: MergeRound) -> None:
@@ -605,6 +726,8 @@ class Driver(Generic[H, S, P]):
         if late_s > STOOD_STILL_S:  # suspended, or starved: what learners said meanwhile has not been heard yet
             self._observer.stood_still(late_s)
             core.stood_still(late_s)
+        with self._relaying():
+            self._relay.tick(self._clock.now_s(), self._peers())
         self._execute(core.tick(self._clock.now_s()))
         self._observer.stands(core)
 
@@ -649,7 +772,10 @@ class Driver(Generic[H, S, P]):
         self._write()
         self._tell(told)
         self._look_at_data()
-        self._clock.wake_at(min(self._wake_at_s, self._writes.next_s))
+        self._wake()
+
+    def _wake(self) -> None:
+        self._clock.wake_at(min(self._wake_at_s, self._writes.next_s, self._relay.wake_at))
 
     def _look_at_data(self) -> None:
         leases = self.core.leases

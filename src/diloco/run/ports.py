@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from diloco.core.actions import Action, Evict, MergeRound, Reject
 from diloco.core.contribution import Contribution, Standing
+from diloco.core.healing import Relayed
 from diloco.core.leases import Leases
 from diloco.core.lineage import Epoch
 from diloco.core.rounds.base import Rules
@@ -278,6 +279,9 @@ class Observer(Protocol):
 
     def data_moved(self, leases: Leases) -> None:
         """Of leased data, a pass is done, or units have come back."""
+
+    def healed(self, relayed: Relayed) -> None:
+        """A joiner was given a peer's inner state, or was not."""
 
     def waits_for_room(self, error: NoRoomError) -> None:
         """There is no room for contributions from now on; their learners repeat them."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from diloco.core.memory import room
 from diloco.core.shards import Segments, num_segments_of
 from diloco.errors import BusyError, CorruptPayloadError, DilocoError, LayoutError, NoRoomError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, filling, frames, read_header, tensor_of
+from diloco.exchange.wire.frames import bytes_of, frames, read_header, tensor_of
 from diloco.exchange.wire.rpc import abort
 from diloco.run import sense
 from diloco.run.driver import Upload
@@ -35,6 +34,7 @@ from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator
 from diloco.syncer.call_deadlines import CallDeadlines
 from diloco.syncer.callers import Caller, Role
+from diloco.syncer.healing import HealingService
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.messages import (
     WatchStream,
@@ -48,13 +48,12 @@ from diloco.syncer.messages import (
 )
 from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.probe import Prober
+from diloco.syncer.receiving import receiving
 from diloco.syncer.sockets import SocketLedger
 from diloco.syncer.spool import Slot
 
 M = TypeVar("M", bound=Message)
 Replies = Iterator[Message] | Iterator[pb.Notice] | Iterator[bytes]
-SAY_EVERY_S = 0.5
-"""Between two words on how much of an upload has arrived."""
 
 
 class Service:
@@ -90,6 +89,7 @@ class Service:
         self._status_extra = status_extra
         self._prober = Prober()
         self._initialising = threading.Lock()
+        self._healing = HealingService(driver, self._admit)
 
     def handlers(self) -> Admission:
         """What `grpc.Server.add_generic_rpc_handlers` takes."""
@@ -106,6 +106,12 @@ class Service:
                 "Initialise": ("transfers", self._both("Initialise", self.initialise, pb.InitialiseHeader)),
                 "Push": ("transfers", self._both("Push", self.push, pb.PushHeader)),
                 "Probe": ("transfers", self._both("Probe", self.probe, pb.ProbeHeader)),
+                "Heal": ("control", self._unary("Heal", self._healing.heal, pb.HealRequest)),
+                "ShareInner": ("transfers", self._both("ShareInner", self._healing.share, pb.ShareHeader)),
+                "PullInner": (
+                    "transfers",
+                    self._answered("PullInner", "transfers", self._healing.pull, pb.PullInnerRequest),
+                ),
             }
         )
 
@@ -213,7 +219,7 @@ class Service:
         stream: Iterator[bytes], context: grpc.ServicerContext,
     ) -> Iterator[pb.InitialiseReply]:  # fmt: skip
         buffer = _room_for_model(sum(header.part_bytes))  # the system gives it page by page, as bytes arrive
-        for received in _receiving(stream, buffer):
+        for received in receiving(stream, buffer):
             yield pb.InitialiseReply(received=received)
         thetas, start = [], 0
         for num_bytes in header.part_bytes[:-1]:
@@ -254,7 +260,7 @@ class Service:
         is_complete, no_room = False, None
         try:
             start, stop = push.room
-            for received in _receiving(stream, push.slot.buffer[start:stop]):
+            for received in receiving(stream, push.slot.buffer[start:stop]):
                 yield pb.PushReply(received=received)
             is_complete = True
         except NoRoomError as error:
@@ -382,16 +388,6 @@ class Service:
         self._driver.ask(lambda driver: driver.state.require_run(run))
         if self._sockets is not None:
             self._sockets.label(context.peer(), kind, learner or "viewers")
-
-
-def _receiving(stream: Iterator[bytes], buffer: memoryview) -> Iterator[pb.Received]:
-    """Fill `buffer`, saying now and then how far it is: the sender must see that it moves."""
-    said_at = time.monotonic()
-    for filled in filling(stream, buffer):
-        if time.monotonic() - said_at >= SAY_EVERY_S:
-            yield pb.Received(num_bytes=filled)
-            said_at = time.monotonic()
-    yield pb.Received(num_bytes=len(buffer), all=True)
 
 
 def _segments(request: pb.PullRequest, num_elements: int) -> Segments:

@@ -32,9 +32,7 @@ def heal_of(config: RunConfig, part: Part) -> Heal | None:
     """How a part heals in a run under way; None: it has a checkpoint."""
     if part.resume_from is not None:
         return None
-    return Heal(
-        "peer" if config.heal.source == "peer" else "global", config.heal.rewarm_steps, config.heal.timeout_s
-    )
+    return Heal("peer" if config.heal.source == "peer" else "global", config.heal.rewarm_steps, config.heal.timeout_s)
 
 
 @dataclass(frozen=True)

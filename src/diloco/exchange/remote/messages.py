@@ -173,6 +173,7 @@ def standing_of(message: pb.Standing) -> Standing:
         verdicts_of(message.verdicts),
         message.drained,
         message.order,
+        message.inner_wanted,
     )
 
 

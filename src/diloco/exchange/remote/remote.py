@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from diloco.core.method import Method
 from diloco.core.session import SessionCore
 from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.base import Event, Model, Opened, Overview, Rejoined, ShardedExchange
+from diloco.exchange.base import Event, Model, Opened, Overview, PeerState, Rejoined, ShardedExchange
 from diloco.exchange.dialling import Dialler, dialler
 from diloco.exchange.key_pair import learner_of
 from diloco.exchange.lanes import Lanes
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
+from diloco.exchange.remote.inner_states import Sharer, peer_state
 from diloco.exchange.remote.ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
 from diloco.exchange.remote.session import Session
 from diloco.exchange.remote.transfers import Receiver, Sender, num_bytes_of
@@ -98,7 +100,7 @@ class Remote(ShardedExchange):
 
     gradients = False
     dials_out = True
-    leases = True
+    leases = relays = True
 
     def __init__(
         self,
@@ -115,6 +117,7 @@ class Remote(ShardedExchange):
         self._session: Session | None = None
         self._lanes: Lanes | None = None  # of one of several ranks
         self._follower: Follower | None = None  # of another rank than the first
+        self._sharer = Sharer(self._dialler, lambda: replace(self._who, incarnation=self._incarnation))
         self._closing = threading.Lock()
         self._closed = False
 
@@ -129,6 +132,15 @@ class Remote(ShardedExchange):
                 "run's."
             )
         return method
+
+    def peer_state(self, digest: str, most_bytes: int, timeout_s: float) -> PeerState | str:
+        return peer_state(self._dialler, self._who, digest, most_bytes, timeout_s)
+
+    def share(self, number: int, digest: str, encode: Callable[[], bytes]) -> None:
+        self._sharer.share(number, digest, encode)
+
+    def decline(self, number: int, reason: str) -> None:
+        self._sharer.decline(number, reason)
 
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
@@ -241,6 +253,7 @@ class Remote(ShardedExchange):
             self._session.close()
             self._end_lanes()
         self._dialler.close()
+        self._sharer.close()
 
     def _end_lanes(self) -> None:
         """The other ranks have nothing more to do."""
