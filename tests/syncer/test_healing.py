@@ -105,7 +105,6 @@ def test_a_joiner_has_the_bits_of_a_peers_moments(tmp_path: Path, capsys: pytest
             assert all(group["lr"] == 1e-2 for group in optimizer.param_groups)
         with pytest.raises(PayloadError, match="no inner state"):  # the syncer holds nothing any more
             syncer.driver.ask(lambda driver: driver.begin_take("joiner", process=1, number=1))
-        assert status_of(syncer)["spooled_bytes"] == 0
     (event,) = events_of(tmp_path)
     assert (event.learner, event.peer, event.reason) == ("joiner", "founder", "")
     assert event.num_bytes > 2 * 4 * sum(each.numel() for each in Net().parameters())
@@ -250,7 +249,9 @@ def test_a_learner_may_give_a_state_only_when_asked_and_only_one_that_fits(tmp_p
             assert status_of(syncer)["spooled_bytes"] == 0
 
 
-def test_a_state_that_is_no_state_costs_the_joiner_nothing_but_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_usable", [True, False])
+def test_a_state_that_is_no_state_costs_the_joiner_nothing_but_time(*, is_usable: bool, tmp_path: Path) -> None:
+    bad = changed("0/layers.0.weight/exp_avg", torch.full((8, 4), float("inf")))
     with start(tmp_path, method()) as syncer, ThreadPoolExecutor(1) as pool:
         raw = Asked(syncer.address, "raw")
         publish(raw, syncer)
@@ -258,14 +259,17 @@ def test_a_state_that_is_no_state_costs_the_joiner_nothing_but_time(tmp_path: Pa
             joining = pool.submit(join, syncer, Heal("peer", rewarm_steps=2, timeout_s=30.0))
             while not raw.beat(4, 20).standing.inner_wanted:
                 threading.Event().wait(0.02)
-            raw.share(changed("0/layers.0.weight/exp_avg", torch.full((8, 4), float("inf"))), digest=DIGEST)
+            raw.share(valid() if is_usable else bad, digest=DIGEST)
             learner, optimizer = joining.result(30)
         with learner:
             assert learner.healed is not None
-            assert (learner.healed.source, learner.healed.rewarm_steps) == ("global", 2)
-            assert "not finite" in learner.healed.reason
-            assert not optimizer.state
-        assert status_of(syncer)["spooled_bytes"] == 0
+            if is_usable:
+                assert (learner.healed.source, learner.healed.peer, len(optimizer.state)) == ("peer", "raw", 4)
+            else:
+                assert (learner.healed.source, learner.healed.rewarm_steps) == ("global", 2)
+                assert "not finite" in learner.healed.reason
+                assert not optimizer.state
+        assert status_of(syncer)["spooled_bytes"] == 0  # it is held no longer than it takes
 
 
 @contextmanager

@@ -23,9 +23,7 @@ CHANNEL = "inner"
 """A connection of its own: contributions and updates do not wait for an inner state."""
 
 
-def peer_state(
-    syncers: Dialler, who: Identity, digest: str, most_bytes: int, timeout_s: float
-) -> PeerState | str:
+def peer_state(syncers: Dialler, who: Identity, digest: str, most_bytes: int, timeout_s: float) -> PeerState | str:
     """As `Exchange.peer_state`."""
     give_up_at = time.monotonic() + timeout_s
     reason = ""
