@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from diloco.exchange.wire.frames import CHUNK_BYTES
+from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
 
 _ROOT = Path(__file__).parent.parent
 _PUSH, _PULL, _DONE = b"<", b">", b"."
@@ -97,14 +97,14 @@ def tls_of(connection: socket.socket) -> tuple[str | None, str]:
 
 
 def send_all(connection: socket.socket, payload: memoryview) -> None:
-    for start in range(0, len(payload), CHUNK_BYTES):
-        connection.sendall(payload[start : start + CHUNK_BYTES])
+    for start in range(0, len(payload), LONGEST_CHUNK_BYTES):
+        connection.sendall(payload[start : start + LONGEST_CHUNK_BYTES])
 
 
 def receive_all(connection: socket.socket, buffer: memoryview) -> None:
     filled = 0
     while filled < len(buffer):
-        received = connection.recv_into(buffer[filled : filled + CHUNK_BYTES])
+        received = connection.recv_into(buffer[filled : filled + LONGEST_CHUNK_BYTES])
         if received == 0:
             raise RuntimeError(f"the peer went away after {filled} of {len(buffer)} bytes")
         filled += received

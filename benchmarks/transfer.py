@@ -41,6 +41,7 @@ from diloco.core.rounds import AllLive
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.outgoing import Upload
 from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 
@@ -223,7 +224,8 @@ class _Learner:
             step=round_ + 1,
             boot=self._boot,
         )
-        self._connection.upload("contributions", "Push", frames(header, bytes_of(payload)), pb.PushReply)
+        with Upload(header, [bytes_of(payload)]) as upload:
+            self._connection.upload("contributions", "Push", upload.messages(), pb.PushReply, heard=upload.heard)
 
     def pull(self, base: int) -> None:
         request = pb.PullRequest(run=RUN, learner=self._name, incarnation=self._incarnation, fragment=0, base=base)

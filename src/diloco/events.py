@@ -269,6 +269,15 @@ class Contributed(Event):
     num_bytes: int
 
 
+class Resumed(Event):
+    """A transfer that had been cut off went on where it was: these bytes were not sent again."""
+
+    kind: Literal["resumed"] = "resumed"
+    learner: str
+    what: str  # "contributions", "updates" or "joins"
+    num_bytes: int
+
+
 class Rejected(Event):
     """A contribution was refused or thrown away."""
 

@@ -15,19 +15,19 @@ from diloco.errors import AuthError, ConfigError, CorruptPayloadError, DilocoErr
 from diloco.exchange.connection import Connection
 from diloco.exchange.probe import CHANNEL, FIRST_BYTES, GROWTH, measure_link, rate_bit_per_s
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import CHUNK_BYTES
 from diloco.exchange.wire.probe import MAX_PROBE_BYTES, noise, timed
+from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
 from diloco.syncer.server import Syncer
 from diloco.syncer.tokens import TokenEntry, new_token, token_sha256, write_tokens
 
 # ------------------------------------------------------------------------------------------------------ what is timed
 
 
-@pytest.mark.parametrize("num_bytes", [1, 15, 100, 1 << 16, (1 << 16) + 3, 40 * CHUNK_BYTES + 1])
+@pytest.mark.parametrize("num_bytes", [1, 15, 100, 1 << 16, (1 << 16) + 3, 40 * LONGEST_CHUNK_BYTES + 1])
 def test_noise_has_the_size_asked_for_and_no_few_large_chunks(num_bytes: int) -> None:
     chunks = list(noise(num_bytes))
     assert sum(map(len, chunks)) == num_bytes
-    assert max(map(len, chunks)) <= max(1, min(CHUNK_BYTES, num_bytes // 16))
+    assert max(map(len, chunks)) <= max(1, min(LONGEST_CHUNK_BYTES, num_bytes // 16))
 
 
 def test_the_first_quarter_is_not_timed() -> None:

@@ -135,24 +135,31 @@ def test_a_process_that_fails_without_closing_ends(tmp_path: Path) -> None:
             assert process.wait(timeout=30) == 7
 
 
-class StallOnce:
-    """Stalls the first connection over which more than `limit_bytes` went up, and no other."""
+CONTRIBUTIONS = 3
+"""Which of a learner's connections this is, in the order dialled: the run's description, control, joins come before."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+
+class StallOnce:
+    """Stalls a connection once more than `limit_bytes` went up over it."""
+
+    def __init__(self, number: int, limit_bytes: int) -> None:
+        self._number, self._limit_bytes = number, limit_bytes
+        self.relay: Relay | None = None
         self.stalled: Link | None = None
 
     def __call__(self, link: Link) -> None:
-        if self.stalled is None and link.up_bytes > self._limit_bytes:
+        if self.relay is None or self.stalled is not None or self.relay.links.index(link) != self._number:
+            return
+        if link.up_bytes > self._limit_bytes:
             self.stalled = link
             link.may_flow.clear()
 
 
 def test_an_upload_that_stands_still_is_sent_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is told: neither end sees an error. The connection with the contributions is the first to carry this
-    much."""
-    stall = StallOnce(5_000)
+    """Nothing is told: neither end sees an error."""
+    stall = StallOnce(CONTRIBUTIONS, 5_000)
     with start(tmp_path, method()) as syncer, Relay(syncer.port, stall) as relay:
+        stall.relay = relay
         life = Life(impatient(relay.address), steps=60)
         _, metrics = life.result.result(timeout=60)
         life.stop()

@@ -61,7 +61,7 @@ def mixes_payloads_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_what_was_cut(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Driver, "cut_push", lambda self, push, no_room=None: None)
+    patch.setattr(Driver, "cut_push", lambda self, push, no_room=None, received=0: None)
 
 
 def keeps_what_a_rejected_contribution_lost(patch: pytest.MonkeyPatch) -> None:

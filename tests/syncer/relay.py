@@ -10,12 +10,12 @@ from typing import Self
 
 
 class Link:
-    """One relayed connection. `up_bytes`: forwarded towards the syncer so far. `is_half_open`: the learner's end hears
-    of nothing."""
+    """One relayed connection. `up_bytes`, `down_bytes`: forwarded towards the syncer and towards the learner so far.
+    `is_half_open`: one end hears of nothing."""
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.ends = (client, server)
-        self.up_bytes = 0
+        self.up_bytes = self.down_bytes = 0
         self.is_half_open = False
         self.may_flow = threading.Event()
         self.may_flow.set()
@@ -31,12 +31,18 @@ class Link:
 class Relay:
     """Forwards connections to a port of this machine; a context manager.
 
-    `before_up(link)` is called with every piece that goes towards the syncer, before it does.
+    `before_up(link)` is called with every piece that goes towards the syncer, before it does, and `before_down(link)`
+    with every piece that goes towards the learner.
     """
 
-    def __init__(self, port: int, before_up: Callable[[Link], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        port: int,
+        before_up: Callable[[Link], None] = lambda _: None,
+        before_down: Callable[[Link], None] = lambda _: None,
+    ) -> None:
         self._target = port
-        self._before_up = before_up
+        self._before_up, self._before_down = before_up, before_down
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
@@ -80,7 +86,7 @@ class Relay:
     def close(self) -> None:
         self._is_over = True
         self._is_open.set()
-        self._hang_up(self._listener)
+        self.hang_up_end(self._listener)
         self.cut()
         for thread in self._threads:
             thread.join()
@@ -120,15 +126,18 @@ class Relay:
     def _forward(self, link: Link, source: socket.socket, target: socket.socket, up: bool) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
-                if up:
-                    self._before_up(link)
+                (self._before_up if up else self._before_down)(link)
                 link.may_flow.wait()
                 target.sendall(data)
-                link.up_bytes += len(data) if up else 0
+                if up:
+                    link.up_bytes += len(data)
+                else:
+                    link.down_bytes += len(data)
         if not link.is_half_open:
             link.hang_up()
 
     @staticmethod
-    def _hang_up(end: socket.socket) -> None:
+    def hang_up_end(end: socket.socket) -> None:
+        """Its peer reads the end of the stream."""
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)

@@ -162,7 +162,8 @@ def test_bad_input_is_refused_and_changes_nothing(kind: str, syncer: Syncer, raw
     after = status_of(syncer)["fragments"], versions_of(syncer), fetch_model(syncer.address, run=RUN)
     assert after[:2] == before[:2]
     assert all(torch.equal(after[2][name], value) for name, value in before[2].items())
-    assert status_of(syncer)["spooled_bytes"] == 0
+    is_kept = kind == "truncated"  # an upload that was cut off looks like it: the next one may go on
+    assert status_of(syncer)["spooled_bytes"] == (4 * SIZE if is_kept else 0)
     assert raw.push(good())
     syncer.driver.drain()
     syncer.driver.raise_failure()

@@ -289,6 +289,11 @@ class Exchange(ABC):
         return {}
 
     @property
+    def resumed_bytes(self) -> int:
+        """Bytes of transfers that were cut off and did not have to cross the link again."""
+        return 0
+
+    @property
     def lineage(self) -> Lineage | None:
         """The syncer that this process follows; None: there is none, or another rank does."""
         return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,7 @@ from diloco.errors import AuthError, DilocoError, ExchangeError, UnreachableErro
 from diloco.exchange.credentials import Credentials
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import filling, read_header
+from diloco.exchange.wire.incoming import Download, acknowledged
 from diloco.exchange.wire.probe import noise, timed
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
 
@@ -28,8 +30,8 @@ R = TypeVar("R", bound=Message)
 D = TypeVar("D", pb.PullHeader, pb.PullInnerHeader)
 
 STALL_FLOOR_S, STALL_CAP_S = 60.0, 3600.0
-"""The stall timeout of a transfer before anything is known of the link, and at most. A chunk of a transfer is half a
-megabyte: the floor is enough for 70 kbit/s."""
+"""The stall timeout of a transfer before anything is known of the run, and at most. A syncer says what it is in its run
+(`expect_answers_within`): as long as a silent learner has."""
 
 
 LOOK_EVERY_S = 10.0
@@ -62,10 +64,6 @@ class Watchdog:
         now = time.monotonic()
         self._timeout.paused(now - self._moved_at)
         self._moved_at = now
-
-    def stop(self) -> None:
-        """There is nothing more to watch."""
-        self._over.set()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -122,8 +120,18 @@ class Connection:
         self._looked_at = -math.inf
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
-        self._timeouts: defaultdict[str, StallTimeout] = defaultdict(lambda: StallTimeout(stall_floor_s, STALL_CAP_S))
+        self._stall_floor_s = stall_floor_s
+        self._timeouts: defaultdict[str, StallTimeout] = defaultdict(
+            lambda: StallTimeout(self._stall_floor_s, STALL_CAP_S)
+        )
         self.closing = threading.Event()
+
+    def expect_answers_within(self, floor_s: float) -> None:
+        """Give up a transfer in which nothing moves for so long, unless such pauses are usual on its link. It may have
+        to be sooner already."""
+        self._stall_floor_s = min(self._stall_floor_s, floor_s)
+        for timeout in list(self._timeouts.values()):
+            timeout.floor_s = self._stall_floor_s
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -138,11 +146,19 @@ class Connection:
             reply: R = stub(request, timeout=timeout_s, metadata=self._metadata)
         return reply
 
-    def upload(self, channel: str, method: str, stream: Iterator[bytes], kind: type[R]) -> R:
+    def upload(
+        self,
+        channel: str,
+        method: str,
+        stream: Iterator[bytes],
+        kind: type[R],
+        *,
+        heard: Callable[[pb.Received], None] = lambda _: None,
+    ) -> R:
         """Send a stream of frames; returns the reply. Raises as `call`.
 
-        The syncer says on the way how much has arrived, in replies with `received`; those are what moves here. Once all
-        is there, it may take its time to answer.
+        The syncer says on the way how much has arrived, in replies with `received`; those are what moves here, and
+        `heard` is called with them.
         """
         with self._mapping():
             stub = self._channel(channel).stream_stream(path(method), None, kind.FromString)
@@ -151,26 +167,57 @@ class Connection:
             with self._watching(call, channel) as watchdog:
                 for reply in call:
                     watchdog.moved()
-                    if reply.received.all:
-                        watchdog.stop()
+                    if reply.HasField("received"):
+                        heard(reply.received)
         last: R = reply
         return last
 
-    def pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
-        """Fetch one part of the model. Raises as `call`, and CorruptPayloadError for damaged bytes."""
-        return self.download(channel, "Pull", request, pb.PullHeader)
+    def pull(
+        self, channel: str, request: pb.PullRequest, download: Download | None = None
+    ) -> tuple[pb.PullHeader, memoryview]:
+        """Fetch one part of the model. Raises as `call`, and CorruptPayloadError for damaged bytes.
+
+        Arguments:
+            download: of the same part, with what an earlier call has brought of it; it keeps what this one brings.
+        """
+        download = download or Download(request)
+        download.ask(request)
+        self._fetch(channel, "Pull", request, download.read)
+        assert download.header is not None
+        return download.header, download.buffer
 
     def download(self, channel: str, method: str, request: Message, kind: type[D]) -> tuple[D, memoryview]:
         """Fetch a header of this kind, and the `num_bytes` that follow it. Raises as `pull`."""
+        found = list[tuple[D, memoryview]]()
+
+        def read(stream: Iterator[bytes], acknowledge: queue.SimpleQueue[bytes | None]) -> Iterator[None]:
+            header = read_header(stream, kind)
+            found.append((header, room(header.num_bytes)))
+            for _ in acknowledged(filling(stream, found[0][1]), acknowledge):
+                yield
+
+        self._fetch(channel, method, request, read)
+        return found[0]
+
+    def _fetch(
+        self,
+        channel: str,
+        method: str,
+        request: Message,
+        read: Callable[[Iterator[bytes], queue.SimpleQueue[bytes | None]], Iterator[None]],
+    ) -> None:
+        """Make a call whose answer is read while the syncer is told what has arrived of it."""
+        said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        said.put(_serialize(request))
         with self._mapping():
-            stub = self._channel(channel).unary_stream(path(method), _serialize, None)
-            stream: Any = stub(request, metadata=self._metadata)
-            with self._watching(stream, channel) as watchdog:
-                header = read_header(stream, kind)
-                buffer = room(header.num_bytes)
-                for _ in filling(stream, buffer):
-                    watchdog.moved()
-        return header, buffer
+            stub = self._channel(channel).stream_stream(path(method), None, None)
+            stream: Any = stub(iter(said.get, None), metadata=self._metadata)
+            try:
+                with self._watching(stream, channel) as watchdog:
+                    for _ in read(stream, said):
+                        watchdog.moved()
+            finally:
+                said.put(None)
 
     def probe(self, channel: str, header: pb.ProbeHeader) -> tuple[pb.ProbeReply, tuple[int, float]]:
         """Send and fetch what the header announces; the reply, and how the bytes down came: see `timed`. Raises as

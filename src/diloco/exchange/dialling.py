@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from diloco.errors import StandbyError, UnreachableError
 from diloco.exchange.connection import Connection, D
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import split_addresses
+from diloco.exchange.wire.incoming import Download
 
 R = TypeVar("R", bound=Message)
 
@@ -81,13 +82,28 @@ class Dialler:
         """As `Connection.call`."""
         return self.current.call(channel, method, request, kind, timeout_s=timeout_s)
 
-    def upload(self, channel: str, method: str, stream: Iterator[bytes], kind: type[R]) -> R:
+    def upload(
+        self,
+        channel: str,
+        method: str,
+        stream: Iterator[bytes],
+        kind: type[R],
+        *,
+        heard: Callable[[pb.Received], None] = lambda _: None,
+    ) -> R:
         """As `Connection.upload`."""
-        return self.current.upload(channel, method, stream, kind)
+        return self.current.upload(channel, method, stream, kind, heard=heard)
 
-    def pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
+    def pull(
+        self, channel: str, request: pb.PullRequest, download: Download | None = None
+    ) -> tuple[pb.PullHeader, memoryview]:
         """As `Connection.pull`."""
-        return self.current.pull(channel, request)
+        return self.current.pull(channel, request, download)
+
+    def expect_answers_within(self, floor_s: float) -> None:
+        """As `Connection.expect_answers_within`."""
+        for connection in self._connections:
+            connection.expect_answers_within(floor_s)
 
     def download(self, channel: str, method: str, request: Message, kind: type[D]) -> tuple[D, memoryview]:
         """As `Connection.download`."""

@@ -413,7 +413,8 @@ class Learner:
 
         `updates` counts versions received, and `merges` those that contain this learner's work. `blocked_s` is the time
         in which `step` waited for updates, and `blocked_histogram` counts calls of `step` by it. `num_bytes` is by kind
-        (`Exchange.num_bytes`). `ledger` says for each fragment what became of the tokens trained.
+        (`Exchange.num_bytes`); `resumed_bytes` did not cross the link again after a cut. `ledger` says for each
+        fragment what became of the tokens trained.
         """
         boundary, timing = self._boundary, self._boundary.timing
         return {
@@ -430,6 +431,7 @@ class Learner:
             "num_blocked": timing.num_blocked,
             "blocked_histogram": timing.histogram.as_dict(),
             "num_bytes": dict(self._exchange.num_bytes),
+            "resumed_bytes": self._exchange.resumed_bytes,
             "ledger": [work.ledger.as_dict() for work in self._core.fragments],
         }
 

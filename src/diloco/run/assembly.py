@@ -22,6 +22,7 @@ class Assembly(Generic[S]):
         slot: the room for all of it.
         here: the parts that are complete.
         coming: the parts that are being uploaded, each by one connection.
+        cut: of parts whose upload was cut off, how many bytes are here.
         is_over: its incarnation is out; the room is free once nothing is being uploaded into it.
     """
 
@@ -30,6 +31,7 @@ class Assembly(Generic[S]):
     slot: S
     here: set[Span] = field(default_factory=set)
     coming: set[Span] = field(default_factory=set)
+    cut: dict[Span, int] = field(default_factory=dict)
     is_over: bool = False
 
     @property
@@ -37,8 +39,8 @@ class Assembly(Generic[S]):
         """Whether the parts that are complete make up the payload."""
         return sum(stop - start for start, stop in self.here) == self.num_bytes
 
-    def begin(self, contribution: Contribution, num_bytes: int, span: Span) -> None:
-        """The upload of a part begins.
+    def begin(self, contribution: Contribution, num_bytes: int, span: Span) -> int:
+        """The upload of a part begins. Returns how many bytes of it an earlier upload has left here.
 
         Raises:
             PayloadError: it is a part of another contribution, or overlaps with another part.
@@ -49,7 +51,7 @@ class Assembly(Generic[S]):
                 f"the ranks of learner {contribution.learner!r} describe contribution {contribution.number} to "
                 f"fragment {contribution.fragment} differently; let all of them take the same steps."
             )
-        for start, stop in self.here | self.coming:
+        for start, stop in self.here | self.coming | self.cut.keys():
             if (start, stop) != span and start < span[1] and span[0] < stop:
                 raise PayloadError(
                     f"bytes {span[0]} to {span[1]} of a contribution of learner {contribution.learner!r} overlap with "
@@ -62,6 +64,7 @@ class Assembly(Generic[S]):
                 "earlier connection; they are taken once that has ended, within a minute."
             )
         self.coming.add(span)
+        return self.cut.pop(span, 0)
 
 
 class Assemblies(Generic[S]):
@@ -78,12 +81,15 @@ class Assemblies(Generic[S]):
         """Its first part comes."""
         self._open[_key(assembly.contribution)] = assembly
 
-    def ended(self, assembly: Assembly[S], span: Span, *, is_complete: bool) -> bool:
-        """The upload of a part has ended. Returns whether the caller must release the slot, as it will not be used."""
+    def ended(self, assembly: Assembly[S], span: Span, *, is_complete: bool, received: int) -> bool:
+        """The upload of a part has ended, with `received` bytes of it here. Returns whether the caller must release the
+        slot, as it will not be used."""
         assembly.coming.discard(span)
         if is_complete:
             assembly.here.add(span)
-        if not assembly.is_over and (assembly.here or assembly.coming):
+        elif received > 0:
+            assembly.cut[span] = received
+        if not assembly.is_over and (assembly.here or assembly.coming or assembly.cut):
             return False
         if not assembly.is_over:
             self.remove(assembly)

@@ -62,6 +62,7 @@ from diloco.run.connections import Connections
 from diloco.run.global_model import Fetched
 from diloco.run.inner_rooms import InnerRooms
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
+from diloco.run.prefixes import Prefix, Prefixes
 from diloco.run.recorded import event
 from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
@@ -86,6 +87,7 @@ class Upload(Generic[S]):
         span: the part of the payload; None: all of it.
         assembly: what the part belongs to; None: the whole payload is uploaded, or the part is here already and is not
             needed.
+        received: bytes of `room`, the first ones, that an upload which was cut off has left there.
     """
 
     contribution: Contribution
@@ -93,6 +95,7 @@ class Upload(Generic[S]):
     slot: S
     span: Span | None = None
     assembly: Assembly[S] | None = None
+    received: int = 0
 
     @property
     def room(self) -> Span:
@@ -136,6 +139,7 @@ class Driver(Generic[H, S, P]):
         self._status = RunStatus()
         self._slots: dict[Contribution, S] = {}
         self._assemblies: Assemblies[S] = Assemblies()
+        self._prefixes: Prefixes[S] = Prefixes(ports.spool.release)
         self._checked_parts = set[Contribution]()  # those put together whose content is being checked
         self._beginnings: deque[tuple[InitialModel[H], Callable[[DilocoError | None], None]]] = deque()
         self._num_closing = 0
@@ -461,6 +465,9 @@ class Driver(Generic[H, S, P]):
     def _upload(self, c: Contribution, num_bytes: int, span: Span | None) -> Upload[S]:
         allocate = self._ports.spool.allocate
         if span is None:
+            prefix = self._prefixes.take(c, num_bytes)
+            if prefix is not None:
+                return Upload(c, num_bytes, prefix.slot, received=prefix.received)
             return Upload(c, num_bytes, allocate(num_bytes))
         sense.check_span(c, span, num_bytes)
         assembly = self._assemblies.of(c)
@@ -470,21 +477,36 @@ class Driver(Generic[H, S, P]):
         if assembly is None:
             assembly = Assembly(c, num_bytes, allocate(num_bytes))
             self._assemblies.add(assembly)
-        assembly.begin(c, num_bytes, span)
-        return Upload(c, num_bytes, assembly.slot, span, assembly)
+        received = assembly.begin(c, num_bytes, span)
+        return Upload(c, num_bytes, assembly.slot, span, assembly, received)
 
     @event
-    def cut_push(self, push: Upload[S], no_room: NoRoomError | None = None) -> None:
-        """The upload was broken off. `no_room`: the error, if there was no room for the payload."""
-        self._part_ended(push, is_complete=False)
-        if no_room is not None:
-            self._sent_back(push.contribution, no_room)
+    def cut_push(self, push: Upload[S], no_room: NoRoomError | None = None, *, received: int = 0) -> None:
+        """The upload was broken off.
 
-    def _part_ended(self, push: Upload[S], *, is_complete: bool) -> None:
+        Arguments:
+            no_room: the error, if there was no room for the payload.
+            received: bytes of `push.room`, the first ones, that are here. They are kept for the next upload of the same
+                (`Upload.received`), as long as the incarnation is part of the run and room is not needed.
+        """
+        c = push.contribution
+        if push.span is None and received > 0 and self._is_wanted(c):
+            self._prefixes.keep(Prefix(c, push.num_bytes, push.slot, received, self._clock.now_s()))
+        else:
+            self._part_ended(push, is_complete=False, received=received)
+        if no_room is not None:
+            self._sent_back(c, no_room)
+
+    def _is_wanted(self, c: Contribution) -> bool:
+        """Whether a contribution that is not here may still come."""
+        member = self.core.members.get(c.learner)
+        return member is not None and member.incarnation == c.incarnation and not self.core.is_known(c)
+
+    def _part_ended(self, push: Upload[S], *, is_complete: bool, received: int = 0) -> None:
         if (
             push.assembly is None
             or push.span is None
-            or self._assemblies.ended(push.assembly, push.span, is_complete=is_complete)
+            or self._assemblies.ended(push.assembly, push.span, is_complete=is_complete, received=received)
         ):
             self._ports.spool.release(push.slot)
 
@@ -493,6 +515,7 @@ class Driver(Generic[H, S, P]):
         if now_s - self._no_room[0] >= COMES_AGAIN_S:
             self._observer.waits_for_room(no_room)
         self._no_room = now_s, str(no_room)
+        self._prefixes.make_room()
         self._observer.sent_back(c)
 
     @event
@@ -531,6 +554,7 @@ class Driver(Generic[H, S, P]):
         match actions[0]:
             case Acknowledge(duplicate=False):
                 self._slots[push.contribution] = push.slot
+                self._prefixes.settled(push.contribution)
                 self._observer.contributed(push.contribution, push.num_bytes)
             case Reject() as reject:
                 self._ports.spool.release(push.slot)
@@ -728,6 +752,7 @@ class Driver(Generic[H, S, P]):
             core.stood_still(late_s)
         with self._relaying():
             self._relay.tick(self._clock.now_s(), self._peers())
+        self._prefixes.tick(self._clock.now_s())
         self._execute(core.tick(self._clock.now_s()))
         self._observer.stands(core)
 
@@ -796,6 +821,7 @@ class Driver(Generic[H, S, P]):
 
     def _end(self, learner: str, incarnation: int) -> None:
         self._connections.end(learner, incarnation)
+        self._prefixes.drop(learner, incarnation)
         for slot in self._assemblies.end(learner, incarnation):
             self._ports.spool.release(slot)
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import frames
+from diloco.exchange.wire.frames import streamed
+from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.syncer.callers import Caller, Role
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.receiving import receiving
@@ -67,13 +68,15 @@ class HealingService:
             self._driver.ask(lambda driver: driver.end_share(learner, incarnation, number=number, sha256=sha256))
         yield pb.ShareReply()
 
-    def pull(self, caller: Caller, request: pb.PullInnerRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def pull(
+        self, caller: Caller, request: pb.PullInnerRequest, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
         """The joiner fetches the state that is ready."""
         self._admit(context, caller, request.run, "learner", request.learner, "joins")
         learner, process, number = request.learner, request.process, request.number
         self._driver.ask(lambda driver: driver.begin_take(learner, process=process, number=number))
         try:
             buffer = self._driver.ask(lambda driver: driver.inner_slot(number)).buffer
-            yield from frames(pb.PullInnerHeader(num_bytes=len(buffer)), buffer)
+            yield from streamed(pb.PullInnerHeader(num_bytes=len(buffer)), [buffer], Acknowledged(stream, 0))
         finally:
             self._driver.ask(lambda driver: driver.end_take(learner, process=process, number=number))

@@ -7,8 +7,9 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -176,6 +177,12 @@ class HostedDriver:
         Raises:
             UnreachableError: the driver stops before the answer.
         """
+        with self.asking(event) as future:
+            return future.result()
+
+    @contextmanager
+    def asking(self, event: Callable[[SyncerDriver, Callable[[T], None]], None]) -> Iterator[Future[T]]:
+        """As `wait_for`; gives the answer to wait for."""
         future: Future[T] = Future()
         with self._changed:
             if self._is_stopped:
@@ -187,7 +194,7 @@ class HostedDriver:
                 self._asking.remove(future)
                 raise
         try:
-            return future.result()
+            yield future
         finally:
             with self._changed:
                 self._asking.discard(future)

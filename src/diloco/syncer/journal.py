@@ -75,6 +75,11 @@ class Journal(Observer):
             )
         )  # fmt: skip
 
+    def resumed(self, learner: str, what: str, num_bytes: int) -> None:
+        """A transfer went on where it had been cut off. `what`: the kind of its connection."""
+        self._events.append(events.Resumed(learner=learner, what=what, num_bytes=num_bytes))
+        self._metrics.resumed(learner, what, num_bytes)
+
     def rejected(self, action: Reject) -> None:
         c = action.contribution
         log.warning(

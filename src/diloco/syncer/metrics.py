@@ -63,6 +63,12 @@ class SyncerMetrics:
             "Contributions that came when there was no room for them; they come again.",
             registry=self.registry,
         )
+        self._resumed = self._counter(
+            "resumed_bytes",
+            "Bytes of transfers that were cut off and did not have to be sent again.",
+            "learner",
+            "kind",
+        )
         self._refused = self._counter("refused_calls", "Calls that were refused.", "call", "reason")
         self._joins = self._counter("joins", "Incarnations that joined.", "learner")
         self._evictions = self._counter("evictions", "Incarnations that were evicted.", "learner")
@@ -93,6 +99,10 @@ class SyncerMetrics:
     def refused(self, call: str, reason: str) -> None:
         """A call was refused."""
         self._refused.labels(call, reason).inc()
+
+    def resumed(self, learner: str, kind: str, num_bytes: int) -> None:
+        """A transfer went on where it had been cut off."""
+        self._resumed.labels(learner, kind).inc(num_bytes)
 
     def joined(self, learner: str) -> None:
         """A new incarnation is in."""

@@ -38,6 +38,7 @@ from diloco.syncer.sockets import Guard, SocketLedger, defer_accepts, is_availab
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.store import Store
 from diloco.syncer.tls import server_credentials
+from diloco.syncer.transfers import Transfers
 
 TRAFFIC_EVERY_S = 2.0
 SILENT_S = 20
@@ -115,9 +116,10 @@ class Syncer:
             self._events = refused.enter_context(events.EventLog(options.state_dir / "events.jsonl", who="syncer"))
             backup = options.backup
             self._backups = None if backup is None else Backups(backup, options.state_dir, self._events)
+            journal = Journal(self._events, self._metrics)
             self.driver = HostedDriver(
                 run, method, self._store, Spool(options.state_dir, options.spool_bytes), deadlines=options.deadlines,
-                journal=Journal(self._events, self._metrics), pool=options.pool,
+                journal=journal, pool=options.pool,
                 recorder=self._recorder(options),
             )  # fmt: skip
             refused.pop_all()
@@ -133,8 +135,10 @@ class Syncer:
         audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
         self._deadlines = CallDeadlines()
+        self.transfers = Transfers(self.driver)
         service = Service(
-            self.driver, auth=auth, calls=self._calls, deadlines=self._deadlines, audit=audit, sockets=self._sockets,
+            self.driver, auth=auth, calls=self._calls, deadlines=self._deadlines, transfers=self.transfers,
+            audit=audit, sockets=self._sockets, lost_floor_s=options.deadlines.lost_floor_s, resumed=journal.resumed,
             status_extra=self._status_extra,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
@@ -142,6 +146,7 @@ class Syncer:
         self._stopping = threading.Event()
         self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
         self._deadlines.start()
+        self.transfers.start()
         self._server.start()
         if self._sockets is not None:
             defer_accepts(self.port, SILENT_S)
@@ -173,6 +178,7 @@ class Syncer:
         self.driver.stop()
         self._server.stop(grace=1.0).wait()
         self._deadlines.close()
+        self.transfers.close()
         self._calls.close()
         self._traffic.join()
         if self._backups is not None:

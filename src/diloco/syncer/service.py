@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ from google.protobuf.message import Message
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.leases import Grant
 from diloco.core.lineage import Lineage
@@ -25,7 +28,9 @@ from diloco.core.memory import room
 from diloco.core.shards import Segments, num_segments_of
 from diloco.errors import BusyError, CorruptPayloadError, DilocoError, LayoutError, NoRoomError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames, read_header, tensor_of
+from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed, tensor_of
+from diloco.exchange.wire.incoming import Progress, start_of
+from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import abort
 from diloco.run import sense
 from diloco.run.driver import Upload
@@ -51,9 +56,12 @@ from diloco.syncer.probe import Prober
 from diloco.syncer.receiving import receiving
 from diloco.syncer.sockets import SocketLedger
 from diloco.syncer.spool import Slot
+from diloco.syncer.transfers import Transfers
 
 M = TypeVar("M", bound=Message)
 Replies = Iterator[Message] | Iterator[pb.Notice] | Iterator[bytes]
+SAY_EVERY_S = 0.5
+"""Between two words on an upload that is here and not answered yet."""
 
 
 class Service:
@@ -63,8 +71,11 @@ class Service:
         driver: the run.
         auth: says who calls.
         calls: ends those whose caller may no longer call. deadlines: end those whose peer lets them wait.
+        transfers: end those of learners that are gone.
         audit: is told who was let in, and who was refused.
         sockets: counts bytes; told whose connection each call came on.
+        lost_floor_s: the least time that a silent learner has.
+        resumed: told the learner, the kind and the bytes that a resumed transfer did not carry again.
         status_extra: more values for `Status`.
     """
 
@@ -75,8 +86,11 @@ class Service:
         auth: Authenticator,
         calls: OpenCalls,
         deadlines: CallDeadlines,
+        transfers: Transfers,
         audit: Audit,
         sockets: SocketLedger | None,
+        lost_floor_s: float,
+        resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
     ) -> None:
         self._driver = driver
@@ -86,6 +100,7 @@ class Service:
         self._shares = Shares()
         self._audit = audit
         self._sockets = sockets
+        self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
         self._status_extra = status_extra
         self._prober = Prober()
         self._initialising = threading.Lock()
@@ -102,16 +117,13 @@ class Service:
                 "Leave": ("control", self._unary("Leave", self.leave, pb.LeaveRequest)),
                 "Status": ("control", self._unary("Status", self.status, pb.StatusRequest)),
                 "Watch": ("watches", self._answered("Watch", "watches", self.watch, pb.WatchRequest)),
-                "Pull": ("transfers", self._answered("Pull", "transfers", self.pull, pb.PullRequest)),
+                "Pull": ("transfers", self._both("Pull", self.pull, pb.PullRequest)),
                 "Initialise": ("transfers", self._both("Initialise", self.initialise, pb.InitialiseHeader)),
                 "Push": ("transfers", self._both("Push", self.push, pb.PushHeader)),
                 "Probe": ("transfers", self._both("Probe", self.probe, pb.ProbeHeader)),
                 "Heal": ("control", self._unary("Heal", self._healing.heal, pb.HealRequest)),
                 "ShareInner": ("transfers", self._both("ShareInner", self._healing.share, pb.ShareHeader)),
-                "PullInner": (
-                    "transfers",
-                    self._answered("PullInner", "transfers", self._healing.pull, pb.PullInnerRequest),
-                ),
+                "PullInner": ("transfers", self._both("PullInner", self._healing.pull, pb.PullInnerRequest)),
             }
         )
 
@@ -125,7 +137,7 @@ class Service:
             return pb.DescribeReply(
                 method=json.dumps(driver.state.method.to_dict()), initialised=driver.state.is_initialised,
                 layout=layout, step=driver.state.step, run_tokens=driver.state.run_tokens,
-                lineage=lineage_message(driver.lineage),
+                lineage=lineage_message(driver.lineage), lost_floor_s=self._lost_floor_s,
             )  # fmt: skip
 
         return self._driver.ask(reply)
@@ -241,8 +253,8 @@ class Service:
         def initialise(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
             driver.initialise(model, done)
 
-        if (refusal := self._driver.wait_for(initialise)) is not None:
-            raise refusal
+        all_here = pb.Received(num_bytes=len(buffer), all=True)
+        yield from (pb.InitialiseReply(received=all_here) for _ in self._until_done(initialise))
         self._audit.admitted("Initialise", caller, header.learner, context.peer())
         yield pb.InitialiseReply()
 
@@ -251,33 +263,73 @@ class Service:
     ) -> Iterator[pb.PushReply]:
         self._admit(context, caller, header.run, "learner", header.learner, "contributions")
         contribution = contribution_of(header)
+        what = "Push", header.fragment, header.number, header.start, header.stop
+        with self._transfers.open(header.learner, header.incarnation, what, context):
+            push = yield from self._receive(contribution, header, stream)
+
+        def complete(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
+            driver.complete_push(push, done)
+
+        start, stop = push.room
+        all_here = pb.Received(num_bytes=stop - start, all=True)
+        yield from (pb.PushReply(received=all_here) for _ in self._until_done(complete))
+        yield pb.PushReply()
+
+    def _receive(
+        self, contribution: Contribution, header: pb.PushHeader, stream: Iterator[bytes]
+    ) -> Generator[pb.PushReply, None, Upload[Slot]]:
+        """Take in the payload of a contribution, all that is not here yet."""
         span = (header.start, header.stop) if header.stop else None
 
         def begin(driver: SyncerDriver) -> Upload[Slot]:
             return driver.begin_push(contribution, header.num_bytes, boot=header.boot, span=span)
 
         push = self._driver.ask(begin)
-        is_complete, no_room = False, None
+        start, stop = push.room
+        no_room, is_complete, filled = None, False, 0
         try:
-            start, stop = push.room
-            for received in receiving(stream, push.slot.buffer[start:stop]):
-                yield pb.PushReply(received=received)
+            buffer = push.slot.buffer[start:stop]
+            if header.resumes:
+                filled = push.received
+                checksum = zlib.crc32(buffer[:filled])
+                yield pb.PushReply(received=pb.Received(num_bytes=filled, checksum=checksum))
+                filled = _resumed_at(read_header(stream, pb.Resume).start, filled)
+            if filled:
+                self._resumed(header.learner, "contributions", filled)
+            progress, kept = Progress(), filled
+            for filled in filling(stream, buffer, filled=kept):
+                if progress.is_due():
+                    yield pb.PushReply(received=pb.Received(num_bytes=filled))
             is_complete = True
         except NoRoomError as error:
             no_room = error
             raise
+        except CorruptPayloadError:
+            if filled == stop - start:  # all is here, and its checksum is another one
+                filled = 0
+            raise
         finally:
             if not is_complete:
-                self._driver.ask(lambda driver: driver.cut_push(push, no_room))
+                received = filled
+                self._driver.ask(lambda driver: driver.cut_push(push, no_room, received=received))
+        return push
 
-        def complete(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
-            driver.complete_push(push, done)
-
-        if (refusal := self._driver.wait_for(complete)) is not None:
+    def _until_done(
+        self, event: Callable[[SyncerDriver, Callable[[DilocoError | None], None]], None]
+    ) -> Iterator[None]:
+        """Gives now and then until an event is answered: its caller must hear that it is not forgotten. Raises the
+        answer, if it is a refusal."""
+        with self._driver.asking(event) as answer:
+            yield
+            while not wait([answer], SAY_EVERY_S).done:
+                yield
+            refusal = answer.result()
+        if refusal is not None:
             raise refusal
-        yield pb.PushReply()
 
-    def pull(self, caller: Caller, request: pb.PullRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def pull(
+        self, caller: Caller, request: pb.PullRequest, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
         kind = "joins" if request.joining or not request.learner else "updates"
         self._admit(context, caller, request.run, "learner" if request.learner else "viewer", request.learner, kind)
         learner, incarnation = request.learner, request.incarnation
@@ -286,7 +338,8 @@ class Service:
             if learner:
                 self._driver.ask(lambda driver: driver.check(learner, incarnation))
             static = memoryview(self._driver.ask(lambda driver: driver.state.model.static))
-            yield from frames(pb.PullHeader(lossless=True, num_bytes=len(static), lineage=lineage), static)
+            header = pb.PullHeader(lossless=True, num_bytes=len(static), lineage=lineage)
+            yield from self._send(request, kind, header, [static], stream, context)
             return
         seen, versions = seen_of(request), tuple(request.versions)
         fetched = self._driver.ask(
@@ -313,7 +366,27 @@ class Service:
             lossless=update.lossless, num_bytes=len(payload) + len(outer), outer_bytes=len(outer),
             verdicts=[verdict_message(verdict) for verdict in fetched.verdicts], lineage=lineage,
         )  # fmt: skip
-        yield from frames(header, payload, outer)
+        yield from self._send(request, kind, header, [payload, outer], stream, context)
+
+    def _send(
+        self, request: pb.PullRequest, kind: str, header: pb.PullHeader, parts: list[memoryview],
+        stream: Iterator[bytes], context: grpc.ServicerContext,
+    ) -> Iterator[bytes]:  # fmt: skip
+        """A payload at the pace of the caller, without what it has kept of it."""
+        checksum = 0
+        if request.HasField("kept"):
+            header.start = start_of(request.kept, header, parts[0])
+            checksum = zlib.crc32(parts[0][: header.start])
+        if header.start:
+            self._resumed(request.learner, kind, header.start)
+        pace = Acknowledged(stream, header.start)
+        frames = streamed(header, parts, pace, start=header.start, checksum=checksum)
+        if not request.learner:
+            yield from frames
+            return
+        what = "Pull", request.fragment, request.static, request.segments.first
+        with self._transfers.open(request.learner, request.incarnation, what, context):
+            yield from frames
 
     def probe(
         self, caller: Caller, header: pb.ProbeHeader, stream: Iterator[bytes], context: grpc.ServicerContext
@@ -388,6 +461,13 @@ class Service:
         self._driver.ask(lambda driver: driver.state.require_run(run))
         if self._sockets is not None:
             self._sockets.label(context.peer(), kind, learner or "viewers")
+
+
+def _resumed_at(start: int, received: int) -> int:
+    """Where an upload goes on, of which so many bytes are here."""
+    if start not in (0, received):
+        raise CorruptPayloadError(f"{received} bytes are here and the upload goes on at byte {start}; send it again.")
+    return start
 
 
 def _segments(request: pb.PullRequest, num_elements: int) -> Segments:

@@ -243,6 +243,10 @@ class Ranks(Exchange):
         return self._exchange.obstacles if self._first else super().obstacles
 
     @property
+    def resumed_bytes(self) -> int:
+        return self._exchange.resumed_bytes if self._first or self._sharded is not None else 0
+
+    @property
     def num_bytes(self) -> Mapping[str, int]:
         return self._exchange.num_bytes if self._first or self._sharded is not None else {}
 

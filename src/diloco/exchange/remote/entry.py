@@ -19,7 +19,8 @@ from diloco.exchange.base import Model
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.messages import lineage_message
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, streamed
+from diloco.exchange.wire.frames import bytes_of
+from diloco.exchange.wire.outgoing import Upload
 
 log = logging.getLogger("diloco")
 
@@ -50,6 +51,7 @@ def describe(dialler: Dialler, run: str, timeout_s: float | None) -> pb.Describe
     while True:
         try:
             reply = dialler.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+            dialler.expect_answers_within(reply.lost_floor_s)
             dialler.start_here()
             return reply
         except (UnreachableError, NoRoomError) as error:
@@ -101,8 +103,8 @@ class Entry:
             part_bytes=sizes,
             seen=lineage_message(self._initial.seen),
         )
-        stream = streamed(header, self._parts(self._model, static))
-        self._dialler.upload("joins", "Initialise", stream, pb.InitialiseReply)
+        with Upload(header, self._parts(self._model, static)) as upload:
+            self._dialler.upload("joins", "Initialise", upload.messages(), pb.InitialiseReply, heard=upload.heard)
         self.num_bytes, self._model = sum(sizes), None
 
     def join(self, call: requests.Join) -> pb.JoinReply:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from diloco.core.session.requests import Identity
 from diloco.errors import CorruptPayloadError, DilocoError, UnreachableError
@@ -14,7 +14,7 @@ from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.base import PeerState
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import frames
+from diloco.exchange.wire.outgoing import Upload
 
 log = logging.getLogger("diloco")
 
@@ -86,16 +86,19 @@ class Sharer:
     def share(self, number: int, digest: str, encode: Callable[[], bytes]) -> None:
         """As `Exchange.share`."""
 
-        def stream() -> Iterator[bytes]:
+        def send() -> None:
             content = encode()
-            yield from frames(self._header(number, digest=digest, num_bytes=len(content)), memoryview(content))
+            header = self._header(number, digest=digest, num_bytes=len(content))
+            with Upload(header, [memoryview(content)]) as upload:
+                self._syncers.upload(CHANNEL, "ShareInner", upload.messages(), pb.ShareReply, heard=upload.heard)
 
-        self._start(number, stream)
+        self._start(number, send)
 
     def decline(self, number: int, reason: str) -> None:
         """As `Exchange.decline`."""
         header = self._header(number, refusal=printable(reason, MAX_REASON - len("...")))
-        self._start(number, lambda: iter([header.SerializeToString()]))
+        refusal = iter([header.SerializeToString()])
+        self._start(number, lambda: self._syncers.upload(CHANNEL, "ShareInner", refusal, pb.ShareReply))
 
     def close(self) -> None:
         """Wait for the threads, whose calls fail once the connection is closed."""
@@ -109,10 +112,10 @@ class Sharer:
             num_bytes=num_bytes, refusal=refusal,
         )  # fmt: skip
 
-    def _start(self, number: int, stream: Callable[[], Iterator[bytes]]) -> None:
+    def _start(self, number: int, send: Callable[[], object]) -> None:
         def upload() -> None:
             try:
-                self._syncers.upload(CHANNEL, "ShareInner", stream(), pb.ShareReply)
+                send()
                 self._syncers.close_channel(CHANNEL)
             except DilocoError as error:
                 log.warning("the inner optimizer's state was not given to a joiner: %s", error)

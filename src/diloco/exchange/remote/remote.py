@@ -235,6 +235,11 @@ class Remote(ShardedExchange):
         return self._opened.num_bytes
 
     @property
+    def resumed_bytes(self) -> int:
+        end = self._follower or self._opened
+        return end.sender.resumed_bytes + end.receiver.resumed_bytes
+
+    @property
     def _opened(self) -> Session:
         if self._session is None:
             raise ExchangeError("this exchange takes part in no run yet; give it to a Learner first.")

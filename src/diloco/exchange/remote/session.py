@@ -62,12 +62,13 @@ class Session:
     Attributes:
         inbox: the news.
         sender: has the payloads of contributions.
+        receiver: has the newest global fragments.
     """
 
     def __init__(self, core: SessionCore, dialler: Dialler, entry: Entry, sender: Sender, receiver: Receiver) -> None:
         self.core = core
-        self.inbox, self.sender = Inbox(), sender
-        self._dialler, self._entry, self._receiver = dialler, entry, receiver
+        self.inbox, self.sender, self.receiver = Inbox(), sender, receiver
+        self._dialler, self._entry = dialler, entry
         self._changed = threading.Condition()
         self._is_over = False
         self._arriving: Download | None = None
@@ -96,7 +97,7 @@ class Session:
     @property
     def num_bytes(self) -> dict[str, int]:
         """Payload bytes by kind, sent and received."""
-        sent = num_bytes_of(self.sender, self._receiver)
+        sent = num_bytes_of(self.sender, self.receiver)
         return {**sent, "joins": sent["joins"] + self._entry.num_bytes}
 
     def close(self) -> None:
@@ -151,7 +152,7 @@ class Session:
 
     def _tell_start(self, start: requests.TellStart) -> None:
         self._dialler.close_channel("joins")
-        opened = Opened.of(start, self._receiver.fragments, self._receiver.static)
+        opened = Opened.of(start, self.receiver.fragments, self.receiver.static)
         self.inbox.clear()
         if start.reason is None:
             self.inbox.start(opened)
@@ -192,7 +193,7 @@ class Session:
                     core.joined, join=call, lineage=lineage_of(joined.lineage), incarnation=joined.incarnation
                 )
             case requests.Fetch():
-                return partial(self._fetched, fetch=call, fetched=self._receiver.fetch(call))
+                return partial(self._fetched, fetch=call, fetched=self.receiver.fetch(call))
             case requests.Push():
                 self.sender.push(call)
                 return partial(core.pushed, push=call)
@@ -231,7 +232,7 @@ class Session:
     def _fetched(self, now: float, fetch: requests.Fetch, fetched: Download) -> Sequence[SessionAction]:
         if (error := self.core.distrusts(fetched.lineage)) is not None:
             return self.core.failed(now, fetch, error)
-        self._receiver.take(fetched)
+        self.receiver.take(fetched)
         self._arriving = fetched
         return self.core.fetched(now, fetch, fetched.lineage, fetched.update.version, fetched.verdicts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from safetensors.torch import load
@@ -22,7 +22,9 @@ from diloco.errors import ExchangeError
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.messages import lineage_of, pull_request, push_header, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames, tensor_of
+from diloco.exchange.wire.frames import bytes_of, tensor_of
+from diloco.exchange.wire.incoming import Download as Incoming
+from diloco.exchange.wire.outgoing import Upload
 
 # --- up ---------------------------------------------------------------------------------------------------------------
 
@@ -62,10 +64,11 @@ class Sender:
 
     Attributes:
         num_bytes: sent; a payload counts once for each process of the syncer.
+        resumed_bytes: that were not sent again after a cut.
     """
 
     def __init__(self, dialler: Dialler, spans: Sequence[tuple[slice, int]] | None = None) -> None:
-        self.num_bytes = 0
+        self.num_bytes = self.resumed_bytes = 0
         self._dialler, self._spans = dialler, spans
         self._payloads: dict[Key, Payload] = {}
         self._changed = threading.Condition()
@@ -124,11 +127,15 @@ class Sender:
             header.start, header.stop = span.start, span.stop
             if span.start == span.stop:
                 return
-        if payload.boot != header.boot:
-            # Counted before it goes out: its version may be here, and the run over, before the acknowledgement is.
+        if payload.boot == header.boot:
+            header.resumes = True
+        else:  # Counted before it goes out: its version may be here, and the run over, before the acknowledgement is.
             payload.boot, self.num_bytes = header.boot, self.num_bytes + encoded.numel()
-        stream: Iterator[bytes] = frames(header, bytes_of(encoded))
-        self._dialler.upload("contributions", "Push", stream, pb.PushReply)
+        with Upload(header, [bytes_of(encoded)]) as upload:
+            try:
+                self._dialler.upload("contributions", "Push", upload.messages(), pb.PushReply, heard=upload.heard)
+            finally:
+                self.resumed_bytes += upload.resumed_bytes
         payload.arrived_at = header.boot
 
     def close(self) -> None:
@@ -166,6 +173,7 @@ class Receiver:
 
     Attributes:
         num_bytes: received as a joiner, and as a member of the run.
+        resumed_bytes: that were not fetched again after a cut.
     """
 
     def __init__(
@@ -173,6 +181,8 @@ class Receiver:
     ) -> None:
         self.num_bytes = {"joins": 0, "updates": 0}
         self._dialler, self._layout, self._method, self._shards = dialler, layout, method, shards
+        self._download: Incoming | None = None  # that was cut off
+        self.resumed_bytes = 0
         self._newest: dict[int, HeldFragment] = {}
         self._static: Mapping[str, Tensor] = {}
 
@@ -193,7 +203,7 @@ class Receiver:
         if shards is not None and is_shard:
             segments = shards[request.fragment]
             request.segments.CopyFrom(pb.Segments(first=segments.first, stop=segments.stop))
-        header, buffer = self._dialler.pull(channel, request)
+        header, buffer = self._pull(channel, request)
         self.num_bytes[channel] += len(buffer)
         lineage, verdicts, update = lineage_of(header.lineage), verdicts_of(header.verdicts), update_of(header)
         if request.static:
@@ -209,6 +219,18 @@ class Receiver:
             held = self._newest[fragment.index]
             advanced = advance(self._method, held, update, tensor_of(buffer), places, verify=not is_shard)
         return Download(lineage, update, verdicts, advanced, {})
+
+    def _pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
+        """A part of the model; after a cut, the same part goes on where it was."""
+        if self._download is None or not self._download.is_for(request):
+            self._download = Incoming(request)
+        before = self._download.resumed_bytes
+        try:
+            answer = self._dialler.pull(channel, request, self._download)
+        finally:
+            self.resumed_bytes += self._download.resumed_bytes - before
+        self._download = None
+        return answer
 
     def take(self, download: Download) -> None:
         """Hold what was fetched."""

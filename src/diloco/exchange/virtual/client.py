@@ -262,7 +262,7 @@ class SessionClient:
 
         def cut() -> None:
             if (begun := self._pushes.pop(open_, None)) is not None:
-                begun[0].cut_push(begun[1])
+                begun[0].cut_push(begun[1], received=payload.numel() // 2)
 
         def complete(driver: SimulatedDriver) -> None:
             begun = self._pushes.pop(open_, None)

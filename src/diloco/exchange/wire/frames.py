@@ -5,20 +5,36 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from google.protobuf.message import DecodeError, Message
 from torch import Tensor
 
 from diloco.errors import ConfigError, CorruptPayloadError
-
-CHUNK_BYTES = 1 << 19
-"""Bytes of one chunk, the last one of a stream may be shorter. gRPC copies each chunk several times: this many bytes
-stay in a core's cache and are given back to the allocator without a system call, and are enough to spread what a
-message costs in Python."""
+from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
 
 H = TypeVar("H", bound=Message)
+
+
+class Pace(Protocol):
+    """Says how a stream is sent."""
+
+    def next_bytes(self) -> int:
+        """How long the next chunk may be, once it may be sent."""
+
+    def sent(self, num_bytes: int) -> None:
+        """It goes out."""
+
+
+class Unpaced(Pace):
+    """As fast as it is taken, which the flow control of HTTP/2 limits."""
+
+    def next_bytes(self) -> int:
+        return LONGEST_CHUNK_BYTES
+
+    def sent(self, num_bytes: int) -> None:
+        pass
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -42,19 +58,29 @@ def tensor_of(buffer: bytearray | memoryview, dtype: torch.dtype = torch.uint8) 
 
 
 def frames(header: Message, *parts: memoryview) -> Iterator[bytes]:
-    """The messages of one stream: header, chunks of the parts one after the other, CRC-32 of all their bytes."""
-    return streamed(header, parts)
+    """As `streamed`, as fast as it is taken."""
+    return streamed(header, parts, Unpaced())
 
 
-def streamed(header: Message, parts: Iterable[memoryview]) -> Iterator[bytes]:
-    """As `frames`, of parts that are made one after the other."""
+def streamed(
+    header: Message, parts: Iterable[memoryview], pace: Pace, *, start: int = 0, checksum: int = 0
+) -> Iterator[bytes]:
+    """The messages of one stream: header, chunks of the parts one after the other, CRC-32 of all their bytes.
+
+    Arguments:
+        parts: of the payload, which may be made one after the other.
+        pace: waits before a chunk where enough bytes are on their way.
+        start, checksum: the receiver has this many bytes of the first part, with this CRC-32.
+    """
     yield header.SerializeToString()
-    checksum = 0
     for part in parts:
-        for start in range(0, len(part), CHUNK_BYTES):
-            chunk = part[start : start + CHUNK_BYTES]
+        while start < len(part):
+            chunk = part[start : start + pace.next_bytes()]
+            start += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
+            pace.sent(len(chunk))
             yield bytes(chunk)
+        start = 0
     yield checksum.to_bytes(4, "little")
 
 
@@ -85,14 +111,14 @@ def read_header(stream: Iterator[bytes], kind: type[H]) -> H:
     return parse(kind, first)
 
 
-def filling(stream: Iterator[bytes], buffer: memoryview) -> Iterator[int]:
+def filling(stream: Iterator[bytes], buffer: memoryview, *, filled: int = 0) -> Iterator[int]:
     """Fill `buffer` with the chunks of a stream and compare the checksum that follows; gives the bytes filled after
-    each chunk.
+    each chunk. The first `filled` are there already.
 
     Raises:
         CorruptPayloadError: too few or too many bytes, or another checksum.
     """
-    filled = checksum = 0
+    checksum = zlib.crc32(buffer[:filled])
     while filled < len(buffer):
         chunk = next(stream, None)
         if chunk is None:

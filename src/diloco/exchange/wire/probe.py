@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from diloco.errors import CorruptPayloadError
-from diloco.exchange.wire.frames import CHUNK_BYTES
+from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
 
 MAX_PROBE_BYTES = 1 << 28
 """What one probe carries each way at most: a fifth of a second at 10 Gbit/s."""
@@ -20,7 +20,7 @@ had saved up."""
 
 def noise(num_bytes: int) -> Iterator[bytes]:
     """Random bytes, which no link can compress, in chunks like those of a transfer but never a few large ones."""
-    chunk_bytes = max(1, min(CHUNK_BYTES, num_bytes // _MIN_CHUNKS))
+    chunk_bytes = max(1, min(LONGEST_CHUNK_BYTES, num_bytes // _MIN_CHUNKS))
     chunk = os.urandom(chunk_bytes)
     for start in range(0, num_bytes, chunk_bytes):
         yield chunk[: num_bytes - start]

@@ -23,20 +23,22 @@ class DescribeRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("method", "initialised", "layout", "step", "run_tokens", "lineage")
+    __slots__ = ("method", "initialised", "layout", "step", "run_tokens", "lineage", "lost_floor_s")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     INITIALISED_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FLOOR_S_FIELD_NUMBER: _ClassVar[int]
     method: str
     initialised: bool
     layout: str
     step: int
     run_tokens: int
     lineage: Lineage
-    def __init__(self, method: _Optional[str] = ..., initialised: _Optional[bool] = ..., layout: _Optional[str] = ..., step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
+    lost_floor_s: float
+    def __init__(self, method: _Optional[str] = ..., initialised: _Optional[bool] = ..., layout: _Optional[str] = ..., step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., lost_floor_s: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("run", "learner", "layout", "process", "again", "overlap", "seen")
@@ -91,12 +93,20 @@ class InitialiseReply(_message.Message):
     def __init__(self, received: _Optional[_Union[Received, _Mapping]] = ...) -> None: ...
 
 class Received(_message.Message):
-    __slots__ = ("num_bytes", "all")
+    __slots__ = ("num_bytes", "all", "checksum")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     all: bool
-    def __init__(self, num_bytes: _Optional[int] = ..., all: _Optional[bool] = ...) -> None: ...
+    checksum: int
+    def __init__(self, num_bytes: _Optional[int] = ..., all: _Optional[bool] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("start",)
+    START_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    def __init__(self, start: _Optional[int] = ...) -> None: ...
 
 class Units(_message.Message):
     __slots__ = ("first", "stop")
@@ -155,7 +165,7 @@ class Discard(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors", "number", "boot", "start", "stop", "units", "overwritten")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors", "number", "boot", "start", "stop", "units", "overwritten", "resumes")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +186,7 @@ class PushHeader(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     OVERWRITTEN_FIELD_NUMBER: _ClassVar[int]
+    RESUMES_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -196,7 +207,8 @@ class PushHeader(_message.Message):
     stop: int
     units: _containers.RepeatedCompositeFieldContainer[Units]
     overwritten: _containers.RepeatedCompositeFieldContainer[Units]
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., boot: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., units: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., overwritten: _Optional[_Iterable[_Union[Units, _Mapping]]] = ...) -> None: ...
+    resumes: bool
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., boot: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., units: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., overwritten: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., resumes: _Optional[bool] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("received",)
@@ -213,7 +225,7 @@ class Segments(_message.Message):
     def __init__(self, first: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "static", "base", "joining", "segments", "seen", "versions")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "static", "base", "joining", "segments", "seen", "versions", "kept")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +236,7 @@ class PullRequest(_message.Message):
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -234,10 +247,27 @@ class PullRequest(_message.Message):
     segments: Segments
     seen: Lineage
     versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., base: _Optional[int] = ..., joining: _Optional[bool] = ..., segments: _Optional[_Union[Segments, _Mapping]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    kept: Kept
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., base: _Optional[int] = ..., joining: _Optional[bool] = ..., segments: _Optional[_Union[Segments, _Mapping]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ...) -> None: ...
+
+class Kept(_message.Message):
+    __slots__ = ("version", "lossless", "digest", "payload_bytes", "num_bytes", "checksum")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LOSSLESS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    lossless: bool
+    digest: str
+    payload_bytes: int
+    num_bytes: int
+    checksum: int
+    def __init__(self, version: _Optional[int] = ..., lossless: _Optional[bool] = ..., digest: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("fragment", "base", "version", "contributors", "weights", "scale", "digest", "lossless", "num_bytes", "verdicts", "outer_bytes", "lineage")
+    __slots__ = ("fragment", "base", "version", "contributors", "weights", "scale", "digest", "lossless", "num_bytes", "verdicts", "outer_bytes", "lineage", "start")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +280,7 @@ class PullHeader(_message.Message):
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     OUTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     base: int
     version: int
@@ -262,7 +293,8 @@ class PullHeader(_message.Message):
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
     outer_bytes: int
     lineage: Lineage
-    def __init__(self, fragment: _Optional[int] = ..., base: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., digest: _Optional[str] = ..., lossless: _Optional[bool] = ..., num_bytes: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., outer_bytes: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
+    start: int
+    def __init__(self, fragment: _Optional[int] = ..., base: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., digest: _Optional[str] = ..., lossless: _Optional[bool] = ..., num_bytes: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., outer_bytes: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., start: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("fragment", "number", "reason", "version")

@@ -1,0 +1,120 @@
+"""The receiver's end of a transfer: when it says how much has arrived, and what it keeps of a download after a cut."""
+
+from __future__ import annotations
+
+import queue
+import time
+import zlib
+from collections.abc import Iterator
+
+from diloco.core.memory import room
+from diloco.errors import CorruptPayloadError
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import filling, read_header
+from diloco.exchange.wire.window import CHUNKS_UNSAID
+
+SAY_AFTER_S = 0.01
+"""A receiver speaks of a chunk that comes so long after it spoke last, or is the last of a few (`CHUNKS_UNSAID`)."""
+
+
+class Progress:
+    """When a receiver says how much has arrived."""
+
+    def __init__(self) -> None:
+        self._said_at = time.monotonic()
+        self._num_chunks = 0
+
+    def is_due(self) -> bool:
+        """One more chunk is here; whether to speak of it."""
+        self._num_chunks += 1
+        now = time.monotonic()
+        if now - self._said_at < SAY_AFTER_S and self._num_chunks < CHUNKS_UNSAID:
+            return False
+        self._said_at, self._num_chunks = now, 0
+        return True
+
+
+def acknowledged(fillings: Iterator[int], acknowledge: queue.SimpleQueue[bytes | None]) -> Iterator[int]:
+    """Say of a download how much of it has arrived; gives the same numbers."""
+    progress = Progress()
+    for filled in fillings:
+        if progress.is_due():
+            acknowledge.put(pb.Received(num_bytes=filled).SerializeToString())
+        yield filled
+
+
+class Download:
+    """A part of the model that is fetched, over one call after the other until it is whole.
+
+    Arguments:
+        request: asks for it.
+
+    Attributes:
+        header: as sent last; None: nothing has come.
+        buffer: its payload, filled to `filled`.
+        resumed_bytes: that were not fetched again.
+    """
+
+    def __init__(self, request: pb.PullRequest) -> None:
+        self.header: pb.PullHeader | None = None
+        self.buffer = memoryview(b"")
+        self.filled = self.resumed_bytes = 0
+        self._what = _what(request)
+
+    def is_for(self, request: pb.PullRequest) -> bool:
+        """Whether a request is for the same part."""
+        return _what(request) == self._what
+
+    def ask(self, request: pb.PullRequest) -> None:
+        """Say in the request what is here."""
+        if self.header is not None and self.filled:
+            header = self.header
+            request.kept.CopyFrom(
+                pb.Kept(
+                    version=header.version, lossless=header.lossless, digest=header.digest,
+                    payload_bytes=header.num_bytes, num_bytes=self.filled,
+                    checksum=zlib.crc32(self.buffer[: self.filled]),
+                )
+            )  # fmt: skip
+
+    def read(self, stream: Iterator[bytes], acknowledge: queue.SimpleQueue[bytes | None]) -> Iterator[None]:
+        """Take in an answer; gives after each chunk.
+
+        Raises:
+            CorruptPayloadError: it is damaged; nothing of it is kept.
+        """
+        header = read_header(stream, pb.PullHeader)
+        if header.start not in (0, self.filled):
+            raise CorruptPayloadError(f"the syncer goes on at byte {header.start} and not at {self.filled}.")
+        if header.start == 0:
+            self.buffer = room(header.num_bytes)
+        self.header, self.filled = header, header.start
+        self.resumed_bytes += header.start
+        yield
+        try:
+            for filled in acknowledged(filling(stream, self.buffer, filled=header.start), acknowledge):
+                self.filled = filled
+                yield
+        except CorruptPayloadError:
+            self.header, self.filled = None, 0
+            raise
+
+
+def start_of(kept: pb.Kept, header: pb.PullHeader, payload: memoryview) -> int:
+    """Where a payload goes on for a receiver that has kept this of it; 0: it is sent as a whole."""
+    told = kept.version, kept.lossless, kept.digest, kept.payload_bytes
+    if told != (header.version, header.lossless, header.digest, header.num_bytes) or kept.num_bytes > len(payload):
+        return 0
+    return kept.num_bytes if zlib.crc32(payload[: kept.num_bytes]) == kept.checksum else 0
+
+
+def _what(request: pb.PullRequest) -> bytes:
+    """The part of the model that a request is for, of all that it says."""
+    part = pb.PullRequest(run=request.run, base=request.base)
+    if request.static:
+        part.static = True
+    else:
+        part.fragment = request.fragment
+    if request.HasField("segments"):
+        part.segments.CopyFrom(request.segments)
+    return part.SerializeToString(deterministic=True)

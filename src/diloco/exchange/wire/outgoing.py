@@ -1,0 +1,118 @@
+"""The sender's end of a transfer, as fast as its receiver says that bytes arrive; and how it goes on after a cut."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Self
+
+from google.protobuf.message import Message
+
+from diloco.errors import UnreachableError
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import Pace, parse, streamed
+from diloco.exchange.wire.window import Window
+
+
+class Acknowledged(Pace):
+    """The pace of a stream whose sender reads what has arrived (`Received`) when it has to wait.
+
+    Arguments:
+        replies: what the receiver says. A receiver that has closed its side is sent all at once.
+        start: bytes that it has already.
+    """
+
+    def __init__(self, replies: Iterator[bytes], start: int) -> None:
+        self._replies, self._window, self._is_told = replies, Window(start), True
+
+    def next_bytes(self) -> int:
+        while self._is_told and not self._window.has_room:
+            if (reply := next(self._replies, None)) is None:
+                self._is_told = False
+            else:
+                self._window.arrived(time.monotonic(), parse(pb.Received, reply).num_bytes)
+        return self._window.chunk_bytes
+
+    def sent(self, num_bytes: int) -> None:
+        self._window.sent(time.monotonic(), num_bytes)
+
+
+class Upload(Pace):
+    """The messages of an upload, made on one thread while another one hears how it goes; a context manager around the
+    call.
+
+    Arguments:
+        header: with `resumes`, what follows waits for what the receiver has kept.
+        parts: of the payload. One that resumes has a single one.
+
+    Attributes:
+        resumed_bytes: that were not sent again.
+    """
+
+    def __init__(self, header: Message, parts: Iterable[memoryview]) -> None:
+        self.resumed_bytes = 0
+        self._header, self._parts = header, parts
+        self._window = Window()
+        self._changed = threading.Condition()
+        self._kept: pb.Received | None = None
+        self._is_over = False
+
+    def messages(self) -> Iterator[bytes]:
+        """What is sent. It ends early once the call is over."""
+        try:
+            if isinstance(self._header, pb.PushHeader) and self._header.resumes:
+                yield from self._resumed(self._header)
+            else:
+                yield from streamed(self._header, self._parts, self)
+        except UnreachableError:  # the call is over, and says why
+            return
+
+    def _resumed(self, header: pb.PushHeader) -> Iterator[bytes]:
+        yield header.SerializeToString()
+        [payload] = self._parts
+        with self._changed:
+            self._changed.wait_for(lambda: self._kept is not None or self._is_over)
+            kept = self._kept
+        if kept is None:
+            return
+        checksum = zlib.crc32(payload[: kept.num_bytes])
+        if kept.num_bytes > len(payload) or checksum != kept.checksum:
+            checksum = kept.num_bytes = 0
+        self.resumed_bytes, self._window = kept.num_bytes, Window(kept.num_bytes)
+        resume = pb.Resume(start=kept.num_bytes)
+        yield from streamed(resume, [payload], self, start=kept.num_bytes, checksum=checksum)
+
+    def heard(self, received: pb.Received) -> None:
+        """The receiver has this."""
+        with self._changed:
+            if self._header_resumes and self._kept is None:
+                self._kept = received
+            else:
+                self._window.arrived(time.monotonic(), received.num_bytes)
+            self._changed.notify_all()
+
+    @property
+    def _header_resumes(self) -> bool:
+        return isinstance(self._header, pb.PushHeader) and self._header.resumes
+
+    def next_bytes(self) -> int:
+        """As `Pace`. Raises UnreachableError: the call is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._window.has_room or self._is_over)
+            if self._is_over:
+                raise UnreachableError("the upload was broken off.")
+            return self._window.chunk_bytes
+
+    def sent(self, num_bytes: int) -> None:
+        with self._changed:
+            self._window.sent(time.monotonic(), num_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()

@@ -1,0 +1,287 @@
+"""Transfers that are cut off on the way go on at the chunk that they had reached, over another connection."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from benchmarks.processes import until
+from tests.syncer.relay import Link, Relay
+from tests.syncer.runs import RUN, Net, Raw, method, start, status_of
+
+from diloco import events
+from diloco.core.fragments import Layout, make_layout
+from diloco.core.members import Deadlines
+from diloco.errors import CorruptPayloadError, StaleIncarnationError, UnreachableError
+from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import Dialler
+from diloco.exchange.remote.entry import describe
+from diloco.exchange.remote.transfers import Payload, Receiver, Sender
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.incoming import start_of
+from diloco.exchange.wire.window import CHUNKS_UNSAID, FIRST_BYTES
+from diloco.syncer.server import Syncer
+
+T = TypeVar("T")
+
+CUT_AT = 3 * FIRST_BYTES
+"""So many bytes cross only if some of them were acknowledged."""
+
+
+def wide() -> Layout:
+    """Fragment 0 has 4 MB."""
+    return make_layout(Net(width=200_000), method().fragments)
+
+
+SIZE = wide().fragments[0].numel
+
+
+class Cutter:
+    """Cuts a connection off once `CUT_AT` bytes have crossed it in one direction, as often as it is told."""
+
+    def __init__(self, times: int, how: Callable[[Link], None] = Link.hang_up) -> None:
+        self.left, self._how, self._cut = times, how, set[Link]()
+        self._lock = threading.Lock()
+
+    def __call__(self, link: Link) -> None:
+        with self._lock:
+            if self.left and link not in self._cut and max(link.up_bytes, link.down_bytes) >= CUT_AT:
+                self.left -= 1
+                self._cut.add(link)
+                self._how(link)
+
+
+@contextmanager
+def behind(tmp_path: Path, cutter: Cutter, **options: Any) -> Iterator[tuple[Syncer, Relay, Raw]]:
+    """A syncer whose run has a wide model, with a learner at its door, and a relay before it."""
+    with start(tmp_path, method(at_least=2), **options) as syncer:
+        raw = Raw(syncer.address, held=wide())
+        with closing(raw.connection), Relay(syncer.port, cutter, cutter) as relay:
+            raw.initialise()
+            raw.join()
+            yield syncer, relay, raw
+
+
+def in_spite_of_cuts(transfer: Callable[[], T]) -> tuple[T, int]:
+    """Repeat a transfer until it is not cut off; how often it was."""
+    for times in range(100):
+        with suppress(UnreachableError):
+            return transfer(), times
+    raise AssertionError("it never comes through")
+
+
+def received(syncer: Syncer) -> torch.Tensor:
+    """The one contribution that waits for its round."""
+    [slot] = syncer.driver.ask(lambda driver: list(driver._slots.values()))
+    return slot.tensor
+
+
+def resumed(tmp_path: Path) -> list[tuple[str, int]]:
+    log = events.read_events(tmp_path / "state" / "events.jsonl")
+    return [(event.what, event.num_bytes) for event in log if isinstance(event, events.Resumed)]
+
+
+def without_a_word(link: Link) -> None:
+    """The learner's end breaks, and the syncer is not told."""
+    link.is_half_open = True
+    Relay.hang_up_end(link.ends[0])
+
+
+@pytest.mark.parametrize("how", [Link.hang_up, without_a_word])
+def test_a_push_goes_on_where_it_was_cut_off(how: Callable[[Link], None], tmp_path: Path) -> None:
+    values = bytes_as_tensor(torch.randn(SIZE, generator=torch.Generator().manual_seed(1)))
+    with behind(tmp_path, Cutter(2, how)) as (syncer, relay, raw), closing(Connection(relay.address)) as connection:
+        sender, header = Sender(Dialler([connection])), raw.header(values.numel())
+        payload = Payload(lambda: values)
+        _, times = in_spite_of_cuts(lambda: sender.upload(header, payload))
+        assert times >= 2
+        assert torch.equal(received(syncer), values)
+        assert sender.num_bytes == len(values)
+        told = [num_bytes for _, num_bytes in resumed(tmp_path)]
+        assert 0 < told[0] < told[-1] <= len(values)
+        assert sender.resumed_bytes == sum(told)
+        until(lambda: status_of(syncer)["spooled_bytes"] == len(values), "room is lost")
+
+
+def bytes_as_tensor(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.uint8)
+
+
+def test_a_pull_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    with behind(tmp_path, Cutter(2)) as (_, relay, raw), closing(Connection(relay.address)) as connection:
+        receiver = Receiver(Dialler([connection]), raw.layout, method())
+        request = pb.PullRequest(
+            run=RUN, learner=raw.name, incarnation=raw.incarnation, fragment=0, base=-1, joining=True
+        )
+        download, times = in_spite_of_cuts(lambda: receiver.pull(request))
+        assert times >= 2
+        assert download.advanced is not None
+        assert torch.equal(download.advanced.held.theta, torch.ones(SIZE))
+        assert receiver.num_bytes["joins"] == 4 * SIZE
+        told = resumed(tmp_path)
+        assert {what for what, _ in told} == {"joins"}
+        assert receiver.resumed_bytes == sum(num_bytes for _, num_bytes in told) > 0
+
+
+def quick(lost_floor_s: float) -> dict[str, Any]:
+    return {"deadlines": Deadlines(lost_floor_s=lost_floor_s, lost_cap_s=lost_floor_s)}
+
+
+def stalled(link: Link) -> None:
+    """Nothing arrives at either end, and neither is told."""
+    link.may_flow.clear()
+
+
+@pytest.mark.parametrize("up", [True, False])
+def test_a_transfer_in_which_nothing_moves_is_given_up_within_the_lost_deadline(up: bool, tmp_path: Path) -> None:
+    """The learner's end; it is the syncer that says what the deadline is. On the next connection it goes on."""
+    with (
+        behind(tmp_path, Cutter(1, stalled), **quick(1.5)) as (_, relay, raw),
+        ThreadPoolExecutor(1) as pool,
+        closing(Connection(relay.address)) as connection,
+    ):
+        is_over = threading.Event()
+        heart = pool.submit(beats, raw, is_over)
+        try:
+            describe(Dialler([connection]), RUN, None)
+            sender, receiver = Sender(Dialler([connection])), Receiver(Dialler([connection]), raw.layout, method())
+            payload, header = Payload(lambda: torch.zeros(4 * SIZE, dtype=torch.uint8)), raw.header(4 * SIZE)
+            request = pb.PullRequest(run=RUN, learner=raw.name, incarnation=raw.incarnation, fragment=0, base=-1)
+
+            def transfer() -> None:
+                if up:
+                    sender.upload(header, payload)
+                else:
+                    receiver.pull(request)
+
+            with pytest.raises(UnreachableError, match=r"nothing has moved .* for \d\.\d s"):
+                transfer()
+            in_spite_of_cuts(transfer)
+            assert sender.resumed_bytes + receiver.resumed_bytes > 0
+        finally:
+            is_over.set()
+            heart.result()
+
+
+def beats(raw: Raw, is_over: threading.Event) -> None:
+    """Heartbeats, until it is over."""
+    while not is_over.wait(0.2):
+        raw.beat(1, 5)
+
+
+@pytest.mark.parametrize("up", [True, False])
+def test_the_transfer_of_a_learner_that_is_gone_ends_with_it(up: bool, tmp_path: Path) -> None:
+    """The syncer's end: heartbeats have stopped, and no end of the connection is told."""
+    with (
+        behind(tmp_path, Cutter(1, stalled), **quick(1.5)) as (syncer, relay, raw),
+        closing(Connection(relay.address)) as connection,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        sender, receiver = Sender(Dialler([connection])), Receiver(Dialler([connection]), raw.layout, method())
+        payload, header = Payload(lambda: torch.zeros(4 * SIZE, dtype=torch.uint8)), raw.header(4 * SIZE)
+        request = pb.PullRequest(run=RUN, learner=raw.name, incarnation=raw.incarnation, fragment=0, base=-1)
+        lost = pool.submit(sender.upload, header, payload) if up else pool.submit(receiver.pull, request)
+        until(lambda: not status_of(syncer)["learners"], "it is not given up")
+        until(lambda: not syncer.transfers.num_open, "its transfer is still open")
+        assert status_of(syncer)["spooled_bytes"] == 0
+        relay.cut()
+        assert isinstance(lost.exception(), UnreachableError | StaleIncarnationError)
+
+
+def resumed_push(raw: Raw, start: int | None) -> pb.Received:
+    """A bare push of the contribution that goes on at `start` (None: where it was), and ends without a payload."""
+    header = raw.header(4 * SIZE, resumes=True)
+    kept: list[pb.Received] = []
+    heard = threading.Event()
+
+    def stream() -> Iterator[bytes]:
+        yield header.SerializeToString()
+        heard.wait()
+        yield pb.Resume(start=kept[0].num_bytes if start is None else start).SerializeToString()
+
+    def hear(received: pb.Received) -> None:
+        kept.append(received)
+        heard.set()
+
+    with pytest.raises(CorruptPayloadError):
+        raw.connection.upload("contributions", "Push", stream(), pb.PushReply, heard=hear)
+    return kept[0]
+
+
+def cut_short(raw: Raw, payload: torch.Tensor) -> None:
+    """The first chunks of a contribution, and then the end of the connection."""
+    messages = frames(raw.header(4 * SIZE), bytes_of(payload))
+    taken = threading.Event()
+
+    def stream() -> Iterator[bytes]:
+        yield from itertools.islice(messages, 1 + CHUNKS_UNSAID)
+        taken.wait()
+
+    def hear(received: pb.Received) -> None:
+        raw.connection.close_channel("contributions")
+        taken.set()
+
+    with pytest.raises(UnreachableError):
+        raw.connection.upload("contributions", "Push", stream(), pb.PushReply, heard=hear)
+
+
+def test_what_a_sender_says_of_what_is_here_is_not_believed(tmp_path: Path) -> None:
+    with start(tmp_path, method(at_least=2)) as syncer:
+        raw, other = Raw(syncer.address, held=wide()), Raw(syncer.address, "other", held=wide())
+        with closing(raw.connection), closing(other.connection):
+            raw.initialise()
+            raw.join()
+            other.join()
+            assert resumed_push(raw, 0).num_bytes == 0  # nothing is here
+            values = bytes_as_tensor(torch.ones(SIZE))
+            cut_short(raw, values)
+            assert resumed_push(other, None).num_bytes == 0  # it is of another learner
+            here = resumed_push(raw, 7).num_bytes  # within what is here
+            assert here > 0
+            assert resumed_push(raw, 1 << 60).num_bytes == here
+            assert resumed_push(raw, None).num_bytes == here
+            raw.push(values)
+            assert torch.equal(received(syncer), values)
+
+
+def test_what_is_here_has_other_bits_and_is_sent_again(tmp_path: Path) -> None:
+    """As after damage in the spool."""
+    with start(tmp_path, method(at_least=2)) as syncer:
+        raw = Raw(syncer.address, held=wide())
+        with closing(raw.connection), closing(Connection(syncer.address)) as connection:
+            raw.initialise()
+            raw.join()
+            cut_short(raw, bytes_as_tensor(torch.ones(SIZE)))
+            values = bytes_as_tensor(torch.zeros(SIZE))
+            sender, payload, header = Sender(Dialler([connection])), Payload(lambda: values), raw.header(4 * SIZE)
+            payload.bytes()
+            payload.boot = header.boot  # as if it had sent the ones
+            sender.upload(header, payload)
+            assert torch.equal(received(syncer), values)
+            assert sender.resumed_bytes == 0
+
+
+def test_a_download_goes_on_only_with_the_same_payload() -> None:
+    payload = memoryview(bytes(range(100)))
+    header = pb.PullHeader(version=3, digest="d", lossless=True, num_bytes=100)
+    kept = pb.Kept(version=3, digest="d", lossless=True, payload_bytes=100, num_bytes=40)
+    kept.checksum = zlib.crc32(payload[:40])
+    assert start_of(kept, header, payload) == 40
+    for field, value in {
+        "version": 4, "digest": "e", "lossless": False, "payload_bytes": 101, "num_bytes": 41, "checksum": 1,
+    }.items():  # fmt: skip
+        other = pb.Kept()
+        other.CopyFrom(kept)
+        setattr(other, field, value)
+        assert start_of(other, header, payload) == 0, field
+    kept.num_bytes = 1 << 60
+    assert start_of(kept, header, payload) == 0
