@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.core.contribution import KEPT, LATE, MISSED, OUT_OF_STEP, OUTLIER, OVERLAP, Contribution
-from diloco.core.leases import MERGED, Ask, DataSet, Grant, Leases
+from diloco.core.leases import Ask, DataSet, Grant, Leases, gone_back
 from diloco.core.ranges import Ranges, common, count, is_set, minus, ranges_of, split, union
+from diloco.core.unit_fates import KEPT_VERSIONS, MERGED
 from diloco.core.unit_queue import UnitQueue
 from diloco.errors import ConfigError, PayloadError
 
@@ -77,6 +79,8 @@ class World:
         self.incarnations: Counter[str] = Counter()
         self.checkpoints: dict[str, tuple[list[set[int]], list[set[int]]]] = {}
         self.merges: Counter[tuple[int, int]] = Counter()  # by unit and fragment
+        self.versions: list[list[set[int]]] = [[] for _ in range(num_fragments)]  # the units in each
+        self.known_from = [0] * num_fragments  # a repair goes back to this version at most
 
     def join(self, name: str, *, resumes: bool) -> None:
         self.end(name)
@@ -138,9 +142,12 @@ class World:
 
     def verdict(self, index: int, reason: str | None) -> None:
         c = self.open.pop(index)
+        versions = self.versions[c.fragment]
         if reason is None:
             self.merges.update((unit, c.fragment) for unit in numbers(c.units))
-        self.leases.decided(c, reason, self.open)
+            versions.append(numbers(c.units))
+            self.known_from[c.fragment] = max(self.known_from[c.fragment], len(versions) - KEPT_VERSIONS)
+        self.leases.decided(c, reason, self.open, version=len(versions))
         learner = self.learners.get(c.learner)
         if learner is not None and learner.incarnation == c.incarnation:
             del learner.sent[c.fragment, c.number]
@@ -159,6 +166,18 @@ class World:
         for learner in self.learners.values():
             for key in sorted(learner.sent):
                 self.arrive(learner.sent[key])
+
+    def repair(self, fragment: int, num_lost: int) -> None:
+        """The newest versions of a fragment are lost, and all learners are gone."""
+        versions = self.versions[fragment]
+        left = max(self.known_from[fragment], len(versions) - num_lost)
+        self.merges.subtract((unit, fragment) for units in versions[left:] for unit in units)
+        self.merges += Counter()  # those that are left
+        del versions[left:]
+        record = json.loads(json.dumps(self.leases.saved([], self.open)))
+        record = json.loads(json.dumps(gone_back(record, [len(each) for each in self.versions])))
+        self.leases, self.open, self.learners = Leases(self.num_fragments), [], {}
+        self.leases.restore(record, ())
 
     def check(self) -> None:
         leases = self.leases
@@ -198,6 +217,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("checkpoint"), NAMES, st.none()),
     st.tuples(st.just("end"), NAMES, st.none()),
     st.tuples(st.just("restart"), st.none(), st.none()),
+    st.tuples(st.just("repair"), st.integers(0, 1), st.integers(1, KEPT_VERSIONS)),
 )
 
 
@@ -209,6 +229,8 @@ def happen(world: World, what: str, a: Any, b: Any) -> None:
             world.verdict(a, b)
         case "restart" if world.leases.data is not None:
             world.restart()
+        case "repair" if world.leases.data is not None and a < world.num_fragments:
+            world.repair(a, b)
         case _ if a not in world.learners:
             pass
         case "ask":
@@ -252,6 +274,38 @@ def test_all_adds_up_whatever_happens(num_fragments: int, passes: int, events: l
         assert sum(max(0, each - 1) for each in times) <= totals.repeated
         missing = sum(each == 0 for each in times)
         assert missing == sum(num for fate, num in totals.fates.items() if fate != MERGED)
+
+
+def test_what_a_repair_loses_comes_back() -> None:
+    """As above, with events that get on: most units are done when a repair comes."""
+    num_lost = num_repeated = 0
+    for seed in range(80):
+        draw = Random(seed)
+        world = World(1 + seed % 2, 0)
+        for _ in range(150):
+            name, fragment = draw.choice("ab"), draw.randrange(world.num_fragments)
+            if name not in world.learners:
+                world.join(name, resumes=draw.random() < 0.8)
+            what = draw.choices(
+                ["ask", "train", "send", "verdict", "overwrite", "checkpoint", "end", "restart", "repair"],
+                [3, 6, 8, 14, 1, 4, 0.7, 0.3, 1],
+            )[0]
+            match what:
+                case "ask":
+                    happen(world, what, name, draw.randint(1, 12))
+                case "train":
+                    happen(world, what, name, draw.randint(1, 6))
+                case "verdict":
+                    happen(world, what, 0, draw.choice([None, None, None, LATE, OUT_OF_STEP]))
+                case "repair":
+                    happen(world, what, fragment, draw.randint(1, KEPT_VERSIONS - 1))
+                case _:
+                    happen(world, what, name, fragment)
+            world.check()
+        num_lost += world.leases.num_lost
+        num_repeated += sum(totals.repeated for totals in world.leases.totals)
+    assert num_lost > 100
+    assert num_repeated > 100
 
 
 def two_fragments() -> tuple[World, Learner]:
@@ -314,8 +368,8 @@ def test_a_record_with_a_version_has_the_fates_that_come_with_it() -> None:
     for fragment in (0, 1):
         world.send("a", fragment)
     first, second = world.open
-    world.leases.decided(first, None, [second])
-    record = json.loads(json.dumps(world.leases.saved([(second, None)], [])))
+    world.leases.decided(first, None, [second], version=1)
+    record = json.loads(json.dumps(world.leases.saved([(second, None)], [], version=1)))
     assert world.leases.done == ()  # not published yet
     both = [(first, None), (second, None)]
     fresh, _ = two_fragments()
@@ -328,7 +382,7 @@ def test_a_record_with_a_version_has_the_fates_that_come_with_it() -> None:
     again = Leases(2)
     again.restore(record, {("a", 1)})
     assert again.done == ((0, 6),)
-    world.leases.decided(second, None, [])
+    world.leases.decided(second, None, [], version=1)
     assert json.loads(json.dumps(world.leases.saved([], []))) == record
 
 
@@ -459,6 +513,20 @@ def test_hundreds_of_millions_of_units_cost_little() -> None:
         for fragment in range(4):
             c = Contribution("a", 1, fragment, number, 0, 0, 1, 1, step=1, units=((first, stop),))
             leases.check(c, [])
-            leases.decided(c, None, [])
+            leases.decided(c, None, [], version=number)
     assert count(leases.done) == 499 * 2**19
     assert len(json.dumps(leases.saved([], []))) < 2000
+
+
+def test_a_claim_has_no_fate_of_a_version_that_was_lost() -> None:
+    world, learner = two_fragments()
+    world.send("a", 0)
+    world.verdict(0, None)
+    world.checkpoints["a"] = learner.state()  # the work in the second fragment is pending
+    world.end("a")
+    world.repair(0, 1)
+    world.check()
+    world.join("a", resumes=True)
+    world.check()
+    assert world.learners["a"].pending == [set(), set()]  # the first fragment lacks them: they are trained anew
+    assert world.leases.num_unclaimed == 6

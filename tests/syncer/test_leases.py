@@ -17,7 +17,7 @@ from benchmarks.processes import SyncerProcess, until
 from tests.processes import start_module
 from tests.syncer.leased_life import NUM_SAMPLES, trained_by
 from tests.syncer.leased_ranks_life import BATCH
-from tests.syncer.runs import RUN, Net, Raw, method, start
+from tests.syncer.runs import RUN, Net, Raw, method, start, status_of, versions_of
 
 import diloco
 from diloco.cli import main
@@ -26,6 +26,8 @@ from diloco.errors import ConfigError, PayloadError, StaleIncarnationError
 from diloco.events import Data, Merged, read_events
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.syncer.files import version_of
+from diloco.syncer.repair import repair
 
 RUN_FILE = """
 [run]
@@ -198,6 +200,39 @@ def test_a_lease_is_durable_and_a_resend_gets_the_same(tmp_path: Path) -> None:
         assert durable(tmp_path)[0]["returned"] == [[0, 20]]
         with pytest.raises(StaleIncarnationError):
             raw.lease(3)
+
+
+def test_units_of_a_version_that_a_repair_lost_are_leased_again(tmp_path: Path) -> None:
+    with start(tmp_path, method()) as syncer:
+        raw = Leaser(syncer.address)
+        raw.initialise()
+        raw.join()
+        assert raw.lease() == [(0, 10)]
+        payloads = [torch.zeros(4 * fragment.numel, dtype=torch.uint8) for fragment in raw.layout.fragments]
+        for version, units in enumerate([pb.Units(first=0, stop=4), pb.Units(first=4, stop=6)]):
+            for fragment, payload in enumerate(payloads):
+                raw.beat(4 * (version + 1), 40)
+                raw.push(
+                    payload, fragment=fragment, units=[units], round=version, base=version, step=4 * (version + 1),
+                    trained=40,
+                )  # fmt: skip
+                until(lambda f=fragment, v=version: versions_of(syncer)[f] == v + 1, "it is not published")  # type: ignore[misc]
+        raw.leave(40)
+        data = status_of(syncer)["data"]
+        assert (data["passes"][0]["done"], data["lost"]) == (6, 0)
+    (newest,) = [path for path in (tmp_path / "state" / "tensors").iterdir() if version_of(path.name) == (0, 2)]
+    newest.write_bytes(b"damaged")
+    repair(tmp_path / "state")
+    with start(tmp_path, method()) as syncer:
+        assert versions_of(syncer) == [1, 2]
+        data = status_of(syncer)["data"]
+        assert (data["passes"][0]["done"], data["passes"][0]["free"], data["lost"]) == (4, 96, 2)
+        assert [(it["fates"]["merged"], it["merges"], it["repeated"]) for it in data["fragments"]] == [
+            (4, 4, 0), (4, 6, 2),
+        ]  # fmt: skip
+        raw = Leaser(syncer.address)
+        raw.join()
+        assert raw.lease() == [(4, 14)]  # 4 and 5 are trained again
 
 
 def test_leases_and_units_that_make_no_sense_are_refused(tmp_path: Path) -> None:

@@ -129,7 +129,8 @@ def _data(data: dict[str, Any]) -> str:
     for it in data["passes"]:
         line += f"; pass {it['pass'] + 1}: {it['done']:,} done, {it['leased']:,} leased, {it['free']:,} free"
     repeated = sum(it["repeated"] for it in data["fragments"])
-    return f"{line}; {data['returned']:,} came back, {repeated:,} were merged in a fragment once more"
+    lost = f" ({data['lost']:,} of them with versions that a repair lost)" if data["lost"] else ""
+    return f"{line}; {data['returned']:,} came back{lost}, {repeated:,} were merged in a fragment once more"
 
 
 def _learners(status: dict[str, Any]) -> Table:

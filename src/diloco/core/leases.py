@@ -41,10 +41,8 @@ from typing import Any
 
 from diloco.core.contribution import KEPT, OVERLAP, Contribution
 from diloco.core.ranges import Ranges, common, count, minus, ranges_of, split, union
+from diloco.core.unit_fates import MERGED, RecentMerges, UnitFates, fates_of
 from diloco.errors import ConfigError, PayloadError
-
-MERGED = "merged"
-"""The fate of a unit in a fragment whose version has the work on it."""
 
 MAX_ASKED = 2**20
 """Units in one request."""
@@ -108,47 +106,16 @@ class Grant:
 
 
 @dataclass
-class Holding:
-    """The units of one incarnation that are not done.
+class Holding(UnitFates):
+    """The units of one incarnation that are not done: under lease; or, of one that has ended, those that came back.
 
     Attributes:
-        units: under lease; or, of one that has ended, those that came back.
-        fates: per fragment, of these units by fate.
         grant: the newest.
         has_ended: its incarnation is gone; the units left wait for the verdicts of acknowledged contributions.
     """
 
-    units: Ranges
-    fates: list[dict[str, Ranges]]
     grant: Grant = Grant(0, ())
     has_ended: bool = False
-
-    def settled(self, fragment: int) -> Ranges:
-        """Units that have their fate in a fragment."""
-        return union(*self.fates[fragment].values())
-
-    def settle(self, fragment: int, units: Ranges, fate: str) -> None:
-        """These units have met their fate."""
-        if units:
-            self.fates[fragment][fate] = union(self.fates[fragment].get(fate, ()), units)
-
-    def taken(self, units: Ranges) -> list[dict[str, Ranges]]:
-        """Remove units; returns their fates."""
-        taken = [{fate: common(its, units) for fate, its in by_fate.items()} for by_fate in self.fates]
-        self.units = minus(self.units, units)
-        for by_fate in self.fates:
-            for fate in list(by_fate):
-                by_fate[fate] = minus(by_fate[fate], units)
-                if not by_fate[fate]:
-                    del by_fate[fate]
-        return taken
-
-    def add(self, units: Ranges, fates: Sequence[Mapping[str, Ranges]]) -> None:
-        """Take in units with the fates that they have."""
-        self.units = union(self.units, units)
-        for fragment, by_fate in enumerate(fates):
-            for fate, its in by_fate.items():
-                self.settle(fragment, its, fate)
 
     def as_list(self) -> list[Any]:
         """Plain values (JSON)."""
@@ -158,10 +125,8 @@ class Holding:
     def from_list(cls, values: Sequence[Any]) -> Holding:
         """What `as_list` gave."""
         units, fates, (number, granted, claimed), has_ended = values
-        return cls(
-            ranges_of(units), [{fate: ranges_of(its) for fate, its in by_fate.items()} for by_fate in fates],
-            Grant(number, ranges_of(granted), ranges_of(claimed)), has_ended,
-        )  # fmt: skip
+        grant = Grant(number, ranges_of(granted), ranges_of(claimed))
+        return cls(ranges_of(units), fates_of(fates), grant, has_ended)
 
 
 @dataclass
@@ -196,6 +161,8 @@ class Leases:
         totals: by fragment.
         num_returned: of units, ever.
         num_unclaimed: units that a learner came back with and that others had meanwhile.
+        num_lost: times that a unit that was done came back, because a version with it was lost.
+        recent: the units in the newest versions.
     """
 
     def __init__(self, num_fragments: int) -> None:
@@ -206,7 +173,8 @@ class Leases:
         self.leases: dict[tuple[str, int], Holding] = {}
         self.left: dict[str, Holding] = {}
         self.totals = [Totals() for _ in range(num_fragments)]
-        self.num_returned = self.num_unclaimed = 0
+        self.num_returned = self.num_unclaimed = self.num_lost = 0
+        self.recent = RecentMerges(num_fragments)
 
     # --- leasing ------------------------------------------------------------------------------------------------------
 
@@ -309,8 +277,13 @@ class Leases:
         if common(c.units, c.overwritten):
             raise PayloadError(f"{c.learner!r} sends units of the data that it says were overwritten; send either.")
 
-    def decided(self, c: Contribution, reason: str | None, open_: Iterable[Contribution]) -> None:
-        """A contribution has its verdict. `reason`: why it was rejected; None: it is merged."""
+    def decided(self, c: Contribution, reason: str | None, open_: Iterable[Contribution], *, version: int) -> None:
+        """A contribution has its verdict.
+
+        Arguments:
+            reason: why it was rejected; None: it is merged.
+            version: the fragment's newest, in which it is then.
+        """
         lease = self.leases.get((c.learner, c.incarnation))
         if lease is None or not (c.units or c.overwritten):
             return
@@ -318,6 +291,7 @@ class Leases:
         if reason is None:
             lease.settle(c.fragment, c.units, MERGED)
             self.totals[c.fragment].merges += count(c.units)
+            self.recent.merged(c.fragment, version, c.units)
         elif reason not in KEPT:
             lease.settle(c.fragment, c.units, reason)
         self._sort_out(c.learner, c.incarnation, lease, open_)
@@ -339,7 +313,9 @@ class Leases:
             out = minus(lease.units, union(*(each for it in mine for each in (it.units, it.overwritten))))
         done = common(common(settled, out), union(*(by_fate.get(MERGED, ()) for by_fate in lease.fates)))
         back = minus(out, done)
-        for totals, by_fate in zip(self.totals, lease.taken(done), strict=True):
+        done_fates = lease.taken(done)
+        self.recent.done.add(done, done_fates)
+        for totals, by_fate in zip(self.totals, done_fates, strict=True):
             totals.fates.update({fate: count(its) for fate, its in by_fate.items() if its})
         fates = lease.taken(back)
         for totals, by_fate in zip(self.totals, fates, strict=True):
@@ -352,6 +328,24 @@ class Leases:
             self.left.setdefault(learner, self._new()).add(back, fates)
         if not lease.units:
             del self.leases[learner, incarnation]
+
+    def lose(self, fragment: int, version: int) -> None:
+        """A repair has gone back to this version of a fragment: what was done and merged into a later one comes back,
+        as far as `recent` knows it. There are no leases: all learners are gone."""
+        num_merges, lost = self.recent.lose(fragment, version)
+        back = common(self.recent.done.units, lost)
+        fates = self.recent.done.taken(back)
+        for index, (totals, by_fate) in enumerate(zip(self.totals, fates, strict=True)):
+            totals.fates.subtract({fate: count(its) for fate, its in by_fate.items()})
+            totals.repeated += count(by_fate.get(MERGED, ())) if index != fragment else 0
+        here = count(fates[fragment].get(MERGED, ()))
+        for left in self.left.values():
+            left.forget(fragment, lost, MERGED)
+        self.totals[fragment].merges -= num_merges
+        self.totals[fragment].repeated -= num_merges - here  # of units that had come back before
+        self.returned = union(self.returned, back)
+        self.num_returned += count(back)
+        self.num_lost += count(back)
 
     # --- what stands --------------------------------------------------------------------------------------------------
 
@@ -396,22 +390,22 @@ class Leases:
         return {
             "num_units": num, "num_passes": self.data.passes or None, "before": self.before, "passes_done": first,
             "passes_begun": -(-self.frontier // num), "passes": passes, "learners": dict(by_learner),
-            "returned": self.num_returned, "unclaimed": self.num_unclaimed,
+            "returned": self.num_returned, "unclaimed": self.num_unclaimed, "lost": self.num_lost,
             "fragments": [totals.as_dict() for totals in self.totals],
         }  # fmt: skip
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def saved(
-        self, decided: Sequence[tuple[Contribution, str | None]], open_: Sequence[Contribution]
+        self, decided: Sequence[tuple[Contribution, str | None]], open_: Sequence[Contribution], *, version: int = 0
     ) -> dict[str, Any] | None:  # fmt: skip
-        """Plain values (JSON), as they are once these contributions have their verdicts, and `open_` are left without.
-        None: no learner has asked for a lease."""
+        """Plain values (JSON), as they are once these contributions have their verdicts with this `version`, and
+        `open_` are left without. None: no learner has asked for a lease."""
         if self.data is None:
             return None
         then = deepcopy(self) if decided else self
         for index, (c, reason) in enumerate(decided):
-            then.decided(c, reason, [*open_, *(later for later, _ in decided[index + 1 :])])
+            then.decided(c, reason, [*open_, *(later for later, _ in decided[index + 1 :])], version=version)
         return {
             "data": astuple(self.data),
             "before": then.before,
@@ -422,12 +416,19 @@ class Leases:
             "totals": [totals.as_dict() for totals in then.totals],
             "num_returned": then.num_returned,
             "num_unclaimed": then.num_unclaimed,
+            "num_lost": then.num_lost,
+            "recent": then.recent.as_list(),
         }
 
     def restore(self, values: Mapping[str, Any] | None, living: Iterable[tuple[str, int]]) -> None:
         """Continue from `saved`. What was not merged of incarnations other than the `living` comes back."""
         if values is None:
             return
+        self._read(values)
+        for learner, incarnation in sorted(self.leases.keys() - set(living)):
+            self.ended(learner, incarnation, ())
+
+    def _read(self, values: Mapping[str, Any]) -> None:
         self.data = DataSet(*values["data"])
         self.before, self.frontier = values["before"], values["frontier"]
         self.returned = ranges_of(values["returned"])
@@ -435,8 +436,18 @@ class Leases:
         self.left = {learner: Holding.from_list(lease) for learner, lease in values["left"].items()}
         self.totals = [Totals(Counter(it["fates"]), it["merges"], it["repeated"]) for it in values["totals"]]
         self.num_returned, self.num_unclaimed = values["num_returned"], values["num_unclaimed"]
-        for learner, incarnation in sorted(self.leases.keys() - set(living)):
-            self.ended(learner, incarnation, ())
+        self.num_lost, self.recent = values["num_lost"], RecentMerges.from_list(values["recent"])
+
+
+def gone_back(values: Mapping[str, Any] | None, versions: Sequence[int]) -> dict[str, Any] | None:
+    """What `Leases.saved` gave, once a repair has gone back to these versions of the fragments."""
+    if values is None:
+        return None
+    leases = Leases(len(versions))
+    leases.restore(values, ())
+    for fragment, version in enumerate(versions):
+        leases.lose(fragment, version)
+    return leases.saved([], [])
 
 
 def _of(c: Contribution, learner: str, incarnation: int) -> bool:

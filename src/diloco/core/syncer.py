@@ -34,6 +34,7 @@ from diloco.core.actions import (
 )
 from diloco.core.contribution import OUTLIER, Contribution, Standing, Verdict
 from diloco.core.leases import Ask, Grant, Leases
+from diloco.core.leases import gone_back as leases_gone_back
 from diloco.core.members import Deadlines, Member
 from diloco.core.pool import Pool
 from diloco.core.rounds.base import ClosedRound, Decision, FragmentState, Rules
@@ -119,7 +120,7 @@ class SyncerCore:
             "fragment_steps": steps,
             "members": members,
             "accounts": accounts,
-            "leases": self.leases.saved(decided, left_open),
+            "leases": self.leases.saved(decided, left_open, version=version),
             "rounds": self.rounds.saved(storing),
         }
         return Record(self._serial, values)
@@ -330,7 +331,7 @@ class SyncerCore:
         state.version, state.step, state.phase = state.version + 1, closed.step, "open"
         for c in closed.contributions:
             self.accounting.count_merged(c, state.version)
-            self.leases.decided(c, None, self.accounting.open.values())
+            self.leases.decided(c, None, self.accounting.open.values(), version=state.version)
         rejects = [self._reject(c, reason) for c, reason in rejected]
         contributors = tuple(dict.fromkeys(c.learner for c in closed.contributions))
         for member in self.members.values():
@@ -467,8 +468,9 @@ class SyncerCore:
         return [*((c, OUTLIER) for c in closed.refused), *self.rounds.left_out(fragment)]
 
     def _reject(self, c: Contribution, reason: str) -> Reject:
-        self.accounting.count_rejected(c, reason, self.fragments[c.fragment].version)
-        self.leases.decided(c, reason, self.accounting.open.values())
+        version = self.fragments[c.fragment].version
+        self.accounting.count_rejected(c, reason, version)
+        self.leases.decided(c, reason, self.accounting.open.values(), version=version)
         return Reject(c, reason)
 
     def _evict(self, learner: str, reason: str, *, replaced: bool) -> list[Action]:
@@ -495,6 +497,12 @@ class SyncerCore:
 def without_members(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """A record (`SyncerCore.saved`) whose learners are gone: what they had pending is lost, and they join again."""
     return {**record, "members": {}}
+
+
+def gone_back(record: Mapping[str, Any], versions: Sequence[int]) -> Mapping[str, Any]:
+    """As `without_members`, where a repair has gone back to these versions of the fragments: the units of data in later
+    ones come back."""
+    return {**without_members(record), "leases": leases_gone_back(record["leases"], versions)}
 
 
 def rewound(

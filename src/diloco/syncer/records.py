@@ -15,7 +15,7 @@ from diloco.core.update import Update
 from diloco.errors import StoreError
 from diloco.syncer.durable import sync_directory
 
-FORMAT = 6
+FORMAT = 7
 
 DATABASE = "store.sqlite"
 LOG, INDEX = f"{DATABASE}-wal", f"{DATABASE}-shm"

@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from diloco.core.lineage import Epoch
-from diloco.core.syncer import without_members
+from diloco.core.syncer import gone_back
 from diloco.errors import StoreError
 from diloco.syncer.durable import ignore_point, lock_directory, sync_directory
 from diloco.syncer.files import TensorFiles, set_aside
@@ -102,7 +102,8 @@ def _choose(db: sqlite3.Connection, found: Found) -> None:
             if each.update.version not in there:
                 put_version(db, each.update, each.file, each.sha256, each.tokens, each.published_at)
                 there.add(each.update.version)
-    record = None if found.record is None else json.dumps(without_members(found.record))
+    versions = [each.serves or 0 for each in found.fragments]
+    record = None if found.record is None else json.dumps(gone_back(found.record, versions))
     db.execute("UPDATE run SET record = ?", (record,))
 
 
