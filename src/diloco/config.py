@@ -190,6 +190,8 @@ class SyncerTable(Table):
     backup: str | None = None  # a directory or an fsspec URL for snapshots of the run
     backup_every_s: float = Field(default=3600.0, gt=0)
     backup_keep: int = Field(default=3, ge=1)  # snapshots
+    follow: str | None = None  # the address of the run's other syncer, where this one is its standby
+    durable: Literal["both", "one"] = "both"  # "one": publish before the standby has it (docs/standby.md)
     lost_steps: float = Field(default=20.0, gt=0)  # silent for this many of its own steps, kept between floor and cap
     lost_floor_s: float = Field(default=6.0, gt=0)
     lost_cap_s: float = Field(default=120.0, gt=0)

@@ -191,10 +191,10 @@ class Initialised(Event):
 
 
 class Admitted(Event):
-    """A caller was let in to change the run: to join it, or to give it its model."""
+    """A caller was let in to change the run: to join it, to give it its model, to follow it, or to promote a syncer."""
 
     kind: Literal["admitted"] = "admitted"
-    call: str  # "Join" or "Initialise"
+    call: str  # "Join", "Initialise", "Follow" or "Promote"
     learner: str
     name: str  # of the certificate or token; "anyone" where the syncer asks for none
     role: str
@@ -346,6 +346,15 @@ class Traffic(Event):
     sent_bytes: dict[str, int]
     received_bytes: dict[str, int]
     learner: str = ""  # the other end, when these are one learner's connections
+
+
+class Stands(Event):
+    """Where there are two syncers: how this one stands from here on (docs/standby.md)."""
+
+    kind: Literal["stands"] = "stands"
+    standing: str
+    epoch: int  # the highest that is durable there
+    why: str
 
 
 class BackedUp(Event):

@@ -151,6 +151,7 @@ class Succession:
             "alone": a first that publishes without a standby.
             "fenced": most learners follow another syncer.
         proposal: to be told to every learner; None: nothing is asked for.
+        highest: epoch that is known of.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Succession:
         self._patience_s, self._recent_s = patience_s, max(RECENT_S, 2 * patience_s)
         self._linked_at = now
         self._asked_at = -math.inf
-        self._highest = epoch
+        self.highest = epoch
         self._serves = self.standing == "alone"
         self._words: dict[str, tuple[float, Word]] = {}
 
@@ -181,22 +182,22 @@ class Succession:
 
     def next_epoch(self, other: int) -> int:
         """An epoch that neither of the two syncers has used or promised; `other`: the highest of the other one."""
-        self._highest = max(self._highest, other) + 1
-        return self._highest
+        self.highest = max(self.highest, other) + 1
+        return self.highest
 
     def paired(self, now: float, epoch: int) -> None:
         """The standby of this first has every published version, and has made this epoch, which is durable here, its
         base: versions are published once both have them. That they must be is durable here before."""
         self.epoch = self.base = epoch
         self.standing, self.proposal, self._linked_at, self._serves = "paired", None, now, True
-        self._highest = max(self._highest, epoch)
+        self.highest = max(self.highest, epoch)
 
     def synced(self, now: float, epoch: int) -> None:
         """This standby has every published version of its first, which serves this epoch from here on; that is durable
         here."""
         self.epoch = self.base = epoch
         self.standing, self.proposal, self._linked_at = "following", None, now
-        self._highest = max(self._highest, epoch)
+        self.highest = max(self.highest, epoch)
 
     @property
     def acknowledges(self) -> bool:
@@ -207,7 +208,7 @@ class Succession:
 
     def heard(self, now: float, word: Word) -> None:
         """A learner says what it follows and has promised."""
-        self._highest = max(self._highest, word.seen.epoch, 0 if word.promised is None else word.promised.epoch)
+        self.highest = max(self.highest, word.seen.epoch, 0 if word.promised is None else word.promised.epoch)
         if word.elector in self.electorate:
             self._words[word.elector] = now, word
 
@@ -253,6 +254,23 @@ class Succession:
         assert self.is_installed
         self.standing, self.base = "alone", self.epoch
 
+    # --- by hand, or by the other one's word --------------------------------------------------------------------------
+
+    def is_linked(self, now: float) -> bool:
+        """Whether the other syncer was heard within the patience."""
+        return now - self._linked_at < self._patience_s
+
+    def promoted(self, epoch: int) -> None:
+        """A person has decided that this syncer serves the run, whatever learners have promised: this epoch is durable,
+        and that it is alone."""
+        self.epoch = self.base = epoch
+        self.standing, self.proposal, self._place, self._serves = "alone", None, "first", True
+        self.highest = max(self.highest, epoch)
+
+    def lost(self) -> None:
+        """The other syncer publishes alone in a later epoch, which is durable there."""
+        self.standing, self.proposal = "fenced", None
+
     # --- what it may do -----------------------------------------------------------------------------------------------
 
     @property
@@ -269,8 +287,8 @@ class Succession:
 
     def _propose(self, now: float) -> None:
         self.standing, self._asked_at = "proposing", now
-        self._highest += 1
-        self.proposal = Proposal(Ballot(self._highest, self.boot), self.base)
+        self.highest += 1
+        self.proposal = Proposal(Ballot(self.highest, self.boot), self.base)
 
     def _is_alone(self, word: Word) -> bool:
         return word.silent_s >= self._patience_s

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -235,6 +235,16 @@ class Connection:
         with self._mapping():
             stub = self._channel(channel).unary_stream(path("Watch"), _serialize, pb.Notice.FromString)
             yield from stub(request, metadata=self._metadata)
+
+    def follow(self, channel: str, messages: Iterator[bytes]) -> Generator[bytes, None, None]:
+        """What a first syncer sends to this standby, which sends these messages. Raises as `call`."""
+        with self._mapping():
+            stub = self._channel(channel).stream_stream(path("Follow"), None, None)
+            call: Any = stub(messages, metadata=self._metadata)
+            with self._watching(call, channel) as watchdog:
+                for message in call:
+                    watchdog.moved()
+                    yield message
 
     @contextmanager
     def _watching(self, call: Any, channel: str) -> Iterator[Watchdog]:

@@ -4,6 +4,7 @@
                          heal, healed · begin_share, then end_share; decline_share · begin_take, then end_take
                          begin_push, then complete_push or cut_push
     from the clock       tick
+    from the host        begin_epoch · stop, end
     from the worker      a payload is checked, a round is closed
     from the disk        a write is durable, or refused
 
@@ -272,6 +273,11 @@ class Driver(Generic[H, S, P]):
     def lineage(self) -> Lineage:
         """Which state of which run is served."""
         return self.state.lineage(self.boot)
+
+    @event
+    def begin_epoch(self, number: int) -> None:
+        """This epoch is durable, and served from here on: learners that follow this driver have agreed to it."""
+        self.state.begin_epoch(number)
 
     @event
     def join(

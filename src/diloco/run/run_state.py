@@ -13,6 +13,12 @@ from diloco.run.global_model import GlobalModel
 from diloco.run.ports import H, InitialModel, P, RunMethod, SavedRun, first_epoch
 
 
+def require_run(served: str, run: str) -> None:
+    """Raises UnknownRunError for any other run than the one that is served."""
+    if run != served:
+        raise UnknownRunError(f"this syncer serves run {served!r}, not {run!r}; check the run's name and the address.")
+
+
 class RunState(Generic[H, P]):
     """A run without a model, until `begin` or `restore`.
 
@@ -37,13 +43,6 @@ class RunState(Generic[H, P]):
         self._deadlines, self._pool = deadlines, pool
         self._core: SyncerCore | None = None
         self._model: GlobalModel[H, P] | None = None
-
-    def require_run(self, run: str) -> None:
-        """Raises UnknownRunError for any other run than this one."""
-        if run != self.run:
-            raise UnknownRunError(
-                f"this syncer serves run {self.run!r}, not {run!r}; check the run's name and the address."
-            )
 
     @property
     def is_initialised(self) -> bool:
@@ -95,6 +94,10 @@ class RunState(Generic[H, P]):
         self._model = GlobalModel(initial.layout, initial.static, initial.fragments, [()] * len(initial.fragments))
         self.initial_tokens = initial.tokens
         self.run_id, self.epochs = initial.run_id, (first_epoch(initial),)
+
+    def begin_epoch(self, number: int) -> None:
+        """A later epoch of the run begins, with the versions that are published."""
+        self.epochs = (*self.epochs, Epoch(number, self.versions))
 
     def first_core(self, initial: InitialModel[Any]) -> SyncerCore:
         """The state machine of a run that begins with this model.

@@ -15,6 +15,7 @@ from diloco.core.contribution import OVERLAP, Contribution
 from diloco.core.healing import INNER_ELEMENT_BYTES, INNER_TENSOR_BYTES
 from diloco.core.leases import Ask
 from diloco.core.ranges import Ranges, is_set
+from diloco.core.succession import Word
 from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
 from diloco.escaping import MAX_REASON
 from diloco.run.ports import InitialModel, ModelLayout
@@ -195,6 +196,20 @@ def check_initial(model: InitialModel[Any]) -> None:
             f"a model cannot come from {model.source[:MAX_SOURCE]!r}; describe its source in at most {MAX_SOURCE} "
             "printable characters."
         )
+
+
+def check_word(learner: str, word: Word, most_epoch: int) -> None:
+    """Check what a learner says of the syncer that it follows. `most_epoch`: the highest that can be."""
+    check_epoch(learner, word.seen.epoch, most_epoch)
+    if word.promised is not None:
+        check_epoch(learner, word.promised.epoch, most_epoch)
+    if not (math.isfinite(word.silent_s) and word.silent_s >= 0):
+        raise PayloadError(f"{learner!r} has not heard of its syncer for {word.silent_s} s, which is no duration.")
+
+
+def check_epoch(who: str, epoch: int, most_epoch: int) -> None:
+    """Check an epoch that a learner or a second syncer names."""
+    _within(who, "as an epoch of the run", epoch, most_epoch)
 
 
 def _within(who: str, what: str, number: int, most: int) -> None:

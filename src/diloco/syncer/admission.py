@@ -21,7 +21,7 @@ from diloco.errors import UnreachableError
 from diloco.exchange.wire.rpc import abort, path
 from diloco.syncer.callers import UNKNOWN, Caller
 
-Kind = Literal["control", "watches", "transfers"]
+Kind = Literal["control", "watches", "transfers", "standby"]
 Call = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
 
 
@@ -42,6 +42,7 @@ LIMITS: Mapping[Kind, Limits] = {
     "control": Limits(64, 512),
     "watches": Limits(512, 512),
     "transfers": Limits(256, 256),
+    "standby": Limits(8, 16),
 }
 """Calls of "control" are short, and each learner has one "watch" as long as it trains."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,7 +16,7 @@ from torch import Tensor
 from diloco.core.held import HeldFragment
 from diloco.core.layout import digest
 from diloco.core.update import Update
-from diloco.errors import StoreError
+from diloco.errors import CorruptPayloadError, StoreError
 from diloco.run.ports import Json
 from diloco.syncer.durable import (
     NAMED_DIGITS,
@@ -30,10 +31,13 @@ from diloco.syncer.durable import (
 )
 from diloco.syncer.records import DATABASE, StoredVersion, advice
 
+STATIC = "static"
 _OUTER = "outer."
 _DESCRIBED = "diloco"
 
 _VERSION = re.compile(r"f(?P<fragment>\d+)-v(?P<version>\d+)-(?P<hash>[0-9a-f]+)\.safetensors")
+
+_STATIC = re.compile(rf"{STATIC}-[0-9a-f]+\.safetensors")
 
 _PUBLISHED = re.compile(r"f\d+-v(?!0+-)\d+-")
 """How the name of a later version than a run's first one begins."""
@@ -122,7 +126,7 @@ class TensorFiles:
 
     def write_static(self, data: bytes) -> tuple[str, str]:
         """Frozen parameters and buffers, a safetensors file already; returns as `write`."""
-        return write_bytes(self.directory, "static", data, self._at)
+        return write_bytes(self.directory, STATIC, data, self._at)
 
     def read(self, fragment: int, version: int, file: str, sha256: str, published: str) -> HeldFragment:
         """What `write` has written. `published`: the digest of the version.
@@ -154,7 +158,10 @@ class TensorFiles:
         Raises:
             OSError: unreadable.
         """
-        path, match = self.directory / name, _VERSION.fullmatch(name)
+        return self._recognised(self.directory / name, name)
+
+    def _recognised(self, path: Path, name: str) -> Recognised | None:
+        match = _VERSION.fullmatch(name)
         if match is None or (found := read_tensors(path, _digest_of)) is None:
             return None
         sha256, tensors = found
@@ -172,6 +179,37 @@ class TensorFiles:
         ):
             return None
         return Recognised(name, sha256, described, path.stat().st_mtime, tensors["theta"].numel())
+
+    def receive(self, name: str, sha256: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Write a file that another store has, as it is.
+
+        Raises:
+            CorruptPayloadError: it is not what `name` and `sha256` say; nothing is left. OSError: the disk refuses.
+        """
+        if not (_VERSION.fullmatch(name) or _STATIC.fullmatch(name)):
+            raise CorruptPayloadError(f"{name[:80]!r} is no name of a file of tensors.")
+        temporary = self.directory / f"{TEMPORARY_PREFIX}{name}"
+        try:
+            with temporary.open("wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                self._at("received")
+                file.flush()
+                os.fsync(file.fileno())
+            self._require_content(temporary, name, sha256)
+            temporary.replace(self.directory / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(self.directory)
+
+    def _require_content(self, path: Path, name: str, sha256: str) -> None:
+        if name.startswith(STATIC):
+            is_right = file_sha256(path) == sha256 and name == f"{STATIC}-{sha256[:NAMED_DIGITS]}.safetensors"
+        else:
+            found = self._recognised(path, name)
+            is_right = found is not None and found.sha256 == sha256
+        if not is_right:
+            raise CorruptPayloadError(f"what came as {name[:80]!r} has another content than its digest says.")
 
     def read_static(self, file: str, sha256: str) -> bytes:
         """What `write_static` has written; raises as `read`."""

@@ -23,12 +23,16 @@ class HealingService:
     """Handlers of one run.
 
     Arguments:
-        driver: the run.
+        host: gives the driver, as in `Service`.
         admit: as `Service` does it.
     """
 
-    def __init__(self, driver: HostedDriver, admit: Admit) -> None:
-        self._driver, self._admit = driver, admit
+    def __init__(self, host: Callable[[], HostedDriver], admit: Admit) -> None:
+        self._host, self._admit = host, admit
+
+    @property
+    def _driver(self) -> HostedDriver:
+        return self._host()
 
     def heal(self, caller: Caller, request: pb.HealRequest, context: grpc.ServicerContext) -> pb.HealReply:
         """A joiner wants a state, or has one."""

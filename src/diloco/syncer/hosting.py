@@ -20,7 +20,7 @@ from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.errors import DilocoError, UnreachableError
 from diloco.run.driver import Driver
-from diloco.run.ports import Ports, Work
+from diloco.run.ports import Ports, StorePort, Work
 from diloco.run.recorder import Recorder
 from diloco.run.tensor_jobs import TensorJobs
 from diloco.syncer.journal import Journal
@@ -103,6 +103,9 @@ class HostedDriver:
         deadlines: when a silent learner is evicted.
         journal: is told what happens.
         recorder: journals the driver's events; None: they are not kept.
+        writes: makes the run durable; None: the store alone.
+        boot: as `Driver`; None: a new one.
+        is_begun: the newest epoch of the store is the one to serve; otherwise the next one begins.
 
     Attributes:
         jobs: the run's tensor jobs.
@@ -123,6 +126,9 @@ class HostedDriver:
         journal: Journal,
         pool: Pool | None = None,
         recorder: Recorder[Slot] | None = None,
+        writes: StorePort[HeldFragment, Tensor] | None = None,
+        boot: int | None = None,
+        is_begun: bool = False,
     ) -> None:
         self.method = method
         self._changed = threading.Condition(threading.RLock())
@@ -132,18 +138,18 @@ class HostedDriver:
         self.jobs = TensorJobs(method, in_place=True)
         self._threads = Threads(self._event, self._failed)
         self._ticker = Ticker(lambda late_s: self._event(lambda: self._driver.tick(late_s)))
-        ports = Ports(_Clock(self._ticker), spool, self.jobs, store, self._threads, journal)
+        ports = Ports(_Clock(self._ticker), spool, self.jobs, writes or store, self._threads, journal)
         if recorder is not None:
             ports = recorder.around(ports)
         saved = store.load()
         with understood(store.path):
-            begun = None if saved is None else saved.begun()
+            begun = saved if saved is None or is_begun else saved.begun()
             self._driver = SyncerDriver(
-                run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines, saved=begun, pool=pool
+                run, method, ports, boot=boot or secrets.randbits(63) + 1, deadlines=deadlines, saved=begun, pool=pool
             )
         if recorder is not None:
             recorder.sync()
-        if saved is not None:  # it can be served: nothing was answered yet
+        if saved is not None and not is_begun:  # it can be served: nothing was answered yet
             store.begin(saved)
         journal.set_aside(store.tidy(saved))
         self._ticker.start()

@@ -81,6 +81,19 @@ class SyncerMetrics:
             ["state"],
             registry=self.registry,
         )
+        self._standing = Gauge(
+            "diloco_standing",
+            "1 for how this syncer stands, beside another one.",
+            ["standing"],
+            registry=self.registry,
+        )
+        self._takeovers = Counter(
+            "diloco_takeovers", "Times that this syncer has begun an epoch without the other one.",
+            registry=self.registry,
+        )  # fmt: skip
+        self._standby_lag = Gauge(
+            "diloco_standby_lag", "How far the standby is behind its first.", ["unit"], registry=self.registry
+        )
         self._snapshots = _Snapshots()
         self.registry.register(self._snapshots)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
@@ -152,6 +165,17 @@ class SyncerMetrics:
     def set_missing_events(self, number: int) -> None:
         """Events that could not be written since this syncer started."""
         self._missing_events.set(number)
+
+    def stands_as(self, standing: str, *, takes_over: bool) -> None:
+        """How this syncer stands from here on."""
+        self._standing.clear()
+        self._standing.labels(standing).set(1)
+        self._takeovers.inc(takes_over)
+
+    def set_standby_lag(self, *, versions: int, num_bytes: int, seconds: float) -> None:
+        """How far the standby is behind."""
+        for unit, number in (("versions", versions), ("bytes", num_bytes), ("seconds", seconds)):
+            self._standby_lag.labels(unit).set(number)
 
     def set_data(self, *, done: int, leased: int, returned: int) -> None:
         """Units of leased data."""

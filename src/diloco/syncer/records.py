@@ -9,6 +9,7 @@ import tempfile
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diloco.core.lineage import Epoch
 from diloco.core.update import Update
@@ -176,6 +177,9 @@ class StoredVersion:
     published_at: float
 
 
+_STORED = "SELECT fragment, version, base, file, sha256, digest, scale, tokens, published_at FROM versions AS v"
+
+
 def stored_versions(db: sqlite3.Connection) -> dict[int, list[StoredVersion]]:
     """All versions, by fragment, newest first; `lossless` is not known of them."""
     contributors: dict[tuple[int, int], list[tuple[str, float]]] = {}
@@ -184,17 +188,35 @@ def stored_versions(db: sqlite3.Connection) -> dict[int, list[StoredVersion]]:
     ):
         contributors.setdefault((fragment, version), []).append((learner, weight))
     versions: dict[int, list[StoredVersion]] = {}
-    for fragment, version, base, file, sha256, digest, scale, tokens, published_at in db.execute(
-        "SELECT fragment, version, base, file, sha256, digest, scale, tokens, published_at FROM versions"
-        " ORDER BY version DESC"
-    ):
-        pairs = contributors.get((fragment, version), [])
-        names, weights = tuple(name for name, _ in pairs), tuple(weight for _, weight in pairs)
-        update = Update(int(fragment), int(base), int(version), names, weights, scale, digest, lossless=False)
-        versions.setdefault(update.fragment, []).append(
-            StoredVersion(update, str(file), str(sha256), int(tokens), float(published_at))
-        )
+    for row in db.execute(f"{_STORED} ORDER BY version DESC"):
+        versions.setdefault(row[0], []).append(_stored(row, contributors.get(row[:2], [])))
     return versions
+
+
+def newest_versions(db: sqlite3.Connection) -> list[StoredVersion]:
+    """The newest version of each fragment."""
+    newest = "WHERE version = (SELECT MAX(version) FROM versions WHERE fragment = v.fragment) ORDER BY fragment"
+    rows = db.execute(f"{_STORED} {newest}").fetchall()
+    return [_stored(row, _pairs(db, *row[:2])) for row in rows]
+
+
+def versions_after(db: sqlite3.Connection, fragment: int, version: int) -> list[StoredVersion]:
+    """The versions of a fragment after one of them, ascending."""
+    later = "WHERE fragment = ? AND version > ? ORDER BY version"
+    rows = db.execute(f"{_STORED} {later}", (fragment, version)).fetchall()
+    return [_stored(row, _pairs(db, *row[:2])) for row in rows]
+
+
+def _pairs(db: sqlite3.Connection, fragment: int, version: int) -> list[tuple[str, float]]:
+    rows = "SELECT learner, weight FROM contributors WHERE fragment = ? AND version = ? ORDER BY position"
+    return db.execute(rows, (fragment, version)).fetchall()
+
+
+def _stored(row: tuple[Any, ...], pairs: list[tuple[str, float]]) -> StoredVersion:
+    fragment, version, base, file, sha256, digest, scale, tokens, published_at = row
+    names, weights = tuple(name for name, _ in pairs), tuple(weight for _, weight in pairs)
+    update = Update(int(fragment), int(base), int(version), names, weights, scale, digest, lossless=False)
+    return StoredVersion(update, str(file), str(sha256), int(tokens), float(published_at))
 
 
 def kept_files(db: sqlite3.Connection, kept_versions: int) -> set[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import threading
 import time
@@ -9,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import grpc
 
@@ -18,7 +20,7 @@ from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.session.heartbeat import HEARTBEAT_S
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, StoreError
 from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.run.payloads import TensorPayloads
@@ -27,18 +29,25 @@ from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator, check_binding
 from diloco.syncer.backups import BackupPlan, Backups
 from diloco.syncer.call_deadlines import CallDeadlines
+from diloco.syncer.following import Following, Shown
 from diloco.syncer.handles import connections_for, raise_file_limit
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.journal_files import JournalFiles, PayloadFiles
+from diloco.syncer.leading import Leading
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.open_calls import OpenCalls
+from diloco.syncer.pair_calls import PairCalls, StandingJournal
+from diloco.syncer.pairing import TICK_S, Pairing
+from diloco.syncer.replica import Replica
+from diloco.syncer.replicated import ReplicatedStore
 from diloco.syncer.service import Service
 from diloco.syncer.sockets import Guard, SocketLedger, defer_accepts, is_available
 from diloco.syncer.spool import Slot, Spool
-from diloco.syncer.store import Store
 from diloco.syncer.tls import server_credentials
 from diloco.syncer.transfers import Transfers
+
+log = logging.getLogger("diloco.syncer")
 
 TRAFFIC_EVERY_S = 2.0
 SILENT_S = 20
@@ -62,6 +71,10 @@ class Options:
         journal: keep what `diloco replay` needs to make all decisions again.
         record_contributions: and all merges.
         backup: where and when snapshots are taken; None: never.
+        follow: the address of the run's other syncer: this one is its standby, or was before it took over.
+        follow_with: what this one shows there.
+        durable: "both": a version is published once a standby has it too, if there is one; "one": once it is durable
+            here.
     """
 
     address: str
@@ -77,6 +90,9 @@ class Options:
     journal: bool = True
     record_contributions: bool = False
     backup: BackupPlan | None = None
+    follow: str | None = None
+    follow_with: Shown = field(default_factory=Shown)
+    durable: Literal["both", "one"] = "both"
 
 
 class Syncer:
@@ -108,20 +124,24 @@ class Syncer:
         if options.pool is not None:
             options.pool.require(method.quorum.at_least)
         self.run = run
+        self._method, self._options = method, options
         self._started_at = time.time()
         self._metrics = SyncerMetrics(run)
         self._journal = JournalFiles(options.state_dir) if options.journal else None
+        self._hosting, self._hosted = threading.RLock(), None
+        self._failure: BaseException | None = None
         with ExitStack() as refused:  # a directory that cannot be served is let go
-            self._store = refused.enter_context(Store(options.state_dir))
+            self._store = refused.enter_context(Replica(options.state_dir))
             self._events = refused.enter_context(events.EventLog(options.state_dir / "events.jsonl", who="syncer"))
             backup = options.backup
             self._backups = None if backup is None else Backups(backup, options.state_dir, self._events)
-            journal = Journal(self._events, self._metrics)
-            self.driver = HostedDriver(
-                run, method, self._store, Spool(options.state_dir, options.spool_bytes), deadlines=options.deadlines,
-                journal=journal, pool=options.pool,
-                recorder=self._recorder(options),
+            self._observer = Journal(self._events, self._metrics)
+            self.pairing = Pairing(
+                self._store, other=options.follow, waits_for_both=options.durable == "both",
+                patience_s=options.deadlines.lost_floor_s, observer=StandingJournal(self._events, self._metrics),
             )  # fmt: skip
+            if self.pairing.standing == "alone":
+                self._hosted = self._new_driver(is_begun=False)
             refused.pop_all()
         num_connections = connections_for(raise_file_limit())
         self._server = grpc.server(
@@ -135,11 +155,17 @@ class Syncer:
         audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
         self._deadlines = CallDeadlines()
-        self.transfers = Transfers(self.driver)
+        self.transfers = Transfers(lambda: self.driver)
+        self._following = None
+        if options.follow is not None:
+            self._following = Following(run, self._store, self.pairing, options.follow_with, self._host_as_it_stands)
+        pair = PairCalls(
+            self.pairing, Leading(self._store, self.pairing), self._following, lambda: self._hosted is not None
+        )
         service = Service(
-            self.driver, auth=auth, calls=self._calls, deadlines=self._deadlines, transfers=self.transfers,
-            audit=audit, sockets=self._sockets, lost_floor_s=options.deadlines.lost_floor_s, resumed=journal.resumed,
-            status_extra=self._status_extra,
+            run, lambda: self.driver, pair=pair, auth=auth, calls=self._calls, deadlines=self._deadlines,
+            transfers=self.transfers, audit=audit, sockets=self._sockets, lost_floor_s=options.deadlines.lost_floor_s,
+            resumed=self._observer.resumed, status_extra=self._status_extra,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
@@ -154,10 +180,71 @@ class Syncer:
         self._traffic.start()
         if self._backups is not None:
             self._backups.start()
-        versions = self.driver.ask(lambda driver: driver.state.versions)
+        versions = self.versions()
         self._events.append(
             events.SyncerStarted(run=run, address=self.address, versions=versions, method=method.to_dict())
         )
+        self._stands = threading.Thread(target=self._stand, name="syncer-standing", daemon=True)
+        self._stands.start()
+        if self._following is not None:
+            self._following.start()
+
+    @property
+    def driver(self) -> HostedDriver:
+        """The run.
+
+        Raises:
+            StandbyError: this syncer does not serve it now.
+        """
+        if (hosted := self._hosted) is None or not self.pairing.succession.serves:
+            raise self.pairing.refusal()
+        return hosted
+
+    def versions(self) -> tuple[int, ...]:
+        """The newest of each fragment that is durable here."""
+        return self._store.versions()
+
+    def _new_driver(self, *, is_begun: bool) -> HostedDriver:
+        options = self._options
+        if self._journal is not None and self.pairing.had_position:
+            why = "another syncer may have served the run before this start"
+            self._journal.append(json.dumps({"e": "#gap", "t": time.monotonic(), "missing": 0, "why": why}))
+        return HostedDriver(
+            self.run, self._method, self._store, Spool(options.state_dir, options.spool_bytes),
+            deadlines=options.deadlines, journal=self._observer, pool=options.pool,
+            recorder=self._recorder(options), writes=ReplicatedStore(self._store, self.pairing),
+            boot=self.pairing.boot, is_begun=is_begun,
+        )  # fmt: skip
+
+    def _host_as_it_stands(self) -> None:
+        """Have a driver where this syncer serves the run, at its epoch, and none where it does not."""
+        with self._hosting:
+            succession, hosted = self.pairing.succession, self._hosted
+            if not succession.serves:
+                self._hosted = None
+                if hosted is not None:
+                    hosted.stop()
+            elif hosted is None:
+                self._hosted = self._new_driver(is_begun=True)
+            else:
+                epoch = succession.epoch
+                if hosted.ask(lambda driver: driver.lineage.epoch) < epoch:
+                    hosted.ask(lambda driver: driver.begin_epoch(epoch))
+
+    def _stand(self) -> None:
+        """Do what two syncers and their learners decide, from a thread, once there are two."""
+        while not self._stopping.is_set():
+            if not self.pairing.engaged.wait(TICK_S) or self._stopping.wait(TICK_S):
+                continue
+            try:
+                self.pairing.tick()
+                self._host_as_it_stands()
+            except StoreError as error:
+                log.error("the standing of this syncer waits for the disk: %s", error)
+            except BaseException as error:
+                log.critical("the standing of this syncer failed", exc_info=error)
+                self._failure = error
+                return
 
     def _recorder(self, options: Options) -> Recorder[Slot] | None:
         if self._journal is None:
@@ -168,14 +255,24 @@ class Syncer:
     def wait(self, stop: threading.Event) -> None:
         """Serve until `stop` is set, or the driver fails (raises what it failed with)."""
         while not stop.wait(0.5):
-            self.driver.raise_failure()
+            if self._failure is not None:
+                raise self._failure
+            if (hosted := self._hosted) is not None:
+                hosted.raise_failure()
 
     def close(self) -> None:
         """Finish what is being merged, tell the learners, stop."""
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self.driver.stop()
+        self.pairing.hurry()
+        self._stands.join()
+        hosted = self._hosted
+        if hosted is not None:
+            hosted.stop()
+        self.pairing.close()
+        if self._following is not None:
+            self._following.close()
         self._server.stop(grace=1.0).wait()
         self._deadlines.close()
         self.transfers.close()
@@ -186,8 +283,8 @@ class Syncer:
         self._append_traffic()
         if self._sockets is not None:
             self._sockets.close()
-        if self.driver.failure is None:
-            step, tokens = self.driver.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
+        if hosted is not None and hosted.failure is None:
+            step, tokens = hosted.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
             seconds = time.time() - self._started_at
             self._events.append(events.Finished(steps=step, tokens=tokens, seconds=seconds, reason="stopped"))
         self._metrics.close()

@@ -26,7 +26,15 @@ from diloco.core.leases import Grant
 from diloco.core.lineage import Lineage
 from diloco.core.memory import room
 from diloco.core.shards import Segments, num_segments_of
-from diloco.errors import BusyError, CorruptPayloadError, DilocoError, LayoutError, NoRoomError, StoreError
+from diloco.errors import (
+    BusyError,
+    CorruptPayloadError,
+    DilocoError,
+    LayoutError,
+    NoRoomError,
+    StandbyError,
+    StoreError,
+)
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed, tensor_of
 from diloco.exchange.wire.incoming import Progress, start_of
@@ -34,6 +42,7 @@ from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import abort
 from diloco.run import sense
 from diloco.run.driver import Upload
+from diloco.run.run_state import require_run
 from diloco.syncer.admission import Admission, Call, Kind, Shares
 from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator
@@ -52,6 +61,7 @@ from diloco.syncer.messages import (
     verdict_message,
 )
 from diloco.syncer.open_calls import OpenCalls
+from diloco.syncer.pair_calls import PairCalls
 from diloco.syncer.probe import Prober
 from diloco.syncer.receiving import receiving
 from diloco.syncer.sockets import SocketLedger
@@ -68,7 +78,9 @@ class Service:
     """Handlers of one run.
 
     Arguments:
-        driver: the run.
+        run: its id.
+        host: gives the driver; raises StandbyError while this syncer does not serve the run.
+        pair: answers for this syncer as one of two.
         auth: says who calls.
         calls: ends those whose caller may no longer call. deadlines: end those whose peer lets them wait.
         transfers: end those of learners that are gone.
@@ -81,8 +93,10 @@ class Service:
 
     def __init__(
         self,
-        driver: HostedDriver,
+        run: str,
+        host: Callable[[], HostedDriver],
         *,
+        pair: PairCalls,
         auth: Authenticator,
         calls: OpenCalls,
         deadlines: CallDeadlines,
@@ -93,7 +107,7 @@ class Service:
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
     ) -> None:
-        self._driver = driver
+        self._run, self._host, self._pair = run, host, pair
         self._auth = auth
         self._calls = calls
         self._deadlines = deadlines
@@ -104,7 +118,7 @@ class Service:
         self._status_extra = status_extra
         self._prober = Prober()
         self._initialising = threading.Lock()
-        self._healing = HealingService(driver, self._admit)
+        self._healing = HealingService(self._host, self._admit)
 
     def handlers(self) -> Admission:
         """What `grpc.Server.add_generic_rpc_handlers` takes."""
@@ -114,6 +128,8 @@ class Service:
                 "Join": ("control", self._unary("Join", self.join, pb.JoinRequest)),
                 "Heartbeat": ("control", self._unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest)),
                 "Lease": ("control", self._unary("Lease", self.lease, pb.LeaseRequest)),
+                "Vote": ("control", self._unary("Vote", self.vote, pb.VoteRequest)),
+                "Promote": ("control", self._unary("Promote", self.promote, pb.PromoteRequest)),
                 "Leave": ("control", self._unary("Leave", self.leave, pb.LeaveRequest)),
                 "Status": ("control", self._unary("Status", self.status, pb.StatusRequest)),
                 "Watch": ("watches", self._answered("Watch", "watches", self.watch, pb.WatchRequest)),
@@ -124,8 +140,13 @@ class Service:
                 "Heal": ("control", self._unary("Heal", self._healing.heal, pb.HealRequest)),
                 "ShareInner": ("transfers", self._both("ShareInner", self._healing.share, pb.ShareHeader)),
                 "PullInner": ("transfers", self._both("PullInner", self._healing.pull, pb.PullInnerRequest)),
+                "Follow": ("standby", self._both("Follow", self.follow, pb.FollowHello, "standby")),
             }
         )
+
+    @property
+    def _driver(self) -> HostedDriver:
+        return self._host()
 
     # --- control ------------------------------------------------------------------------------------------------------
 
@@ -164,6 +185,7 @@ class Service:
         self, caller: Caller, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatReply:
         self._admit(context, caller, request.run, "learner", request.learner, "control")
+        proposal = self._pair.beaten(request)
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
             standing = driver.heartbeat(
@@ -171,7 +193,8 @@ class Service:
                 step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
                 versions=tuple(request.versions), confirmed=tuple(request.confirmed), seen=seen_of(request),
             )  # fmt: skip
-            return pb.HeartbeatReply(lineage=lineage_message(driver.lineage), standing=standing_message(standing))
+            lineage = lineage_message(driver.lineage)
+            return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)
 
         return self._driver.ask(reply)
 
@@ -194,8 +217,21 @@ class Service:
 
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         self._admit(context, caller, request.run, "viewer", "", "control")
-        status = self._driver.ask(lambda driver: driver.status())
-        return pb.StatusReply(status=json.dumps({**status, **self._status_extra()}))
+        try:
+            status = self._driver.ask(lambda driver: driver.status())
+        except StandbyError:
+            status = self._pair.idle_status(self._run)
+        return pb.StatusReply(status=json.dumps({**status, "standby": self._pair.status(), **self._status_extra()}))
+
+    def vote(self, caller: Caller, request: pb.VoteRequest, context: grpc.ServicerContext) -> pb.VoteReply:
+        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        return self._pair.vote(request)
+
+    def promote(self, caller: Caller, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteReply:
+        self._admit(context, caller, request.run, "admin", "", "control")
+        reply = self._pair.promote(request)
+        self._audit.admitted("Promote", caller, "", context.peer())
+        return reply
 
     def watch(self, caller: Caller, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:
         self._admit(context, caller, request.run, "learner", request.learner, "control")
@@ -388,6 +424,16 @@ class Service:
         with self._transfers.open(request.learner, request.incarnation, what, context):
             yield from frames
 
+    def follow(
+        self, caller: Caller, hello: pb.FollowHello, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        self._admit(context, caller, hello.run, "standby", "", "standby")
+        parts = self._pair.follow(hello, stream, context)
+        first = next(parts)
+        self._audit.admitted("Follow", caller, "", context.peer())
+        yield first
+        yield from parts
+
     def probe(
         self, caller: Caller, header: pb.ProbeHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
@@ -419,14 +465,15 @@ class Service:
         return call
 
     def _both(
-        self, name: str, handler: Callable[[Caller, M, Iterator[bytes], grpc.ServicerContext], Replies], kind: type[M]
-    ) -> Call:
+        self, name: str, handler: Callable[[Caller, M, Iterator[bytes], grpc.ServicerContext], Replies],
+        header: type[M], kind: Kind = "transfers",
+    ) -> Call:  # fmt: skip
         """A stream that begins with a header, answered by another."""
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            with self._known(name, "transfers", context) as caller, self._calls.open(name, caller, context):
+            with self._known(name, kind, context) as caller, self._calls.open(name, caller, context):
                 messages = self._messages(stream, context)
-                replies = handler(caller, read_header(messages, kind), messages, context)
+                replies = handler(caller, read_header(messages, header), messages, context)
                 yield from self._deadlines.replies(_serialized(replies), context)
 
         return call
@@ -458,7 +505,7 @@ class Service:
         if role == "learner":
             sense.check_name(learner)
         caller.may(role, learner or None)
-        self._driver.ask(lambda driver: driver.state.require_run(run))
+        require_run(self._run, run)
         if self._sockets is not None:
             self._sockets.label(context.peer(), kind, learner or "viewers")
 

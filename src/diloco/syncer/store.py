@@ -70,6 +70,9 @@ class Store:
     Any thread may call any method. Writers wait for each other; readers wait only for the short SQLite transaction, not
         for tensors being written. `at` is called with the name of each durable step, so that tests can stop there.
 
+    Attributes:
+        serial: grows with every change of the run that is durable.
+
     Raises:
         StoreError: the directory is in use, was written by a newer format, is damaged, or cannot be used.
     """
@@ -78,6 +81,7 @@ class Store:
         self.path = Path(path)
         self._files = TensorFiles(self.path, at)
         self._at = at
+        self.serial = 0
         self._writing = threading.Lock()  # one writer at a time, tensors included
         self._using = threading.Lock()  # one user of the SQLite connection at a time
         with self._mapped("opened"):
@@ -315,6 +319,7 @@ class Store:
             try:
                 yield self._db
                 self._db.execute("COMMIT")
+                self.serial += 1
             except BaseException:
                 if self._db.in_transaction:  # SQLite ends it by itself after some failures
                     self._db.execute("ROLLBACK")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,14 +29,14 @@ class _Transfer:
 
 
 class Transfers:
-    """The open transfers of incarnations. Any thread may call any method.
+    """The open transfers of incarnations. Any thread may call any method. `host` gives the driver.
 
     A connection whose other end is gone without a word looks like a slow one. But its learner's heartbeats have a
     deadline, and a learner that finds its connection dead uploads the same again over another one.
     """
 
-    def __init__(self, driver: HostedDriver) -> None:
-        self._driver = driver
+    def __init__(self, host: Callable[[], HostedDriver]) -> None:
+        self._host = host
         self._lock = threading.Lock()
         self._open: set[_Transfer] = set()
         self._stop = threading.Event()
@@ -93,7 +93,7 @@ class Transfers:
             transfers = list(self._open)
         for it in transfers:
             try:
-                self._driver.ask(lambda driver, it=it: driver.check(it.learner, it.incarnation))  # type: ignore[misc]
+                self._host().ask(lambda driver, it=it: driver.check(it.learner, it.incarnation))  # type: ignore[misc]
             except DilocoError as error:
                 log.info("ended a transfer of %s: %s", it.learner, error)
                 it.context.cancel()

@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from diloco.cli.syncer import backup, check, restore, serve
+from diloco.cli.syncer import backup, check, promote, restore, serve
 
 
 class _ServesUnlessTold(TyperGroup):
@@ -37,3 +37,4 @@ app.callback()(serve.command)
 app.command("check")(check.command)
 app.command("backup")(backup.command)
 app.command("restore")(restore.command)
+app.command("promote")(promote.command)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from diloco.cli._input import read_token
 from diloco.config import load_config
 from diloco.errors import ConfigError, translated
 from diloco.escaping import log_plainly
@@ -41,6 +42,14 @@ def command(
             "everything.",
         ),
     ] = False,
+    follow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Be the standby of the run's other syncer: keep all that it publishes, and take the run over when it "
+            "is gone.",
+        ),
+    ] = None,
     record_contributions: Annotated[
         bool,
         typer.Option("--record-contributions", help="Keep all contributions: `diloco replay` merges again."),
@@ -57,6 +66,7 @@ def command(
     from diloco.core.pool import Pool
     from diloco.core.presets import method_from_table
     from diloco.syncer.backups import BackupPlan
+    from diloco.syncer.following import Shown
     from diloco.syncer.server import Options, Syncer
 
     log_plainly("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -76,6 +86,9 @@ def command(
         journal=table.journal or record_contributions,
         record_contributions=table.record_contributions or record_contributions,
         backup=None if table.backup is None else BackupPlan(table.backup, table.backup_every_s, table.backup_keep),
+        follow=follow or table.follow,
+        follow_with=Shown(keys or table.keys, read_token(table.token_file), table.ca, insecure or table.insecure),
+        durable=table.durable,
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
     stop = threading.Event()
@@ -83,12 +96,20 @@ def command(
         signal.signal(number, lambda *_: stop.set())
     with Syncer(config.run.name, method_from_table(config.method), options) as syncer:
         metrics = "" if syncer.metrics_port is None else f", metrics at http://127.0.0.1:{syncer.metrics_port}/metrics"
-        versions = list(syncer.driver.ask(lambda driver: driver.state.versions))
-        state = f"at versions {versions}" if versions else "waiting for a learner with --initialise"
+        state = _state(syncer.pairing.standing, list(syncer.versions()), options.follow)
         typer.echo(f"syncer for run {config.run.name!r} at {syncer.address} ({state}){metrics}", err=True)
         if port_file is not None:
             _write_port(port_file, syncer.port)
         syncer.wait(stop)
+
+
+def _state(standing: str, versions: list[int], other: str | None) -> str:
+    """What the syncer does, in words."""
+    if standing == "alone":
+        return f"at versions {versions}" if versions else "waiting for a learner with --initialise"
+    if standing == "following":
+        return f"following the one at {other}"
+    return f"at versions {versions}, waiting for its standby, or for most learners, to agree that it serves the run"
 
 
 def _write_port(path: Path, port: int) -> None:

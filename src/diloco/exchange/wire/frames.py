@@ -111,6 +111,33 @@ def read_header(stream: Iterator[bytes], kind: type[H]) -> H:
     return parse(kind, first)
 
 
+def verified(stream: Iterator[bytes], num_bytes: int, *, filled: int = 0, checksum: int = 0) -> Iterator[bytes]:
+    """The chunks of a stream up to this many bytes; the checksum that follows is compared after the last one. The first
+    `filled` are there already, and have this checksum.
+
+    Raises:
+        CorruptPayloadError: too few or too many bytes, or another checksum.
+    """
+    while filled < num_bytes:
+        chunk = next(stream, None)
+        if chunk is None:
+            raise CorruptPayloadError(f"the stream ended after {filled} of {num_bytes} bytes; send it again.")
+        filled += len(chunk)
+        if filled > num_bytes:
+            raise CorruptPayloadError(
+                f"the stream carries more than the {num_bytes} bytes it announced; send it again."
+            )
+        checksum = zlib.crc32(chunk, checksum)
+        yield chunk
+    trailer = next(stream, None)
+    if trailer is None or len(trailer) != 4:
+        raise CorruptPayloadError(f"the stream of {num_bytes} bytes does not end with its checksum; send it again.")
+    if int.from_bytes(trailer, "little") != checksum:
+        raise CorruptPayloadError(
+            f"the checksum of {num_bytes} bytes does not match: they were damaged on the way; send them again."
+        )
+
+
 def filling(stream: Iterator[bytes], buffer: memoryview, *, filled: int = 0) -> Iterator[int]:
     """Fill `buffer` with the chunks of a stream and compare the checksum that follows; gives the bytes filled after
     each chunk. The first `filled` are there already.
@@ -118,23 +145,7 @@ def filling(stream: Iterator[bytes], buffer: memoryview, *, filled: int = 0) -> 
     Raises:
         CorruptPayloadError: too few or too many bytes, or another checksum.
     """
-    checksum = zlib.crc32(buffer[:filled])
-    while filled < len(buffer):
-        chunk = next(stream, None)
-        if chunk is None:
-            raise CorruptPayloadError(f"the stream ended after {filled} of {len(buffer)} bytes; send it again.")
-        if filled + len(chunk) > len(buffer):
-            raise CorruptPayloadError(
-                f"the stream carries more than the {len(buffer)} bytes it announced; send it again."
-            )
+    for chunk in verified(stream, len(buffer), filled=filled, checksum=zlib.crc32(buffer[:filled])):
         buffer[filled : filled + len(chunk)] = chunk
-        checksum = zlib.crc32(chunk, checksum)
         filled += len(chunk)
         yield filled
-    trailer = next(stream, None)
-    if trailer is None or len(trailer) != 4:
-        raise CorruptPayloadError(f"the stream of {len(buffer)} bytes does not end with its checksum; send it again.")
-    if int.from_bytes(trailer, "little") != checksum:
-        raise CorruptPayloadError(
-            f"the checksum of {len(buffer)} bytes does not match: they were damaged on the way; send them again."
-        )

@@ -536,6 +536,86 @@ class PullInnerHeader(_message.Message):
     num_bytes: int
     def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
 
+class HeldFile(_message.Message):
+    __slots__ = ("fragment", "version", "sha256")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    sha256: str
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class FollowHello(_message.Message):
+    __slots__ = ("run", "boot", "is_first", "epoch", "base", "num_published", "stays", "run_id", "held", "files")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
+    IS_FIRST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    STAYS_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    boot: int
+    is_first: bool
+    epoch: int
+    base: int
+    num_published: int
+    stays: bool
+    run_id: str
+    held: _containers.RepeatedCompositeFieldContainer[HeldFile]
+    files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., boot: _Optional[int] = ..., is_first: _Optional[bool] = ..., epoch: _Optional[int] = ..., base: _Optional[int] = ..., num_published: _Optional[int] = ..., stays: _Optional[bool] = ..., run_id: _Optional[str] = ..., held: _Optional[_Iterable[_Union[HeldFile, _Mapping]]] = ..., files: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FollowAck(_message.Message):
+    __slots__ = ("serial",)
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    serial: int
+    def __init__(self, serial: _Optional[int] = ...) -> None: ...
+
+class FollowPart(_message.Message):
+    __slots__ = ("boot", "num_bytes", "file", "sha256", "serial", "epoch", "lag_versions", "lag_bytes", "fenced")
+    BOOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAG_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    LAG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    boot: int
+    num_bytes: int
+    file: str
+    sha256: str
+    serial: int
+    epoch: int
+    lag_versions: int
+    lag_bytes: int
+    fenced: bool
+    def __init__(self, boot: _Optional[int] = ..., num_bytes: _Optional[int] = ..., file: _Optional[str] = ..., sha256: _Optional[str] = ..., serial: _Optional[int] = ..., epoch: _Optional[int] = ..., lag_versions: _Optional[int] = ..., lag_bytes: _Optional[int] = ..., fenced: _Optional[bool] = ...) -> None: ...
+
+class PromoteRequest(_message.Message):
+    __slots__ = ("run", "force")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    force: bool
+    def __init__(self, run: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class PromoteReply(_message.Message):
+    __slots__ = ("epoch", "versions", "fenced")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    fenced: bool
+    def __init__(self, epoch: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., fenced: _Optional[bool] = ...) -> None: ...
+
 class LeaveRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "tokens")
     RUN_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,175 @@
+"""A standby's end of the connection to its first: it keeps what it is sent, and confirms it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.errors import CorruptPayloadError, DilocoError, UnreachableError
+from diloco.exchange.connection import Connection
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import parse, verified
+from diloco.syncer.pairing import Link, Pairing
+from diloco.syncer.replica import Replica, ReplicatedState
+
+log = logging.getLogger("diloco.syncer")
+
+CHANNEL = "standby"
+
+DIAL_S = 1.0
+"""Between two tries to reach the first."""
+
+WORD_S = 0.5
+"""Between two words while there is nothing to confirm."""
+
+STUCK_S = 20.0
+"""The disk has this long for one step; then the first hears nothing more."""
+
+MAX_STATE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the standby shows to its first: as `Connection`."""
+
+    keys: Path | None = None
+    token: str | None = None
+    ca: Path | None = None
+    insecure: bool = False
+
+
+class _Words:
+    """What goes up: the hello, then which commit is durable here, now and then, as long as the disk moves."""
+
+    def __init__(self, hello: pb.FollowHello) -> None:
+        self._hello = hello
+        self._confirmed: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.moved_at = time.monotonic()
+        self.is_waiting = True  # for the first, and not for the disk
+
+    def confirm(self, number: int) -> None:
+        """This commit is durable."""
+        self._confirmed.put(number)
+
+    def end(self) -> None:
+        """Nothing follows."""
+        self._confirmed.put(None)
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self._hello.SerializeToString()
+        newest = 0
+        while True:
+            try:
+                said = self._confirmed.get(timeout=WORD_S)
+            except queue.Empty:
+                if not self.is_waiting and time.monotonic() - self.moved_at > STUCK_S:
+                    continue
+                said = newest
+            if said is None:
+                return
+            newest = said
+            yield pb.FollowAck(serial=newest).SerializeToString()
+
+
+class Following:
+    """Dials the other syncer until it is closed: to follow it, or to say that it has lost the run.
+
+    Arguments:
+        run: its name.
+        pairing: decides; its `other` is the address.
+        let_go: called before a syncer that has served the run becomes a standby: ends its driver.
+    """
+
+    def __init__(self, run: str, store: Replica, pairing: Pairing, shown: Shown, let_go: Callable[[], None]) -> None:
+        assert pairing.other is not None
+        self._run_name, self._store, self._pairing, self._let_go = run, store, pairing, let_go
+        self._connection = Connection(
+            pairing.other, keys=shown.keys, token=shown.token, ca=shown.ca, insecure=shown.insecure,
+            stall_floor_s=pairing.patience_s,
+        )  # fmt: skip
+        self._closing = threading.Event()
+        self._said = ""
+        self.has_fenced = threading.Event()
+        """The other syncer has heard that this one serves the run."""
+        self._thread = threading.Thread(target=self._dial, name="syncer-following", daemon=True)
+
+    def start(self) -> None:
+        """Dial."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._closing.set()
+        self._connection.close()
+        self._thread.join()
+
+    def _dial(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._once()
+                self._said = ""
+            except DilocoError as error:
+                if not self._closing.is_set() and str(error) != self._said:
+                    self._said = str(error)
+                    log.warning("the other syncer at %s: %s", self._pairing.other, error)
+            self._connection.close_channel(CHANNEL)
+            self._closing.wait(DIAL_S)
+
+    def _once(self) -> None:
+        """One connection."""
+        pairing = self._pairing
+        hello, holding = pairing.hello(self._run_name)
+        words = _Words(hello)
+        try:
+            with closing(self._connection.follow(CHANNEL, iter(words))) as stream:
+                first = _part(stream)
+                if first is None:
+                    return
+                if first.fenced:
+                    self.has_fenced.set()
+                    self._closing.wait(5 * DIAL_S)
+                    return
+                pairing.concede(hello.base)
+                self._let_go()
+                link = Link(holding, first.boot)
+                pairing.linked_to(link)
+                try:
+                    self._follow(link, stream, words)
+                finally:
+                    pairing.unlink(link)
+        finally:
+            words.end()
+
+    def _follow(self, link: Link, stream: Iterator[bytes], words: _Words) -> None:
+        while not link.is_over and (part := _part(stream)) is not None:
+            self._pairing.heard_first(link, part.lag_versions, part.lag_bytes)
+            if part.file:
+                words.is_waiting, words.moved_at = False, time.monotonic()
+                self._store.receive(part.file, part.sha256, self._moving(link, words, part, stream))
+            elif part.HasField("serial"):
+                if part.num_bytes > MAX_STATE_BYTES:
+                    raise CorruptPayloadError(f"a state of {part.num_bytes} bytes is none.")
+                text = b"".join(verified(stream, part.num_bytes))
+                words.is_waiting, words.moved_at = False, time.monotonic()
+                self._pairing.take(link, ReplicatedState.from_json(text), part.epoch)
+                words.confirm(part.serial)
+            words.is_waiting = True
+        if not link.is_over:
+            raise UnreachableError("the first has ended the connection; dialling again.")
+
+    def _moving(self, link: Link, words: _Words, part: pb.FollowPart, stream: Iterator[bytes]) -> Iterator[bytes]:
+        for chunk in verified(stream, part.num_bytes):
+            words.moved_at = time.monotonic()
+            self._pairing.heard_first(link, part.lag_versions, part.lag_bytes)
+            yield chunk
+
+
+def _part(stream: Iterator[bytes]) -> pb.FollowPart | None:
+    message = next(stream, None)
+    return None if message is None else parse(pb.FollowPart, message)

@@ -1,0 +1,72 @@
+"""`standby.json`: what a syncer's state directory says of its part in a pair of syncers (`core.succession`).
+
+A directory without it is that of a syncer that never had a second one. Its epoch is in the database.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.core.succession import Place
+from diloco.errors import StoreError
+from diloco.syncer.durable import sync_directory
+from diloco.whole_files import write_whole
+
+FILE = "standby.json"
+
+
+@dataclass(frozen=True)
+class Position:
+    """What is durable of a syncer's part.
+
+    Attributes:
+        place, is_paired, base, electorate: as in `Succession`.
+    """
+
+    place: Place
+    is_paired: bool
+    base: int
+    electorate: frozenset[str]
+
+
+def read_position(state_dir: Path) -> Position | None:
+    """What is in a state directory; None: nothing.
+
+    Raises:
+        StoreError: it is damaged.
+    """
+    path = state_dir / FILE
+    try:
+        plain = json.loads(path.read_bytes())
+        place, is_paired = plain["place"], plain["is_paired"]
+        if place not in ("first", "standby") or not isinstance(is_paired, bool):
+            raise ValueError(f"place {place!r}")
+        return Position(place, is_paired, int(plain["base"]), frozenset(map(str, plain["electorate"])))
+    except FileNotFoundError:
+        return None
+    except (LookupError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{path} is damaged ({error}), and says whether this syncer may serve the run; start it as the standby of "
+            "the other one in an empty directory, or remove the file if there is no other one."
+        ) from error
+
+
+def write_position(state_dir: Path, position: Position) -> None:
+    """Make it durable.
+
+    Raises:
+        StoreError: the disk refused; what was there before still is.
+    """
+    plain = {
+        "place": position.place, "is_paired": position.is_paired, "base": position.base,
+        "electorate": sorted(position.electorate),
+    }  # fmt: skip
+    try:
+        write_whole(state_dir / FILE, json.dumps(plain, indent=1))
+        sync_directory(state_dir)
+    except OSError as error:
+        raise StoreError(
+            f"{state_dir / FILE} could not be written ({error}); free disk space, it is tried again."
+        ) from error
