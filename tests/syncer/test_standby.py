@@ -341,6 +341,7 @@ def test_kill_9_of_the_first_under_learners_keeps_every_version_and_every_bit(tm
             )
             for index in range(2)
         ]  # fmt: skip
+
         def stands(address: str, standing: str) -> bool:
             status = fetch_status(address, run=RUN)["standby"]
             return isinstance(status, dict) and status["standing"] == standing and len(status["electorate"]) == 2
