@@ -13,7 +13,7 @@ import grpc
 
 from diloco.errors import CorruptPayloadError, LineageError, StandbyError, UnknownRunError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import Unpaced, parse, streamed
+from diloco.exchange.wire.frames import Unpaced, frames, parse, streamed
 from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
 from diloco.run.sense import check_epoch
 from diloco.syncer.pairing import Link, Pairing
@@ -145,7 +145,7 @@ class Leading:
         state = replace(lacking.state, electorate=tuple(sorted(electorate)))
         number = link.sends(lacking, electorate)
         text = memoryview(state.to_json().encode())
-        yield from streamed(pb.FollowPart(boot=link.boot, num_bytes=len(text), serial=number, epoch=epoch), [text], Unpaced())
+        yield from frames(pb.FollowPart(boot=link.boot, num_bytes=len(text), serial=number, epoch=epoch), text)
 
     def _until_acked(self, link: Link) -> Iterator[bytes]:
         """Words, until the standby has the newest commit."""
