@@ -98,12 +98,13 @@ class Sampled(Event):
 
 
 class Adopted(Event):
-    """A learner took a new version of a fragment into its model."""
+    """A learner took a new version of a fragment into its model, or the one that the run went back to."""
 
     kind: Literal["adopted"] = "adopted"
     step: int
     fragment: int
     version: int
+    digest: str = ""  # of what the learner holds; with several ranks, of the first one's part
 
 
 class Waited(Event):

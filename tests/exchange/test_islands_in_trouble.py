@@ -19,11 +19,11 @@ from tests.exchange.island_life import Net
 from tests.exchange.scenarios import Result
 from tests.exchange.troubled_life import ATTACHES, LIVES, STEPS, WORLD_SIZE, Life
 from tests.exchange.worlds import read, start_processes
-from tests.syncer.relay import Link, Relay
 from tests.syncer.runs import status_of, versions_of
 from torch.distributed import FileStore
 
 import diloco
+from diloco.chaos.proxy import Link, Relay
 from diloco.core.members import Deadlines
 from diloco.core.rounds import Called
 from diloco.exchange.base import Exchange

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
-from tests.syncer.relay import Link, Relay
 from tests.syncer.runs import RUN, Fetch, Net, Raw, method, num_live, start, status_of, tamper, train
 from tests.syncer.test_faults import QUICK, syncer_process, until
 
 import diloco
 from diloco import errors, events
+from diloco.chaos.proxy import Link, Relay
 from diloco.core.members import Deadlines
 from diloco.core.rounds.called import CalledSyncer
 from diloco.exchange.connection import Connection

@@ -618,6 +618,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(name: str, dtype: t
     """Whether the model is restored before the learner is attached, after, or by the learner alone."""
     method = (SYNCHRONOUS | OTHERS)[name]
     stateless = method.exchanged == "parameters"
+    digests: dict[int, tuple[str, ...]] = {}
 
     def make(index: int, exchange: Exchange, saved: dict[str, Any] | None = None) -> Learner:
         model = make_model(index).to(dtype)
@@ -636,6 +637,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(name: str, dtype: t
     def first_half(index: int, exchange: Exchange) -> dict[str, Any]:
         with make(index, exchange) as learner:
             run(learner, index, range(1, T + 1))
+            digests[index] = learner.digests
             state = {
                 "learner": learner.state_dict(),
                 "model": learner.model.state_dict(),
@@ -650,6 +652,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(name: str, dtype: t
                 learner.model.load_state_dict(saved["model"])
                 learner.optimizer.load_state_dict(saved["inner"])
             assert learner.resumed if index == 0 else learner.load_state_dict(saved["learner"])
+            assert learner.digests == digests[index]
             if index == 2:  # the model was not restored at all
                 learner.optimizer.load_state_dict(saved["inner"])
             run(learner, index, range(T + 1, 2 * T + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diloco.chaos.versions import BrokenInvariantError, Versions, require
 from diloco.core.accounting import Key, key_of
 from diloco.core.contribution import VERSION
 from diloco.core.held import HeldFragment
@@ -13,29 +14,17 @@ from diloco.run.global_model import Fetched
 from diloco.run.ports import MergedRound, SavedRun
 
 
-class BrokenInvariantError(AssertionError):
-    """Something that must hold does not."""
-
-
-def require(holds: bool, sentence: str) -> None:
-    """Raises BrokenInvariantError. What is looked at after every event raises it itself: sentences take their time."""
-    if not holds:
-        raise BrokenInvariantError(sentence)
-
-
 @dataclass
 class Ledger:
     """What was durable and what was seen, over all processes.
 
     Attributes:
-        digests: of each fragment's versions that were durable, by (fragment, version).
-        shown: the newest version of each fragment that a driver has published.
+        versions: of all fragments.
         merged: contributions that are in a durable version, with that version.
         verdicts: that are durable: why a contribution is rejected; None: it is merged.
     """
 
-    digests: dict[tuple[int, int], str] = field(default_factory=dict)
-    shown: dict[int, int] = field(default_factory=dict)
+    versions: Versions = field(default_factory=Versions)
     merged: dict[Key, int] = field(default_factory=dict)
     verdicts: dict[Key, str | None] = field(default_factory=dict)
     num_rounds: int = 0
@@ -51,15 +40,8 @@ class Ledger:
     def durable(self, merged: MergedRound[HeldFragment, object]) -> None:
         """A version is on the disk: it follows the one before, and no contribution is in two."""
         held, fragment = merged.held, merged.update.fragment
-        require(
-            (fragment, held.version - 1) in self.digests, f"version {held.version} of fragment {fragment} follows none"
-        )
-        require(
-            (fragment, held.version) not in self.digests,
-            f"version {held.version} of fragment {fragment} is there twice",
-        )
         require(held.digest == digest(held.theta), f"fragment {fragment}: a wrong digest is on the disk")
-        self.digests[fragment, held.version] = held.digest
+        self.versions.durable(fragment, held.version, held.digest)
         self.num_rounds += 1
         for c in merged.action.contributions:
             if c.learner in merged.refused:
@@ -71,27 +53,18 @@ class Ledger:
     def initial(self, fragments: tuple[HeldFragment, ...]) -> None:
         """The model that the run began with is on the disk."""
         for held in fragments:
-            require((held.fragment, 0) not in self.digests, "the run was initialised twice")
-            self.digests[held.fragment, 0] = held.digest
+            self.versions.initial(held.fragment, held.digest)
             self._first[held.fragment] = 0
 
     def published(self, fragment: int, version: int) -> None:
         """A driver shows a version: it is durable, and shown versions never go back."""
-        require(
-            (fragment, version) in self.digests, f"version {version} of fragment {fragment} is shown and not durable"
-        )
-        require(version >= self.shown.get(fragment, 0), f"fragment {fragment} went back to version {version}")
-        self.shown[fragment] = version
+        self.versions.published(fragment, version)
 
     def restored(self, saved: SavedRun[HeldFragment]) -> None:
         """A driver begins with what was durable: no version is lost."""
         for held in saved.fragments:
-            newest = max(version for fragment, version in self.digests if fragment == held.fragment)
-            require(held.version == newest, f"version {newest} of fragment {held.fragment} is lost")
-            require(
-                self.digests[held.fragment, newest] == held.digest, f"fragment {held.fragment} has changed on the disk"
-            )
-            self._first[held.fragment] = newest
+            self.versions.restored(held.fragment, held.version, held.digest)
+            self._first[held.fragment] = held.version
 
     def fetched(self, fragment: int, base: int, fetched: Fetched[HeldFragment, object], num_due: int) -> None:
         """A driver answers a fetch: an update, if it has published so few after `base`."""
@@ -108,10 +81,7 @@ class Ledger:
 
     def held(self, learner: str, held: HeldFragment) -> None:
         """A learner holds the bits that were published."""
-        known = self.digests.get((held.fragment, held.version))
-        require(
-            digest(held.theta) == known, f"{learner} holds other bits of fragment {held.fragment} at {held.version}"
-        )
+        self.versions.held(learner, held.fragment, held.version, digest(held.theta))
 
     def listed(self, learner: str, incarnation: int, fragment: int, number: int, version: int) -> None:
         """A learner counts a contribution as merged: it is."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.storms.invariants import BrokenInvariantError, require
-
+from diloco.chaos.versions import BrokenInvariantError, require
 from diloco.core.members import Deadlines
 from diloco.core.rounds import AllLive
 from diloco.core.rounds.late import num_needed

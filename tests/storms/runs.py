@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from tests.storms.invariants import BrokenInvariantError
 from tests.storms.plans import Fault, Plan, plan_of, told
 from tests.storms.world import Storm
+
+from diloco.chaos.versions import BrokenInvariantError
 
 TRIES = 60
 """Storms that are run to shorten the list of one's faults."""

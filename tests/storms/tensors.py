@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tests.storms.invariants import BrokenInvariantError
 from torch import Tensor
 
+from diloco.chaos.versions import BrokenInvariantError
 from diloco.learner.error_feedback import ErrorFeedback
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from tests.storms.defects import (
     never_sends_again,
     saves_nothing_of_learners,
 )
-from tests.storms.invariants import BrokenInvariantError
 from tests.storms.plans import plan_of
 from tests.storms.runs import failures, quiet, run, run_seed, shortest
 from tests.storms.world import Storm
 
+from diloco.chaos.versions import BrokenInvariantError
 from diloco.core.adopt import ADOPTIONS
 from diloco.core.leases import Leases
 from diloco.core.merges import MERGES, SCREENS
@@ -65,7 +65,7 @@ def test_a_storm_is_the_same_each_time() -> None:
     def once() -> tuple[float, int, dict[Any, Any]]:
         storm = Storm(plan_of(7))
         storm.run()
-        return storm.now_s, storm.num_events, dict(storm.ledger.digests)
+        return storm.now_s, storm.num_events, dict(storm.ledger.versions.digests)
 
     with quiet():
         assert once() == once()

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.storms.invariants import require
-
+from diloco.chaos.versions import require
 from diloco.core.contribution import Contribution
 from diloco.core.leases import MERGED, DataSet, Leases
 from diloco.core.ranges import Ranges, common, count, minus, union

@@ -14,7 +14,7 @@ from tests.run.memory import LimitedSpool
 from tests.storms.accounts import Accounts
 from tests.storms.draws import Draws
 from tests.storms.drivers import RecordingStore, RecordingWorker, StormDriver, StormJobs
-from tests.storms.invariants import BrokenInvariantError, Ledger, check_learner, require
+from tests.storms.invariants import Ledger, check_learner
 from tests.storms.journals import StormJournal
 from tests.storms.learners import LearnerProcess
 from tests.storms.plans import Fault, Plan
@@ -23,6 +23,7 @@ from tests.storms.units import UnitLedger, check_leases
 from tests.storms.wire import STALL_S
 from torch import Tensor
 
+from diloco.chaos.versions import BrokenInvariantError, require
 from diloco.core.accounting import Key
 from diloco.core.contribution import OUTLIER
 from diloco.core.held import Advanced, HeldFragment

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from benchmarks.processes import until
-from tests.syncer.relay import Link, Relay
 from tests.syncer.runs import RUN, Net, Raw, method, start, status_of
 
 from diloco import events
+from diloco.chaos.proxy import Link, Relay
 from diloco.core.fragments import Layout, make_layout
 from diloco.core.members import Deadlines
 from diloco.errors import CorruptPayloadError, StaleIncarnationError, UnreachableError

@@ -15,12 +15,12 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.syncer.pairs import PATIENCE_S, learners, on_disk, serve, serves, standing, trains
-from tests.syncer.relay import Relay
 from tests.syncer.runs import RUN, Raw, method, train, versions_of
 from tests.syncer.test_faults import syncer_process
 from tests.syncer.test_replay import replayed
 
 import diloco
+from diloco.chaos.proxy import Relay
 from diloco.errors import AuthError, ConfigError, StandbyError
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb

@@ -240,6 +240,10 @@ def test_a_pair_over_the_local_exchange_trains_one_global_model(tiny: Tiny) -> N
     assert a.held_out_loss == b.held_out_loss
     adopted = [e for e in read_events(config.dir / "pair-0" / "events.jsonl") if isinstance(e, Adopted)]
     assert {e.fragment for e in adopted} == {0, 1, 2}
+    others = [e for e in read_events(config.dir / "pair-1" / "events.jsonl") if isinstance(e, Adopted)]
+    held = {(e.fragment, e.version): e.digest for e in others}
+    assert all(e.digest and held[e.fragment, e.version] == e.digest for e in adopted)
+    assert len({e.digest for e in adopted}) == len(adopted)
     assert a.metrics["merges"] > 0
 
 

@@ -34,6 +34,7 @@ COMMANDS = {
         "Show a run that is over or under way, real or simulated: who took part, who was in which merge, losses, bytes."
     ),
     "replay": "Run all decisions of a syncer again from its journal, and all merges, and compare every digest.",
+    "chaos": "Run a syncer and learners for real, break what can break, and check that nothing was lost.",
     "export": "Write the global model to a directory that transformers can load.",
     "keys": "Make and manage the certificates and tokens of a run.",
     "plan": "Know before you train: utilisation, hours, bytes, money and failures, in a second and without torch.",

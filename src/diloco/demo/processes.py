@@ -34,12 +34,16 @@ class Child:
     Attributes:
         restart: how to start it after it was killed.
         serves: it never ends by itself, so ending in good order means that it was asked to.
+        supervised: it is started again also where it failed, or was stopped, by itself.
+        back_after_s: how long it is away then.
     """
 
     name: str
     process: subprocess.Popen[bytes]
     restart: Restart
     serves: bool
+    supervised: bool = False
+    back_after_s: float = RESTART_AFTER_S
     restart_at: float | None = None  # on the monotonic clock, while it is dead
 
     @property
@@ -48,21 +52,42 @@ class Child:
         return self.process.poll() == 0
 
 
+@dataclass(frozen=True)
+class End:
+    """A process ended and is to be started again. `t`: Unix time in seconds. `code`: negative for a signal."""
+
+    name: str
+    t: float
+    code: int
+
+
 @dataclass
 class Family:
     """All processes of one demo. Leaving the context ends them.
 
     They have sessions of their own, so that a Ctrl-C in the terminal reaches the demo alone, which then ends them.
+
+    Attributes:
+        kills, ends: of processes that were started again; `ends` with how they ended.
     """
 
     directory: Path
     children: dict[str, Child] = field(default_factory=dict)
     kills: list[Kill] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
 
-    def start(self, name: str, command: Sequence[str], *, restart: Restart | None = None, serves: bool = False) -> None:
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        restart: Restart | None = None,
+        serves: bool = False,
+        supervised: bool = False,
+    ) -> None:
         """Run `python -m diloco` with these arguments; standard output and error go to `logs/`."""
         process = self._spawn(name, command)
-        self.children[name] = Child(name, process, restart or (lambda: command), serves)
+        self.children[name] = Child(name, process, restart or (lambda: command), serves, supervised)
         self._write_pids()
 
     def watch(self) -> None:
@@ -75,21 +100,24 @@ class Family:
             code = child.process.poll()
             if code is None or (code == 0 and not child.serves):
                 continue
-            if code > 0:
+            if code > 0 and not child.supervised:
                 log = self._log(child.name)
                 raise RunError(f"{child.name} failed with exit code {code}; the end of {log} says why:\n{_tail(log)}")
             now = time.monotonic()
             if child.restart_at is None:
-                child.restart_at = now + RESTART_AFTER_S
+                child.restart_at = now + child.back_after_s
                 self.kills.append(Kill(child.name, time.time()))
+                self.ends.append(End(child.name, time.time(), code))
             elif now >= child.restart_at:
-                child.restart_at = None
+                child.restart_at, child.back_after_s = None, RESTART_AFTER_S
                 child.process = self._spawn(child.name, child.restart())
                 self._write_pids()
 
-    def kill(self, name: str) -> None:
-        """Send SIGKILL."""
-        self.children[name].process.send_signal(signal.SIGKILL)
+    def kill(self, name: str, number: int = signal.SIGKILL, back_after_s: float = RESTART_AFTER_S) -> None:
+        """Send a signal that ends a process; it is started again after a while."""
+        child = self.children[name]
+        child.back_after_s = back_after_s
+        child.process.send_signal(number)
 
     def is_dead(self, name: str) -> bool:
         """Whether it was killed and waits to be started again."""

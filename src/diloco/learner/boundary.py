@@ -48,6 +48,8 @@ class Boundary:
         residuals: error feedback of this incarnation.
         eager: eager updates of this incarnation; None for other methods.
         received: versions received and not adopted, by (fragment, version).
+        digests: of the global fragments that this learner has adopted, or of the part of them that this process
+            exchanges.
         has_finished: the learner takes no more steps.
         is_drained: it was evicted, and the run's pool has no place for it any more.
         units: of the run's data, where it is leased.
@@ -62,6 +64,7 @@ class Boundary:
         self.core, self.tensors = core, tensors
         self.timing = Timing(lambda: exchange.now_s, exchange.remind_after_s)
         self.received: dict[tuple[int, int], Arrived] = {}
+        self.digests: list[str] = []
         self.merges = self.updates = 0
         self.has_finished = self.is_drained = False
         self.units: UnitQueue | None = None
@@ -83,6 +86,7 @@ class Boundary:
         # Where gradients are exchanged, versions after 0 are gradients, and each learner's parameters are its own.
         write = self.method.exchanged != "gradients" or not any(opened.versions)
         self.tensors.load_model([held.theta for held in opened.fragments], opened.static, write=write)
+        self.digests = [held.digest for held in opened.fragments]
 
     def rejoin(self, opened: Opened, *, step: int = 0) -> None:
         """Start a new incarnation, at the run's step or the learner's own (`step`), whichever is later."""
@@ -324,6 +328,7 @@ class Boundary:
                 self.tensors.adopt(fragment, theta, just_sent=fragment in self._sent)
             self._sent.pop(fragment, None)
         self.tensors.set_anchor(fragment, arrived.held.theta)
+        self.digests[fragment] = arrived.held.digest
         for flight in self.core.adopted(fragment, version):
             if not flight.listed:
                 self.residuals.roll_back(fragment, flight.number)

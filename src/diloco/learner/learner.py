@@ -301,6 +301,12 @@ class Learner:
         return self._core.versions
 
     @property
+    def digests(self) -> tuple[str, ...]:
+        """The digest of each fragment at that version; in a learner of several ranks, of the part that this rank
+        exchanges."""
+        return tuple(self._boundary.digests)
+
+    @property
     def run_tokens(self) -> int:
         """Tokens trained by the whole run as last reported; this learner's own if the exchange counts none."""
         known = self._exchange.overview.run_tokens

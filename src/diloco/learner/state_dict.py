@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco.core.held import HeldFragment
+from diloco.core.layout import digest
 from diloco.core.lineage import Lineage, refusal
 from diloco.core.method import Method
 from diloco.core.update import Update
@@ -58,6 +59,7 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
         return False
     core.load_state_dict(state["core"])
     learner.tensors.load_state_dict(state)
+    learner.digests = [digest(anchor) for anchor in learner.tensors.anchors]
     learner.tensors.measure_from(core.forget_in_flight(keep_work=bool(exchange)), here=not exchange)
     if not exchange:  # a syncer keeps the books, by incarnation, and this is a new one
         core.reincarnated()

@@ -19,6 +19,7 @@ class AloneLearner:
     """
 
     versions: tuple[int, ...] = ()
+    digests: tuple[str, ...] = ()
     layout: Layout | None = None
     drained = False
     healed: Healed | None = None

@@ -17,7 +17,7 @@ from diloco.training.evaluate import Judge
 from diloco.training.island import Attach, Island
 from diloco.training.job import Job
 from diloco.training.learning_rate import learning_rate
-from diloco.training.monitor import Monitor
+from diloco.training.monitor import Monitor, holdings
 from diloco.training.optimizers import describe_optimizer
 from diloco.training.part import Part, Role, Summary
 from diloco.training.progress import Progress
@@ -159,9 +159,9 @@ class Trainer:
             if not self._island.has_data():
                 continue  # drained meanwhile
             lr = self.learner.lr_factor * learning_rate(self.config, self._island.step + 1)
-            versions = self.learner.versions
+            held = holdings(self.learner)
             result = self._island.take_step()
-            self._monitor.stepped(lr, result, versions, warming_up=self._warming_up)
+            self._monitor.stepped(lr, result, held, warming_up=self._warming_up)
             every = self.config.checkpoint.every_steps
             if every and (self._island.step % every == 0 or self._island.step == self._save_again_at):
                 refusal = self._save()

@@ -2,6 +2,7 @@
 
 from diloco import events as ev
 from diloco.config import RunConfig
+from diloco.training.alone import AnyLearner
 from diloco.training.evaluate import Judge
 from diloco.training.inner import StepResult
 from diloco.training.island import Island
@@ -9,6 +10,14 @@ from diloco.training.job import Job
 from diloco.training.part import Part, Summary
 from diloco.training.progress import StepStatus
 from diloco.training.reporter import Reporter
+
+Holdings = tuple[tuple[int, str], ...]
+"""The version and digest of each fragment."""
+
+
+def holdings(learner: AnyLearner) -> Holdings:
+    """What a learner has adopted; nothing without an exchange."""
+    return tuple(zip(learner.versions, learner.digests, strict=True))
 
 
 class Monitor:
@@ -39,11 +48,13 @@ class Monitor:
                 method=config.method,
             )
         )
+        held = holdings(self._island.learner)
+        self._reporter.adopted(self._island.step, ((-1, ""),) * len(held), held)
 
-    def stepped(self, lr: float, result: StepResult, versions: tuple[int, ...], *, warming_up: bool) -> None:
-        """A step was taken at this learning rate, before which the learner held these versions."""
+    def stepped(self, lr: float, result: StepResult, held: Holdings, *, warming_up: bool) -> None:
+        """A step was taken at this learning rate, before which the learner held these fragments."""
         config, island, step = self._config, self._island, self._island.step
-        self._reporter.adopted(step, versions, island.learner.versions)
+        self._reporter.adopted(step, held, holdings(island.learner))
         if step % config.train.log_every_steps == 0:
             loss, norm = self._job.mean(float(result.loss)), float(result.gradient_norm)
             self._reporter.stepped(step, loss=loss, lr=lr, tokens=island.tokens, gradient_norm=norm)

@@ -54,11 +54,11 @@ class Reporter:
             ev.Stepped(step=step, loss=loss, lr=lr, tokens=tokens, tokens_per_s=rate, gradient_norm=gradient_norm)
         )
 
-    def adopted(self, step: int, before: Sequence[int], after: Sequence[int]) -> None:
-        """Report the fragments that have a new version."""
+    def adopted(self, step: int, before: Sequence[tuple[int, str]], after: Sequence[tuple[int, str]]) -> None:
+        """Report the fragments that have a new version; `before`, `after`: version and digest of each."""
         for fragment, (old, new) in enumerate(zip(before, after, strict=True)):
             if new != old:
-                self.append(ev.Adopted(step=step, fragment=fragment, version=new))
+                self.append(ev.Adopted(step=step, fragment=fragment, version=new[0], digest=new[1]))
 
     def set_aside(self, checkpoint: UnusableCheckpoint) -> None:
         """A checkpoint cannot be used."""

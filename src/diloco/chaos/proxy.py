@@ -8,17 +8,35 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
+PIECE_BYTES = 1 << 16
+"""Most that is forwarded at once."""
+
 
 class Link:
-    """One relayed connection. `up_bytes`, `down_bytes`: forwarded towards the syncer and towards the learner so far.
-    `is_half_open`: one end hears of nothing."""
+    """One relayed connection.
+
+    Attributes:
+        up_bytes, down_bytes: forwarded towards the syncer, and towards the learner.
+        is_half_open: one end hears of nothing.
+        is_swallowed: what either end sends is taken and goes nowhere.
+    """
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.ends = (client, server)
         self.up_bytes = self.down_bytes = 0
-        self.is_half_open = False
+        self.is_half_open = self.is_swallowed = False
         self.may_flow = threading.Event()
         self.may_flow.set()
+        self._lock = threading.Lock()
+        self._num_ended = 0
+
+    def ended(self) -> None:
+        """One of the two directions has ended; with the second one the sockets are closed."""
+        with self._lock:
+            self._num_ended += 1
+            if self._num_ended == len(self.ends):
+                for end in self.ends:
+                    end.close()
 
     def hang_up(self) -> None:
         """Both ends read the end of the stream, and blocked threads here go on."""
@@ -28,11 +46,66 @@ class Link:
         self.may_flow.set()
 
 
+class Direction:
+    """What happens to all that goes one way, over all links.
+
+    Attributes:
+        flows: cleared, nothing arrives, and neither end is told.
+        delay_s: how long every piece is held.
+        bytes_per_s: of each link; None: as fast as it goes.
+        num_corrupt: so many pieces from now on have one bit changed.
+        cut_after_bytes: the link that brings so many more bytes is cut; None: none is.
+    """
+
+    def __init__(self) -> None:
+        self.flows = threading.Event()
+        self.flows.set()
+        self.delay_s = 0.0
+        self.bytes_per_s: float | None = None
+        self.num_corrupt = 0
+        self.cut_after_bytes: int | None = None
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+
+    def passed(self, data: bytes) -> bytes | None:
+        """The piece as it arrives, when it does; None: its link breaks here."""
+        wait_s = self.delay_s + (len(data) / self.bytes_per_s if self.bytes_per_s else 0.0)
+        if wait_s:
+            self._is_over.wait(wait_s)
+        self.flows.wait()
+        with self._lock:
+            if self.cut_after_bytes is not None:
+                self.cut_after_bytes -= len(data)
+                if self.cut_after_bytes < 0:
+                    self.cut_after_bytes = None
+                    return None
+            if self.num_corrupt:
+                self.num_corrupt -= 1
+                place = len(data) // 2
+                data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        return data
+
+    def heal(self) -> None:
+        """Nothing happens to it any more."""
+        self.delay_s, self.bytes_per_s, self.num_corrupt, self.cut_after_bytes = 0.0, None, 0, None
+        self.flows.set()
+
+    def end(self) -> None:
+        """Let go what is held."""
+        self._is_over.set()
+        self.heal()
+
+
 class Relay:
     """Forwards connections to a port of this machine; a context manager.
 
     `before_up(link)` is called with every piece that goes towards the syncer, before it does, and `before_down(link)`
     with every piece that goes towards the learner.
+
+    Attributes:
+        port, address: where it listens.
+        links: all connections that there were.
+        up, down: what happens to what goes towards the syncer, and towards the learner.
     """
 
     def __init__(
@@ -47,6 +120,7 @@ class Relay:
         self.port = self._listener.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
         self.links: list[Link] = []
+        self.up, self.down = Direction(), Direction()
         self._is_open = threading.Event()
         self._is_open.set()
         self._is_over = False
@@ -62,6 +136,11 @@ class Relay:
         """What was held back arrives."""
         for link in self.links:
             link.may_flow.set()
+
+    def swallow(self) -> None:
+        """What either end sends over the open connections is acknowledged and goes nowhere. New ones work."""
+        for link in self.links:
+            link.is_swallowed = True
 
     def cut(self) -> None:
         """Break the connections there are."""
@@ -83,11 +162,23 @@ class Relay:
         """New connections lead to the syncer again, and so do those that were refused."""
         self._is_open.set()
 
+    def heal(self) -> None:
+        """As if nothing had happened: what was held arrives, and connections whose bytes were swallowed break."""
+        self.accept()
+        self.resume()
+        for direction in (self.up, self.down):
+            direction.heal()
+        for link in self.links:
+            if link.is_swallowed:
+                link.hang_up()
+
     def close(self) -> None:
         self._is_over = True
         self._is_open.set()
         self.hang_up_end(self._listener)
         self.cut()
+        for direction in (self.up, self.down):
+            direction.end()
         for thread in self._threads:
             thread.join()
         for end in (self._listener, *(end for link in self.links for end in link.ends)):
@@ -117,6 +208,7 @@ class Relay:
                 client.close()
                 continue
             link = Link(client, server)
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
             self.links.append(link)
             if self._is_over:
                 link.hang_up()
@@ -125,16 +217,22 @@ class Relay:
 
     def _forward(self, link: Link, source: socket.socket, target: socket.socket, up: bool) -> None:
         with suppress(OSError):
-            while data := source.recv(1 << 16):
+            while data := source.recv(PIECE_BYTES):
                 (self._before_up if up else self._before_down)(link)
                 link.may_flow.wait()
-                target.sendall(data)
+                if link.is_swallowed:
+                    continue
+                passed = (self.up if up else self.down).passed(data)
+                if passed is None:
+                    break
+                target.sendall(passed)
                 if up:
                     link.up_bytes += len(data)
                 else:
                     link.down_bytes += len(data)
         if not link.is_half_open:
             link.hang_up()
+            link.ended()
 
     @staticmethod
     def hang_up_end(end: socket.socket) -> None:

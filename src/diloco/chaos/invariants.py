@@ -1,0 +1,241 @@
+"""What must hold after a chaos run: each one a pure function of what was written down, which returns what breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.chaos.facts import Facts
+from diloco.chaos.schedule import SYNCER
+from diloco.chaos.story import Told
+from diloco.chaos.versions import BrokenInvariantError, Versions, check_ledger
+from diloco.events import Published, SyncerStarted
+
+GOES_BACK = ("restore", "damage state")
+"""Faults after which the run may go on from earlier versions."""
+
+STOPPED = 143
+"""Exit code of a supervised learner that a signal has stopped."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Whether an invariant holds. `broken`: what breaks it, a sentence each. `seen`: what was looked at."""
+
+    name: str
+    broken: tuple[str, ...]
+    seen: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing breaks it."""
+        return not self.broken
+
+
+def check(told: Told, facts: Facts) -> tuple[Finding, ...]:
+    """All of them."""
+    return tuple(Finding(name, tuple(found(told, facts)), seen(told, facts)) for name, found, seen in INVARIANTS)
+
+
+# --- versions and holdings
+
+
+@dataclass(frozen=True)
+class WentBack:
+    """A syncer began with an older version of a fragment than was published. `fault`: the kind that had done it; "":
+    none had."""
+
+    fault: str
+    fragment: int
+    published: int
+    version: int
+
+
+def went_back(told: Told, facts: Facts) -> Iterator[WentBack]:
+    """All starts from older versions."""
+    excuses = [(each.began_at, each.fault.kind) for each in told.injected if each.hit and each.fault.kind in GOES_BACK]
+    shown: dict[int, int] = {}
+    before = 0.0
+    for event in facts.syncer:
+        match event:
+            case SyncerStarted(versions=versions, t=at):
+                kinds = [kind for began_at, kind in excuses if before <= began_at <= at]
+                for fragment, version in enumerate(versions):
+                    if version < shown.get(fragment, 0):
+                        yield WentBack(kinds[0] if kinds else "", fragment, shown[fragment], version)
+                shown, before = dict(enumerate(versions)), at
+            case Published(fragment=fragment, version=version):
+                shown[fragment] = version
+
+
+def lost_versions(told: Told, facts: Facts) -> Iterator[str]:
+    """No syncer starts with less than was published, but where the state was damaged or restored on purpose."""
+    for each in went_back(told, facts):
+        if not each.fault:
+            yield f"version {each.published} of fragment {each.fragment} is lost: a syncer began at {each.version}"
+
+
+def repeated_versions(told: Told, facts: Facts) -> Iterator[str]:
+    """Between two starts each version of a fragment is published once, in order."""
+    shown: dict[int, int] = {}
+    for event in facts.syncer:
+        match event:
+            case SyncerStarted(versions=versions):
+                shown = dict(enumerate(versions))
+            case Published(fragment=fragment, version=version):
+                if version <= shown.get(fragment, 0):
+                    yield f"version {version} of fragment {fragment} was published after {shown[fragment]}"
+                shown[fragment] = version
+
+
+def foreign_holdings(told: Told, facts: Facts) -> Iterator[str]:
+    """Every learner holds the bits that were published."""
+    versions = Versions()
+    for row in facts.history:
+        versions.ever[row.fragment, row.version].add(row.digest)
+    for event in facts.syncer:
+        if isinstance(event, Published):
+            versions.ever[event.fragment, event.version].add(event.digest)
+    for name, event in facts.holdings:
+        yield from _broken(lambda: versions.held(name, event.fragment, event.version, event.digest))  # noqa: B023
+
+
+def broken_chain(told: Told, facts: Facts) -> Iterator[str]:
+    """The history at the end has every version from the first on once."""
+    for fragment in sorted({row.fragment for row in facts.line}):
+        versions = sorted(row.version for row in facts.line if row.fragment == fragment)
+        if versions != list(range(versions[0], versions[-1] + 1)):
+            yield f"the history of fragment {fragment} is not without a gap: {versions}"
+
+
+# --- tokens and data
+
+
+def open_accounts(told: Told, facts: Facts) -> Iterator[str]:
+    """Per fragment, trained = pending + merged + discarded + lost, nothing is pending after all have left, and what
+    the history says to be merged is what the ledger says."""
+    if not told.status:
+        yield "the syncer has said nothing of its tokens"
+        return
+    line = facts.line
+    is_whole = {row.fragment for row in line if row.version == 0} == set(range(len(told.status["fragments"])))
+    is_whole &= not any(each.fault == "damage state" for each in went_back(told, facts))
+    trained = {each["ledger"]["trained"] for each in told.status["fragments"]}
+    if len(trained) > 1:
+        yield f"the fragments have counted different tokens: {sorted(trained)}"
+    for each in told.status["fragments"]:
+        what, ledger = f"fragment {each['fragment']}", each["ledger"]
+        yield from _broken(lambda: check_ledger(what, ledger, ledger["discarded"]))  # noqa: B023
+        if ledger["pending"]:
+            yield f"{what}: {ledger['pending']} tokens are pending, and no learner is there"
+        merged = sum(row.tokens for row in line if row.fragment == each["fragment"])
+        if is_whole and merged != ledger["merged"]:
+            yield f"{what}: {ledger['merged']} tokens are merged by the ledger, and {merged} by the history"
+
+
+def open_units(told: Told, facts: Facts) -> Iterator[str]:
+    """Of leased data, every unit of a pass is done, leased or free, and has one fate."""
+    data: dict[str, Any] | None = told.status.get("data") if told.status else None
+    if data is None:
+        return
+    for each in data["passes"]:
+        there = each["done"] + each["leased"] + each["free"]
+        if there != data["num_units"]:
+            yield f"pass {each['pass']}: {there} units of {data['num_units']} are done, leased or free"
+        if each["leased"]:
+            yield f"pass {each['pass']}: {each['leased']} units are leased, and no learner is there"
+    done = data["passes_done"] * data["num_units"] + sum(each["done"] for each in data["passes"])
+    for fragment, each in enumerate(data["fragments"]):
+        if (fates := sum(each["fates"].values())) != done:
+            yield f"fragment {fragment}: {fates} units have a fate, and {done} are done"
+
+
+# --- the processes and their files
+
+
+def uncalled_ends(told: Told, facts: Facts) -> Iterator[str]:
+    """A process ends only by what was sent to it; a syncer may also refuse a damaged state."""
+    for end in told.ends:
+        sent = [
+            each.fault.kind
+            for each in told.injected
+            if each.fault.target == end.name and each.began_at - 1.0 <= end.t <= each.ended_at + 20.0
+        ]
+        if end.code > 0 and end.code != STOPPED and "damage state" not in sent:
+            yield f"{end.name} ended by itself with exit code {end.code}"
+        elif not any(kind.startswith(("kill", "stop", "damage", "restore")) for kind in sent):
+            yield f"{end.name} ended with exit code {end.code}, and nothing was sent to it"
+    for name, code in told.exit_codes.items():
+        if code != (0 if name == SYNCER else STOPPED):
+            yield f"{name} ended with exit code {code} when the run was over"
+
+
+def exceptions(told: Told, facts: Facts) -> Iterator[str]:
+    """No process has shown an exception."""
+    for name, lines in facts.tracebacks.items():
+        for line in sorted(set(lines)):
+            yield f"{name}: {line[:300]}"
+
+
+def stands_still(told: Told, facts: Facts) -> Iterator[str]:
+    """After the last fault every learner is in merges again, and all could be ended in good order."""
+    if not told.settled:
+        yield "not all learners have merged again after the last fault"
+    yield from told.failures
+
+
+def state_not_whole(told: Told, facts: Facts) -> Iterator[str]:
+    """A syncer would start on the state, with the newest version of each fragment."""
+    if not told.state.get("starts"):
+        yield "no syncer starts on the state at the end: " + "; ".join(
+            f"{each['file']} {each['what']}" for each in told.state.get("problems", ())
+        )
+
+
+def replays_differ(told: Told, facts: Facts) -> Iterator[str]:
+    """The journal of each state that was served replays: all decisions, and all merges whose payloads are kept."""
+    for path, replay in zip(told.state_dirs, told.replays, strict=True):
+        found = replay["found"]
+        if replay["exit_code"] != 0 or not found or found["difference"] is not None:
+            said = found.get("difference") if found else replay["said"][-300:]
+            yield f"{path.name} does not replay: {said}"
+        elif found["decisions_equal"] + found["skipped"] < found["events"]:
+            yield f"{path.name}: {found['decisions_equal']} of {found['events']} decisions are the same"
+
+
+def _broken(look: Callable[[], None]) -> Iterator[str]:
+    try:
+        look()
+    except BrokenInvariantError as error:
+        yield str(error)
+
+
+Broken = Callable[[Told, Facts], Iterator[str]]
+Seen = Callable[[Told, Facts], str]
+
+INVARIANTS: tuple[tuple[str, Broken, Seen], ...] = (
+    ("no published version is lost", lost_versions, lambda told, facts: f"{len(facts.history)} versions"),
+    ("every version is published once", repeated_versions, lambda told, facts: f"{len(facts.history)} versions"),
+    ("the history has no gap", broken_chain, lambda told, facts: f"{len(facts.line)} versions"),
+    ("learners hold what was published", foreign_holdings, lambda told, facts: f"{len(facts.holdings)} holdings"),
+    ("every token is accounted for", open_accounts, lambda told, facts: f"{told.status.get('tokens', 0):,} tokens"),
+    ("every unit of data has one fate", open_units, lambda told, facts: _units(told)),
+    ("the run goes on", stands_still, lambda told, facts: f"{sum(each.hit for each in told.injected)} faults"),
+    ("no process ends by itself", uncalled_ends, lambda told, facts: f"{len(told.ends)} restarts"),
+    ("no process shows an exception", exceptions, lambda told, facts: f"{len(facts.learners) + 1} logs"),
+    ("the state at the end is whole", state_not_whole, lambda told, facts: "diloco syncer check"),
+    ("the journal replays", replays_differ, lambda told, facts: _replayed(told)),
+)
+"""Each with what breaks it, and what was looked at."""
+
+
+def _units(told: Told) -> str:
+    data = told.status.get("data") if told.status else None
+    return "no leased data" if data is None else f"{sum(each['done'] for each in data['passes']):,} units done"
+
+
+def _replayed(told: Told) -> str:
+    found = [each["found"] for each in told.replays if each["found"]]
+    events, merges = sum(each["events"] for each in found), sum(each["merges_equal"] for each in found)
+    return f"{events:,} decisions, {merges:,} merges again"

@@ -1,0 +1,65 @@
+"""`diloco chaos`: the command, and one short run of it. Nothing here depends on how fast the machine is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KINDS = ("kill syncer", "kill learner", "cut transfer", "half open", "corruption")
+
+
+def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "diloco", "chaos", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def planned(*arguments: str) -> list[dict[str, Any]]:
+    return json.loads(chaos("--plan", "--json", *arguments).stdout)
+
+
+def test_a_seed_can_be_looked_at_before_it_is_run() -> None:
+    faults = planned("--seed", "3", "--minutes", "1")
+    assert faults == planned("--seed", "3", "--seconds", "60")
+    assert faults != planned("--seed", "4", "--seconds", "60")
+    assert {"at_s", "kind", "target", "seconds", "choice"} == set(faults[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--seconds", "1", "--minutes", "1"), "give one of them"),
+        (("--only", "earthquake"), "kill learner"),
+        (("--out", str(Path(__file__).parent)), "is not empty"),
+    ],
+)
+def test_wrong_use_is_said(arguments: tuple[str, ...], says: str) -> None:
+    done = chaos(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+@pytest.mark.timeout(400)
+def test_a_short_run_survives_its_faults(tmp_path: Path) -> None:
+    only = [argument for kind in KINDS for argument in ("--only", kind)]
+    arguments = ["--seed", "1017", "--seconds", "6", "--every", "1", "--learners", "2", *only]
+    assert {fault["kind"] for fault in planned(*arguments)} == set(KINDS)
+    done = chaos(*arguments, "--calm", "1", "--out", str(tmp_path / "out"), "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found == json.loads((tmp_path / "out" / "chaos.json").read_text())
+    assert found["holds"]
+    assert found["invariants"] == {name: [] for name in found["seen"]}
+    assert found["num_survived"] == found["num_faults"] >= 3
+    assert found["versions_lost"] == 0
+    assert found["holdings_compared"] > 0
+    ledger = found["ledger"]
+    assert ledger["trained"] == sum(ledger[key] for key in ("merged", "pending", "lost", "discarded"))
+    assert "kill syncer" in (tmp_path / "out" / "chaos.html").read_text()
+    injected = [json.loads(line) for line in (tmp_path / "out" / "faults.jsonl").read_text().splitlines()]
+    assert len(injected) == len(planned(*arguments))

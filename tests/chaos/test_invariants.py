@@ -1,0 +1,317 @@
+"""Each invariant holds of a good run, and is broken by what it is there for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco import events as ev
+from diloco.chaos.facts import Facts, StoredVersion, read_facts
+from diloco.chaos.invariants import INVARIANTS, check
+from diloco.chaos.measures import measured
+from diloco.chaos.page import headline, write_page
+from diloco.chaos.plan import ChaosPlan
+from diloco.chaos.schedule import Fault
+from diloco.chaos.story import Injected, Told
+from diloco.chaos.versions import BrokenInvariantError, Versions, check_ledger
+from diloco.demo.processes import End
+
+NAMES = ("learner-0", "learner-1")
+
+
+def syncers_events() -> list[ev.Event]:
+    """A syncer that publishes two versions, is killed at 20, serves again at 22, and publishes a third. learner-1 is
+    killed at 30 and back at 34."""
+
+    def version(t: float, number: int, *names: str) -> list[ev.Event]:
+        num = len(names)
+        return [
+            ev.Merged(t=t, fragment=0, round=number - 1, version=number, contributors=names, weights=(1.0,) * num,
+                      tokens=(10,) * num, steps=(1,) * num),
+            ev.Published(t=t + 0.1, fragment=0, version=number, digest=f"d{number}", num_bytes=1),
+        ]  # fmt: skip
+
+    return [
+        ev.SyncerStarted(t=1, run="r", address="x"),
+        ev.Joined(t=2, learner="learner-0", incarnation=1),
+        ev.Joined(t=2, learner="learner-1", incarnation=1),
+        *version(5, 1, *NAMES),
+        *version(15, 2, *NAMES),
+        ev.SyncerStarted(t=22, run="r", address="x", versions=(2,)),
+        *version(25, 3, *NAMES),
+        *version(32, 4, "learner-0"),
+        ev.Joined(t=34, learner="learner-1", incarnation=2),
+        *version(35, 5, *NAMES),
+    ]
+
+
+HISTORY = [StoredVersion(0, number, f"d{number}", tokens) for number, tokens in enumerate((0, 20, 20, 20, 10, 20))]
+
+
+@pytest.fixture
+def facts() -> Facts:
+    held = [ev.Adopted(t=6, step=1, fragment=0, version=1, digest="d1")]
+    steps = [ev.Stepped(t=t, step=t, loss=1, lr=1, tokens=t, tokens_per_s=1, gradient_norm=1) for t in (4, 8)]
+    return Facts(syncers_events(), {name: [*steps, *held] for name in NAMES}, [HISTORY])
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Told:
+    ledger = {"trained": 100, "merged": 90, "pending": 0, "lost": 4, "discarded": {"overlap": 6}}
+    data = {
+        "num_units": 10, "passes_done": 1, "passes": [{"pass": 1, "done": 3, "leased": 0, "free": 7}],
+        "fragments": [{"fates": {"merged": 12, "overlap": 1}}],
+    }  # fmt: skip
+    replayed = {"events": 5, "decisions_equal": 5, "skipped": 0, "difference": None, "merges_equal": 2}
+    return Told(
+        plan=ChaosPlan(tmp_path, 1, 30.0, 2, 8.0, 1.0),
+        lost_s=2.0,
+        calm=(3.0, 18.0),
+        troubled=(18.0, 40.0),
+        injected=(
+            Injected(Fault(2.0, "kill syncer", "syncer", 1.0, 0.5), 20.0, 21.0, True),
+            Injected(Fault(12.0, "kill learner", "learner-1", 1.0, 0.5), 30.0, 31.0, True),
+        ),
+        ends=(End("syncer", 20.1, -9), End("learner-1", 30.1, -9)),
+        settled=True,
+        settled_at=45.0,
+        status={"tokens": 100, "fragments": [{"fragment": 0, "ledger": ledger}], "data": data},
+        exit_codes={"syncer": 0, **dict.fromkeys(NAMES, 143)},
+        state={"starts": True, "problems": []},
+        replays=({"found": replayed, "exit_code": 0, "said": ""},),
+        repaired=(),
+        state_dirs=(tmp_path / "syncer",),
+        failures=(),
+    )
+
+
+def test_a_good_run_breaks_none(told: Told, facts: Facts) -> None:
+    assert [finding.broken for finding in check(told, facts)] == [()] * len(INVARIANTS)
+
+
+def with_status(told: Told, change: Callable[[dict[str, Any]], object]) -> Told:
+    status = json.loads(json.dumps(told.status))
+    change(status)
+    return replace(told, status=status)
+
+
+def with_event(facts: Facts, event: ev.Event) -> Facts:
+    return replace(facts, syncer=sorted([*facts.syncer, event], key=lambda each: each.t))
+
+
+def ledger(status: dict[str, Any]) -> dict[str, Any]:
+    return status["fragments"][0]["ledger"]
+
+
+def forgotten(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return told, with_event(facts, ev.SyncerStarted(t=28, run="r", address="x", versions=(2,)))
+
+
+def twice(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return told, with_event(facts, ev.Published(t=26, fragment=0, version=2, digest="d2", num_bytes=1))
+
+
+def gap(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return told, replace(facts, stores=[[row for row in HISTORY if row.version != 1]])
+
+
+def foreign(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    event = ev.Adopted(t=7, step=1, fragment=0, version=2, digest="other")
+    return told, replace(facts, learners={**facts.learners, "learner-1": [event]})
+
+
+def unpublished(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    event = ev.Adopted(t=7, step=1, fragment=0, version=9, digest="d9")
+    return told, replace(facts, learners={**facts.learners, "learner-1": [event]})
+
+
+def token_vanished(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return with_status(told, lambda status: ledger(status).update(lost=3)), facts
+
+
+def token_stays(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return with_status(told, lambda status: ledger(status).update(lost=3, pending=1)), facts
+
+
+def counted_otherwise(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return with_status(told, lambda status: ledger(status).update(merged=89, lost=5)), facts
+
+
+def said_nothing(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return replace(told, status={}), facts
+
+
+def unit_vanished(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return with_status(told, lambda status: status["data"]["passes"][0].update(free=6)), facts
+
+
+def unit_leased(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return with_status(told, lambda status: status["data"]["passes"][0].update(free=6, leased=1)), facts
+
+
+def unit_without_fate(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return with_status(told, lambda status: status["data"]["fragments"][0]["fates"].update(merged=11)), facts
+
+
+def stood_still(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return replace(told, settled=False), facts
+
+
+def failed(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return replace(told, ends=(*told.ends, End("learner-0", 33.0, 1))), facts
+
+
+def ended_uncalled(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return replace(told, ends=(*told.ends, End("learner-0", 33.0, -11))), facts
+
+
+def ended_badly(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return replace(told, exit_codes={**told.exit_codes, "learner-0": 1}), facts
+
+
+def excepted(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return told, replace(facts, tracebacks={"learner-0": ["OSError: [Errno 27] File too large"]})
+
+
+def damaged(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return replace(told, state={"starts": False, "problems": [{"file": "f", "what": "is damaged"}]}), facts
+
+
+def differs(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    found = {**told.replays[0]["found"], "difference": "entry 3"}
+    return replace(told, replays=({"found": found, "exit_code": 1, "said": ""},)), facts
+
+
+def decided_otherwise(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    found = {**told.replays[0]["found"], "decisions_equal": 4}
+    return replace(told, replays=({"found": found, "exit_code": 0, "said": ""},)), facts
+
+
+def unreplayed(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return replace(told, replays=({"found": {}, "exit_code": 1, "said": "no journal"},)), facts
+
+
+BREAKS = {
+    "no published version is lost": (forgotten,),
+    "every version is published once": (twice,),
+    "the history has no gap": (gap,),
+    "learners hold what was published": (foreign, unpublished),
+    "every token is accounted for": (token_vanished, token_stays, counted_otherwise, said_nothing),
+    "every unit of data has one fate": (unit_vanished, unit_leased, unit_without_fate),
+    "the run goes on": (stood_still,),
+    "no process ends by itself": (failed, ended_uncalled, ended_badly),
+    "no process shows an exception": (excepted,),
+    "the state at the end is whole": (damaged,),
+    "the journal replays": (differs, decided_otherwise, unreplayed),
+}
+
+
+def test_every_invariant_can_break() -> None:
+    assert list(BREAKS) == [name for name, *_ in INVARIANTS]
+
+
+@pytest.mark.parametrize(("name", "break_it"), [(name, each) for name, them in BREAKS.items() for each in them])
+def test_an_invariant_is_broken(name: str, break_it: Any, told: Told, facts: Facts) -> None:
+    findings = {finding.name: finding for finding in check(*break_it(told, facts))}
+    assert not findings[name].holds
+
+
+@pytest.mark.parametrize("kind", ["restore", "damage state"])
+def test_a_run_may_go_back_where_its_state_was_replaced(kind: str, told: Told, facts: Facts) -> None:
+    fault = Injected(Fault(9.0, kind, "syncer", 1.0, 0.5), 27.0, 27.5, True)
+    back = with_event(facts, ev.SyncerStarted(t=28, run="r", address="x", versions=(2,)))
+    back = replace(back, syncer=[event for event in back.syncer if event.t < 32])
+    found = {each.name: each for each in check(replace(told, injected=(*told.injected, fault)), back)}
+    assert found["no published version is lost"].holds
+    assert found["every version is published once"].holds
+
+
+def test_the_line_of_a_restored_run_is_in_two_databases(facts: Facts) -> None:
+    first = [row for row in HISTORY if row.version <= 3]
+    second = [StoredVersion(0, 2, "d2", 20), StoredVersion(0, 3, "other", 7)]
+    line = replace(facts, stores=[first, second]).line
+    assert {row.version: row.tokens for row in line} == {0: 0, 1: 20, 2: 20, 3: 7}
+
+
+def test_what_a_run_comes_to(told: Told, facts: Facts, tmp_path: Path) -> None:
+    findings = check(told, facts)
+    found = measured(told, facts, findings)
+    assert found["num_faults"] == found["num_survived"] == 2
+    assert found["holds"]
+    assert found["recovery"]["syncer"] == {"num": 1, "median": 2.0, "worst": 2.0}
+    assert found["recovery"]["syncer_from_its_start"] == {"num": 1, "median": 1.0, "worst": 1.0}
+    assert found["recovery"]["learner"] == {"num": 1, "median": 5.0, "worst": 5.0}
+    assert found["recovery"]["survivor"] == {"num": 1, "median": 2.0, "worst": 2.0}
+    assert found["recovery"]["takeover"] is None
+    assert found["participation"] == {"learner-0": 1.0, "learner-1": 2 / 3}
+    assert found["step_s"] == 1.0
+    assert found["survivor_bound_s"] == 4.0
+    assert found["goodput"]["ratio"] == pytest.approx((50 / 22) / (40 / 15))
+    assert "2 survived" in headline(found)
+    json.dumps(found)
+    write_page(tmp_path / "chaos.html", told, facts, found)
+    page = (tmp_path / "chaos.html").read_text()
+    assert "kill syncer" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_what_breaks_an_invariant_is_on_the_page_as_text(told: Told, facts: Facts, tmp_path: Path) -> None:
+    told, facts = excepted(told, replace(facts))
+    facts = replace(facts, tracebacks={"learner-0": ["<script>alert(1)</script>"]})
+    write_page(tmp_path / "chaos.html", told, facts, measured(told, facts, check(told, facts)))
+    page = (tmp_path / "chaos.html").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_tracebacks_are_read_from_logs(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "learner-0.log").write_text(
+        'joins\nTraceback (most recent call last):\n  File "x", line 1\n    boom()\nValueError: no\ngoes on\n'
+    )
+    facts = read_facts(tmp_path, [tmp_path / "syncer"], NAMES)
+    assert facts.tracebacks == {"learner-0": ["ValueError: no"]}
+
+
+# --- what storms share
+
+
+def test_versions_follow_each_other() -> None:
+    versions = Versions()
+    versions.initial(0, "a")
+    versions.durable(0, 1, "b")
+    versions.published(0, 1)
+    versions.held("learner-0", 0, 1, "b")
+    for broken in (
+        lambda: versions.initial(0, "a"), lambda: versions.durable(0, 1, "b"), lambda: versions.durable(0, 3, "d"),
+        lambda: versions.published(0, 2), lambda: versions.published(0, 0), lambda: versions.restored(0, 0, "a"),
+        lambda: versions.restored(0, 1, "x"), lambda: versions.held("learner-0", 0, 1, "x"),
+    ):  # fmt: skip
+        with pytest.raises(BrokenInvariantError):
+            broken()
+
+
+def test_a_run_that_went_back_on_purpose_goes_on_from_there() -> None:
+    versions = Versions()
+    versions.initial(0, "a")
+    versions.durable(0, 1, "b")
+    versions.published(0, 1)
+    assert versions.went_back([0]) == 1
+    versions.restored(0, 0, "a")
+    versions.durable(0, 1, "other")
+    versions.published(0, 1)
+    versions.held("learner-0", 0, 1, "b")
+    versions.held("learner-0", 0, 1, "other")
+
+
+def test_a_ledger_adds_up_or_not() -> None:
+    good = {"trained": 10, "pending": 1, "merged": 5, "lost": 2}
+    check_ledger("x", good, {"overlap": 2})
+    for bad in ({**good, "trained": 11}, {**good, "pending": -1, "merged": 7}):
+        with pytest.raises(BrokenInvariantError):
+            check_ledger("x", bad, {"overlap": 2})
