@@ -7,6 +7,7 @@
 #   make package  build sdist and wheel, and try the wheel where nothing else is installed
 #   make sky      check templates/skypilot with SkyPilot itself, in an environment of its own
 #   make torchtitan   the tests of examples/integrations/torchtitan and of the Triton kernels, in an environment of their own
+#   make fuzz     every reader given inputs that are almost right, SECONDS=60 for each, or of TARGET=run-file,events only
 #   make storm    whole runs in virtual time in which all goes wrong that can, SEEDS=1-1000
 #   make bench    what exchanging costs, as ratios measured in the same run
 #   make gpu      check and measure the CUDA path on the GPU that is here; exit code 2 where there is none
@@ -21,6 +22,7 @@
 #                         process that a debugger can stop, make test ARGS="-n 0"
 
 SEEDS ?= 1-1000
+SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 # Two stamps: the demo needs less than the tests. What is installed for the tests serves the demo; a demo's .venv is completed.
@@ -36,7 +38,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test coverage lint package sky torchtitan storm bench gpu proto venv clean
+.PHONY: all demo test coverage lint package sky torchtitan fuzz storm bench gpu proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -82,6 +84,14 @@ torchtitan: $(TITAN)/.installed
 	$(TITAN)/bin/python -m pytest -k torchtitan tests/integrations/test_torchtitan.py tests/integrations/test_stacks.py $(ARGS)
 	$(TITAN)/bin/python -m pytest tests/core/test_codecs_triton.py
 
+# What guides the inputs by what they cover, in the environment of the tests.
+$(VENV)/.installed-for-fuzz: $(FOR_ALL)
+	@$(INSTALL) -c tests/fuzz/constraints.txt -e ".[fuzz]"
+	@touch $@
+
+fuzz: $(VENV)/.installed-for-fuzz
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(TARGET),--target $(TARGET)) $(ARGS)
+
 storm: $(FOR_ALL)
 	$(BIN)/python -m tests.storms $(SEEDS)
 
@@ -124,4 +134,4 @@ $(FOR_ALL): constraints.txt pyproject.toml setup.py | $(MADE)
 	@touch $(FOR_DEMO) $@
 
 clean:
-	rm -rf $(VENV) $(SKY) $(TITAN) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SKY) $(TITAN) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .fuzz

@@ -33,6 +33,9 @@ edge where they enter; everything else propagates.
 from collections import abc
 from contextlib import contextmanager
 
+MAX_FOREIGN = 500
+"""Characters of a foreign error in a sentence."""
+
 
 class DilocoError(Exception):
     """Root of the tree."""
@@ -139,5 +142,9 @@ def translated(
     try:
         yield
     except causes as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise to(f"{failed} ({reason}); {advice}") from error
+        raise to(f"{failed} ({first_line(error)}); {advice}") from error
+
+
+def first_line(error: Exception) -> str:
+    """What a foreign error says, as a part of a sentence."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:MAX_FOREIGN]

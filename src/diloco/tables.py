@@ -14,6 +14,9 @@ from diloco.errors import ConfigError, translated
 
 T = TypeVar("T", bound=BaseModel)
 
+MAX_DEPTH = 50
+"""Tables within tables of a file. What follows goes through them by recursion."""
+
 
 class Table(BaseModel):
     """A table of a file: frozen, unknown keys are errors."""
@@ -30,9 +33,16 @@ def read_text(path: str | Path, what: str) -> str:
 def read_toml(text: str, source: str) -> dict[str, Any]:
     """The tables of a TOML text, with or without a byte-order mark. Raises ConfigError that names source and line."""
     try:
-        return tomllib.loads(text.removeprefix("\ufeff"))
-    except tomllib.TOMLDecodeError as error:
+        tables = tomllib.loads(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as error:  # ValueError: also numbers of thousands of digits
         raise ConfigError(f"{source} is not TOML: {error}; correct that line") from error
+    below: list[Any] = [tables]
+    for _ in range(MAX_DEPTH):
+        below = [each for value in below for each in (value.values() if isinstance(value, dict) else value)
+                 if isinstance(each, dict | list)]  # fmt: skip
+    if below:
+        raise ConfigError(f"{source} has tables or lists more than {MAX_DEPTH} deep; write it flatter")
+    return tables
 
 
 def validate(kind: type[T], tables: Mapping[str, Any], source: str) -> T:

@@ -285,7 +285,7 @@ def method_from_table(table: Mapping[str, Any]) -> Method:
     name = keywords.pop("preset", None)
     if name is None:
         raise ConfigError(f"[method] names no preset; set preset to one of {', '.join(PRESETS)}.")
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(f"there is no preset {name!r}{nearest(str(name), PRESETS)}")
     preset = PRESETS[name]
     own = inspect.signature(preset).parameters

@@ -30,6 +30,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from diloco import errors
 from diloco.core.memory import new_vector
 from diloco.errors import ConfigError, DilocoError, ExchangeError
+from diloco.escaping import printable
+from diloco.plain_json import read_json
 
 log = logging.getLogger("diloco")
 
@@ -38,6 +40,8 @@ FRAME_BYTES = 2048
 
 SIGNALS_AFTER_S = 1.0
 """After how long of waiting for other ranks this process looks at its signals, Ctrl-C among them."""
+
+SAME_VERSION = "start all ranks with the same version of diloco"
 
 TEXT_CHARACTERS = 256
 """How much of an error's text goes into a frame; escaped as JSON it fits with everything else that a frame says."""
@@ -95,14 +99,14 @@ class Group:
         frame = json.dumps(values).encode().ljust(FRAME_BYTES)
         assert len(frame) == FRAME_BYTES
         gathered = self.gather(to_tensor(frame), [FRAME_BYTES] * self.size, what)
-        return [json.loads(to_bytes(each)) for each in gathered.split(FRAME_BYTES)]
+        return [read_frame(each) for each in gathered.split(FRAME_BYTES)]
 
     def gather_values(self, values: Any, what: str) -> list[Any]:
         """Every rank's plain values of any size, in rank order."""
         message = to_tensor(json.dumps(values).encode())
         sizes = [int(frame["bytes"]) for frame in self.gather_frames({"bytes": message.numel()}, what)]
         parts = split(self.gather(message, sizes, what), sizes)
-        return [json.loads(to_bytes(part)) for part in parts]
+        return [read_json(to_bytes(part), f"what a rank says of {what}", ExchangeError, SAME_VERSION) for part in parts]
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
         """`tensor` (contiguous, any dtype) becomes rank 0's, in place."""
@@ -235,9 +239,21 @@ def gone(names: Sequence[str], other: str, timeout_s: float) -> str:
     return f"{' and '.join(names) or other} {verb} gone or silent for more than {timeout_s:g} s"
 
 
+def read_frame(frame: Tensor) -> dict[str, Any]:
+    """A small message of another rank.
+
+    Raises:
+        ExchangeError: it is none.
+    """
+    values = read_json(to_bytes(frame), "a message of another rank", ExchangeError, SAME_VERSION)
+    if not isinstance(values, dict):
+        raise ExchangeError(f"a message of another rank is a {type(values).__name__}; {SAME_VERSION}.")
+    return values
+
+
 def error_of(name: str, text: str) -> DilocoError:
     """An error of this package by the name of its class, as another rank told it."""
-    kind = getattr(errors, name, None)
+    kind, text = getattr(errors, name, None), printable(text).strip() or "it says no more"
     if isinstance(kind, type) and issubclass(kind, DilocoError):
         return kind(text)
     return ExchangeError(f"{name}: {text}")

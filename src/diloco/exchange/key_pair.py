@@ -49,15 +49,16 @@ def read_key_pair(directory: Path) -> KeyPair:
     try:
         authority, certificate = (x509.load_pem_x509_certificate(text) for text in (ca, cert))
         owner = serialization.load_pem_private_key(key, password=None).public_key()
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
+        public = certificate.public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion) as error:  # TypeError: it has a password
         raise ConfigError(
             f"the files in {directory} are no certificates and plain key in PEM ({error}); use those of `diloco keys`."
         ) from error
-    if owner != certificate.public_key():
+    if owner != public:
         raise ConfigError(f"{directory / KEY} is not the key of {CERT} beside it; copy both again from `diloco keys`.")
     try:
         certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
         raise ConfigError(
             f"{directory / CERT} was not signed by the {CA} beside it; copy both again from `diloco keys`."
         ) from error

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol
@@ -58,6 +59,19 @@ from diloco.run.recorder_ports import (
 )
 
 log = logging.getLogger("diloco.syncer")
+
+
+def is_entry(values: Any) -> bool:
+    """Whether plain values have the form of an entry, of a gap, or of the beginning of a journal's part."""
+    match values:
+        case {"e": "#journal", "format": int(), "wall_s": float() | int(), "t": float() | int(), "follows": _}:
+            return True
+        case {"e": "#gap" | "#damage"}:
+            return isinstance(values.get("why", ""), str) and ("why" in values or "missing" in values)
+        case {"e": str(), "t": float() | int() as at_s, "d": list(decided), "o": str()}:
+            is_right = isinstance(values.get("a", {}), dict) and all(isinstance(each, str) for each in decided)
+            return is_right and math.isfinite(at_s)
+    return False
 
 
 class JournalPort(Protocol):

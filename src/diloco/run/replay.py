@@ -15,13 +15,14 @@ from inspect import signature
 from typing import Any
 
 from diloco.errors import DilocoError, StoreError
+from diloco.plain_json import MALFORMED
 from diloco.run.counts import Counts
 from diloco.run.driver import Driver
 from diloco.run.memory import MemorySlot
-from diloco.run.plain import TAG, PlainReader
+from diloco.run.plain import PlainReader
 from diloco.run.ports import Ports
 from diloco.run.recorded import is_event
-from diloco.run.recorder import Recorder
+from diloco.run.recorder import Recorder, is_entry
 from diloco.run.recorder_ports import record_digest
 from diloco.run.replay_ports import (
     DeafConnection,
@@ -39,7 +40,7 @@ from diloco.run.replay_ports import (
     PastWorker,
 )
 
-_FAILS = (DilocoError, AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_FAILS = (DilocoError, AssertionError, *MALFORMED)
 """What an event of a driver may end in that has come into a state in which it never was."""
 
 
@@ -232,7 +233,7 @@ class Replay:
 
     def _differs(self, entry: Mapping[str, Any], failure: str) -> None:
         now = [json.loads(written) for written in self._past.written]
-        if not now:
+        if not now or not is_entry(now[0]) or "missing" in now[0]:
             self._found(f"{self._place(entry)}, {_said(entry)}: the replay fails ({failure})")
             return
         other = {**now[0]}
@@ -274,20 +275,26 @@ def _said(entry: Mapping[str, Any]) -> str:
         of = "" if entry.get("f") is None else f" of fragment {entry['f']}"
         return f"end of a {entry['e'][1:]}{of}"
     given = entry.get("a", {})
-    learner = given.get("learner") or (given.get("contribution") or {}).get("learner")
+    contribution = given.get("contribution")
+    learner = given.get("learner") or (contribution.get("learner") if isinstance(contribution, dict) else None)
     return f"{entry['e']}{'' if learner is None else f' of {learner}'}"
 
 
 def _result(found: Any) -> str:
-    if isinstance(found, dict) and "update" in found:
-        update = found["update"]
-        without = f", without {', '.join(found['refused'])}" if found["refused"] else ""
-        return (
-            f"version {update['version']} of fragment {update['fragment']} has digest {update['digest'][:16]} (weights "
-            f"{update['weights']}, scale {update['scale']}{without})"
-        )
-    if isinstance(found, dict) and found.get(TAG) == "error":
-        return f"it fails ({found['is']}: {found['says']})"
+    match found:
+        case {
+            "update": {
+                "version": version, "fragment": fragment, "digest": str(digest), "weights": weights, "scale": scale
+            },
+            "refused": list(refused),
+        }:  # fmt: skip
+            without = f", without {', '.join(map(str, refused))}" if refused else ""
+            return (
+                f"version {version} of fragment {fragment} has digest {digest[:16]} (weights {weights}, scale {scale}"
+                f"{without})"
+            )
+        case {"$": "error", "is": kind, "says": text}:
+            return f"it fails ({kind}: {text})"
     return "it succeeds" if found is None else json.dumps(found)
 
 

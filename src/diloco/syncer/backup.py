@@ -24,9 +24,10 @@ from typing import Any, Self
 from diloco.core.lineage import Epoch
 from diloco.core.syncer import without_members
 from diloco.core.update import Update
-from diloco.errors import ConfigError, NotInitialisedError, StoreError
+from diloco.errors import ConfigError, NotInitialisedError, StoreError, first_line
+from diloco.plain_json import MALFORMED
 from diloco.syncer.durable import ignore_point, sync_directory
-from diloco.syncer.files import TensorFiles
+from diloco.syncer.files import TensorFiles, is_file_name
 from diloco.syncer.inspection import inspected
 from diloco.syncer.records import (
     DATABASE,
@@ -92,6 +93,9 @@ class Snapshot:
             StoredVersion(**{**each, "update": Update.from_dict(each["update"])}) for each in plain["versions"]
         )
         epoch = Epoch(plain["epoch"]["number"], tuple(plain["epoch"]["versions"]))
+        named = [plain["row"]["static_file"], *(each.file for each in versions)]
+        if not all(is_file_name(each) for each in named) or not all(map(str.isidentifier, plain["row"])):
+            raise ValueError("it names files that no snapshot has")
         return cls(**{**plain, "versions": versions, "epoch": epoch})
 
 
@@ -140,8 +144,8 @@ def read_snapshot(target: Target, name: str) -> Snapshot:
         target.get(f"{SNAPSHOTS}/{name}", here)
         try:
             return Snapshot.from_json(here.read_text())
-        except (LookupError, TypeError, ValueError) as error:
-            raise StoreError(f"the snapshot {name} in {target.name} cannot be used: {error}.") from error
+        except MALFORMED as error:
+            raise StoreError(f"the snapshot {name} in {target.name} cannot be used: {first_line(error)}.") from error
 
 
 def restore(target: Target, state_dir: Path, name: str | None = None) -> Snapshot:
@@ -175,6 +179,8 @@ def restore(target: Target, state_dir: Path, name: str | None = None) -> Snapsho
     except StoreError as error:
         advice = f"; `--snapshot {before[-1]}` is the one before it" if before else ""
         raise StoreError(f"{str(error).rstrip('.')}{advice}.") from error
+    except (sqlite3.InterfaceError, *MALFORMED) as error:
+        raise StoreError(f"the snapshot {chosen} in {target.name} is damaged: {first_line(error)}.") from error
     except (OSError, sqlite3.DatabaseError) as error:
         raise StoreError(f"{state_dir} could not be restored ({error}); free disk space and try again.") from error
     finally:

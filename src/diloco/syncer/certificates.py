@@ -135,7 +135,7 @@ def holder_of(cert: bytes) -> Holder:
     """
     try:
         return _holder(x509.load_pem_x509_certificate(cert))
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion, x509.DuplicateExtension) as error:
         raise AuthError(f"the certificate cannot be read ({error}); make one with `diloco keys`.") from error
 
 

@@ -17,6 +17,7 @@ from diloco.core.held import HeldFragment
 from diloco.core.layout import digest
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, StoreError
+from diloco.plain_json import MALFORMED
 from diloco.run.ports import Json
 from diloco.syncer.durable import (
     NAMED_DIGITS,
@@ -134,8 +135,8 @@ class TensorFiles:
         Raises:
             StoreError: the file is missing, or another hash was committed.
         """
-        path, holds = self.directory / file, f"fragment {fragment}, version {version}"
-        self._require_file(path, holds)
+        holds = f"fragment {fragment}, version {version}"
+        path = self._require_file(file, holds)
         digests: dict[str, str] = {}
 
         def digest_of(name: str, tensor: Tensor) -> str:
@@ -169,7 +170,7 @@ class TensorFiles:
             return None
         try:
             described = Described.from_json(read_metadata(path)[_DESCRIBED])
-        except (KeyError, TypeError, ValueError):  # an earlier version of this package has written it
+        except MALFORMED:  # an earlier version of this package has written it
             return None
         update = described.update
         if (
@@ -213,8 +214,8 @@ class TensorFiles:
 
     def read_static(self, file: str, sha256: str) -> bytes:
         """What `write_static` has written; raises as `read`."""
-        path, holds = self.directory / file, "the frozen parameters and buffers"
-        self._require_file(path, holds)
+        holds = "the frozen parameters and buffers"
+        path = self._require_file(file, holds)
         if file_sha256(path) != sha256:
             raise self._damaged(path, holds)
         return path.read_bytes()
@@ -242,7 +243,8 @@ class TensorFiles:
 
     def remove(self, name: str) -> None:
         """One that is superseded, if it is still there."""
-        (self.directory / name).unlink(missing_ok=True)
+        if is_file_name(name):
+            (self.directory / name).unlink(missing_ok=True)
 
     def remove_temporary(self) -> None:
         """What writes that were broken off have left."""
@@ -253,12 +255,19 @@ class TensorFiles:
         """Move what is not known out of the way; returns where it is."""
         return set_aside(self._path, self.directory / name)
 
-    def _require_file(self, path: Path, holds: str) -> None:
-        if not path.exists():
-            raise StoreError(f"{path} ({holds}) is missing; {advice(self._path)}.")
+    def _require_file(self, file: str, holds: str) -> Path:
+        path = self.directory / file if is_file_name(file) else self.directory
+        if not path.is_file():
+            raise StoreError(f"{self.directory / str(file)} ({holds}) is missing; {advice(self._path)}.")
+        return path
 
     def _damaged(self, path: Path, holds: str) -> StoreError:
         return StoreError(f"{path} ({holds}) is damaged: its hash is not the one committed; {advice(self._path)}.")
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a name that was read is that of a file in its folder, and leads to no other one."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\0"}
 
 
 def set_aside(state_dir: Path, path: Path) -> Path:

@@ -23,7 +23,8 @@ import safetensors.torch
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.core.syncer import SyncerCore
-from diloco.errors import ConfigError, DilocoError, StoreError
+from diloco.errors import ConfigError, DilocoError, StoreError, first_line
+from diloco.plain_json import MALFORMED
 from diloco.syncer.durable import ignore_point, look_locked
 from diloco.syncer.files import Described, TensorFiles, version_of
 from diloco.syncer.records import DATABASE, LOG, StoredVersion, epochs_of, look, stored_versions
@@ -32,7 +33,10 @@ from diloco.syncer.run_description import DESCRIPTION, Row, read_description, ru
 NO_STATIC = safetensors.torch.save({})
 """The file of a run that freezes nothing."""
 
-MALFORMED = (DilocoError, AttributeError, LookupError, TypeError, ValueError)
+_TEXTS = ("run", "source", "static_file", "static_sha256", "run_id")
+"""Columns of a run's row."""
+
+_NONSENSE = (DilocoError, *MALFORMED)
 """What values that make no sense end in."""
 
 
@@ -151,7 +155,7 @@ def inspected(path: Path) -> Found:
     try:
         return _Inspection(path).found
     except (OSError, sqlite3.DatabaseError) as error:
-        raise StoreError(f"{path} cannot be read ({error}); repair the disk and try again.") from error
+        raise StoreError(f"{path} cannot be read ({first_line(error)}); repair the disk and try again.") from error
 
 
 class _Inspection:
@@ -181,24 +185,30 @@ class _Inspection:
         if described is None:
             what = "is damaged" if (self._path / DESCRIPTION).exists() else "is missing"
             self.found.notes.append(Problem(DESCRIPTION, f"{what}; a start writes it again from the database"))
+        usable = None if described is None or _unreadable(described) else described
         with _database_copy(self._path) as database:
             if isinstance(database, str):
                 self._problem(DATABASE, database)
-                self.found.row = described
+                self.found.row = usable
                 return {}, None
-            row = run_row(database)
+            try:
+                row = run_row(database)
+            except (UnicodeDecodeError, sqlite3.DatabaseError) as error:
+                self._problem(DATABASE, f"is damaged: the run in it cannot be read ({first_line(error)})")
+                self.found.row = usable
+                return {}, None
             reason = _unreadable(row)
             if described is not None and described != row:
                 self._problem(DATABASE, f"describes the run otherwise than {DESCRIPTION}, which has its own hash")
             elif reason is not None:
                 self._problem(DATABASE, f"is damaged: the run in it cannot be read ({reason})")
             self.found.has_database = reason is None and described in (None, row)
-            self.found.row = row if self.found.has_database else described
+            self.found.row = row if self.found.has_database else usable
             record = database.execute("SELECT record FROM run").fetchone()[0]
             try:
                 stored = stored_versions(database)
                 epochs_of(database)[-1]
-            except MALFORMED as error:
+            except _NONSENSE as error:
                 self._problem(DATABASE, f"is damaged: the versions in it cannot be read ({error!r})")
                 self.found.has_database = False
                 return {}, record
@@ -279,7 +289,7 @@ class _Inspection:
                 self._restore(self.found.record)
                 self.found.has_record = True
                 return
-            except MALFORMED as error:
+            except _NONSENSE as error:
                 self._problem(DATABASE, f"is damaged: its record of members and tokens cannot be read ({error!r})")
         described = [each.described for name, each in self._whole.items() if self._is_of_run(name)]
         self.found.record = self._newest_record(described)
@@ -288,7 +298,7 @@ class _Inspection:
         for each in sorted(described, key=lambda it: it.serial, reverse=True):
             try:
                 self._restore(each.record)
-            except MALFORMED:
+            except _NONSENSE:
                 continue
             return each.record
         return None
@@ -331,6 +341,9 @@ def _unreadable(row: Row) -> str | None:
     try:
         Method.from_dict(json.loads(row["method"]))
         Layout.from_dict(json.loads(row["layout"]))
-    except MALFORMED as error:
+        numbers, texts = [row[key] for key in ("step", "tokens")], [row[key] for key in _TEXTS]
+    except _NONSENSE as error:
         return repr(error)
+    if not all(type(each) is int and each >= 0 for each in numbers) or not all(type(each) is str for each in texts):
+        return "a text or a number is of another kind"
     return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diloco.errors import StoreError, translated
+from diloco.run.recorder import is_entry
 from diloco.syncer.journal_files import DIRECTORY, FORMAT, GZIP, PAYLOADS, number_of, part_paths
 
 _CHUNK_BYTES, _MOST_BYTES = 64 << 10, 16 << 20
@@ -70,9 +72,13 @@ class JournalReader:
                     yield _damage(f"line {position} of {path} is not what was written", read_bytes)
                     break
                 entry = text[9:]
+                values = _values_of(entry)
+                if values is None or (position == 1) != (values["e"] == "#journal"):
+                    yield _damage(f"line {position} of {path} is no entry of a journal", read_bytes)
+                    break
                 if position == 1:
-                    self._require_format(path, entry)
-                    expected = json.loads(entry)["follows"]
+                    self._require_format(path, values)
+                    expected = values["follows"]
                     if expected not in (None, follows):
                         yield _damage(f"the end of the part before {path} is missing", read_bytes)
                 yield JournalLine(entry, read_bytes)
@@ -103,14 +109,23 @@ class JournalReader:
                         if line[:9] != b"%08x " % crc:
                             yield "", False
                             return
-                        yield line.decode(), True
+                        yield line.decode(errors="replace"), True
 
-    def _require_format(self, path: Path, head: str) -> None:
-        found = json.loads(head).get("format", 0)
+    def _require_format(self, path: Path, head: Mapping[str, Any]) -> None:
+        found = head["format"]
         if found > FORMAT:
             raise StoreError(
                 f"{path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to read it."
             )
+
+
+def _values_of(entry: str) -> dict[str, Any] | None:
+    """Of an entry; None: it is none."""
+    try:
+        values: dict[str, Any] = json.loads(entry)
+    except (ValueError, RecursionError):
+        return None
+    return values if is_entry(values) else None
 
 
 def _damage(why: str, read_bytes: int) -> JournalLine:

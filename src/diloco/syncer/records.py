@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco.core.lineage import Epoch
 from diloco.core.update import Update
-from diloco.errors import StoreError
+from diloco.errors import StoreError, first_line
 from diloco.syncer.durable import sync_directory
 
 FORMAT = 7
@@ -83,12 +83,12 @@ def look(path: Path) -> tuple[int, bool]:
             has_run = found == FORMAT and db.execute("SELECT 1 FROM run").fetchone() is not None
     except sqlite3.OperationalError:  # the disk, not what is on it
         raise
-    except sqlite3.DatabaseError as error:
-        verdict, found, has_run = str(error), 0, False
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # UnicodeDecodeError: in what SQLite says of it
+        verdict, found, has_run = first_line(error), 0, False
     if verdict != "ok":
         raise StoreError(
-            f"{database} could not be opened: it is damaged ({verdict}). Nothing was changed or removed; "
-            f"{advice(path)}."
+            f"{database} could not be opened: it is damaged ({' '.join(verdict.split())}). Nothing was changed or "
+            f"removed; {advice(path)}."
         )
     if found > FORMAT:
         raise StoreError(f"{path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to open it.")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco.plain_json import MALFORMED
 from diloco.syncer.records import FORMAT
 from diloco.whole_files import write_whole
 
@@ -54,7 +55,7 @@ def read_description(path: Path) -> dict[str, Any] | None:
         plain = json.loads((path / DESCRIPTION).read_bytes())
         row: dict[str, Any] = plain["run"]
         return row if plain["format"] == FORMAT and plain["sha256"] == _hash_of(row) else None
-    except (FileNotFoundError, LookupError, TypeError, ValueError):
+    except (FileNotFoundError, *MALFORMED):
         return None
 
 

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import grpc
 import torch
 from google.protobuf.message import Message
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
@@ -36,10 +35,11 @@ from diloco.errors import (
     StoreError,
 )
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed, tensor_of
+from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed, tensor_of, tensors_of
 from diloco.exchange.wire.incoming import Progress, start_of
 from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import abort
+from diloco.plain_json import read_json
 from diloco.run import sense
 from diloco.run.driver import Upload
 from diloco.run.run_state import require_run
@@ -532,13 +532,7 @@ def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
 
 
 def _layout(text: str) -> Layout:
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise LayoutError(f"the layout is not JSON ({error}); send Layout.to_dict().") from error
-    if not isinstance(values, dict):
-        raise LayoutError(f"the layout is JSON of a {type(values).__name__}; send Layout.to_dict().")
-    return Layout.from_dict(values)
+    return Layout.from_dict(read_json(text, "the layout", LayoutError, "send Layout.to_dict()"))
 
 
 MAX_STATIC_ELEMENT_BYTES, MAX_STATIC_HEADER_BYTES = 16, 4096
@@ -574,12 +568,7 @@ def _room_for_model(num_bytes: int) -> memoryview:
 
 def _check_static(layout: Layout, static: bytes) -> None:
     """The frozen tensors and buffers are what the layout says."""
-    try:
-        tensors = load(static)
-    except SafetensorError as error:
-        raise CorruptPayloadError(
-            f"the static tensors are not a safetensors file ({error}); send them again."
-        ) from error
+    tensors = tensors_of(static, "the static tensors")
     if set(tensors) != {spec.name for spec in layout.static}:
         raise LayoutError(
             f"the model brings the static tensors {sorted(tensors)} and its layout names "

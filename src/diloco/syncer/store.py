@@ -35,7 +35,15 @@ from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.core.update import Update
-from diloco.errors import AlreadyInitialisedError, DilocoError, NotInitialisedError, StoreError, VersionError
+from diloco.errors import (
+    AlreadyInitialisedError,
+    DilocoError,
+    NotInitialisedError,
+    StoreError,
+    VersionError,
+    first_line,
+)
+from diloco.plain_json import MALFORMED
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun, first_epoch
 from diloco.syncer.durable import ignore_point, lock_directory
 from diloco.syncer.files import Described, TensorFiles, keep_copy, set_aside
@@ -341,7 +349,7 @@ class Store:
             yield
         except (OSError, sqlite3.DatabaseError) as error:
             raise StoreError(
-                f"the state in {self.path} could not be {what} ({error}); {_free(self.path)}free space or "
+                f"the state in {self.path} could not be {what} ({first_line(error)}); {_free(self.path)}free space or "
                 "repair the disk and try again, what was published before is unharmed."
             ) from error
 
@@ -353,7 +361,7 @@ def understood(path: Path) -> Iterator[None]:
         yield
     except DilocoError:
         raise
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise StoreError(
             f"{path / DATABASE} is damaged: the run in it cannot be read ({error!r}). Nothing was changed or "
             f"removed; {advice(path)}."

@@ -17,7 +17,6 @@ import hmac
 import os
 import re
 import secrets
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,6 +27,7 @@ from diloco.run.sense import NAME
 from diloco.secret_files import replace_secret
 from diloco.syncer.callers import ROLES, Caller, Role
 from diloco.syncer.rereading import Reread
+from diloco.tables import read_text, read_toml
 
 KINDS = {"role": str, "sha256": str, "learner": str, "expires": datetime}
 """The keys of a token's table, and what each holds."""
@@ -79,12 +79,7 @@ def read_tokens(path: str | os.PathLike[str]) -> dict[str, TokenEntry]:
     Raises:
         ConfigError: unreadable, not TOML, or an entry that is not one.
     """
-    try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            f"the tokens file {path} cannot be read ({error}); make one with `diloco keys token`."
-        ) from error
+    tables = read_toml(read_text(Path(path), "tokens file"), str(path))
     return {name: _entry(name, table, path) for name, table in tables.items()}
 
 

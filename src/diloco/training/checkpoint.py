@@ -29,7 +29,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from diloco.errors import CheckpointError, StoreError, translated
+from diloco.errors import CheckpointError, StoreError, first_line, translated
+from diloco.plain_json import MALFORMED
 from diloco.whole_files import hidden_name, remove_leftovers
 
 log = logging.getLogger("diloco")
@@ -190,14 +191,16 @@ def _load(path: Path) -> dict[str, Any]:
         if len(payload) != expected["num_bytes"] or hashlib.sha256(payload).hexdigest() != expected["sha256"]:
             raise CheckpointError(f"{path / _TENSORS} is damaged (its bytes are not those that were written)")
         state: dict[str, Any] = _unpack(manifest["state"], load_tensors(payload))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint ({type(error).__name__}: {error})") from error
+    except (OSError, SafetensorError, *MALFORMED) as error:
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint ({type(error).__name__}: {first_line(error)})"
+        ) from error
     return state
 
 
 def lineage_of(path: Path) -> dict[str, Any] | None:
     """The syncer that the learner of a whole checkpoint followed (`core.lineage`); None: it followed none."""
-    with translated((OSError, ValueError, KeyError), CheckpointError, f"cannot read {path}", _instead(path)):
+    with translated((OSError, *MALFORMED), CheckpointError, f"cannot read {path}", _instead(path)):
         lineage: dict[str, Any] | None = json.loads((path / _MANIFEST).read_bytes())["state"]["learners"][0].get(
             "lineage"
         )
@@ -287,11 +290,13 @@ def to_bytes(state: dict[str, Any]) -> Tensor:
 
 
 def from_bytes(raw: Tensor) -> dict[str, Any]:
-    """The state that `to_bytes` encoded."""
-    content = raw.numpy().tobytes()
-    header_bytes = int.from_bytes(content[:8], "little")
-    plain = json.loads(content[8 : 8 + header_bytes])["__metadata__"]["state"]
-    state: dict[str, Any] = _unpack(json.loads(plain), load_tensors(content))
+    """The state that `to_bytes` encoded. Raises CheckpointError for anything else."""
+    advice = "send what to_bytes made"
+    with translated((SafetensorError, *MALFORMED), CheckpointError, "a state cannot be read from bytes", advice):
+        content = raw.numpy().tobytes()
+        header_bytes = int.from_bytes(content[:8], "little")
+        plain = json.loads(content[8 : 8 + header_bytes])["__metadata__"]["state"]
+        state: dict[str, Any] = _unpack(json.loads(plain), load_tensors(content))
     return state
 
 

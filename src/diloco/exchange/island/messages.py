@@ -15,9 +15,10 @@ from diloco.core.held import Advanced, HeldFragment
 from diloco.core.leases import Grant
 from diloco.core.shards import Shards
 from diloco.core.update import Update
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, ExchangeError, translated
 from diloco.exchange.base import Arrived, Opened, Rejoined
-from diloco.exchange.group import Group, as_bytes, error_of, to_bytes, to_tensor
+from diloco.exchange.group import SAME_VERSION, Group, as_bytes, error_of, to_bytes, to_tensor
+from diloco.plain_json import MALFORMED, read_json
 
 Fetched = Callable[[int, int, int | None], Advanced]
 """`ShardedExchange.fetched`."""
@@ -75,21 +76,60 @@ def share(
     first = group.rank == 0
     raw = to_tensor(message.raw) if first else torch.empty(num_bytes, dtype=torch.uint8)
     group.broadcast(raw, what)
-    values = json.loads(to_bytes(raw))
-    if values["error"] is not None:
-        raise failure if failure is not None else error_of(*values["error"])
+    try:
+        said, specs = read_message(to_bytes(raw))
+    except DilocoError as error:
+        raise failure or error from None
     tensors = []
-    for index, (shape, dtype, fragment) in enumerate(values["tensors"]):
+    for index, (shape, dtype, fragment) in enumerate(specs):
         mine = message.told[index].tensor.contiguous() if first else None
         if fragment is None:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype)) if mine is None else mine
+            tensor = torch.empty(shape, dtype=dtype) if mine is None else mine
             group.broadcast(tensor, what)
         else:
             tensor = scatter(group, mine, shards[fragment], what)
         tensors.append(tensor)
     if first and fetched is not None:
         return message.value
-    return _resolved(_in(values["said"], tensors), fetched)
+    return _resolved(value_of(said, tensors), fetched)
+
+
+Spec = tuple[list[int], torch.dtype, int | None]
+"""Shape and dtype of a tensor of a message, and `Told.fragment`."""
+
+
+def read_message(raw: bytes) -> tuple[Any, list[Spec]]:
+    """What a message says, with places instead of tensors, and the tensors that follow it.
+
+    Raises:
+        DilocoError: the error in it. ExchangeError: it is no message.
+    """
+    values = read_json(raw, "what rank 0 tells", ExchangeError, SAME_VERSION)
+    match values:
+        case {"error": [str(name), str(text)]}:
+            raise error_of(name, text)
+        case {"said": said, "error": None, "tensors": list(told)}:
+            with translated(MALFORMED, ExchangeError, "rank 0 tells of tensors that there are not", SAME_VERSION):
+                return said, [_spec(*each) for each in told]
+    raise ExchangeError(f"what rank 0 tells is no message; {SAME_VERSION}.")
+
+
+def _spec(shape: Any, name: Any, fragment: Any) -> Spec:
+    dtype = getattr(torch, name)
+    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not is_shape or not isinstance(dtype, torch.dtype) or not (fragment is None or type(fragment) is int):
+        raise ValueError(f"{[shape, name, fragment]} is no tensor")
+    return shape, dtype, fragment
+
+
+def value_of(said: Any, tensors: Sequence[Tensor]) -> Any:
+    """The value of a message, with its tensors.
+
+    Raises:
+        ExchangeError: it is none that this version knows.
+    """
+    with translated(MALFORMED, ExchangeError, "rank 0 tells what is not understood here", SAME_VERSION):
+        return _in(said, tensors)
 
 
 def scatter(group: Group, whole: Tensor | None, shards: Shards, what: str) -> Tensor:

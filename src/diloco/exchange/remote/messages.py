@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.fragments import Layout
 from diloco.core.leases import Grant
 from diloco.core.lineage import Lineage
+from diloco.core.method import Method
 from diloco.core.ranges import Ranges
 from diloco.core.session import requests
 from diloco.core.succession import Ballot, Proposal
 from diloco.core.update import Update
+from diloco.errors import ConfigError, LayoutError, PayloadError, translated
 from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.plain_json import MALFORMED, read_json
+
+OTHER_VERSION = "is the syncer of another version?"
 
 
 def push_header(push: requests.Push) -> pb.PushHeader:
@@ -147,6 +153,20 @@ def watch_request(watch: requests.Watch) -> pb.WatchRequest:
 def lineage_message(seen: Lineage | None) -> pb.Lineage | None:
     """What a learner has followed."""
     return None if seen is None else pb.Lineage(run_id=seen.run_id, epoch=seen.epoch, boot=seen.boot)
+
+
+def method_of(description: pb.DescribeReply) -> Method:
+    """The run's method. Raises PayloadError: the syncer describes none that this version knows."""
+    values = read_json(description.method, "the method of the run", PayloadError, OTHER_VERSION)
+    with translated((ConfigError, *MALFORMED), PayloadError, "the method of the run cannot be read", OTHER_VERSION):
+        return Method.from_dict(values)
+
+
+def layout_of(description: pb.DescribeReply) -> Layout:
+    """How the run cuts its model. Raises PayloadError: the syncer describes no layout."""
+    values = read_json(description.layout, "the layout of the run", PayloadError, OTHER_VERSION)
+    with translated((LayoutError, *MALFORMED), PayloadError, "the layout of the run cannot be read", OTHER_VERSION):
+        return Layout.from_dict(values)
 
 
 def lineage_of(message: pb.Lineage) -> Lineage:

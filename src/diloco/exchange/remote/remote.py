@@ -8,7 +8,6 @@ this; background threads make the requests (`session`), so that the training thr
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import threading
@@ -36,6 +35,7 @@ from diloco.exchange.key_pair import learner_of
 from diloco.exchange.lanes import Lanes
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.inner_states import Sharer, peer_state
+from diloco.exchange.remote.messages import method_of
 from diloco.exchange.remote.ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
 from diloco.exchange.remote.session import Session
 from diloco.exchange.remote.transfers import Receiver, Sender, num_bytes_of
@@ -125,7 +125,7 @@ class Remote(ShardedExchange):
 
     def method(self, given: Method | None) -> Method:
         run = self._who.run
-        method = Method.from_dict(json.loads(describe(self._dialler, run, self._join_timeout_s).method))
+        method = method_of(describe(self._dialler, run, self._join_timeout_s))
         if given is not None and (difference := given.difference(method)):
             raise ConfigError(
                 f"the method given (here) is not run {run!r}'s (there): {difference}; pass method=None to take the "

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from safetensors.torch import load
 from torch import Tensor
 
 from diloco.core.contribution import Contribution, Verdict
@@ -22,7 +21,7 @@ from diloco.errors import ExchangeError
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.messages import lineage_of, pull_request, push_header, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, tensor_of
+from diloco.exchange.wire.frames import bytes_of, tensor_of, tensors_of
 from diloco.exchange.wire.incoming import Download as Incoming
 from diloco.exchange.wire.outgoing import Upload
 
@@ -207,7 +206,7 @@ class Receiver:
         self.num_bytes[channel] += len(buffer)
         lineage, verdicts, update = lineage_of(header.lineage), verdicts_of(header.verdicts), update_of(header)
         if request.static:
-            return Download(lineage, update, verdicts, None, load(bytes(buffer)))
+            return Download(lineage, update, verdicts, None, tensors_of(buffer, "the static tensors"))
         fragment = self._layout.fragments[request.fragment]
         num_elements, places = fragment.numel, fragment.tensors
         if shards is not None:
@@ -260,7 +259,7 @@ def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int, *, ve
         CorruptPayloadError, DigestError: it is not what the syncer published.
     """
     num_theta_bytes = header.num_bytes - header.outer_bytes
-    outer_state = load(bytes(buffer[num_theta_bytes:])) if header.outer_bytes else {}
+    outer_state = tensors_of(buffer[num_theta_bytes:], "the outer states") if header.outer_bytes else {}
     theta = tensor_of(buffer[:num_theta_bytes])
     return received_whole(update_of(header), theta, num_elements, outer_state, verify=verify)
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
-from safetensors.torch import load
 from torch import Tensor
 
-from diloco.core.fragments import Layout, scatter
-from diloco.errors import NotInitialisedError, StandbyError
+from diloco.core.fragments import scatter
+from diloco.errors import NotInitialisedError, PayloadError, StandbyError
 from diloco.exchange.dialling import dialler, found
+from diloco.exchange.remote.messages import OTHER_VERSION, layout_of
 from diloco.exchange.remote.transfers import whole_of
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import tensors_of
+from diloco.plain_json import read_json
 
 
 def fetch_model(
@@ -32,7 +33,7 @@ def fetch_model(
         description = found(syncers, run)
         if not description.initialised:
             raise NotInitialisedError(f"run {run!r} has no model yet; start one learner with --initialise.")
-        layout = Layout.from_dict(json.loads(description.layout))
+        layout = layout_of(description)
         model: dict[str, Tensor] = {}
         for fragment in layout.fragments:
             header, buffer = syncers.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
@@ -41,7 +42,7 @@ def fetch_model(
                 spec = next(place.spec for place in fragment.tensors if place.spec.name == name)
                 model[name] = value.to(getattr(torch, spec.dtype))
         _, static = syncers.pull("joins", pb.PullRequest(run=run, static=True, base=-1))
-        return {**model, **load(bytes(static))}
+        return {**model, **tensors_of(static, "the static tensors")}
 
 
 def fetch_status(
@@ -55,5 +56,5 @@ def fetch_status(
             with suppress(StandbyError):
                 found(syncers, run)
         reply = syncers.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
-        status: dict[str, object] = json.loads(reply.status)
+        status: dict[str, object] = read_json(reply.status, "the syncer's status", PayloadError, OTHER_VERSION)
         return status

@@ -9,10 +9,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from google.protobuf.message import DecodeError, Message
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
-from diloco.errors import ConfigError, CorruptPayloadError
+from diloco.errors import ConfigError, CorruptPayloadError, translated
 from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
+from diloco.plain_json import MALFORMED
 
 H = TypeVar("H", bound=Message)
 
@@ -55,6 +58,18 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def tensor_of(buffer: bytearray | memoryview, dtype: torch.dtype = torch.uint8) -> Tensor:
     """A tensor over a writable buffer, without a copy; it keeps the buffer alive."""
     return torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
+
+
+def tensors_of(buffer: bytes | memoryview, what: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file that was sent.
+
+    Raises:
+        CorruptPayloadError: `what` is none.
+    """
+    with translated(
+        (SafetensorError, *MALFORMED), CorruptPayloadError, f"{what} are no safetensors file", "send it again"
+    ):
+        return load(bytes(buffer))
 
 
 def frames(header: Message, *parts: memoryview) -> Iterator[bytes]:
