@@ -6,6 +6,7 @@ follow from it; the same file is read by the adviser, by simulations and written
 
 import math
 import random
+from collections import Counter
 from pathlib import Path as FilePath
 from typing import NamedTuple, Self
 
@@ -83,7 +84,7 @@ class Site(Table):
     def _fits_together(self) -> Self:
         names = self.names
         for kind, known in (("learner", names), ("link", [each.name for each in self.link])):
-            if twice := sorted({name for name in known if known.count(name) > 1}):
+            if twice := sorted(name for name, times in Counter(known).items() if times > 1):
                 raise ValueError(f"there are two {kind}s {twice[0]}; rename one")
         links = [each.name for each in self.link]
         for place in self.site:

@@ -77,7 +77,7 @@ class SiteTable(Table):
     """Equal learners at one place. Everything here is of one learner; `learners` says how many there are."""
 
     name: Name
-    learners: int = Field(default=1, ge=1)
+    learners: int = Field(default=1, ge=1, le=10_000)
     accelerators: int = Field(default=1, ge=1)
     memory: Size | None = None  # of one accelerator; without it nothing is said about whether the model fits
     step_time: Duration | None = None  # of an inner step at the learner's share of the batch
