@@ -33,6 +33,7 @@ from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DilocoError
 from diloco.exchange.base import Arrived, Opened, Rejoined
 from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import Dialler
 from diloco.exchange.group import read_frame, to_tensor
 from diloco.exchange.island.messages import Message, read_message, value_of
 from diloco.exchange.remote import fetch_model, fetch_status
@@ -46,6 +47,7 @@ METHODS: dict[str, type[protobuf_message.Message]] = {
     "Describe": pb.DescribeRequest, "Join": pb.JoinRequest, "Heartbeat": pb.HeartbeatRequest,
     "Lease": pb.LeaseRequest, "Leave": pb.LeaveRequest, "Status": pb.StatusRequest, "Watch": pb.WatchRequest,
     "Pull": pb.PullRequest, "Initialise": pb.InitialiseHeader, "Push": pb.PushHeader, "Probe": pb.ProbeHeader,
+    "Heal": pb.HealRequest, "ShareInner": pb.ShareHeader, "PullInner": pb.PullInnerRequest,
 }  # fmt: skip
 """The calls of a syncer, and what each begins with."""
 
@@ -57,6 +59,9 @@ CALL_S = 20.0
 
 MOST_REPLIES = 8
 """Replies that are taken before a call is broken off."""
+
+REFUSED = (b"Initialise", b"Push", b"Heartbeat", b"ShareInner", b"PullInner")
+"""Calls that come too late, or from a learner that follows another syncer."""
 
 MOST_TIMES = 5
 """That a call is made again."""
@@ -125,6 +130,11 @@ class SyncerUnderFire:
             ("Initialise", list(frames(model, *parts))),
             ("Push", list(frames(push, ones))),
             ("Probe", [pb.ProbeHeader(**who, up_bytes=8, down_bytes=8).SerializeToString(), bytes(8)]),
+            ("Heal", [pb.HealRequest(**who, process=4, digest="0" * 64).SerializeToString()]),
+            ("ShareInner", list(frames(pb.ShareHeader(
+                **who, incarnation=1, number=3, digest="0" * 64, num_bytes=len(ones)
+            ), ones))),
+            ("PullInner", [pb.PullInnerRequest(**who, process=4, number=3).SerializeToString()]),
         ]  # fmt: skip
         calls[2][1][0] += pb.HeartbeatRequest(seen=seen).SerializeToString()
         for name, messages in calls:
@@ -204,7 +214,7 @@ def calls() -> Target:
     mutate = _header({name: protobuf(kind) for name, kind in METHODS.items()})
     seeds, others = [], []
     for seed in it.seeds():
-        (others if parted(seed)[0] in (b"Initialise", b"Push", b"Heartbeat") else seeds).append(seed)
+        (others if parted(seed)[0] in REFUSED else seeds).append(seed)
     return Target("calls", tuple(seeds), it.call, mutate, it.close, tuple(others))
 
 
@@ -228,7 +238,7 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
         self._connection = Connection(self._address)
-        self._receiver = Receiver(self._connection, layout(), PUSHED)
+        self._receiver = Receiver(Dialler([self._connection]), layout(), PUSHED)
 
     def service(self, details: Any) -> Any:
         """As gRPC calls it: a handler that answers any call."""

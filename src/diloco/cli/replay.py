@@ -71,10 +71,12 @@ def _state_dir(run: Path) -> Path:
 
 def _replay(reader: "JournalReader", replay: "Replay", asked: "WhatIf | None", until: float | None) -> float:
     """Replay the entries; returns the seconds from the first to the last."""
+    from diloco.run.recorder import entry_of
+
     began_s = said_s = time.monotonic()
     first_s, offset_s, span_s = None, 0.0, 0.0
     for line in reader:
-        head = json.loads(line.entry)
+        head = entry_of(line.entry)
         if head["e"] == "#journal":
             offset_s = head["wall_s"] - head["t"]
         elif "t" in head:

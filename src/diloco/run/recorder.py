@@ -31,7 +31,8 @@ from typing import Any, Generic, Protocol
 from weakref import WeakKeyDictionary
 
 from diloco.core.actions import Action
-from diloco.errors import DilocoError, NoRoomError
+from diloco.errors import DilocoError, NoRoomError, StoreError
+from diloco.plain_json import read_json
 from diloco.run.decisions import told
 from diloco.run.driver import Upload
 from diloco.run.plain import write_plain
@@ -72,6 +73,21 @@ def is_entry(values: Any) -> bool:
             is_right = isinstance(values.get("a", {}), dict) and all(isinstance(each, str) for each in decided)
             return is_right and math.isfinite(at_s)
     return False
+
+
+def entry_of(line: str) -> dict[str, Any]:
+    """An entry of a journal.
+
+    Raises:
+        StoreError: the line is none of this version's.
+    """
+    values: dict[str, Any] = read_json(line, "a line of the journal", StoreError, _OTHER)
+    if not is_entry(values):
+        raise StoreError(f"the journal has the line {line[:200]!r}, which is no entry of it; {_OTHER}.")
+    return values
+
+
+_OTHER = "read it with the version that wrote it"
 
 
 class JournalPort(Protocol):

@@ -22,7 +22,7 @@ from diloco.run.memory import MemorySlot
 from diloco.run.plain import PlainReader
 from diloco.run.ports import Ports
 from diloco.run.recorded import is_event
-from diloco.run.recorder import Recorder, is_entry
+from diloco.run.recorder import Recorder, entry_of, is_entry
 from diloco.run.recorder_ports import record_digest
 from diloco.run.replay_ports import (
     DeafConnection,
@@ -106,7 +106,7 @@ class Replay:
             StoreError: this version of diloco does not understand it.
         """
         self.begun_push = None
-        entry = json.loads(line)
+        entry = entry_of(line)
         if entry["e"] == "#journal":  # a part of it begins
             return
         if entry["e"] in ("#gap", "#damage"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -14,10 +13,12 @@ from diloco.core.merges import MERGES, SCREENS
 from diloco.core.method import Method
 from diloco.core.outer import OUTER_OPTIMIZERS
 from diloco.core.rounds import QUORUMS
-from diloco.errors import ConfigError, StoreError
+from diloco.errors import ConfigError, StoreError, translated
+from diloco.plain_json import MALFORMED
 from diloco.run import other_merges, other_rounds
 from diloco.run.other_merges import OtherMerges
 from diloco.run.other_rounds import OtherRounds
+from diloco.run.recorder import entry_of
 from diloco.run.replay import Replay
 
 _TYPES = {"merge": MERGES, "screen": SCREENS, "outer": OUTER_OPTIMIZERS, "quorum": QUORUMS}
@@ -91,9 +92,11 @@ class WhatIf:
         Raises:
             ConfigError: the run's method cannot have the changes.
         """
-        entry = json.loads(line)
+        entry = entry_of(line)
         if entry["e"] == "__init__" and self._merges is None and self._rounds is None:
-            self._begin(entry["a"]["method"]["is"])
+            with translated(MALFORMED, StoreError, "the journal begins with no method", "it cannot be asked"):
+                method = entry["a"]["method"]["is"]
+            self._begin(method)
         self._replay.take(line)
         if self._rounds is not None:
             for said in entry.get("d", ()):

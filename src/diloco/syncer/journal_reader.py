@@ -72,13 +72,12 @@ class JournalReader:
                     yield _damage(f"line {position} of {path} is not what was written", read_bytes)
                     break
                 entry = text[9:]
-                values = _values_of(entry)
-                if values is None or (position == 1) != (values["e"] == "#journal"):
-                    yield _damage(f"line {position} of {path} is no entry of a journal", read_bytes)
-                    break
                 if position == 1:
-                    self._require_format(path, values)
-                    expected = values["follows"]
+                    if (head := _head_of(entry)) is None:
+                        yield _damage(f"{path} does not begin as a part of a journal does", read_bytes)
+                        break
+                    self._require_format(path, head)
+                    expected = head["follows"]
                     if expected not in (None, follows):
                         yield _damage(f"the end of the part before {path} is missing", read_bytes)
                 yield JournalLine(entry, read_bytes)
@@ -119,13 +118,13 @@ class JournalReader:
             )
 
 
-def _values_of(entry: str) -> dict[str, Any] | None:
-    """Of an entry; None: it is none."""
+def _head_of(entry: str) -> dict[str, Any] | None:
+    """Of the first entry of a part; None: it is none."""
     try:
         values: dict[str, Any] = json.loads(entry)
     except (ValueError, RecursionError):
         return None
-    return values if is_entry(values) else None
+    return values if isinstance(values, dict) and values.get("e") == "#journal" and is_entry(values) else None
 
 
 def _damage(why: str, read_bytes: int) -> JournalLine:

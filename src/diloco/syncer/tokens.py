@@ -27,7 +27,7 @@ from diloco.run.sense import NAME
 from diloco.secret_files import replace_secret
 from diloco.syncer.callers import ROLES, Caller, Role
 from diloco.syncer.rereading import Reread
-from diloco.tables import read_text, read_toml
+from diloco.tables import read_toml
 
 KINDS = {"role": str, "sha256": str, "learner": str, "expires": datetime}
 """The keys of a token's table, and what each holds."""
@@ -79,7 +79,12 @@ def read_tokens(path: str | os.PathLike[str]) -> dict[str, TokenEntry]:
     Raises:
         ConfigError: unreadable, not TOML, or an entry that is not one.
     """
-    tables = read_toml(read_text(Path(path), "tokens file"), str(path))
+    try:
+        tables = read_toml(Path(path).read_text(encoding="utf-8"), str(path))
+    except (OSError, ValueError) as error:  # also ConfigError, and text that is not UTF-8
+        raise ConfigError(
+            f"the tokens file {path} cannot be read ({error}); make one with `diloco keys token`."
+        ) from error
     return {name: _entry(name, table, path) for name, table in tables.items()}
 
 
