@@ -121,7 +121,7 @@ class JournalReader:
 def _head_of(entry: str) -> dict[str, Any] | None:
     """Of the first entry of a part; None: it is none."""
     try:
-        values: dict[str, Any] = json.loads(entry)
+        values: Any = json.loads(entry)
     except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) and values.get("e") == "#journal" and is_entry(values) else None
