@@ -156,7 +156,7 @@ class Layout:
     def from_dict(cls, values: Mapping[str, object]) -> "Layout":
         """Read back what `to_dict` wrote. Raises LayoutError on anything else."""
         if not isinstance(values, Mapping):
-            raise LayoutError(f"a layout is a mapping, not a {type(values).__name__}; use what Layout.to_dict() gave.")
+            raise LayoutError(f"the layout is JSON of a {type(values).__name__}; send Layout.to_dict().")
         fragments, static, base = values.get("fragments"), values.get("static"), values.get("base", [])
         lists = [isinstance(each, list) for each in (fragments, static, base)]
         if set(values) - {"base"} != {"fragments", "static"} or not all(lists):
