@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import errno
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -21,9 +23,13 @@ from tests.syncer.test_replay import replayed
 
 import diloco
 from diloco.chaos.proxy import Relay
+from diloco import events
+from diloco.cli import main
 from diloco.errors import AuthError, ConfigError, StandbyError
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.syncer.following import Shown
+from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Syncer
 from diloco.syncer.tokens import TokenEntry, new_token, token_sha256, write_tokens
 
@@ -296,6 +302,64 @@ def test_only_a_standby_may_follow_and_only_an_admin_promotes(tmp_path: Path) ->
             with pytest.raises(AuthError, match="'admin'"):
                 raw.connection.call("control", "Promote", pb.PromoteRequest(run=RUN), pb.PromoteReply)
             raw.connection.close()
+
+
+def test_a_standby_shows_its_own_certificate_and_says_how_it_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys"
+    Keyring.new(keys, RUN, ["127.0.0.1"], [("second", "standby"), ("me", "admin")], dt.timedelta(days=1))
+    with serve(tmp_path / "a", keys=keys / "syncer") as first:
+        raw = Raw(first.address, keys=keys / "me")
+        raw.initialise()
+        raw.connection.close()
+        shown = Shown(keys / "second")
+        with serve(tmp_path / "b", keys=keys / "second", follow=first.address, follow_with=shown) as second:
+            until(lambda: are_paired(first, second), "they do not pair")
+            for syncer, text in ((first, "paired in epoch 1"), (second, "following in epoch 1")):
+                said = told(capsys, "status", "--address", syncer.address, "--run", RUN, "--keys", str(keys / "me"))
+                assert text in " ".join(said.split())
+            promoting = ("syncer", "promote", second.address, "--run", RUN, "--keys", str(keys / "me"), "--json")
+            assert json.loads(told(capsys, *promoting, "--force")) == {
+                "address": second.address, "epoch": 2, "versions": [0, 0], "fenced": True
+            }  # fmt: skip
+        admitted = [it.call for it in events.read_events(tmp_path / "a" / "events.jsonl") if it.kind == "admitted"]
+        assert "Follow" in admitted
+    stands = [it for it in events.read_events(tmp_path / "b" / "events.jsonl") if isinstance(it, events.Stands)]
+    assert [it.standing for it in stands][-1] == "alone"
+
+
+def test_a_run_has_one_standby(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serve(tmp_path / "a") as first:
+        begin(first)
+        with serve(tmp_path / "b", follow=first.address) as second:
+            until(lambda: are_paired(first, second), "they do not pair")
+            with serve(tmp_path / "c", follow=first.address) as third:
+                until(lambda: "a run has one" in caplog.text, "it is not refused")
+                assert are_paired(first, second)
+                assert third.versions() == ()
+
+
+def test_a_first_that_was_fenced_becomes_the_standby_where_it_knows_the_other_one(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        pair = stack.enter_context(Pair(tmp_path))
+        trains(pair.first, pair.group, until)
+        pair.first.close()
+        until(lambda: standing(pair.second) == "alone", "the standby does not take over")
+        old = stack.enter_context(serve(tmp_path / "a", pair.first.port, follow=pair.second.address))
+        until(lambda: are_paired(pair.second, old), "it does not become the standby")
+        old.pairing.promote(force=True)
+        until(lambda: are_paired(old, pair.second), "the other one does not become the standby")
+        trains(old, pair.group, until)
+        assert on_disk(tmp_path / "a") == on_disk(tmp_path / "b")
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command prints."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code == 0
+    return capsys.readouterr().out
 
 
 @contextmanager

@@ -94,6 +94,10 @@ def _print(status: dict[str, Any]) -> None:
         _say(console, "contributions wait with their learners", reason)
     if missing := status.get("missing_events"):
         _say(console, f"{missing} events could not be written", "free disk space on the syncer's machine")
+    if (pair := status.get("standby")) is not None:
+        _say(console, "one of two syncers", _pair(pair))
+    if not status["initialised"] and pair is not None and pair["standing"] != "alone":
+        return
     if not status["initialised"]:
         console.print("no model yet: start one learner with --initialise")
         return
@@ -107,6 +111,14 @@ def _print(status: dict[str, Any]) -> None:
 
 def _say(console: Console, head: str, text: str) -> None:
     console.print(Text.assemble((printable(head), "bold"), ": ", printable(text)))
+
+
+def _pair(pair: dict[str, Any]) -> str:
+    """How this syncer stands beside the other one."""
+    other = "" if pair["follows"] is None else f", the other one is {pair['follows']}"
+    behind = f"the standby is {pair['versions_behind']} versions and {pair['seconds_behind']:.1f} s behind"
+    link = behind if pair["connected"] else "not connected to the other one"
+    return f"{pair['standing']} in epoch {pair['epoch']}{other}; {link}; {len(pair['electorate'])} learners decide"
 
 
 def _participation(status: dict[str, Any]) -> str:

@@ -137,7 +137,7 @@ class Following:
                     return
                 pairing.concede(hello.base)
                 self._let_go()
-                link = Link(holding, first.boot)
+                link = Link(holding, first.boot, first.boot)
                 pairing.linked_to(link)
                 try:
                     self._follow(link, stream, words)

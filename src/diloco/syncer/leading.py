@@ -11,7 +11,7 @@ from typing import IO
 
 import grpc
 
-from diloco.errors import CorruptPayloadError, LineageError, StandbyError, UnknownRunError
+from diloco.errors import BusyError, CorruptPayloadError, LineageError, StandbyError, UnknownRunError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import Unpaced, frames, parse, streamed
 from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
@@ -52,7 +52,7 @@ class Leading:
         if (lost := self._accept(hello, copy)) is not None:
             yield lost.SerializeToString()
             return
-        link = Link(copy, pairing.boot)
+        link = Link(copy, pairing.boot, hello.boot)
         pairing.linked_to(link)
 
         def end() -> None:
@@ -90,6 +90,9 @@ class Leading:
             )
         if pairing.standing in ("following", "fenced"):
             raise StandbyError("this syncer does not serve the run, and leads no standby.")
+        link = pairing.link
+        if link is not None and link.peer != hello.boot and pairing.is_heard(link):
+            raise BusyError("another standby follows this syncer; a run has one.")
         if hello.is_first and mine < (hello.base, copy.num_published, False, hello.boot):
             raise StandbyError("the caller has more of the run than this syncer, which has to follow it.")
         if not hello.is_first and copy.num_published > held.num_published and hello.base >= mine[0]:

@@ -10,6 +10,7 @@ import grpc
 
 from diloco import events
 from diloco.core.lineage import Lineage
+from diloco.core.method import Method
 from diloco.core.succession import Ballot, Proposal, Standing, Word, elector
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.following import Following
@@ -74,12 +75,12 @@ class PairCalls:
         """As `Pairing.status`."""
         return self._pairing.status()
 
-    def idle_status(self, run: str) -> dict[str, Any]:
+    def idle_status(self, run: str, method: Method) -> dict[str, Any]:
         """The status of a run that this syncer does not serve now."""
         return {
-            "run": run, "method": None, "initialised": False, "step": 0, "tokens": 0, "initial_tokens": 0,
-            "spooled_bytes": 0, "waits_for": str(self._pairing.refusal()), "learners": {}, "fragments": [],
-            "newest_merge": None, "data": None,
+            "run": run, "run_id": "", "epoch": self._pairing.succession.epoch, "method": method.to_dict(),
+            "initialised": False, "step": 0, "tokens": 0, "initial_tokens": 0, "spooled_bytes": 0, "waits_for": None,
+            "learners": {}, "fragments": [], "newest_merge": None, "data": None,
         }  # fmt: skip
 
 

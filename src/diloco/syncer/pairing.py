@@ -78,7 +78,7 @@ class Link:
 
     Attributes:
         copy: what the standby has.
-        boot: of the first's process.
+        boot, peer: of the first's process, and of the other end's.
         epoch: that both have agreed on, with every published version at the standby; None: not yet.
         sent_serial, acked_serial: of the newest state (`Store.serial`) that was sent, and that the standby has.
         sent_electorate, electorate: that was sent, and that the standby has.
@@ -87,8 +87,8 @@ class Link:
         unconfirmed: commits that were sent, by number, ascending.
     """
 
-    def __init__(self, copy: Holding, boot: int) -> None:
-        self.copy, self.boot = copy, boot
+    def __init__(self, copy: Holding, boot: int, peer: int) -> None:
+        self.copy, self.boot, self.peer = copy, boot, peer
         self.epoch: int | None = None
         self.sent_serial = self.acked_serial = -1
         self.sent_electorate: frozenset[str] = frozenset()
@@ -312,8 +312,10 @@ class Pairing:
 
     def _renew_epoch(self) -> None:
         """A driver that is alone begins an epoch of its own when it starts, or gets its model."""
-        epoch, it = self._store.holding().epoch, self.succession
-        if it.standing == "alone" and epoch > it.epoch:
+        it = self.succession
+        if it.standing == "alone" and (epoch := self._store.epoch()) > it.epoch:
+            if self.had_position:
+                self._keep(base=epoch)
             it.epoch = it.base = epoch
             it.highest = max(it.highest, epoch)
 
@@ -419,7 +421,7 @@ class Pairing:
             StandbyError: it publishes by now.
         """
         with self.changed:
-            if self.standing in ("alone", "paired") or self._position.base != base:
+            if self.standing in ("alone", "paired") or self.succession.base != base:
                 raise StandbyError("this syncer serves the run by now, and follows none.")
             if self._position.place == "first" or self.standing == "fenced":
                 self._keep(place="standby", is_paired=True)
@@ -508,6 +510,7 @@ class Pairing:
                 self._keep(place="first", is_paired=True)
                 it.begun(epoch)
             if self.had_position:
+                self._renew_epoch()
                 self._renew_electorate()
             if it.is_installed:
                 self._keep(place="first", is_paired=False, base=it.epoch)
@@ -518,10 +521,12 @@ class Pairing:
             self._observer.lags(self.lag.versions, self.lag.num_bytes, self.lag.seconds)
             self.changed.notify_all()
 
+    def is_heard(self, link: Link) -> bool:
+        """Whether the other end has said something within the patience."""
+        return time.monotonic() - link.heard_at <= self.patience_s
+
     def _is_wanted(self, link: Link) -> bool:
-        if time.monotonic() - link.heard_at > self.patience_s:
-            return False
-        return link.epoch is None or self.is_in_sync(link)
+        return self.is_heard(link) and (link.epoch is None or self.is_in_sync(link))
 
     def _tell(self, why: str) -> None:
         stands = self.standing, self.succession.epoch

@@ -195,6 +195,12 @@ class Replica(Store):
             with self._transaction() as db:
                 put_epoch(db, epoch, started_at)
 
+    def epoch(self) -> int:
+        """The newest; 0: there is no run."""
+        with self._mapped("read"), self._using:
+            found: int = self._db.execute("SELECT COALESCE(MAX(epoch), 0) FROM epochs").fetchone()[0]
+            return found
+
     def versions(self) -> tuple[int, ...]:
         """The newest of each fragment."""
         with self._mapped("read"), self._using:

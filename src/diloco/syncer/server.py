@@ -163,7 +163,7 @@ class Syncer:
             self.pairing, Leading(self._store, self.pairing), self._following, lambda: self._hosted is not None
         )
         service = Service(
-            run, lambda: self.driver, pair=pair, auth=auth, calls=self._calls, deadlines=self._deadlines,
+            run, method, lambda: self.driver, pair=pair, auth=auth, calls=self._calls, deadlines=self._deadlines,
             transfers=self.transfers, audit=audit, sockets=self._sockets, lost_floor_s=options.deadlines.lost_floor_s,
             resumed=self._observer.resumed, status_extra=self._status_extra,
         )  # fmt: skip

@@ -24,6 +24,7 @@ from diloco.core.fragments import Layout
 from diloco.core.leases import Grant
 from diloco.core.lineage import Lineage
 from diloco.core.memory import room
+from diloco.core.method import Method
 from diloco.core.shards import Segments, num_segments_of
 from diloco.errors import (
     BusyError,
@@ -78,7 +79,7 @@ class Service:
     """Handlers of one run.
 
     Arguments:
-        run: its id.
+        run, method: its id and method.
         host: gives the driver; raises StandbyError while this syncer does not serve the run.
         pair: answers for this syncer as one of two.
         auth: says who calls.
@@ -94,6 +95,7 @@ class Service:
     def __init__(
         self,
         run: str,
+        method: Method,
         host: Callable[[], HostedDriver],
         *,
         pair: PairCalls,
@@ -107,7 +109,7 @@ class Service:
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
     ) -> None:
-        self._run, self._host, self._pair = run, host, pair
+        self._run, self._method, self._host, self._pair = run, method, host, pair
         self._auth = auth
         self._calls = calls
         self._deadlines = deadlines
@@ -220,7 +222,7 @@ class Service:
         try:
             status = self._driver.ask(lambda driver: driver.status())
         except StandbyError:
-            status = self._pair.idle_status(self._run)
+            status = self._pair.idle_status(self._run, self._method)
         return pb.StatusReply(status=json.dumps({**status, "standby": self._pair.status(), **self._status_extra()}))
 
     def vote(self, caller: Caller, request: pb.VoteRequest, context: grpc.ServicerContext) -> pb.VoteReply:
