@@ -135,6 +135,9 @@ class World:
         if process.is_installed:
             disk.is_paired, disk.base = False, disk.epoch
             process.alone()
+        if process.standing == "alone" and process.is_refused:
+            disk.epoch = disk.base = process.next_epoch(0)
+            process.raised(disk.epoch)
         if other.process is not None and self.passes(node.name, other.name):
             self.link(node, other)
 
@@ -157,7 +160,7 @@ class World:
                 electorate=follower.disk.electorate, patience_s=self.patience_s, now=self.now,
             )  # fmt: skip
         in_sync = follower.first_boot == first.boot and second.base == first.epoch == first.base
-        if in_sync and first.standing in ("paired", "proposing"):
+        if in_sync and first.standing in ("paired", "proposing") and not first.is_refused:
             second.linked(self.now)
             first.linked(self.now)
         elif self.draws.random() < 0.5:
@@ -174,8 +177,8 @@ class World:
         assert first is not None
         assert second is not None
         epoch = first.epoch
-        if first.standing not in ("alone", "paired") or follower.disk.epoch > epoch:
-            epoch = first.next_epoch(follower.disk.epoch)
+        if first.standing not in ("alone", "paired") or second.highest > epoch or first.is_refused:
+            epoch = first.next_epoch(second.highest)
         disk.is_paired = True
         if first.standing == "alone":
             first.paired(self.now, first.epoch)
@@ -277,6 +280,11 @@ def test_what_is_published_is_one_line_and_goes_on(num_learners: int) -> None:
         num_before = len(world.line)
         world.calm()
         assert len(world.line) > num_before + 5, f"seed {seed}: nothing is published any more"
+        served = {
+            (node.process.epoch, node.process.boot) for node in world.nodes if node.process and node.process.serves
+        }
+        followed = {each.witness.seen and (each.witness.seen.epoch, each.witness.seen.boot) for each in world.learners}
+        assert followed == served, f"seed {seed}: a learner follows no syncer that serves the run"
     assert num_takeovers > 0
 
 

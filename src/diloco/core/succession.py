@@ -165,7 +165,7 @@ class Succession:
         self.proposal: Proposal | None = None
         self._place: Place = place
         self._patience_s, self._recent_s = patience_s, max(RECENT_S, 2 * patience_s)
-        self._linked_at = now
+        self._linked_at = self._now = now
         self._asked_at = -math.inf
         self.highest = epoch
         self._serves = self.standing == "alone"
@@ -214,6 +214,7 @@ class Succession:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
+        self._now = now
         is_silent = now - self._linked_at >= self._patience_s
         match self.standing:
             case "paired" if is_silent:
@@ -270,6 +271,26 @@ class Succession:
     def lost(self) -> None:
         """The other syncer publishes alone in a later epoch, which is durable there."""
         self.standing, self.proposal = "fenced", None
+
+    def raised(self, epoch: int) -> None:
+        """This first is alone, and has made this epoch durable, as its base too: a learner has promised the one before
+        to another syncer."""
+        self.epoch = self.base = epoch
+        self.highest = max(self.highest, epoch)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a learner cannot follow this epoch, since it has promised the same one or a later one to the other
+        syncer. It can follow a later one than that, which a first may always begin: alone, or with its standby."""
+        mine = (self.epoch, self.boot)
+        return self.standing in ("paired", "alone") and any(
+            (word.seen.epoch, word.seen.boot) != mine
+            and word.promised is not None
+            and word.promised.boot != self.boot
+            and word.promised.epoch >= self.epoch
+            for at, word in self._words.values()
+            if self._now - at < self._recent_s
+        )
 
     # --- what it may do -----------------------------------------------------------------------------------------------
 

@@ -84,11 +84,16 @@ class Following:
         run: its name.
         pairing: decides; its `other` is the address.
         let_go: called before a syncer that has served the run becomes a standby: ends its driver.
+        failed: told what the thread failed with that it should not have.
     """
 
-    def __init__(self, run: str, store: Replica, pairing: Pairing, shown: Shown, let_go: Callable[[], None]) -> None:
+    def __init__(
+        self, run: str, store: Replica, pairing: Pairing, shown: Shown, *, let_go: Callable[[], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:  # fmt: skip
         assert pairing.other is not None
-        self._run_name, self._store, self._pairing, self._let_go = run, store, pairing, let_go
+        self._run_name, self._store, self._pairing = run, store, pairing
+        self._let_go, self._failed = let_go, failed
         self._connection = Connection(
             pairing.other, keys=shown.keys, token=shown.token, ca=shown.ca, insecure=shown.insecure,
             stall_floor_s=pairing.patience_s,
@@ -118,6 +123,10 @@ class Following:
                 if not self._closing.is_set() and str(error) != self._said:
                     self._said = str(error)
                     log.warning("the other syncer at %s: %s", self._pairing.other, error)
+            except BaseException as error:
+                log.critical("following the other syncer failed", exc_info=error)
+                self._failed(error)
+                return
             self._connection.close_channel(CHANNEL)
             self._closing.wait(DIAL_S)
 

@@ -79,9 +79,9 @@ class Leading:
                 f"the caller holds another run of this name (id {copy.run_id}) than is served here (id {held.run_id}); "
                 "give it an empty state directory."
             )
+        if hello.is_first and held.run_id and hello.base > pairing.succession.epoch:
+            pairing.outranked(hello.base)
         if hello.stays:
-            if held.run_id and hello.base > pairing.succession.epoch:
-                pairing.outranked(hello.base)
             if pairing.standing in ("fenced", "following"):
                 return pb.FollowPart(boot=pairing.boot, fenced=True)
             raise LineageError(
@@ -93,7 +93,7 @@ class Leading:
         link = pairing.link
         if link is not None and link.peer != hello.boot and pairing.is_heard(link):
             raise BusyError("another standby follows this syncer; a run has one.")
-        if hello.is_first and mine < (hello.base, copy.num_published, False, hello.boot):
+        if hello.is_first and mine < (hello.base, copy.num_published, hello.serves, hello.boot):
             raise StandbyError("the caller has more of the run than this syncer, which has to follow it.")
         if not hello.is_first and copy.num_published > held.num_published and hello.base >= mine[0]:
             raise LineageError(

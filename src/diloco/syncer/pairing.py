@@ -6,6 +6,7 @@ Its lock is taken before those of the driver and of the store, never while one o
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -144,6 +145,7 @@ class Pairing:
         self._store, self._observer = store, observer
         self._refused_s = patience_s + REFUSED_S
         self._is_over = False
+        self._raised_at = -math.inf
         self._told: tuple[Standing, int] | None = None
         self._members: frozenset[str] | None = None  # processes of the run's learners; None: not known yet
         self.had_position = (found := read_position(store.path)) is not None
@@ -325,7 +327,7 @@ class Pairing:
             self._renew_epoch()
             now, it = time.monotonic(), self.succession
             epoch = it.epoch
-            if self.standing not in ("alone", "paired") or other_epoch > epoch:
+            if self.standing not in ("alone", "paired") or other_epoch > epoch or it.is_refused:
                 epoch = it.next_epoch(other_epoch)
             if not it.electorate and record is not None:
                 it.electorate = frozenset(_electors(record))
@@ -371,9 +373,9 @@ class Pairing:
         return is_current and self.standing in ("paired", "proposing", "following")
 
     def outranked(self, epoch: int) -> None:
-        """The other syncer publishes alone in this later epoch."""
+        """The other syncer has every version of this later epoch, with the word of most learners or of a person."""
         with self.changed:
-            if self.standing != "fenced":
+            if self.standing not in ("fenced", "following"):
                 self._keep(is_paired=True)  # it may not serve the run when it is started again
                 self.succession.lost()
                 self._tell(f"the other syncer serves the run in epoch {epoch}")
@@ -384,16 +386,16 @@ class Pairing:
     def hello(self, run: str) -> tuple[pb.FollowHello, Holding]:
         """What this syncer says when it dials the other one, and what it has."""
         with self.changed:
-            base, _, _, boot = self.rank()
+            base, _, serves, boot = self.rank()
             holding, it = self._store.holding(), self.succession
             held = [
                 pb.HeldFile(fragment=fragment, version=version, sha256=sha256)
                 for fragment, (version, sha256) in sorted(holding.held.items())
             ]
             hello = pb.FollowHello(
-                run=run, boot=boot, is_first=self._position.place == "first", epoch=max(holding.epoch, it.epoch),
+                run=run, boot=boot, is_first=self._position.place == "first", epoch=max(holding.epoch, it.highest),
                 base=base, num_published=holding.num_published, stays=it.standing in ("alone", "paired"),
-                run_id=holding.run_id, held=held, files=sorted(holding.files),
+                run_id=holding.run_id, held=held, files=sorted(holding.files), serves=serves,
             )  # fmt: skip
             return hello, holding
 
@@ -515,11 +517,26 @@ class Pairing:
             if it.is_installed:
                 self._keep(place="first", is_paired=False, base=it.epoch)
                 it.alone()
+            self._begin_later_epoch()
             if self.link is not None and not self._is_wanted(self.link):
                 self.link.is_over = True
             self._tell(_WHY.get(self.standing, "as before"))
             self._observer.lags(self.lag.versions, self.lag.num_bytes, self.lag.seconds)
             self.changed.notify_all()
+
+    def _begin_later_epoch(self) -> None:
+        """Where a learner refuses this one."""
+        now, it = time.monotonic(), self.succession
+        if not it.is_refused or now - self._raised_at < self.patience_s:
+            return
+        self._raised_at = now
+        if self.standing == "alone":
+            epoch = it.next_epoch(0)
+            self._store.begin_epoch(Epoch(epoch, self._store.versions()), time.time())
+            self._keep(base=epoch)
+            it.raised(epoch)
+        elif self.link is not None:
+            self.link.is_over = True  # the two agree anew
 
     def is_heard(self, link: Link) -> bool:
         """Whether the other end has said something within the patience."""

@@ -158,7 +158,9 @@ class Syncer:
         self.transfers = Transfers(lambda: self.driver)
         self._following = None
         if options.follow is not None:
-            self._following = Following(run, self._store, self.pairing, options.follow_with, self._host_as_it_stands)
+            self._following = Following(
+                run, self._store, self.pairing, options.follow_with, let_go=self._host_as_it_stands, failed=self._failed
+            )
         pair = PairCalls(
             self.pairing, Leading(self._store, self.pairing), self._following, lambda: self._hosted is not None
         )
@@ -243,8 +245,12 @@ class Syncer:
                 log.error("the standing of this syncer waits for the disk: %s", error)
             except BaseException as error:
                 log.critical("the standing of this syncer failed", exc_info=error)
-                self._failure = error
+                self._failed(error)
                 return
+
+    def _failed(self, error: BaseException) -> None:
+        """It must not go on: `wait` raises this."""
+        self._failure = self._failure or error
 
     def _recorder(self, options: Options) -> Recorder[Slot] | None:
         if self._journal is None:

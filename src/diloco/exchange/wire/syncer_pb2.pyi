@@ -547,7 +547,7 @@ class HeldFile(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class FollowHello(_message.Message):
-    __slots__ = ("run", "boot", "is_first", "epoch", "base", "num_published", "stays", "run_id", "held", "files")
+    __slots__ = ("run", "boot", "is_first", "epoch", "base", "num_published", "stays", "run_id", "held", "files", "serves")
     RUN_FIELD_NUMBER: _ClassVar[int]
     BOOT_FIELD_NUMBER: _ClassVar[int]
     IS_FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -558,6 +558,7 @@ class FollowHello(_message.Message):
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    SERVES_FIELD_NUMBER: _ClassVar[int]
     run: str
     boot: int
     is_first: bool
@@ -568,7 +569,8 @@ class FollowHello(_message.Message):
     run_id: str
     held: _containers.RepeatedCompositeFieldContainer[HeldFile]
     files: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., boot: _Optional[int] = ..., is_first: _Optional[bool] = ..., epoch: _Optional[int] = ..., base: _Optional[int] = ..., num_published: _Optional[int] = ..., stays: _Optional[bool] = ..., run_id: _Optional[str] = ..., held: _Optional[_Iterable[_Union[HeldFile, _Mapping]]] = ..., files: _Optional[_Iterable[str]] = ...) -> None: ...
+    serves: bool
+    def __init__(self, run: _Optional[str] = ..., boot: _Optional[int] = ..., is_first: _Optional[bool] = ..., epoch: _Optional[int] = ..., base: _Optional[int] = ..., num_published: _Optional[int] = ..., stays: _Optional[bool] = ..., run_id: _Optional[str] = ..., held: _Optional[_Iterable[_Union[HeldFile, _Mapping]]] = ..., files: _Optional[_Iterable[str]] = ..., serves: _Optional[bool] = ...) -> None: ...
 
 class FollowAck(_message.Message):
     __slots__ = ("serial",)
