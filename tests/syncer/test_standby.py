@@ -22,8 +22,8 @@ from tests.syncer.test_faults import syncer_process
 from tests.syncer.test_replay import replayed
 
 import diloco
-from diloco.chaos.proxy import Relay
 from diloco import events
+from diloco.chaos.proxy import Relay
 from diloco.cli import main
 from diloco.errors import AuthError, ConfigError, StandbyError
 from diloco.exchange.remote import fetch_status
