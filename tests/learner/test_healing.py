@@ -14,6 +14,7 @@ import diloco
 from diloco import Heal, Learner
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
+from diloco.learner.inner_state import InnerState
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.optimizers import Chained
 
@@ -167,3 +168,38 @@ def test_optimizers_of_every_kind_are_re_warmed() -> None:
 def test_impossible_values_are_refused(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Heal(**values)
+
+
+def test_a_peers_state_goes_into_every_kind_of_optimizer() -> None:
+    """Fused and chained ones, and momentum that is not there yet; the state of another kind is told by its digest."""
+
+    def made(kind: str) -> tuple[torch.optim.Optimizer, InnerState, torch.nn.Module]:
+        model = make_model(1)
+        matrices = [each for each in model.parameters() if each.dim() == 2]
+        others = [each for each in model.parameters() if each.dim() != 2]
+        optimizer: torch.optim.Optimizer
+        match kind:
+            case "fused":
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+            case "muon":
+                optimizer = Chained([torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)])
+            case "chained":
+                optimizer = Chained([torch.optim.AdamW(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)])
+            case _:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        return optimizer, InnerState([optimizer], dict(model.named_parameters())), model
+
+    kinds = ("fused", "muon", "chained", "sgd")
+    assert len({made(kind)[1].digest for kind in kinds}) == len(kinds)
+    for kind in kinds:
+        optimizer, state, model = made(kind)
+        for step in range(3):
+            train_step(model, optimizer, 0, step)
+        joiner, theirs, other = made(kind)
+        other.load_state_dict(model.state_dict())
+        assert theirs.digest == state.digest
+        theirs.load(state.snapshot()())
+        for each in (optimizer, joiner):
+            train_step(model if each is optimizer else other, each, 0, 3)
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, its), kind

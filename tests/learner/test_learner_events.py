@@ -263,6 +263,27 @@ def test_given_up_it_starts_again_from_the_newest_model() -> None:
     assert torch.equal(residuals_of(learner)["0"], lost)
 
 
+def test_given_up_it_keeps_its_inner_optimizer_and_its_re_warm_up() -> None:
+    """It is alive: its moments are not lost, and a schedule of its own is not begun again."""
+    script = Script(step=40, version=9)
+    model = nn.Linear(40, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    learner = Learner(model, optimizer, method=FEEDBACK, exchange=script, heal=diloco.Heal(rewarm_steps=4))
+    script.on_wait = lambda: script.publish(learner.versions[0] + 1, "me")
+    factors = []
+    for taken in range(6):
+        if taken == 2:
+            script.inbox.append(Rejoined(script.opened(incarnation=2, step=60, version=20), "nothing heard"))
+        factors.append(learner.lr_factor)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        learner.step(tokens=10)
+    assert learner.metrics()["incarnation"] == 2
+    assert {int(state["step"]) for state in optimizer.state.values()} == {6}
+    assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
 def test_given_up_while_a_round_waits_for_it_a_learner_takes_its_steps_again() -> None:
     """Its contribution after step 2 was lost with its incarnation, and the others cannot continue without it."""
     script, learner = start()

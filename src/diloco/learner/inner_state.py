@@ -68,10 +68,9 @@ class InnerState:
     def digest(self) -> str:
         """Of the optimizers' kinds and of the names, shapes and dtypes of what they train: 64 hexadecimal digits."""
         described = [
-            [type(optimizer).__qualname__, [[name, list(each.shape), str(each.dtype)] for name, each in zip(
-                names, _trained(optimizer), strict=True)]]
+            [_kinds(optimizer), [[name, *_form(each)] for name, each in zip(names, _trained(optimizer), strict=True)]]
             for optimizer, names in zip(self._optimizers, self._names, strict=True)
-        ]  # fmt: skip
+        ]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
     def snapshot(self) -> Callable[[], bytes]:
@@ -165,3 +164,13 @@ def _load(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of an optimizer, or of those that it is made of (`diloco.training.optimizers.Chained`)."""
+    parts = getattr(optimizer, "optimizers", ()) or (optimizer,)
+    return [type(each).__qualname__ for each in parts]
+
+
+def _form(tensor: Tensor) -> tuple[list[int], str]:
+    return list(tensor.shape), str(tensor.dtype)

@@ -58,6 +58,7 @@ class Rewarm:
 
     def stepped(self) -> None:
         """An inner step was taken."""
+        self._depths.clear()  # a step that failed has not left
         if self._hooks:
             self.num_taken += 1
             if self.num_taken >= self.num_steps:
