@@ -4,6 +4,8 @@ merged once, which the durable state and the syncer's events prove."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sqlite3
 from collections import Counter
 from contextlib import closing
@@ -90,7 +92,10 @@ def test_each_unit_is_merged_once_whatever_is_killed_joins_and_leaves(tmp_path: 
         a.kill()
         a.join()
         at(60)
+        os.kill(c.pid, signal.SIGSTOP)  # for so long that it is evicted
         again = learner("a")
+        until(lambda: "c" not in fetch_status(syncer.address, run=RUN)["learners"], "c is not evicted")
+        os.kill(c.pid, signal.SIGCONT)
         at(90)
         syncer.kill()
         syncer.start()
