@@ -25,11 +25,12 @@ import diloco
 from diloco import events
 from diloco.chaos.proxy import Relay
 from diloco.cli import main
-from diloco.errors import AuthError, ConfigError, StandbyError
+from diloco.errors import AuthError, ConfigError, CorruptPayloadError, StandbyError, StoreError
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.following import Shown
 from diloco.syncer.keyring import Keyring
+from diloco.syncer.replica import Holding, ReplicatedState
 from diloco.syncer.server import Syncer
 from diloco.syncer.tokens import TokenEntry, new_token, token_sha256, write_tokens
 
@@ -426,3 +427,35 @@ def test_kill_9_of_the_first_under_learners_keeps_every_version_and_every_bit(tm
     for (mine, metrics), (theirs, _) in zip(results, undisturbed, strict=True):
         assert metrics["incarnation"] == 1
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_state_that_is_none_is_refused(tmp_path: Path) -> None:
+    """What a standby is sent names columns and files: no others than those that a store has."""
+    with serve(tmp_path / "a") as first:
+        begin(first)
+        lacking = first._store.lacking(Holding())
+        assert lacking is not None
+        lacking.close()
+        state = lacking.state
+    assert ReplicatedState.from_json(state.to_json()) == state
+    plain = json.loads(state.to_json())
+    newest = plain["versions"][0]
+    for wrong in (
+        {**plain, "row": {**plain["row"], "x) VALUES (1); DROP TABLE run; --": 1}},
+        {**plain, "row": {**plain["row"], "static_file": "../../static"}},
+        {**plain, "versions": [{**newest, "file": "../f00000-v000000000-00.safetensors"}]},
+        {**plain, "epochs": [[1, 2]]},
+        [],
+    ):
+        with pytest.raises(CorruptPayloadError, match="no state"):
+            ReplicatedState.from_json(json.dumps(wrong))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"place": "king", "is_paired": true, "base": 1, "electorate": []}'])
+def test_a_damaged_position_serves_nothing(tmp_path: Path, text: str) -> None:
+    """It says whether this syncer may serve."""
+    with serve(tmp_path / "a") as first:
+        begin(first)
+    (tmp_path / "a" / "standby.json").write_text(text)
+    with pytest.raises(StoreError, match="damaged"):
+        serve(tmp_path / "a")

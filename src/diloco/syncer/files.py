@@ -187,7 +187,7 @@ class TensorFiles:
         Raises:
             CorruptPayloadError: it is not what `name` and `sha256` say; nothing is left. OSError: the disk refuses.
         """
-        if not (_VERSION.fullmatch(name) or _STATIC.fullmatch(name)):
+        if not (_VERSION.fullmatch(name) or is_static(name)):
             raise CorruptPayloadError(f"{name[:80]!r} is no name of a file of tensors.")
         temporary = self.directory / f"{TEMPORARY_PREFIX}{name}"
         try:
@@ -294,6 +294,11 @@ def _place_aside(state_dir: Path, path: Path) -> Path:
         number += 1
         target = directory / f"{path.name}.{number}"
     return target
+
+
+def is_static(name: str) -> bool:
+    """Whether a file may hold frozen parameters and buffers, by its name."""
+    return _STATIC.fullmatch(name) is not None
 
 
 def version_of(name: str) -> tuple[int, int]:

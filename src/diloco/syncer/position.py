@@ -46,7 +46,7 @@ def read_position(state_dir: Path) -> Position | None:
         return Position(place, is_paired, int(plain["base"]), frozenset(map(str, plain["electorate"])))
     except FileNotFoundError:
         return None
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, RecursionError, TypeError, ValueError) as error:
         raise StoreError(
             f"{path} is damaged ({error}), and says whether this syncer may serve the run; start it as the standby of "
             "the other one in an empty directory, or remove the file if there is no other one."

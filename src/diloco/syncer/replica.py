@@ -20,7 +20,7 @@ from diloco.core.lineage import Epoch
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, StoreError
 from diloco.syncer.durable import ignore_point
-from diloco.syncer.files import version_of
+from diloco.syncer.files import is_static, version_of
 from diloco.syncer.records import (
     StoredVersion,
     epochs_of,
@@ -31,7 +31,7 @@ from diloco.syncer.records import (
     put_version,
     versions_after,
 )
-from diloco.syncer.run_description import insert_run, run_row, write_description
+from diloco.syncer.run_description import RUN_COLUMNS, insert_run, run_row, write_description
 from diloco.syncer.store import KEPT_VERSIONS, Store
 
 
@@ -94,8 +94,13 @@ class ReplicatedState:
                 StoredVersion(**{**each, "update": Update.from_dict(each["update"])}) for each in plain["versions"]
             )
             since = {int(fragment): int(version) for fragment, version in plain["since"]}
+            for each in versions:
+                if version_of(each.file) != (each.update.fragment, each.update.version):
+                    raise ValueError(f"{each.file!r} as a version of fragment {each.update.fragment}")
+            if set(plain["row"]) != RUN_COLUMNS or not is_static(str(plain["row"]["static_file"])):
+                raise ValueError("the description of the run")
             return cls(plain["row"], plain["record"], epochs, since, versions, tuple(map(str, plain["electorate"])))
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
             raise CorruptPayloadError(f"what the first syncer has sent is no state of a run ({error!r}).") from error
 
 

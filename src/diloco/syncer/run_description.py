@@ -22,6 +22,11 @@ DESCRIPTION = "run.json"
 Row = Mapping[str, Any]
 """A row of the table `run`, by column."""
 
+RUN_COLUMNS = frozenset({
+    "id", "run", "method", "layout", "source", "step", "tokens", "static_file", "static_sha256", "created_at", "run_id",
+})  # fmt: skip
+"""Of the table `run`, without the record."""
+
 
 def run_row(db: sqlite3.Connection) -> dict[str, Any]:
     """The row of the run, without the record; empty: there is no run."""
