@@ -30,7 +30,7 @@ from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.following import Shown
 from diloco.syncer.keyring import Keyring
-from diloco.syncer.replica import Holding, ReplicatedState
+from diloco.syncer.replica import Contents, ReplicatedState
 from diloco.syncer.server import Syncer
 from diloco.syncer.tokens import TokenEntry, new_token, token_sha256, write_tokens
 
@@ -433,7 +433,7 @@ def test_a_state_that_is_none_is_refused(tmp_path: Path) -> None:
     """What a standby is sent names columns and files: no others than those that a store has."""
     with serve(tmp_path / "a") as first:
         begin(first)
-        lacking = first._store.lacking(Holding())
+        lacking = first._store.lacking(Contents())
         assert lacking is not None
         lacking.close()
         state = lacking.state

@@ -15,7 +15,7 @@ from diloco.errors import CorruptPayloadError, DilocoError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import parse, verified
-from diloco.syncer.pairing import Link, Pairing
+from diloco.syncer.pairing import Pairing, StandbyLink
 from diloco.syncer.replica import Replica, ReplicatedState
 
 log = logging.getLogger("diloco.syncer")
@@ -133,7 +133,7 @@ class Following:
     def _once(self) -> None:
         """One connection."""
         pairing = self._pairing
-        hello, holding = pairing.hello(self._run_name)
+        hello, contents = pairing.hello(self._run_name)
         words = _Words(hello)
         try:
             with closing(self._connection.follow(CHANNEL, iter(words))) as stream:
@@ -146,7 +146,7 @@ class Following:
                     return
                 pairing.concede(hello.base)
                 self._let_go()
-                link = Link(holding, first.boot, first.boot)
+                link = StandbyLink(contents, first.boot, first.boot)
                 pairing.linked_to(link)
                 try:
                     self._follow(link, stream, words)
@@ -155,7 +155,7 @@ class Following:
         finally:
             words.end()
 
-    def _follow(self, link: Link, stream: Iterator[bytes], words: _Words) -> None:
+    def _follow(self, link: StandbyLink, stream: Iterator[bytes], words: _Words) -> None:
         while not link.is_over and (part := _part(stream)) is not None:
             self._pairing.heard_first(link, part.lag_versions, part.lag_bytes)
             if part.file:
@@ -172,7 +172,9 @@ class Following:
         if not link.is_over:
             raise UnreachableError("the first has ended the connection; dialling again.")
 
-    def _moving(self, link: Link, words: _Words, part: pb.FollowPart, stream: Iterator[bytes]) -> Iterator[bytes]:
+    def _moving(
+        self, link: StandbyLink, words: _Words, part: pb.FollowPart, stream: Iterator[bytes]
+    ) -> Iterator[bytes]:
         for chunk in verified(stream, part.num_bytes):
             words.moved_at = time.monotonic()
             self._pairing.heard_first(link, part.lag_versions, part.lag_bytes)

@@ -16,8 +16,8 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import Unpaced, frames, parse, streamed
 from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
 from diloco.run.sense import check_epoch
-from diloco.syncer.pairing import Link, Pairing
-from diloco.syncer.replica import Holding, Lacking, Replica
+from diloco.syncer.pairing import Pairing, StandbyLink
+from diloco.syncer.replica import Contents, Lacking, Replica
 
 log = logging.getLogger("diloco.syncer")
 
@@ -48,11 +48,11 @@ class Leading:
             StandbyError: this syncer leads none. LineageError, UnknownRunError: it does not lead this one.
         """
         pairing = self._pairing
-        copy = _holding_of(hello)
+        copy = _contents_of(hello)
         if (lost := self._accept(hello, copy)) is not None:
             yield lost.SerializeToString()
             return
-        link = Link(copy, pairing.boot, hello.boot)
+        link = StandbyLink(copy, pairing.boot, hello.boot)
         pairing.linked_to(link)
 
         def end() -> None:
@@ -68,12 +68,12 @@ class Leading:
         finally:
             end()
 
-    def _accept(self, hello: pb.FollowHello, copy: Holding) -> pb.FollowPart | None:
+    def _accept(self, hello: pb.FollowHello, copy: Contents) -> pb.FollowPart | None:
         """Whether the caller may follow; a part: it serves the run, and this syncer no more."""
         pairing = self._pairing
         check_epoch("the other syncer", max(hello.epoch, hello.base), pairing.most_epoch)
         mine = pairing.rank()
-        held = self._store.holding()
+        held = self._store.contents()
         if copy.run_id and held.run_id and copy.run_id != held.run_id:
             raise UnknownRunError(
                 f"the caller holds another run of this name (id {copy.run_id}) than is served here (id {held.run_id}); "
@@ -104,7 +104,7 @@ class Leading:
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def _parts(self, link: Link, other_epoch: int) -> Iterator[bytes]:
+    def _parts(self, link: StandbyLink, other_epoch: int) -> Iterator[bytes]:
         """Bring the standby up to date, agree with it, and go on."""
         num_rounds = 0
         while not link.is_over:
@@ -129,12 +129,12 @@ class Leading:
             if is_sync and not link.is_over:
                 self._pairing.finish_sync(link, epoch)
 
-    def _agrees_next(self, link: Link, num_rounds: int) -> bool:
+    def _agrees_next(self, link: StandbyLink, num_rounds: int) -> bool:
         pairing = self._pairing
         is_wanted = pairing.waits_for_both or pairing.standing != "alone"
         return is_wanted and link.epoch is None and num_rounds >= CATCH_UP_ROUNDS
 
-    def _commit(self, link: Link, lacking: Lacking, epoch: int) -> Iterator[bytes]:
+    def _commit(self, link: StandbyLink, lacking: Lacking, epoch: int) -> Iterator[bytes]:
         sizes = [_size(file) for _, _, file in lacking.files]
         behind = max(0, sum(version for version, _ in lacking.newest.values()) - link.copy.num_published)
         with self._pairing.changed:
@@ -150,7 +150,7 @@ class Leading:
         text = memoryview(state.to_json().encode())
         yield from frames(pb.FollowPart(boot=link.boot, num_bytes=len(text), serial=number, epoch=epoch), text)
 
-    def _until_acked(self, link: Link) -> Iterator[bytes]:
+    def _until_acked(self, link: StandbyLink) -> Iterator[bytes]:
         """Words, until the standby has the newest commit."""
         while not link.is_over and link.unconfirmed:
             with self._pairing.changed:
@@ -158,7 +158,7 @@ class Leading:
             if link.unconfirmed:
                 yield pb.FollowPart(boot=link.boot).SerializeToString()
 
-    def _word(self, link: Link) -> Iterator[bytes]:
+    def _word(self, link: StandbyLink) -> Iterator[bytes]:
         """Wait for a write, and say that this syncer is there."""
         with self._pairing.changed:
             self._pairing.changed.wait_for(lambda: link.is_over or not self._pairing.is_up_to_date(link), WORD_S)
@@ -166,7 +166,7 @@ class Leading:
 
     # --- what the standby says ----------------------------------------------------------------------------------------
 
-    def _read(self, link: Link, messages: Iterator[bytes], end: Callable[[], None]) -> None:
+    def _read(self, link: StandbyLink, messages: Iterator[bytes], end: Callable[[], None]) -> None:
         try:
             for message in messages:
                 self._pairing.acknowledged(link, parse(pb.FollowAck, message).serial)
@@ -176,9 +176,9 @@ class Leading:
             end()
 
 
-def _holding_of(hello: pb.FollowHello) -> Holding:
+def _contents_of(hello: pb.FollowHello) -> Contents:
     held = {each.fragment: (each.version, each.sha256) for each in hello.held}
-    return Holding(hello.run_id, hello.epoch, held, frozenset(hello.files))
+    return Contents(hello.run_id, hello.epoch, held, frozenset(hello.files))
 
 
 def _size(file: IO[bytes]) -> int:

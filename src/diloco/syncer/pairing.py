@@ -20,7 +20,7 @@ from diloco.errors import ConfigError, NotInitialisedError, StandbyError, StoreE
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.run.sense import check_word
 from diloco.syncer.position import Position, read_position, write_position
-from diloco.syncer.replica import Holding, Lacking, Replica, ReplicatedState
+from diloco.syncer.replica import Contents, Lacking, Replica, ReplicatedState
 
 log = logging.getLogger("diloco.syncer")
 
@@ -74,7 +74,7 @@ class Lag:
         self.since = None if not versions else self.since or time.monotonic()
 
 
-class Link:
+class StandbyLink:
     """A connection of a standby to its first, at either end.
 
     Attributes:
@@ -88,7 +88,7 @@ class Link:
         unconfirmed: commits that were sent, by number, ascending.
     """
 
-    def __init__(self, copy: Holding, boot: int, peer: int) -> None:
+    def __init__(self, copy: Contents, boot: int, peer: int) -> None:
         self.copy, self.boot, self.peer = copy, boot, peer
         self.epoch: int | None = None
         self.sent_serial = self.acked_serial = -1
@@ -111,7 +111,7 @@ class Link:
         for each in [each for each in self.unconfirmed if each <= number]:
             lacking, self.electorate = self.unconfirmed.pop(each)
             self.acked_serial = lacking.serial
-            self.copy = Holding(lacking.state.row["run_id"], 0, lacking.newest)
+            self.copy = Contents(lacking.state.row["run_id"], 0, lacking.newest)
 
 
 class Pairing:
@@ -139,7 +139,7 @@ class Pairing:
         observer: StandingObserver,
     ) -> None:  # fmt: skip
         self.changed = threading.Condition(threading.RLock())
-        self.link: Link | None = None
+        self.link: StandbyLink | None = None
         self.lag = Lag()
         self.other, self.waits_for_both, self.patience_s = other, waits_for_both, patience_s
         self._store, self._observer = store, observer
@@ -149,18 +149,18 @@ class Pairing:
         self._told: tuple[Standing, int] | None = None
         self._members: frozenset[str] | None = None  # processes of the run's learners; None: not known yet
         self.had_position = (found := read_position(store.path)) is not None
-        holding = store.holding()
+        contents = store.contents()
         if found is None:
-            place: Place = "standby" if other is not None and not holding.run_id else "first"
+            place: Place = "standby" if other is not None and not contents.run_id else "first"
             is_paired = other is not None
-            found = Position(place, is_paired, holding.epoch if place == "first" else 0, frozenset())
+            found = Position(place, is_paired, contents.epoch if place == "first" else 0, frozenset())
         elif other is not None:
             found = replace(found, is_paired=True)
         self._position = found
         self.engaged = threading.Event()
         if not self.is_single:
             self.engaged.set()
-        self.succession = self._succession(holding.epoch)
+        self.succession = self._succession(contents.epoch)
 
     def _succession(self, epoch: int) -> Succession:
         position = self._position
@@ -310,7 +310,7 @@ class Pairing:
         with self.changed:
             self._renew_epoch()
             it = self.succession
-            return it.base, self._store.holding().num_published, it.serves, it.boot
+            return it.base, self._store.contents().num_published, it.serves, it.boot
 
     def _renew_epoch(self) -> None:
         """A driver that is alone begins an epoch of its own when it starts, or gets its model."""
@@ -337,7 +337,7 @@ class Pairing:
             self._tell("a standby has come")
             return epoch
 
-    def finish_sync(self, link: Link, epoch: int) -> None:
+    def finish_sync(self, link: StandbyLink, epoch: int) -> None:
         """The standby has every version, and this epoch as its base."""
         with self.changed:
             if link is not self.link or link.is_over or self.standing in ("fenced", "following", "alone"):
@@ -351,7 +351,7 @@ class Pairing:
             self._tell("the standby has every version")
             self.changed.notify_all()
 
-    def acknowledged(self, link: Link, number: int) -> None:
+    def acknowledged(self, link: StandbyLink, number: int) -> None:
         """The standby says which commit it has."""
         with self.changed:
             link.heard_at = time.monotonic()
@@ -363,11 +363,11 @@ class Pairing:
                 self._tell("the standby answers")
             self.changed.notify_all()
 
-    def is_up_to_date(self, link: Link) -> bool:
+    def is_up_to_date(self, link: StandbyLink) -> bool:
         """Whether all there is was sent to the standby."""
         return self._store.serial == link.sent_serial and self.succession.electorate == link.sent_electorate
 
-    def is_in_sync(self, link: Link) -> bool:
+    def is_in_sync(self, link: StandbyLink) -> bool:
         """Whether the two ends of a connection stand as they have agreed."""
         is_current = link is self.link and not link.is_over and link.epoch == self.succession.epoch
         return is_current and self.standing in ("paired", "proposing", "following")
@@ -383,23 +383,23 @@ class Pairing:
 
     # --- a standby ----------------------------------------------------------------------------------------------------
 
-    def hello(self, run: str) -> tuple[pb.FollowHello, Holding]:
+    def hello(self, run: str) -> tuple[pb.FollowHello, Contents]:
         """What this syncer says when it dials the other one, and what it has."""
         with self.changed:
             base, _, serves, boot = self.rank()
-            holding, it = self._store.holding(), self.succession
+            contents, it = self._store.contents(), self.succession
             held = [
                 pb.HeldFile(fragment=fragment, version=version, sha256=sha256)
-                for fragment, (version, sha256) in sorted(holding.held.items())
+                for fragment, (version, sha256) in sorted(contents.held.items())
             ]
             hello = pb.FollowHello(
-                run=run, boot=boot, is_first=self._position.place == "first", epoch=max(holding.epoch, it.highest),
-                base=base, num_published=holding.num_published, stays=it.standing in ("alone", "paired"),
-                run_id=holding.run_id, held=held, files=sorted(holding.files), serves=serves,
+                run=run, boot=boot, is_first=self._position.place == "first", epoch=max(contents.epoch, it.highest),
+                base=base, num_published=contents.num_published, stays=it.standing in ("alone", "paired"),
+                run_id=contents.run_id, held=held, files=sorted(contents.files), serves=serves,
             )  # fmt: skip
-            return hello, holding
+            return hello, contents
 
-    def linked_to(self, link: Link) -> None:
+    def linked_to(self, link: StandbyLink) -> None:
         """A connection begins."""
         with self.changed:
             if self.link is not None:
@@ -408,7 +408,7 @@ class Pairing:
             self.engaged.set()
             self.changed.notify_all()
 
-    def unlink(self, link: Link) -> None:
+    def unlink(self, link: StandbyLink) -> None:
         """It has ended."""
         with self.changed:
             link.is_over = True
@@ -433,7 +433,7 @@ class Pairing:
             self._tell(f"follows {self.other}")
             self.changed.notify_all()
 
-    def take(self, link: Link, state: ReplicatedState, epoch: int) -> None:
+    def take(self, link: StandbyLink, state: ReplicatedState, epoch: int) -> None:
         """A state of the run from the first. `epoch`: that it agrees on with this; 0: none.
 
         Raises:
@@ -455,7 +455,7 @@ class Pairing:
                 link.epoch = epoch
                 self._tell("has every version of the first")
 
-    def heard_first(self, link: Link, versions: int, num_bytes: int) -> None:
+    def heard_first(self, link: StandbyLink, versions: int, num_bytes: int) -> None:
         """The first has said something."""
         with self.changed:
             link.heard_at = time.monotonic()
@@ -538,11 +538,11 @@ class Pairing:
         elif self.link is not None:
             self.link.is_over = True  # the two agree anew
 
-    def is_heard(self, link: Link) -> bool:
+    def is_heard(self, link: StandbyLink) -> bool:
         """Whether the other end has said something within the patience."""
         return time.monotonic() - link.heard_at <= self.patience_s
 
-    def _is_wanted(self, link: Link) -> bool:
+    def _is_wanted(self, link: StandbyLink) -> bool:
         return self.is_heard(link) and (link.epoch is None or self.is_in_sync(link))
 
     def _tell(self, why: str) -> None:

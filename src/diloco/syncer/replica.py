@@ -36,7 +36,7 @@ from diloco.syncer.store import KEPT_VERSIONS, Store
 
 
 @dataclass(frozen=True)
-class Holding:
+class Contents:
     """What a store has.
 
     Attributes:
@@ -132,22 +132,22 @@ class Replica(Store):
         super().__init__(path, at=at)
         self._verified = set[str]()  # files that this process has received
 
-    def holding(self) -> Holding:
+    def contents(self) -> Contents:
         """What is here."""
         with self._mapped("read"):
             with self._using:
                 row = run_row(self._db)
                 if not row:
-                    return Holding()
+                    return Contents()
                 newest = {
                     each.update.fragment: (each.update.version, each.sha256) for each in newest_versions(self._db)
                 }
                 kept = kept_files(self._db, KEPT_VERSIONS)
                 epoch = epochs_of(self._db)[-1].number
             files = frozenset(name for name in self._files.names() if name not in kept and version_of(name) != (-1, -1))
-            return Holding(str(row["run_id"]), epoch, newest, files)
+            return Contents(str(row["run_id"]), epoch, newest, files)
 
-    def lacking(self, copy: Holding) -> Lacking | None:
+    def lacking(self, copy: Contents) -> Lacking | None:
         """What a copy lacks that has this; None: there is no run yet. The files stay readable until they are closed.
 
         Raises:
