@@ -27,7 +27,8 @@ edge where they enter; everything else propagates.
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
     │   └── NoRoomError        there is no room now; the same call is taken once there is
     │       └── BusyError      an earlier connection has not ended; the same call is taken once it has
-    └── CheckpointError        a checkpoint is missing, damaged or belongs to something else
+    ├── CheckpointError        a checkpoint is missing, damaged or belongs to something else
+    └── StoppedError           this learner was told to stop while it waited for others
 """
 
 from collections import abc
@@ -91,6 +92,10 @@ class AlreadyInitialisedError(RunError):
 
 class StaleIncarnationError(RunError):
     """This learner was evicted, or replaced by a newer incarnation of itself."""
+
+
+class StoppedError(DilocoError):
+    """This learner was told to stop while it waited for others (`Learner.interrupt`)."""
 
 
 class DrainedError(RunError):

@@ -27,6 +27,7 @@ from diloco.training.loop import Part, Summary, Trainer
 from diloco.training.model import build_model
 from diloco.training.pretrained import checkpoint_state
 from diloco.training.progress import Progress
+from diloco.training.stopping import Stopping
 
 Tiny = Callable[..., RunConfig]
 DILOCO = "method={preset='DiLoCo', sync_every=6}"
@@ -44,7 +45,7 @@ def serve(config: RunConfig, directory: Path) -> Syncer:
 
 
 def learner_of(config: RunConfig, part: Part) -> Trainer:
-    return Trainer(config, part, attach=_connector(config, part))
+    return Trainer(config, part, attach=_connector(config, part, Stopping()))
 
 
 def run_pair(*configs: RunConfig) -> list[tuple[Summary, Trainer]]:
@@ -171,7 +172,7 @@ def test_a_late_joiners_schedule_and_data_start_where_the_run_is(tiny: Tiny, tmp
             "heal.rewarm_steps=0",
         )  # fmt: skip
         starter, part = Starter(), Part("early", initialise=True)
-        early = Trainer(config, part, attach=_connector(config, part), progress=starter)
+        early = Trainer(config, part, attach=_connector(config, part, Stopping()), progress=starter)
         starter.trainer = early
         first = pool.submit(early.train)
         assert starter.has_started.wait(60)

@@ -19,6 +19,7 @@ from diloco.training.checkpoint import list_checkpoints, newest_usable, save_che
 from diloco.training.learning_rate import learning_rate
 from diloco.training.loop import Part, Summary, Trainer
 from diloco.training.progress import Progress
+from diloco.training.stopping import Stopping
 
 Tiny = Callable[..., RunConfig]
 STEPS, REWARM = 150, 5
@@ -53,7 +54,7 @@ def under_way(tiny: Tiny, tmp_path: Path, *overrides: str) -> Iterator[tuple[Run
             f"run.steps={STEPS}", f"schedule.steps={STEPS}", f"heal.rewarm_steps={REWARM}", *overrides,
         )  # fmt: skip
         pacer, part = Pacer(), Part("founder", initialise=True)
-        pacer.trainer = Trainer(config, part, attach=_connector(config, part), progress=pacer)
+        pacer.trainer = Trainer(config, part, attach=_connector(config, part, Stopping()), progress=pacer)
         training: Future[Summary] = pool.submit(pacer.trainer.train)
         try:
             assert pacer.is_under_way.wait(60)
@@ -82,7 +83,7 @@ def check_healed(events: list[Event], config: RunConfig) -> None:
 def test_a_new_machine_heals_from_the_runs_model(tiny: Tiny, tmp_path: Path) -> None:
     with under_way(tiny, tmp_path) as (config, pacer):
         part = Part("late", shard=1)
-        late = Trainer(config, part, attach=_connector(config, part))
+        late = Trainer(config, part, attach=_connector(config, part, Stopping()))
         pacer.may_end.set()
         late.train()
     check_healed(events_of(config, "late"), config)

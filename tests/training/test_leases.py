@@ -26,6 +26,7 @@ from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints
 from diloco.training.job import Job
 from diloco.training.loop import Part, Together, Trainer
+from diloco.training.stopping import Stopping
 
 Tiny = Callable[..., RunConfig]
 LEASES = ("method={preset='DiLoCo', sync_every=6}", "data.deal=leases", "data.lease_steps=3")
@@ -37,7 +38,7 @@ def serve(config: RunConfig, directory: Path) -> Syncer:
 
 
 def learner_of(config: RunConfig, part: Part) -> Trainer:
-    return Trainer(config, part, attach=_connector(config, part))
+    return Trainer(config, part, attach=_connector(config, part, Stopping()))
 
 
 def durable_leases(directory: Path) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from diloco.training.model import build_model
 from diloco.training.optimizers import make_optimizer, untrained
 from diloco.training.pretrained import checkpoint_state
 from diloco.training.sources import load_corpus
+from diloco.training.stopping import Stopping
 
 pytestmark = pytest.mark.timeout(240)  # each test includes processes that import torch
 Tiny = Callable[..., RunConfig]
@@ -139,7 +140,7 @@ def test_a_learner_of_two_ranks_beside_one_of_one_rank_over_a_syncer(tiny: Tiny,
         config = tiny(f"syncer.address={syncer.address}", *overrides)
         with torchrun(config, tmp_path / "job", "--shard", "0", "--initialise", "--json") as process:
             part = Part("learner-1", shard=1)
-            Trainer(config, part, attach=_connector(config, part)).train()
+            Trainer(config, part, attach=_connector(config, part, Stopping())).train()
             summary = json.loads(finish(process))  # printed once
         assert syncer.driver.ask(lambda driver: driver.state.versions) == (3,)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from diloco.training.alone import AnyLearner
     from diloco.training.job import Job
     from diloco.training.loop import Attach, Part, Summary, Trainer
+    from diloco.training.stopping import Stopping
 
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a supervised part that a signal has stopped: it is not done, and is to be started again."""
@@ -156,11 +157,13 @@ def _trainer(config: "RunConfig", part: "Part", job: "Job", collective: bool, as
     """The trainer of this process: a rank of the learner that the job is, or with `collective` a learner of its own."""
     from diloco.training.loop import Trainer
     from diloco.training.progress import make_progress
+    from diloco.training.stopping import Stopping
 
     progress = make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s) if job.first else None
     if not collective:
-        attach = _connector(config, part) if part.role == "learner" else None
-        return Trainer(config, part, attach=attach, progress=progress, job=job)
+        stopping = Stopping()
+        attach = _connector(config, part, stopping) if part.role == "learner" else None
+        return Trainer(config, part, attach=attach, progress=progress, job=job, stopping=stopping)
     if job.size != config.run.learners:
         raise ConfigError(f"{job.size} ranks and run.learners = {config.run.learners}: start one rank for each learner")
 
@@ -177,15 +180,17 @@ def _print(summary: "Summary", as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(summary.to_dict()))
     else:
-        typer.echo(
-            f"{summary.name} trained {summary.tokens:,} tokens in {summary.steps:,} steps and {summary.seconds:.1f} s; "
-            f"held-out loss of the global model {summary.held_out_loss:.4f}"
+        loss = (
+            "" if summary.held_out_loss is None else f"; held-out loss of the global model {summary.held_out_loss:.4f}"
         )
+        trained = f"{summary.tokens:,} tokens in {summary.steps:,} steps and {summary.seconds:.1f} s"
+        typer.echo(f"{summary.name} trained {trained}{loss}")
 
 
 @contextmanager
 def _stops_on_signals(trainer: "Trainer", *, supervised: bool) -> "Iterator[None]":
-    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; the second ends at once.
+    """The first Ctrl-C or SIGTERM ends training after the current step, or within a second where this part waits for
+    others, with a checkpoint; the second ends at once.
 
     Under a supervisor the second has no effect: where Slurm signals all processes of a step, torchrun passes on what
     its ranks have heard already. A supervisor ends a process at once by SIGKILL.
@@ -206,8 +211,8 @@ def _stops_on_signals(trainer: "Trainer", *, supervised: bool) -> "Iterator[None
             signal.signal(number, handler)
 
 
-def _connector(config: "RunConfig", part: "Part") -> "Attach":
-    """The function that connects a learner of this run to the syncer."""
+def _connector(config: "RunConfig", part: "Part", stopping: "Stopping") -> "Attach":
+    """The function that connects a learner of this run to the syncer. `stopping`: ends its waiting."""
     syncer = config.syncer
 
     def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int) -> "AnyLearner":
@@ -230,6 +235,7 @@ def _connector(config: "RunConfig", part: "Part") -> "Attach":
                 source=_source(config, part),
                 lineage=None if part.resume_from is None else lineage_of(part.resume_from),
             )
+            stopping.interrupts(exchange.interrupt)
             trains, overlap = config.train.trains or None, config.train.overlap
             with ExitStack() as refused:  # its threads would outlive it: an exchange that is refused is closed
                 refused.callback(exchange.close)

@@ -239,6 +239,22 @@ class LearnerCore:
             and work.forget(keep_work=keep_work)
         )
 
+    def take_back(self) -> tuple[tuple[int, int], ...]:
+        """The learner is stopped while it waits: the work of contributions whose answers are known beforehand, and are
+        not here, is pending again. Where the syncer merges one all the same, the run goes on without this incarnation,
+        and the next one adopts what it is then. Returns (fragment, number) of each."""
+        taken = []
+        for fragment, work in enumerate(self.fragments):
+            for flight in list(work.in_flight):
+                answer = self._rounds.answer_to(flight)
+                if answer is None or answer in work.received:
+                    continue
+                work.in_flight.remove(flight)
+                if not flight.is_rejected:
+                    work.take_back(flight)
+                    taken.append((fragment, flight.number))
+        return tuple(taken)
+
     def reincarnated(self) -> None:
         """After `load_state_dict`, under a new incarnation: keep the work, and forget its tokens.
 

@@ -150,7 +150,13 @@ Call = Literal[
 ]  # fmt: skip
 """Methods of a learner in which all of its ranks take part."""
 
-Event = Arrived | CallForWork | Rejected | Rejoined | Grant | Drained
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The learner is to wait no longer (`Exchange.interrupt`)."""
+
+
+Event = Arrived | CallForWork | Rejected | Rejoined | Grant | Drained | Interrupted
 
 
 class Exchange(ABC):
@@ -242,6 +248,10 @@ class Exchange(ABC):
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
         """Block until `poll` has something new, or `timeout_s` have passed."""
+
+    def interrupt(self, after_s: float) -> None:  # noqa: B027  (others wait in torch, or in virtual time)
+        """End all waiting after this time, from any thread or a signal handler: joining raises StoppedError, and a
+        learner that has joined hears `Interrupted`. From then on `close` says goodbye in a moment or not at all."""
 
     def report(self, report: Report) -> None:  # noqa: B027  (an exchange without heartbeats has nothing to do)
         """The learner's newest state, for heartbeats; never blocks."""

@@ -20,8 +20,8 @@ from diloco.core.method import Method
 from diloco.core.ranges import Ranges
 from diloco.core.session.requests import Report
 from diloco.core.unit_queue import UnitQueue
-from diloco.errors import ConfigError
-from diloco.exchange.base import Arrived, Exchange, Opened, Rejoined
+from diloco.errors import ConfigError, StoppedError
+from diloco.exchange.base import Arrived, Exchange, Interrupted, Opened, Rejoined
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
 from diloco.learner.masters import MasterWeights
@@ -51,6 +51,7 @@ class Boundary:
         digests: of the global fragments that this learner has adopted, or of the part of them that this process
             exchanges.
         has_finished: the learner takes no more steps.
+        is_interrupted: it is to wait for nothing any more.
         is_drained: it was evicted, and the run's pool has no place for it any more.
         units: of the run's data, where it is leased.
         updates, merges: versions received, and those among them that contain this learner's work.
@@ -66,7 +67,7 @@ class Boundary:
         self.received: dict[tuple[int, int], Arrived] = {}
         self.digests: list[str] = []
         self.merges = self.updates = 0
-        self.has_finished = self.is_drained = False
+        self.has_finished = self.is_drained = self.is_interrupted = False
         self.units: UnitQueue | None = None
         self.rewarm = rewarm
         self._masters, self._trained = masters, trained
@@ -257,7 +258,18 @@ class Boundary:
         if self.timing.wait_while(lambda: bool(missing()), self._wait, lambda s: self._blocked(s, missing())):
             self.report()
 
+    def take_back(self) -> None:
+        """The work of contributions whose answers are not waited for is pending again (`LearnerCore.take_back`)."""
+        for fragment, number in self.core.take_back():
+            self.residuals.roll_back(fragment, number)
+            self.tensors.measure_from((fragment,), here=False)
+
     def _wait(self, timeout_s: float) -> None:
+        if self.is_interrupted:
+            raise StoppedError(
+                f"learner {self.name} was told to stop while it waited after step {self.core.step}; save its state, "
+                "and close it."
+            )
         self.report(waiting=True)
         self.exchange.wait(timeout_s)
         self.receive()
@@ -286,6 +298,8 @@ class Boundary:
                     self.rejoin(opened)
                 case Grant():
                     self._granted(event)
+                case Interrupted():
+                    self.is_interrupted = True
                 case Drained():
                     self.core.drained()
                     self.has_finished = self.is_drained = True

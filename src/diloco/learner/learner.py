@@ -535,6 +535,15 @@ class Learner:
         self._boundary.has_finished = True
         self._boundary.report()
 
+    def interrupt(self, after_s: float = 0.5) -> None:
+        """Wait for nothing any more, after this time: for SIGTERM. May be called from a signal handler or any thread.
+
+        A call of `step` that is blocked raises StoppedError then; `state_dict` waits no longer for updates in flight,
+        whose work is pending again in it; `close` says goodbye in a moment. Training may go on until it would block.
+        Over a syncer; other exchanges wait in torch, which cannot be interrupted.
+        """
+        self._exchange.interrupt(after_s)
+
     def close(self) -> None:
         """Leave the run and close the exchange. Idempotent."""
         if not self._closed:

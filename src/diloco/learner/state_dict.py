@@ -11,7 +11,7 @@ from diloco.core.layout import digest
 from diloco.core.lineage import Lineage, refusal
 from diloco.core.method import Method
 from diloco.core.update import Update
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, StoppedError
 from diloco.exchange.base import Arrived, Opened
 from diloco.learner.boundary import Boundary
 
@@ -22,12 +22,16 @@ KEYS = (
 
 
 def learner_state(learner: Boundary) -> dict[str, Any]:
-    """Wait for the updates of scheduled rounds in flight, then return all that the learner needs to continue exactly.
+    """Wait for the updates of scheduled rounds in flight, then return all that the learner needs to continue exactly. A
+    learner that is told to stop waits no longer: what it has not heard of is pending again.
 
     The parameters are part of it: joining a run overwrites those that the caller has loaded into the model before.
     """
     learner.receive()
-    learner.wait_while(lambda: _unanswered(learner))
+    try:
+        learner.wait_while(lambda: _unanswered(learner))
+    except StoppedError:
+        learner.take_back()
     return {
         "rank": list(learner.exchange.rank),
         "layout": learner.layout.digest(),

@@ -9,7 +9,7 @@ from torch import nn
 
 from diloco import events as ev
 from diloco.config import RunConfig, dump_config
-from diloco.errors import CheckpointError, ConfigError, StoreError, translated
+from diloco.errors import CheckpointError, ConfigError, StoppedError, StoreError, translated
 from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.clock import Clock, Shared
@@ -23,6 +23,7 @@ from diloco.training.part import Part, Role, Summary
 from diloco.training.progress import Progress
 from diloco.training.reporter import Reporter
 from diloco.training.sources import load_corpus
+from diloco.training.stopping import Stopping
 from diloco.whole_files import write_whole
 
 __all__ = ["CHECKPOINTS", "Attach", "Part", "Role", "Summary", "Together", "Trainer"]
@@ -55,6 +56,7 @@ class Trainer:
         together: where the learners are ranks of one process group.
         clock: where time is not real.
         shared: where several trainers are in this process.
+        stopping: asks this part to stop; `attach` tells it what ends waiting.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Trainer:
         together: Together | None = None,
         clock: Clock | None = None,
         shared: Shared | None = None,
+        stopping: Stopping | None = None,
     ) -> None:
         self.config = config
         self.part = part
@@ -76,7 +79,7 @@ class Trainer:
         self._job = job or Job()
         self._everyone = self._job if together is None else together.everyone
         self._progress = progress or Progress()
-        self._stopping = False
+        self._stopping = stopping or Stopping()
         self._joined = False
         self._save_again_at: int | None = None  # the step; on every rank the same
         self._check_batches()
@@ -130,25 +133,33 @@ class Trainer:
             path = self.directory / "events.jsonl" if self._job.first else None
             with Reporter(path, self.part.name, self._progress, self._clock) as self._reporter:
                 self._monitor = Monitor(self.config, self.part, self._island, self._judge, self._job, self._reporter)
-                self._prepare()
-                self._reporter.begins(self._island.tokens)
-                started = self._clock.seconds()
-                reason = self._loop()
-                return self._finish(reason, self._clock.seconds() - started)
+                started, waited = self._clock.seconds(), False
+                try:
+                    self._prepare()
+                    self._reporter.begins(self._island.tokens)
+                    started = self._clock.seconds()
+                    reason = self._loop()
+                except StoppedError as error:
+                    if not self._stopping.is_asked:
+                        raise
+                    self._reporter.say(f"stops: {error}")
+                    reason, waited = "stopped", True
+                return self._finish(reason, self._clock.seconds() - started, is_blocked=waited)
         finally:
             self.learner.close()
             self._progress.close()
 
     def stop(self) -> None:
-        """End after the current step, with a checkpoint; safe to call from a signal handler."""
-        self._stopping = True
+        """End after the current step, or where this part waits for others, with a checkpoint. A signal handler may
+        call it."""
+        self._stopping.ask()
 
     def _loop(self) -> str:
         run = self.config.run
         while self._island.run_tokens < run.tokens:
             if self._joined and run.steps is not None and self._island.step >= run.steps:
                 return "steps"
-            if self._everyone.any(self._stopping):
+            if self._everyone.any(self._stopping.is_asked):
                 return "stopped"
             if self.learner.drained:
                 return "drained"
@@ -200,7 +211,11 @@ class Trainer:
             assert self._attach is not None
             self._reporter.say("joins the run")
             steps = island.step
-            island.connect(self._attach)
+            try:
+                island.connect(self._attach)
+            except StoppedError:
+                self._joined = False
+                raise
             if island.step < steps and not resumed:
                 raise ConfigError(
                     f"the warm start made {steps} steps but the run starts at {island.step}: "
@@ -212,13 +227,20 @@ class Trainer:
         if (healed := self.learner.healed) is not None:
             self._reporter.healed(self._island.step, healed)
 
-    def _finish(self, reason: str, seconds: float) -> Summary:
+    def _finish(self, reason: str, seconds: float, *, is_blocked: bool) -> Summary:
+        """`is_blocked`: it was told to stop while it waited, and evaluates nothing."""
         self.learner.finish()  # the others go on while this one saves and evaluates
-        refusal = self._save() if self.config.checkpoint.every_steps or reason == "stopped" else None
-        summary = self._monitor.finished(reason, seconds)
+        saves = self._has_news if reason == "stopped" else bool(self.config.checkpoint.every_steps)
+        refusal = self._save() if saves else None
+        summary = self._monitor.finished(reason, seconds, evaluates=not is_blocked)
         if refusal is not None:
             raise refusal
         return summary
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether a checkpoint would say more than the one that this part came from, if any."""
+        return self._joined or (self.part.resume_from is None and self._island.step > 0)
 
     # --- beginnings
 

@@ -64,12 +64,14 @@ class Monitor:
         if config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
             self._evaluate()
 
-    def finished(self, reason: str, seconds: float) -> Summary:
-        """The last step was taken: evaluate, and say what the part comes to."""
+    def finished(self, reason: str, seconds: float, *, evaluates: bool = True) -> Summary:
+        """The last step was taken: evaluate, if there is time for it, and say what the part comes to."""
         island = self._island
-        loss = self._evaluate()
-        state = island.learner.global_state_dict()  # every rank has a part in it
-        sample = self._judge.sample(state) if self._job.first else ""
+        loss, sample = None, ""
+        if evaluates:
+            loss = self._evaluate()
+            state = island.learner.global_state_dict()  # every rank has a part in it
+            sample = self._judge.sample(state) if self._job.first else ""
         step, tokens = island.step, island.tokens
         if sample:
             self._reporter.append(ev.Sampled(step=step, prompt=self._config.evaluate.prompt, text=sample))

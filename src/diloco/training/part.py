@@ -45,7 +45,7 @@ class Summary:
     steps: int
     tokens: int  # trained by this learner
     run_tokens: int
-    held_out_loss: float  # of the global model, nats per token
+    held_out_loss: float | None  # of the global model, nats per token; None: it was stopped while it waited
     seconds: float  # spent in the loop
     step_s: float  # mean time of an inner step, without evaluation and checkpoints
     sample: str

@@ -81,9 +81,9 @@ class Departure:
     def __init__(self) -> None:
         self._leave_by = self._heard_at = math.inf
 
-    def begin(self, now: float) -> None:
-        """The learner wants to leave."""
-        self._leave_by = now + LEAVE_TIMEOUT_S
+    def begin(self, now: float, timeout_s: float) -> None:
+        """The learner wants to leave, within this time if the syncer answers."""
+        self._leave_by = now + timeout_s
 
     def heard(self, now: float) -> None:
         """A message from the syncer has arrived."""

@@ -30,7 +30,7 @@ from diloco.core.contribution import CallForWork, Contribution, Drained, Rejecte
 from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage
 from diloco.core.session import requests
-from diloco.core.session.ends import GONE_TIMEOUT_S, Departure, Entrance
+from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S, Departure, Entrance
 from diloco.core.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
 from diloco.core.session.lanes import Lane, Lanes
 from diloco.core.session.model_cache import NOTHING, ModelCache
@@ -155,12 +155,13 @@ class SessionCore:
         self._cache.restored(versions)
         self._witness = Witness()
 
-    def leave(self, now: float) -> Actions:
-        """The learner takes no more steps and wants to leave; all ends with `Close`."""
+    def leave(self, now: float, *, timeout_s: float = LEAVE_TIMEOUT_S) -> Actions:
+        """The learner takes no more steps and wants to leave; all ends with `Close`. `timeout_s`: how long it waits for
+        a syncer that answers, until that has its contributions."""
         if not self._is_member:
             return self._over() if self.phase in ("entering", "joining") else []
         self.phase = "leaving"
-        self._departure.begin(now)
+        self._departure.begin(now, timeout_s)
         self._heartbeat.leave(now)
         return self._go_on(now)
 

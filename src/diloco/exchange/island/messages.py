@@ -16,7 +16,7 @@ from diloco.core.leases import Grant
 from diloco.core.shards import Shards
 from diloco.core.update import Update
 from diloco.errors import DilocoError, ExchangeError, translated
-from diloco.exchange.base import Arrived, Opened, Rejoined
+from diloco.exchange.base import Arrived, Interrupted, Opened, Rejoined
 from diloco.exchange.group import SAME_VERSION, Group, as_bytes, error_of, to_bytes, to_tensor
 from diloco.plain_json import MALFORMED, read_json
 
@@ -236,7 +236,7 @@ def _in(said: Any, tensors: Sequence[Tensor]) -> Any:
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, CallForWork, Rejected, Rejoined, Grant, Drained, Opened, HeldFragment, Update),
+        *(Arrived, CallForWork, Rejected, Rejoined, Grant, Drained, Interrupted, Opened, HeldFragment, Update),
         *(_Version, _Arrival),
     )
 }

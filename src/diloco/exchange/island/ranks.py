@@ -220,6 +220,9 @@ class Ranks(Exchange):
         if not self._news:
             self._on_first(lambda: self._exchange.wait(timeout_s))  # the other ranks wait in the next poll
 
+    def interrupt(self, after_s: float) -> None:
+        self._exchange.interrupt(after_s)
+
     def report(self, report: Report) -> None:
         self._on_first(lambda: self._exchange.report(report))
 

@@ -6,7 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from diloco.exchange.base import Event, Opened
+from diloco.errors import StoppedError
+from diloco.exchange.base import Event, Interrupted, Opened
 
 
 class Inbox:
@@ -14,6 +15,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._start: Opened | None = None
+        self._has_started = False
         self._events: deque[Event] = deque()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
@@ -35,6 +37,13 @@ class Inbox:
             self._start = opened
             self._changed.notify_all()
 
+    def interrupt(self) -> None:
+        """The learner is to wait no longer, be it for its start or for news."""
+        if self._has_started:
+            self.put(Interrupted())
+        else:
+            self.fail(StoppedError("this learner was told to stop before it had joined the run."))
+
     def fail(self, error: BaseException) -> None:
         """Record the first failure; later reads and waits raise it."""
         with self._changed:
@@ -47,7 +56,7 @@ class Inbox:
             self._changed.wait_for(lambda: self._start is not None or self._failure is not None)
             if self._start is None:
                 self._raise()
-            opened, self._start = self._start, None
+            opened, self._start, self._has_started = self._start, None, True
         assert opened is not None
         return opened
 

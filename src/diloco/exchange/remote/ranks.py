@@ -19,7 +19,7 @@ from diloco.core.held import Advanced, require_digest
 from diloco.core.layout import digest_of_segments
 from diloco.core.method import Method
 from diloco.core.session import requests
-from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
+from diloco.core.session.ends import GONE_TIMEOUT_S
 from diloco.core.shards import Segments, dealt
 from diloco.errors import DilocoError, ExchangeError, NoRoomError, UnreachableError, VersionError
 from diloco.exchange.base import Model
@@ -213,10 +213,10 @@ class Follower:
         self._dialler.move(command["at"])
         return _Follow(self, pb.PullRequest.FromString(bytes.fromhex(command["pull"])))
 
-    def close(self) -> None:
-        """Follow rank 0 to its end of the run; hang up if that takes longer than it can."""
+    def close(self, timeout_s: float) -> None:
+        """Follow rank 0 to its end of the run, for which it has this time; hang up if it takes longer than it can."""
         self.sender.close()  # the training thread offers nothing more
-        give_up_at = time.monotonic() + LEAVE_TIMEOUT_S + 2 * GONE_TIMEOUT_S
+        give_up_at = time.monotonic() + timeout_s + 2 * GONE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, give_up_at - time.monotonic()))
         self._dialler.close()

@@ -11,8 +11,8 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,9 @@ from diloco.core.leases import Ask
 from diloco.core.lineage import Lineage
 from diloco.core.method import Method
 from diloco.core.session import SessionCore
+from diloco.core.session.ends import LEAVE_TIMEOUT_S
 from diloco.core.session.requests import Identity, Report
-from diloco.errors import ConfigError, ExchangeError
+from diloco.errors import ConfigError, ExchangeError, StoppedError
 from diloco.exchange.base import Event, Model, Opened, Overview, PeerState, Rejoined, ShardedExchange
 from diloco.exchange.dialling import Dialler, dialler
 from diloco.exchange.key_pair import learner_of
@@ -39,6 +40,9 @@ from diloco.exchange.remote.messages import method_of
 from diloco.exchange.remote.ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
 from diloco.exchange.remote.session import Session
 from diloco.exchange.remote.transfers import Receiver, Sender, num_bytes_of
+
+STOPPED_TIMEOUT_S = 0.2
+"""How long a learner that was told to stop waits until the syncer has all of its contributions."""
 
 
 def connect(
@@ -119,13 +123,14 @@ class Remote(ShardedExchange):
         self._follower: Follower | None = None  # of another rank than the first
         self._sharer = Sharer(self._dialler, lambda: replace(self._who, incarnation=self._incarnation))
         self._closing = threading.Lock()
-        self._closed = False
+        self._closed = self._is_interrupted = False
 
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def method(self, given: Method | None) -> Method:
         run = self._who.run
-        method = method_of(describe(self._dialler, run, self._join_timeout_s))
+        with self._stoppable():
+            method = method_of(describe(self._dialler, run, self._join_timeout_s))
         if given is not None and (difference := given.difference(method)):
             raise ConfigError(
                 f"the method given (here) is not run {run!r}'s (there): {difference}; pass method=None to take the "
@@ -167,7 +172,8 @@ class Remote(ShardedExchange):
         with ExitStack() as undo:
             if lanes is None:  # else the other ranks hear of it first
                 undo.callback(self.close)
-            opened = self._session.inbox.wait_for_start()
+            with self._stoppable():
+                opened = self._session.inbox.wait_for_start()
             undo.pop_all()
         self._incarnation = opened.incarnation
         return opened
@@ -245,6 +251,30 @@ class Remote(ShardedExchange):
             raise ExchangeError("this exchange takes part in no run yet; give it to a Learner first.")
         return self._session
 
+    # --- being stopped ------------------------------------------------------------------------------------------------
+
+    def interrupt(self, after_s: float) -> None:
+        timer = threading.Timer(after_s, self._interrupt)
+        timer.daemon = True
+        timer.start()
+
+    def _interrupt(self) -> None:
+        self._is_interrupted = True
+        if self._session is None:
+            self._dialler.close()
+        else:
+            self._session.inbox.interrupt()
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """What a closed connection raises inside is the interruption that has closed it."""
+        try:
+            yield
+        except ExchangeError as error:
+            if not self._is_interrupted:
+                raise
+            raise StoppedError("this learner was told to stop before it had joined the run.") from error
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -252,10 +282,11 @@ class Remote(ShardedExchange):
             if self._closed:
                 return
             self._closed = True
+        timeout_s = STOPPED_TIMEOUT_S if self._is_interrupted else LEAVE_TIMEOUT_S
         if self._follower is not None:
-            self._follower.close()
+            self._follower.close(timeout_s)
         if self._session is not None:
-            self._session.close()
+            self._session.close(timeout_s)
             self._end_lanes()
         self._dialler.close()
         self._sharer.close()

@@ -100,10 +100,14 @@ class Session:
         sent = num_bytes_of(self.sender, self.receiver)
         return {**sent, "joins": sent["joins"] + self._entry.num_bytes}
 
-    def close(self) -> None:
-        """Leave the run, as far as the syncer answers in time, and end the threads."""
-        self.enter(self.core.leave)
-        give_up_at = time.monotonic() + LEAVE_TIMEOUT_S + GONE_TIMEOUT_S
+    def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+        """Leave the run, as far as the syncer answers in time, and end the threads.
+
+        Arguments:
+            timeout_s: how long to wait until it has all contributions.
+        """
+        self.enter(partial(self.core.leave, timeout_s=timeout_s))
+        give_up_at = time.monotonic() + timeout_s + GONE_TIMEOUT_S
         while not self._is_over:
             try:
                 call = self._lanes["leave"].get(timeout=max(0.0, give_up_at - time.monotonic()))

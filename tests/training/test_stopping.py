@@ -1,0 +1,200 @@
+"""A part that is told to stop while it waits for others ends with a checkpoint, and the next one goes on from it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.processes import until
+
+from diloco.chaos.proxy import Relay
+from diloco.cli.train import _connector
+from diloco.config import RunConfig, dump_config
+from diloco.core.members import Deadlines
+from diloco.core.presets import method_from_table
+from diloco.events import Merged, read_events
+from diloco.exchange.remote import fetch_status
+from diloco.syncer.server import Options, Syncer
+from diloco.training.checkpoint import list_checkpoints, load_checkpoint
+from diloco.training.loop import Part, Summary, Trainer
+from diloco.training.progress import Progress
+from diloco.training.stopping import Stopping
+
+Tiny = Callable[..., RunConfig]
+SCHEDULED = "method={preset='DiLoCo', sync_every=6}"
+STREAMING = "method={preset='StreamingDiLoCo', sync_every=6, overlap=2, mix=0.0, fragments={type='Whole'}}"
+LONG = ("run.tokens=512_000", "run.steps=18")
+PATIENT = Deadlines(lost_floor_s=120.0, reconnect_floor_s=120.0)
+WAIT_S = 60.0
+"""Without an end to its waiting a part waits for good."""
+
+
+def serve(config: RunConfig, directory: Path) -> Syncer:
+    options = Options("127.0.0.1:0", directory, deadlines=PATIENT)
+    return Syncer(config.run.name, method_from_table(config.method), options)
+
+
+def trainer_of(config: RunConfig, part: Part, progress: Progress | None = None) -> Trainer:
+    stopping = Stopping()
+    attach = _connector(config, part, stopping)
+    return Trainer(config, part, attach=attach, progress=progress, stopping=stopping)
+
+
+@contextmanager
+def running(trainer: Trainer) -> Iterator[Future[Summary]]:
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(trainer.train)
+        try:
+            yield result
+        finally:
+            trainer.stop()
+
+
+class Pause(Progress):
+    """Holds a trainer up once it has taken this many steps, until it may go on."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.trainer: Trainer | None = None
+        self.is_there, self.may_go_on = threading.Event(), threading.Event()
+
+    def wants(self) -> bool:
+        if self.trainer is not None and self.trainer.learner.steps == self._step:
+            self.is_there.set()
+            self.may_go_on.wait(WAIT_S)
+        return False
+
+
+@contextmanager
+def held_up(config: RunConfig) -> Iterator[tuple[Pause, Future[Summary]]]:
+    """The run's first learner, after three steps: rounds wait for it."""
+    pause = Pause(3)
+    pause.trainer = trainer_of(config, Part("first", initialise=True), pause)
+    with running(pause.trainer) as result:
+        try:
+            until(lambda: pause.is_there.is_set() or result.done(), "it does not train")
+            yield pause, result
+        finally:
+            pause.may_go_on.set()
+
+
+def status(syncer: Syncer) -> dict[str, Any]:
+    return fetch_status(syncer.address, run="tiny")
+
+
+def newest(config: RunConfig, name: str) -> Path:
+    return list_checkpoints(config.dir / name / "checkpoints")[-1]
+
+
+def ledgers_add_up(syncer: Syncer) -> None:
+    syncer.driver.drain()
+    found = status(syncer)
+    for fragment in found["fragments"]:
+        ledger = fragment["ledger"]
+        assert ledger["trained"] == found["tokens"] > 0
+        settled = ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
+        assert ledger["trained"] == ledger["pending"] + settled
+
+
+@pytest.mark.parametrize(("method", "step"), [(SCHEDULED, 6), (STREAMING, 8)])
+def test_a_learner_that_waits_for_another_one_stops_with_a_checkpoint(
+    method: str, step: int, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Its contribution is with the syncer, and is merged after it has left."""
+    with serve(tiny(method), tmp_path / "state") as syncer:
+        config = tiny(method, f"syncer.address={syncer.address}", *LONG)
+        with held_up(config) as (pause, first):
+            trainer = trainer_of(config, Part("second", shard=1))
+            with running(trainer) as result:
+                until(lambda: status(syncer)["learners"].get("second", {}).get("waiting", False), "it does not wait")
+                trainer.stop()
+                summary = result.result(WAIT_S)
+            assert (summary.reason, summary.steps, summary.held_out_loss) == ("stopped", step, None)
+            assert status(syncer)["learners"].keys() == {"first"}
+            saved = load_checkpoint(newest(config, "second"))
+            assert (saved["step"], saved["joined"]) == (step, True)
+            again = trainer_of(config, Part("second", shard=1, resume_from=newest(config, "second")))
+            with running(again) as resumed:
+                until(lambda: "second" in status(syncer)["learners"] or resumed.done(), "it does not join")
+                pause.may_go_on.set()
+                assert resumed.result(WAIT_S).steps == 18
+                assert first.result(WAIT_S).steps == 18
+        ledgers_add_up(syncer)
+        merges = [each for each in read_events(tmp_path / "state" / "events.jsonl") if isinstance(each, Merged)]
+        assert merges[0].contributors == ("first", "second")
+
+
+@pytest.mark.parametrize("how", ["stalled", "gone"])
+def test_a_learner_whose_push_gets_nowhere_stops_with_a_checkpoint(how: str, tiny: Tiny, tmp_path: Path) -> None:
+    """The network takes nothing any more from its third step on, or the syncer is gone; later it comes back."""
+    syncer = serve(tiny(SCHEDULED), tmp_path / "state")
+    with ExitStack() as undo:
+        undo.callback(syncer.close)
+        relay = undo.enter_context(Relay(syncer.port))
+        config = tiny(SCHEDULED, f"syncer.address={relay.address}", *LONG)
+        with held_up(config) as (pause, result):
+            if how == "stalled":
+                relay.refuse()
+                relay.stall()
+            else:
+                syncer.close()
+            pause.may_go_on.set()
+            assert pause.trainer is not None
+            until(lambda: pause.trainer.learner.steps == 6 or result.done(), "it does not come to its push")  # type: ignore[union-attr]
+            pause.trainer.stop()
+            summary = result.result(WAIT_S)
+        assert (summary.reason, summary.steps) == ("stopped", 6)
+        assert load_checkpoint(newest(config, "first"))["step"] == 6
+        if how == "gone":
+            syncer = undo.enter_context(serve(tiny(SCHEDULED), tmp_path / "state"))
+        config = tiny(SCHEDULED, f"syncer.address={syncer.address}", *LONG)
+        resumed = trainer_of(config, Part("first", resume_from=newest(config, "first")))
+        assert resumed.train().steps == 18
+        ledgers_add_up(syncer)
+
+
+def test_a_learner_that_joins_no_syncer_stops(tiny: Tiny, tmp_path: Path) -> None:
+    """After the warm start, of which there is a checkpoint; one that comes from a checkpoint leaves that as it is."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        config = tiny(SCHEDULED, f"syncer.address=127.0.0.1:{nobody.getsockname()[1]}", *LONG, "warm_start.steps=2")
+        trainer = trainer_of(config, Part("a", initialise=True))
+        with running(trainer) as result:
+            until(lambda: trainer.learner.steps == 2 or result.done(), "it does not warm up")
+            trainer.stop()
+            assert result.result(WAIT_S).reason == "stopped"
+        [checkpoint] = list_checkpoints(config.dir / "a" / "checkpoints")
+        saved = load_checkpoint(checkpoint)
+        assert (saved["step"], saved["joined"]) == (2, False)
+        before = (checkpoint / "manifest.json").stat()
+        again = trainer_of(config, Part("a", initialise=True, resume_from=checkpoint))
+        with running(again) as result:
+            again.stop()
+            assert result.result(WAIT_S).reason == "stopped"
+        assert (checkpoint / "manifest.json").stat() == before
+
+
+def test_a_signal_ends_a_blocked_process(tiny: Tiny, tmp_path: Path) -> None:
+    with serve(tiny(SCHEDULED), tmp_path / "state") as syncer:
+        config = tiny(SCHEDULED, f"syncer.address={syncer.address}", *LONG)
+        run_file = tmp_path / "run.toml"
+        run_file.write_text(dump_config(config), encoding="utf-8")
+        command = [sys.executable, "-m", "diloco", "train", str(run_file), "--name", "second", "--shard", "1"]
+        with held_up(config), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                until(lambda: status(syncer)["learners"].get("second", {}).get("waiting", False), "it does not wait")
+                process.send_signal(signal.SIGTERM)
+                output, _ = process.communicate(timeout=WAIT_S)
+            finally:
+                process.kill()
+        assert process.returncode == 0
+        assert "stops: learner second was told to stop while it waited after step 6" in output
+        assert load_checkpoint(newest(config, "second"))["step"] == 6
