@@ -2,13 +2,16 @@
 python -m tests.storms SEED --faults 0,2          with some of its faults (none: '')
 python -m tests.storms FIRST-LAST                 storms of many seeds, in two processes      (make storm SEEDS=1-1000)
 python -m tests.storms FIRST-LAST --leased        the same with leased data
+python -m tests.storms FIRST-LAST --json          how many, how fast, which faults, and which storms failed, as JSON
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
@@ -19,9 +22,10 @@ AT_ONCE = 20
 """Seeds that a process takes at a time."""
 
 
-def storm_of(seeds: list[int], *, leased: bool) -> list[str]:
-    """What there is to say of those that failed."""
-    return [str(each) for each in failures(seeds, leased=leased) if each is not None]
+def storm_of(seeds: list[int], *, leased: bool) -> tuple[list[str], Counter[str]]:
+    """What there is to say of those that failed, and the faults that happened, by kind."""
+    struck: Counter[str] = Counter()
+    return [str(each) for each in failures(seeds, leased=leased, struck=struck) if each is not None], struck
 
 
 def main() -> int:
@@ -30,6 +34,8 @@ def main() -> int:
     parser.add_argument("seeds", help="one seed, or FIRST-LAST")
     parser.add_argument("--faults", help="indices of the faults to keep, with commas")
     parser.add_argument("--leased", action="store_true", help="learners read leased data")
+    parser.add_argument("--processes", type=int, default=2, help="at a time; default %(default)s")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     first, _, last = options.seeds.partition("-")
     seeds = list(range(int(first), int(last or first) + 1))
@@ -40,16 +46,23 @@ def main() -> int:
             failure = run(plan, kept)
         print(told(plan, kept) if failure is None else failure)
         return failure is not None
-    began_s, num_failed = time.monotonic(), 0
+    began_s, failed, struck = time.monotonic(), list[str](), Counter[str]()
     parts = [seeds[begin : begin + AT_ONCE] for begin in range(0, len(seeds), AT_ONCE)]
-    with ProcessPoolExecutor(2) as pool:
-        for said in pool.map(partial(storm_of, leased=options.leased), parts):
-            num_failed += len(said)
+    with ProcessPoolExecutor(options.processes) as pool:
+        for said, faults in pool.map(partial(storm_of, leased=options.leased), parts):
+            failed += said
+            struck += faults
             for each in said:
-                print(each, flush=True)
+                print(each, flush=True, file=sys.stderr if options.json else sys.stdout)
     seconds = time.monotonic() - began_s
-    print(f"{len(seeds)} storms in {seconds:.1f} s, {60 * len(seeds) / seconds:.0f} a minute; {num_failed} failed")
-    return num_failed > 0
+    if options.json:
+        found = {"storms": len(seeds), "first": seeds[0], "leased": options.leased, "processes": options.processes}
+        faults = dict(sorted(struck.items()))
+        print(json.dumps({**found, "seconds": round(seconds, 1), "faults": faults, "failed": failed}))
+    else:
+        rate = 60 * len(seeds) / seconds
+        print(f"{len(seeds)} storms in {seconds:.1f} s, {rate:.0f} a minute; {len(failed)} failed")
+    return bool(failed)
 
 
 if __name__ == "__main__":

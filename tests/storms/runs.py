@@ -4,6 +4,7 @@ to replay it."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,20 +38,23 @@ class Failure:
         )
 
 
-def run(plan: Plan, faults: Sequence[Fault]) -> Failure | None:
-    """One storm with these faults."""
+def run(plan: Plan, faults: Sequence[Fault], struck: Counter[str] | None = None) -> Failure | None:
+    """One storm with these faults; `struck` is told how many of each kind have happened."""
     storm = Storm(plan, faults)
     try:
         storm.run()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
         return Failure(plan, tuple(faults), storm.now_s, error)
+    finally:
+        if struck is not None:
+            struck.update(storm.struck)
     return None
 
 
-def run_seed(seed: int, *, leased: bool = False) -> Failure | None:
+def run_seed(seed: int, *, leased: bool = False, struck: Counter[str] | None = None) -> Failure | None:
     """The storm of a seed; a failure comes with the shortest list of faults that was found."""
     plan = plan_of(seed, leased=leased)
-    failure = run(plan, plan.faults)
+    failure = run(plan, plan.faults, struck)
     return None if failure is None else shortest(failure)
 
 
@@ -73,11 +77,13 @@ def shortest(failure: Failure) -> Failure:
     return failure
 
 
-def failures(seeds: Sequence[int], *, leased: bool = False) -> Iterator[Failure | None]:
+def failures(
+    seeds: Sequence[int], *, leased: bool = False, struck: Counter[str] | None = None
+) -> Iterator[Failure | None]:
     """Of each seed, in order."""
     with quiet():
         for seed in seeds:
-            yield run_seed(seed, leased=leased)
+            yield run_seed(seed, leased=leased, struck=struck)
 
 
 @contextmanager

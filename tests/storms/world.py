@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tests.run.memory import LimitedSpool
@@ -76,6 +77,7 @@ class Storm:
         accounts: where the tokens are.
         progress: what goes on.
         num_events: that have happened.
+        struck: faults that have happened, by kind.
     """
 
     def __init__(self, plan: Plan, faults: Sequence[Fault] | None = None, journal: StormJournal | None = None) -> None:
@@ -85,6 +87,7 @@ class Storm:
         self.journal = journal
         self.now_s = 0.0
         self.num_events = 0
+        self.struck: Counter[str] = Counter()
         self.ledger = Ledger()
         self.accounts = Accounts(self.ledger)
         self.driver: StormDriver | None = None
@@ -286,6 +289,7 @@ class Storm:
     # --- faults -------------------------------------------------------------------------------------------------------
 
     def _strike(self, fault: Fault) -> None:
+        self.struck[fault.kind] += 1
         learner = self.learners[fault.learner]
         stall_s = STALL_S if fault.kind == "half open" else 0.0
         self.quiet_s = max(self.quiet_s, self.now_s + fault.seconds + stall_s)

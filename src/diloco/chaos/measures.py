@@ -10,7 +10,7 @@ from typing import Any
 from diloco.chaos.facts import Facts
 from diloco.chaos.invariants import Finding, went_back
 from diloco.chaos.story import Injected, Told
-from diloco.events import Joined, Merged, Published, Stepped, SyncerStarted
+from diloco.events import Joined, Merged, Published, Resumed, Stepped, SyncerStarted
 
 ENDS_LEARNER, ENDS_SYNCER = ("kill learner", "stop learner"), ("kill syncer", "stop syncer")
 
@@ -37,6 +37,7 @@ def measured(told: Told, facts: Facts, findings: Sequence[Finding]) -> dict[str,
         "versions_given_up": sum(each.published - each.version for each in went_back(told, facts)),
         "holdings_compared": len(facts.holdings),
         "missing_events": facts.num_missing,
+        "bytes_resumed": sum(event.num_bytes for event in facts.syncer if isinstance(event, Resumed)),
         "goodput": {"calm": calm, "troubled": troubled, "ratio": troubled / calm if calm else None},
         "participation": {
             name: sum(name in event.contributors for event in begun) / max(1, len(begun)) for name in told.plan.names

@@ -58,7 +58,7 @@ def _body(told: Told, facts: Facts, found: dict[str, Any]) -> str:
 <h2>Faults, by kind</h2>
 <p>Survived: versions were published after it, and in the end every learner merged again. All of them, with
 their times, are in <code>faults.jsonl</code>.</p>
-{table(("fault", "injected", "survived", ""), _kinds(told, found))}
+{table(("fault", "injected", "survived"), _kinds(told, found))}
 {_timeline(told, facts)}
 <h2>Time to come back</h2>
 <p>Seconds. {plain(_bound(bound))}</p>
@@ -70,7 +70,7 @@ share one machine, where a process that starts takes processor time from the oth
 <h2>Tokens</h2>
 {_tokens(ledger)}
 <p class="note">{found["versions_given_up"]} versions were given up on purpose, where the state was damaged or an older
-one restored. {found["missing_events"]} events are missing, which full disks have refused.</p>
+one restored. {found["missing_events"]} events are missing, which full disks have refused. {found["bytes_resumed"]:,} bytes of cut transfers were not sent again.</p>
 <h2>Faults, by time</h2>
 {_faults(told)}"""
 
@@ -92,7 +92,7 @@ def _invariants(found: dict[str, Any]) -> str:
 
 def _kinds(told: Told, found: dict[str, Any]) -> list[tuple[str, ...]]:
     return [
-        (each.name, *(str(found["faults"][each.name][key]) for key in ("injected", "survived")), each.what)
+        (f"{each.name}: {each.what}", *(str(found["faults"][each.name][key]) for key in ("injected", "survived")))
         for each in kinds(told.lost_s)
         if each.name in found["faults"]
     ]

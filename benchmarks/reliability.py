@@ -1,0 +1,238 @@
+"""docs/reliability.md: what a run survives, from results that the commands below have left in benchmarks/results/.
+
+    python -m benchmarks.reliability                     write the page from what is there
+    python -m benchmarks.reliability chaos 11 --minutes 20 --learners 4 --every 1     a run of `diloco chaos`
+    python -m benchmarks.reliability storms 1-100000                                  storms in virtual time
+    python -m benchmarks.reliability floods                                           `python -m benchmarks.floods`
+
+Each keeps its numbers and writes the page again. What was not measured is said to be that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "reliability.md"
+NOT_MEASURED = "not measured"
+
+INTRODUCTION = """\
+# Reliability
+
+What was tried against a run, and what became of it. This page is written by `python -m benchmarks.reliability` from the
+numbers in `benchmarks/results/`, which the commands named below have left there; what has no number is not measured.
+Times are of the machine and the load of that day; each row says which.
+"""
+
+
+def page(results: dict[str, Any]) -> str:
+    """The page, from results by name: lists of "chaos" and "storms"; "floods", "fuzz" and "soak" may be absent."""
+    parts = (
+        INTRODUCTION, _summary(results), _real(results["chaos"]), _virtual(results["storms"]),
+        _recovery(results["chaos"]), _floods(results.get("floods")), _others(results),
+    )  # fmt: skip
+    return "\n".join(parts)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def _summary(results: dict[str, Any]) -> str:
+    chaos, storms = results["chaos"], results["storms"]
+    faults, survived = (sum(each[key] for each in chaos) for key in ("num_faults", "num_survived"))
+    num_storms = sum(each["storms"] for each in storms)
+    virtual = sum(sum(each["faults"].values()) for each in storms)
+    ledgers = [not each["invariants"]["every token is accounted for"] for each in chaos]
+    rows = [
+        ("faults of real processes, sockets and files", f"{faults:,} of 1,000", f"{survived:,} survived"),
+        ("runs in virtual time", f"{num_storms:,} of 100,000", f"{sum(len(each['failed']) for each in storms)} failed"),
+        ("faults in them", f"{virtual:,}", ""),
+        ("published versions lost", f"of {sum(each['versions_published'] for each in chaos):,}",
+         str(sum(each["versions_lost"] for each in chaos))),
+        ("reported holdings compared by digest", f"{sum(each['holdings_compared'] for each in chaos):,}",
+         f"{sum(len(each['invariants']['learners hold what was published']) for each in chaos)} foreign"),
+        ("runs whose ledger adds up exactly", f"{sum(ledgers)} of {len(ledgers)}", ""),
+        ("bad inputs tried", *_inputs(results.get("fuzz"))),
+        ("longest soak", *_soaked(results.get("soak"))),
+    ]  # fmt: skip
+    return _table(("", "tried", "found"), rows)
+
+
+def _inputs(fuzz: dict[str, Any] | None) -> tuple[str, str]:
+    return (NOT_MEASURED, "`make fuzz`") if fuzz is None else (f"{fuzz['inputs']:,}", f"{fuzz['failures']} failures")
+
+
+def _soaked(soak: dict[str, Any] | None) -> tuple[str, str]:
+    return (NOT_MEASURED, "`make soak`") if soak is None else (f"{soak['hours']:.2f} h", soak["verdict"])
+
+
+def _real(runs: Sequence[dict[str, Any]]) -> str:
+    injected, survived = Counter[str](), Counter[str]()
+    for run in runs:
+        for kind, each in run["faults"].items():
+            injected[kind] += each["injected"]
+            survived[kind] += each["survived"]
+    rows = [(kind, f"{injected[kind]:,}", f"{survived[kind]:,}") for kind in sorted(injected)]
+    each = [
+        (run["seed"], run["learners"], f"{run['seconds']:,.0f} s", run["num_faults"], f"{run['versions_published']:,}",
+         run["versions_lost"], _percent(run["goodput"]["ratio"]), "yes" if run["holds"] else _broken(run))
+        for run in runs
+    ]  # fmt: skip
+    heads = ("seed", "learners", "faults for", "faults", "versions", "lost", "goodput", "all invariants hold")
+    return f"""## Real faults
+
+`python -m benchmarks.reliability chaos SEED --minutes M`, a run of [`diloco chaos`](chaos.md). Goodput: tokens merged
+a second, against the stretch of the same run without faults. All processes share one machine, and a learner's start
+takes seconds of its processor time.
+
+{_table(heads, each)}
+{_table(("fault", "injected", "survived"), rows)}"""
+
+
+def _broken(run: dict[str, Any]) -> str:
+    return "no: " + ", ".join(name for name, broken in run["invariants"].items() if broken)
+
+
+def _percent(ratio: float | None) -> str:
+    return NOT_MEASURED if ratio is None else f"{ratio:.0%}"
+
+
+def _virtual(runs: Sequence[dict[str, Any]]) -> str:
+    faults = Counter[str]()
+    for run in runs:
+        faults.update(run["faults"])
+    each = [
+        (_seeds(run), f"{run['storms']:,}", f"{run['storms'] / run['seconds']:.1f}", run["processes"],
+         len(run["failed"]))
+        for run in runs
+    ]  # fmt: skip
+    return f"""## Virtual time
+
+`python -m benchmarks.reliability storms FIRST-LAST`: whole runs of the same driver, sessions and state machines, each
+with a method, learners and up to six faults drawn from its seed, and every event looked at.
+
+{_table(("seeds", "runs", "runs a second", "processes", "failed"), each)}
+{_table(("fault", "happened"), [(kind, f"{number:,}") for kind, number in sorted(faults.items())])}"""
+
+
+def _seeds(run: dict[str, Any]) -> str:
+    last = run["first"] + run["storms"] - 1
+    return f"{run['first']} to {last}{', leased data' if run['leased'] else ''}"
+
+
+RECOVERIES = (
+    ("survivor", "a survivor's next version after a learner's kill -9", "two step times and the deadline"),
+    ("learner", "a learner that was ended, until a version has its work again", ""),
+    ("learner_from_its_start", "the same, from the start of its process", ""),
+    ("syncer", "a syncer that was ended, until the next one serves", ""),
+    ("syncer_from_its_start", "the same, from the start of its process", "2 s per GB and start-up"),
+    ("takeover", "a takeover by a standby", "the lost deadline and 5 s"),
+)
+
+
+def _recovery(runs: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for key, what, goal in RECOVERIES:
+        found = [run["recovery"][key] for run in runs if run["recovery"][key] is not None]
+        num = sum(each["num"] for each in found)
+        medians = sorted(each["median"] for each in found for _ in range(each["num"]))
+        median = f"{medians[len(medians) // 2]:.2f} s" if num else NOT_MEASURED
+        rows.append((what, num, median, f"{max(each['worst'] for each in found):.2f} s" if num else "", goal))
+    bounds = [run["survivor_bound_s"] for run in runs if run["survivor_bound_s"] is not None]
+    bound = f"The bound of a survivor's next version was {min(bounds):.2f} to {max(bounds):.2f} s." if bounds else ""
+    return f"""## Time to come back
+
+From the same runs of `diloco chaos`, where nothing else hit the process meanwhile; the median is that of the runs'
+medians, each counted as often as it was measured. A process's start includes Python's and torch's. {bound}
+
+{_table(("", "times", "median", "worst", "goal"), rows)}"""
+
+
+def _floods(rows: Sequence[dict[str, Any]] | None) -> str:
+    head = """## Hostile senders
+
+`python -m benchmarks.reliability floods`: ten times what brought a syncer down or to gigabytes once, beside a run of
+two learners. Goals: 2 % of the goodput, 200 MB.
+"""
+    if rows is None:
+        return f"{head}\n{NOT_MEASURED}.\n"
+    table = [
+        (row["flood"], "yes" if row["certificate"] else "no", f"{row['size']:,}", f"{row['goodput']:.0%}",
+         f"{row['memory_mb']:+.0f} MB", "goes on" if row["survived"] else "ended")
+        for row in rows
+    ]  # fmt: skip
+    return f"{head}\n{_table(('flood', 'certificate', 'size', 'goodput', 'memory', 'the run'), table)}"
+
+
+def _others(results: dict[str, Any]) -> str:
+    resumed = [run["bytes_resumed"] for run in results["chaos"] if run.get("bytes_resumed") is not None]
+    number = f"{sum(resumed):,} bytes" if resumed else NOT_MEASURED
+    return f"""## Transfers
+
+Bytes of cut transfers that were resumed rather than sent again, in the runs of `diloco chaos`: {number}.
+"""
+
+
+# --- results
+
+
+def read_results() -> dict[str, Any]:
+    """All that is in benchmarks/results."""
+    found: dict[str, Any] = {"chaos": [], "storms": []}
+    for path in sorted(RESULTS.glob("*.json")):
+        kind, values = path.stem.partition("-")[0], json.loads(path.read_text())
+        if kind in ("chaos", "storms"):
+            found[kind].append(values)
+        else:
+            found[kind] = values
+    return found
+
+
+def keep(name: str, values: object) -> None:
+    """Keep results under a name, in place of those of that name."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
+def _output(*command: str) -> Any:
+    """What a command prints as JSON; what it says otherwise goes to this one's standard error."""
+    done = subprocess.run([sys.executable, "-m", *command], stdout=subprocess.PIPE, check=False, cwd=ROOT)
+    if not done.stdout:
+        raise SystemExit(f"{' '.join(command)} has printed nothing")
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    """Measure what is asked for, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("chaos", "storms", "floods"))
+    parser.add_argument("which", nargs="?", help="the seed of chaos, or FIRST-LAST of storms")
+    chosen, more = parser.parse_known_args()
+    match chosen.what:
+        case "chaos":
+            with tempfile.TemporaryDirectory() as directory:
+                out = str(Path(directory) / "chaos")
+                keep(
+                    f"chaos-{chosen.which}",
+                    _output("diloco", "chaos", "--seed", chosen.which, "--out", out, "--json", *more),
+                )
+        case "storms":
+            leased = "-leased" if "--leased" in more else ""
+            keep(f"storms-{chosen.which}{leased}", _output("tests.storms", chosen.which, "--json", *more))
+        case "floods":
+            keep("floods", _output("benchmarks.floods", "--json", *more))
+    PAGE.write_text(page(read_results()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""docs/reliability.md is what benchmarks/results says, and says what is not measured."""
+
+from __future__ import annotations
+
+from benchmarks.reliability import NOT_MEASURED, PAGE, page, read_results
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(read_results())
+
+
+def test_what_is_not_there_is_not_measured() -> None:
+    empty = page({"chaos": [], "storms": []})
+    assert empty.count(NOT_MEASURED) >= 8
+    assert "0 of 1,000" in empty
+
+
+def test_what_broke_is_on_the_page() -> None:
+    results = read_results()
+    run = results["chaos"][0]
+    broken = {
+        **run, "holds": False, "versions_lost": 3,
+        "invariants": {**run["invariants"], "no published version is lost": ["version 3 is lost"]},
+    }  # fmt: skip
+    text = page({**results, "chaos": [broken]})
+    assert "no: no published version is lost" in text
+    assert "| published versions lost |" in text
