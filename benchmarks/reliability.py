@@ -4,6 +4,7 @@
     python -m benchmarks.reliability chaos 11 --minutes 20 --learners 4 --every 1     a run of `diloco chaos`
     python -m benchmarks.reliability storms 1-100000                                  storms in virtual time
     python -m benchmarks.reliability floods                                           `python -m benchmarks.floods`
+    make fuzz ARGS="--json benchmarks/results/fuzz.json"                              then the first line again
 
 Each keeps its numbers and writes the page again. What was not measured is said to be that.
 """
@@ -69,7 +70,11 @@ def _summary(results: dict[str, Any]) -> str:
 
 
 def _inputs(fuzz: dict[str, Any] | None) -> tuple[str, str]:
-    return (NOT_MEASURED, "`make fuzz`") if fuzz is None else (f"{fuzz['inputs']:,}", f"{fuzz['failures']} failures")
+    return (
+        (NOT_MEASURED, "`make fuzz`")
+        if fuzz is None
+        else (f"{fuzz['tried']:,}", f"{fuzz['found']} ways to break a reader")
+    )
 
 
 def _soaked(soak: dict[str, Any] | None) -> tuple[str, str]:
