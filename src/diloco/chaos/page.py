@@ -70,8 +70,8 @@ share one machine, where a process that starts takes processor time from the oth
 <h2>Tokens</h2>
 {_tokens(ledger)}
 <p class="note">{found["versions_given_up"]} versions were given up on purpose, where the state was damaged or an older
-one restored. {found["missing_events"]} events are missing, which full disks have refused. {found["bytes_resumed"]:,} bytes of cut transfers
-were not sent again.</p>
+one restored. {found["missing_events"]} events are missing, which full disks have refused.
+{found["bytes_resumed"]:,} bytes of cut transfers were not sent again.</p>
 <h2>Faults, by time</h2>
 {_faults(told)}"""
 
