@@ -31,6 +31,13 @@ def test_plain_lines_keep_their_pace() -> None:
     plain.close()
 
 
+def test_a_full_disk_costs_lines_and_nothing_else() -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        plain = Plain(io.TextIOWrapper(full, write_through=True), every_s=5)
+        plain.show(STATUS)
+        plain.say("it goes on")
+
+
 def test_a_terminal_gets_a_live_line_and_a_pipe_gets_plain_ones() -> None:
     file = io.StringIO()
     assert isinstance(make_progress(file, 5), Plain)

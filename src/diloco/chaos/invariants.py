@@ -15,6 +15,12 @@ from diloco.events import Published, SyncerStarted
 GOES_BACK = ("restore", "damage state")
 """Faults after which the run may go on from earlier versions."""
 
+ENDS = ("kill", "stop", "damage", "restore")
+"""How the kinds of faults begin that end a process."""
+
+LATEST_S = 60.0
+"""A process that was asked to end has ended by then, on a slow machine too."""
+
 STOPPED = 143
 """Exit code of a supervised learner that a signal has stopped."""
 
@@ -157,14 +163,13 @@ def open_units(told: Told, facts: Facts) -> Iterator[str]:
 def uncalled_ends(told: Told, facts: Facts) -> Iterator[str]:
     """A process ends only by what was sent to it; a syncer may also refuse a damaged state."""
     for end in told.ends:
-        sent = [
-            each.fault.kind
-            for each in told.injected
-            if each.fault.target == end.name and each.began_at - 1.0 <= end.t <= each.ended_at + 20.0
-        ]
-        if end.code > 0 and end.code != STOPPED and "damage state" not in sent:
-            yield f"{end.name} ended by itself with exit code {end.code}"
-        elif not any(kind.startswith(("kill", "stop", "damage", "restore")) for kind in sent):
+        mine = (each for each in told.injected if each.hit and each.fault.target == end.name)
+        sent = [each for each in mine if each.began_at - 1.0 <= end.t and each.fault.kind.startswith(ENDS)]
+        last = max(sent, key=lambda each: each.began_at, default=None)
+        if end.code > 0 and end.code != STOPPED:
+            if last is None or last.fault.kind != "damage state":
+                yield f"{end.name} ended by itself with exit code {end.code}"
+        elif last is None or end.t > last.ended_at + LATEST_S:
             yield f"{end.name} ended with exit code {end.code}, and nothing was sent to it"
     for name, code in told.exit_codes.items():
         if code != (0 if name == SYNCER else STOPPED):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -82,7 +83,8 @@ class _Paced(Progress):
 
 
 class Plain(_Paced):
-    """A line every few seconds, for logs and pipes."""
+    """A line every few seconds, for logs and pipes. A line that a full disk refuses is missing there; training goes
+    on."""
 
     def __init__(self, file: TextIO, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(every_s, clock)
@@ -95,7 +97,8 @@ class Plain(_Paced):
 
     def say(self, text: str) -> None:
         """Print a sentence."""
-        print(text, file=self._file, flush=True)
+        with suppress(OSError):
+            print(text, file=self._file, flush=True)
 
 
 class LiveLine(_Paced):

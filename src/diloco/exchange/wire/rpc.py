@@ -34,6 +34,10 @@ _CODES: dict[type[DilocoError], grpc.StatusCode] = {
 RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """The other side may be restarting, or the link is down: try again."""
 
+BROKEN = "Stream removed"
+"""How gRPC begins what it says of a call whose connection broke under it. Where bytes were changed on the way under TLS
+it gives such a call the code UNKNOWN, which a syncer's own fault has too."""
+
 
 def path(method: str) -> str:
     """The full name of a method."""
@@ -63,7 +67,8 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> DilocoError:
 def is_retryable(error: grpc.RpcError) -> bool:
     """Whether the call failed on the way rather than by the other side's decision."""
     call: Any = error
-    return call.code() in RETRYABLE and ERROR_KEY not in dict(call.trailing_metadata() or ())
+    is_broken = call.code() is grpc.StatusCode.UNKNOWN and str(call.details()).startswith(BROKEN)
+    return (call.code() in RETRYABLE or is_broken) and ERROR_KEY not in dict(call.trailing_metadata() or ())
 
 
 MAX_MESSAGE_BYTES = 6 << 20
