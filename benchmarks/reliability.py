@@ -30,7 +30,8 @@ INTRODUCTION = """\
 
 What was tried against a run, and what became of it. This page is written by `python -m benchmarks.reliability` from the
 numbers in `benchmarks/results/`, which the commands named below have left there; what has no number is not measured.
-Times are of the machine and the load of that day; each row says which.
+Survived: versions were published after the fault, and in the end every learner merged again. Times are of one machine
+with what else ran on it that day.
 """
 
 
