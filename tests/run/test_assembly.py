@@ -10,8 +10,8 @@ from tests.run.toy import NUM_BYTES, Scene, contribution, scheduled, started
 
 from diloco.core.contribution import Contribution
 from diloco.errors import BusyError, CorruptPayloadError, DilocoError, NonFiniteError, NoRoomError, PayloadError
-from diloco.run.driver import Upload
 from diloco.run.memory import MemorySlot
+from diloco.run.uploads import Upload
 
 FIRST, SECOND = (0, 1), (1, NUM_BYTES)
 

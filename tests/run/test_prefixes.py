@@ -8,10 +8,10 @@ import pytest
 from tests.run.toy import NUM_BYTES, Scene, contribution, scheduled, started
 
 from diloco.core.contribution import Contribution
-from diloco.errors import DilocoError, NoRoomError
-from diloco.run.driver import Upload
+from diloco.errors import BusyError, DilocoError, NoRoomError
 from diloco.run.memory import MemorySlot
 from diloco.run.prefixes import KEPT_S
+from diloco.run.uploads import Upload
 
 
 def complete(scene: Scene, push: Upload[MemorySlot]) -> DilocoError | None:
@@ -133,3 +133,18 @@ def test_the_part_of_an_incarnation_that_is_out_is_dropped() -> None:
     scene.driver.cut_push(push, received=1)
     scene.driver.leave("a", 1, lambda: None, tokens=0)
     assert scene.spool.held_bytes == 0
+
+
+def test_an_incarnation_has_room_for_two_models_and_no_more() -> None:
+    """One that begins uploads and ends none cannot take the spool from the others."""
+    scene = started("a", "b")
+    begun = [scene.begin(contribution("a", number=number)) for number in range(1, 5)]  # of a model of two fragments
+    assert scene.spool.held_bytes == 4 * NUM_BYTES
+    with pytest.raises(BusyError, match="may at a time; they are taken once an earlier upload has ended"):
+        scene.begin(contribution("a", number=5))
+    scene.begin(contribution("b"))
+    scene.driver.cut_push(begun[1])
+    scene.begin(contribution("a", number=5))
+    assert complete(scene, begun[0]) is None
+    scene.begin(contribution("a", number=6))
+    assert scene.spool.held_bytes == 6 * NUM_BYTES

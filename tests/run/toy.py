@@ -19,9 +19,10 @@ from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.update import Update
 from diloco.errors import DilocoError, NonFiniteError, PayloadError
-from diloco.run.driver import Driver, Upload
+from diloco.run.driver import Driver
 from diloco.run.memory import MemorySlot, MemoryStore
 from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports
+from diloco.run.uploads import Upload
 
 RUN = "toy"
 

@@ -25,7 +25,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
 
@@ -58,15 +58,15 @@ from diloco.errors import (
     StoreError,
 )
 from diloco.run import sense
-from diloco.run.assembly import Assemblies, Assembly, Span
+from diloco.run.assembly import Span
 from diloco.run.connections import Connections
 from diloco.run.global_model import Fetched
 from diloco.run.inner_rooms import InnerRooms
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
-from diloco.run.prefixes import Prefix, Prefixes
 from diloco.run.recorded import event
 from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
+from diloco.run.uploads import Upload, Uploads
 from diloco.run.writes import Write, Writes, refusal_of
 from diloco.watching import only_watching
 
@@ -76,34 +76,6 @@ STOOD_STILL_S = 1.0
 COMES_AGAIN_S = 5.0
 """A learner repeats a push without room at least once a second. After this long without a repetition, none is waiting.
 """
-
-
-@dataclass(eq=False)
-class Upload(Generic[S]):
-    """A contribution whose payload, or a part of it, is being uploaded.
-
-    Attributes:
-        num_bytes: of the whole payload.
-        slot: the room for what is uploaded, or for the whole payload with `assembly`.
-        span: the part of the payload; None: all of it.
-        assembly: what the part belongs to; None: the whole payload is uploaded, or the part is here already and is not
-            needed.
-        received: bytes of `room`, the first ones, that an upload which was cut off has left there.
-    """
-
-    contribution: Contribution
-    num_bytes: int
-    slot: S
-    span: Span | None = None
-    assembly: Assembly[S] | None = None
-    received: int = 0
-
-    @property
-    def room(self) -> Span:
-        """The bytes of the slot that are uploaded."""
-        if self.span is None:
-            return 0, self.num_bytes
-        return self.span if self.assembly is not None else (0, self.span[1] - self.span[0])
 
 
 class Driver(Generic[H, S, P]):
@@ -139,8 +111,7 @@ class Driver(Generic[H, S, P]):
         self._writes: Writes[H, P] = Writes()
         self._status = RunStatus()
         self._slots: dict[Contribution, S] = {}
-        self._assemblies: Assemblies[S] = Assemblies()
-        self._prefixes: Prefixes[S] = Prefixes(ports.spool.release)
+        self._uploads: Uploads[S] = Uploads(ports.spool)
         self._checked_parts = set[Contribution]()  # those put together whose content is being checked
         self._beginnings: deque[tuple[InitialModel[H], Callable[[DilocoError | None], None]]] = deque()
         self._num_closing = 0
@@ -460,31 +431,15 @@ class Driver(Generic[H, S, P]):
         self.state.model.held(c.fragment)
         fragment = self.state.model.layout.fragments[c.fragment]
         sense.check_size(c, num_bytes, self._ports.jobs.contribution_bytes(fragment.numel), len(fragment.tensors))
+        is_here = c in self._checked_parts or self.core.is_known(c)
+        model_bytes = sum(self._ports.jobs.contribution_bytes(each.numel) for each in self.state.model.layout.fragments)
         try:
-            return self._upload(c, num_bytes, span)
+            return self._uploads.begin(c, num_bytes, span, model_bytes, is_here=is_here)
         except BusyError:
             raise
         except NoRoomError as error:
             self._sent_back(c, error)
             raise
-
-    def _upload(self, c: Contribution, num_bytes: int, span: Span | None) -> Upload[S]:
-        allocate = self._ports.spool.allocate
-        if span is None:
-            prefix = self._prefixes.take(c, num_bytes)
-            if prefix is not None:
-                return Upload(c, num_bytes, prefix.slot, received=prefix.received)
-            return Upload(c, num_bytes, allocate(num_bytes))
-        sense.check_span(c, span, num_bytes)
-        assembly = self._assemblies.of(c)
-        is_here = assembly is not None and span in assembly.here
-        if is_here or c in self._checked_parts or self.core.is_known(c):  # the acknowledgement of this part was lost
-            return Upload(c, num_bytes, allocate(span[1] - span[0]), span)
-        if assembly is None:
-            assembly = Assembly(c, num_bytes, allocate(num_bytes))
-            self._assemblies.add(assembly)
-        received = assembly.begin(c, num_bytes, span)
-        return Upload(c, num_bytes, assembly.slot, span, assembly, received)
 
     @event
     def cut_push(self, push: Upload[S], no_room: NoRoomError | None = None, *, received: int = 0) -> None:
@@ -496,10 +451,7 @@ class Driver(Generic[H, S, P]):
                 (`Upload.received`), as long as the incarnation is part of the run and room is not needed.
         """
         c = push.contribution
-        if push.span is None and received > 0 and self._is_wanted(c):
-            self._prefixes.keep(Prefix(c, push.num_bytes, push.slot, received, self._clock.now_s()))
-        else:
-            self._part_ended(push, is_complete=False, received=received)
+        self._uploads.cut(push, self._clock.now_s(), received=received, is_wanted=self._is_wanted(c))
         if no_room is not None:
             self._sent_back(c, no_room)
 
@@ -508,20 +460,12 @@ class Driver(Generic[H, S, P]):
         member = self.core.members.get(c.learner)
         return member is not None and member.incarnation == c.incarnation and not self.core.is_known(c)
 
-    def _part_ended(self, push: Upload[S], *, is_complete: bool, received: int = 0) -> None:
-        if (
-            push.assembly is None
-            or push.span is None
-            or self._assemblies.ended(push.assembly, push.span, is_complete=is_complete, received=received)
-        ):
-            self._ports.spool.release(push.slot)
-
     def _sent_back(self, c: Contribution, no_room: NoRoomError) -> None:
         now_s = self._clock.now_s()
         if now_s - self._no_room[0] >= COMES_AGAIN_S:
             self._observer.waits_for_room(no_room)
         self._no_room = now_s, str(no_room)
-        self._prefixes.make_room()
+        self._uploads.make_room()
         self._observer.sent_back(c)
 
     @event
@@ -533,12 +477,10 @@ class Driver(Generic[H, S, P]):
                 out by now.
             VersionError, ConfigError: as `SyncerCore.contributed`.
         """
+        if not self._uploads.completed(push):
+            done(None)
+            return
         if push.span is not None:
-            self._part_ended(push, is_complete=True)
-            if push.assembly is None or push.assembly.is_over or not push.assembly.is_whole:
-                done(None)
-                return
-            self._assemblies.remove(push.assembly)
             self._checked_parts.add(push.contribution)
         index = push.contribution.fragment
         num_elements = self.state.model.layout.fragments[index].numel
@@ -553,20 +495,20 @@ class Driver(Generic[H, S, P]):
                 raise error
             actions = self.core.contributed(self._clock.now_s(), push.contribution)
         except DilocoError as refusal:
-            self._ports.spool.release(push.slot)
+            self._uploads.release(push.slot)
             done(refusal)
             return
         self._decided(actions[:1])
         match actions[0]:
             case Acknowledge(duplicate=False):
                 self._slots[push.contribution] = push.slot
-                self._prefixes.settled(push.contribution)
+                self._uploads.taken(push)
                 self._observer.contributed(push.contribution, push.num_bytes)
             case Reject() as reject:
-                self._ports.spool.release(push.slot)
+                self._uploads.release(push.slot)
                 self._observer.rejected(reject)
             case _:
-                self._ports.spool.release(push.slot)
+                self._uploads.release(push.slot)
         self._execute(actions[1:])
         done(None)
 
@@ -758,7 +700,7 @@ class Driver(Generic[H, S, P]):
             core.stood_still(late_s)
         with self._relaying():
             self._relay.tick(self._clock.now_s(), self._peers())
-        self._prefixes.tick(self._clock.now_s())
+        self._uploads.tick(self._clock.now_s())
         self._execute(core.tick(self._clock.now_s()))
         self._observer.stands(core)
 
@@ -827,9 +769,7 @@ class Driver(Generic[H, S, P]):
 
     def _end(self, learner: str, incarnation: int) -> None:
         self._connections.end(learner, incarnation)
-        self._prefixes.drop(learner, incarnation)
-        for slot in self._assemblies.end(learner, incarnation):
-            self._ports.spool.release(slot)
+        self._uploads.end(learner, incarnation)
 
     def _tell(self, learners: Collection[str]) -> None:
         num_live = self.num_live if learners else 0

@@ -34,7 +34,6 @@ from diloco.core.actions import Action
 from diloco.errors import DilocoError, NoRoomError, StoreError
 from diloco.plain_json import read_json
 from diloco.run.decisions import told
-from diloco.run.driver import Upload
 from diloco.run.plain import write_plain
 from diloco.run.ports import (
     ClockPort,
@@ -58,6 +57,7 @@ from diloco.run.recorder_ports import (
     RecordedStore,
     RecordedWorker,
 )
+from diloco.run.uploads import Upload
 
 log = logging.getLogger("diloco.syncer")
 

@@ -42,8 +42,8 @@ from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import abort
 from diloco.plain_json import read_json
 from diloco.run import sense
-from diloco.run.driver import Upload
 from diloco.run.run_state import require_run
+from diloco.run.uploads import Upload
 from diloco.syncer.admission import Admission, Call, Kind, Shares
 from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator

@@ -21,10 +21,11 @@ from diloco.core.update import Update
 from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.base import Arrived
 from diloco.exchange.virtual.replicas import Replicas
-from diloco.run.driver import Driver, Upload
+from diloco.run.driver import Driver
 from diloco.run.global_model import Fetched
 from diloco.run.memory import MemorySlot
 from diloco.run.ports import ClockPort, InitialModel
+from diloco.run.uploads import Upload
 
 log = logging.getLogger("diloco")
 
