@@ -8,6 +8,7 @@
 #   make sky      check templates/skypilot with SkyPilot itself, in an environment of its own
 #   make torchtitan   the tests of examples/integrations/torchtitan and of the Triton kernels, in an environment of their own
 #   make fuzz     every reader given inputs that are almost right, SECONDS=60 for each, or of TARGET=run-file,events only
+#   make soak     a real run with faults, HOURS=1 of it: fails on a leak, a stuck fragment, a ledger that does not add up
 #   make storm    whole runs in virtual time in which all goes wrong that can, SEEDS=1-1000
 #   make bench    what exchanging costs, as ratios measured in the same run
 #   make gpu      check and measure the CUDA path on the GPU that is here; exit code 2 where there is none
@@ -23,6 +24,7 @@
 
 SEEDS ?= 1-1000
 SECONDS ?= 60
+HOURS ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 # Two stamps: the demo needs less than the tests. What is installed for the tests serves the demo; a demo's .venv is completed.
@@ -38,7 +40,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test coverage lint package sky torchtitan fuzz storm bench gpu proto venv clean
+.PHONY: all demo test coverage lint package sky torchtitan fuzz soak storm bench gpu proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -91,6 +93,9 @@ $(VENV)/.installed-for-fuzz: $(FOR_ALL)
 
 fuzz: $(VENV)/.installed-for-fuzz
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(TARGET),--target $(TARGET)) $(ARGS)
+
+soak: $(FOR_ALL)
+	$(BIN)/python -m tests.soak --hours $(HOURS) $(ARGS)
 
 storm: $(FOR_ALL)
 	$(BIN)/python -m tests.storms $(SEEDS)

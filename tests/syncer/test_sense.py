@@ -3,6 +3,8 @@ again."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -94,3 +96,32 @@ def test_no_message_ends_a_run(answer: Method, tmp_path: Path) -> None:
     with start(tmp_path, answer) as syncer:
         assert versions_of(syncer) == versions
         assert position(syncer) == stood_at
+
+
+def test_a_defect_in_the_merge_worker_ends_the_process(tmp_path: Path) -> None:
+    """Loudly, so that its supervisor starts it again; what was published before is served then."""
+    script = f"""
+import sys, threading
+from pathlib import Path
+import torch
+from tests.syncer.runs import Raw, method, start
+from tests.syncer.test_sense import ONES
+from diloco.run.tensor_jobs import TensorJobs
+
+def close(self, *arguments):
+    raise ZeroDivisionError("a defect of a merge")
+
+with start(Path({str(tmp_path)!r}), method()) as syncer:
+    raw = Raw(syncer.address)
+    raw.initialise()
+    raw.join()
+    TensorJobs.close = close
+    raw.push(ONES)
+    syncer.wait(threading.Event())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "ZeroDivisionError: a defect of a merge" in done.stderr
+    assert "a job of the syncer failed" in done.stderr
+    with start(tmp_path, method()) as syncer:
+        assert versions_of(syncer) == [0, 0]

@@ -181,6 +181,15 @@ def test_an_initial_model_with_absurd_numbers_is_refused(fields: dict[str, Any],
     raw.connection.close()
 
 
+def test_steps_do_not_run_back_but_in_a_new_incarnation(syncer: Syncer, raw: Raw) -> None:
+    raw.beat(step=8, tokens=40)
+    with pytest.raises(errors.PayloadError, match="has taken 7 inner steps of its own and had taken 8 before"):
+        raw.beat(step=7, tokens=40)
+    raw.beat(step=8, tokens=40)  # as a resend says it
+    raw.join()
+    raw.beat(step=3, tokens=15)
+
+
 def test_a_learner_that_comes_back_again_and_again_cannot_overflow_its_books(syncer: Syncer, raw: Raw) -> None:
     for _ in range(9):
         raw.beat(tokens=10**15)

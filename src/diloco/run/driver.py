@@ -116,6 +116,7 @@ class Driver(Generic[H, S, P]):
         self._beginnings: deque[tuple[InitialModel[H], Callable[[DilocoError | None], None]]] = deque()
         self._num_closing = 0
         self._num_standings = 0
+        self._heard_steps: dict[tuple[str, int], int] = {}  # by learner and incarnation: its own steps
         self._wake_at_s = math.inf
         self._no_room: tuple[float, str] = (-math.inf, "")
         self._data_news = (0, 0)  # passes done, and units that came back
@@ -328,6 +329,8 @@ class Driver(Generic[H, S, P]):
             num_confirmed=len(confirmed), num_fragments=len(self.state.versions), run_step=core.step,
         )  # fmt: skip
         self._require_line(seen, versions)
+        sense.check_forward(learner, steps, self._heard_steps.get((learner, incarnation), 0))
+        self._heard_steps[learner, incarnation] = steps
         actions = core.heartbeat(
             self._clock.now_s(), learner, incarnation, step=step, steps=steps, tokens=tokens, step_s=step_s,
             waiting=waiting, finished=finished and seen == self.lineage, confirmed=tuple(confirmed),
@@ -770,6 +773,7 @@ class Driver(Generic[H, S, P]):
     def _end(self, learner: str, incarnation: int) -> None:
         self._connections.end(learner, incarnation)
         self._uploads.end(learner, incarnation)
+        self._heard_steps.pop((learner, incarnation), None)
 
     def _tell(self, learners: Collection[str]) -> None:
         num_live = self.num_live if learners else 0

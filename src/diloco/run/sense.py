@@ -77,6 +77,19 @@ def check_heartbeat(
         )
 
 
+def check_forward(learner: str, steps: int, before: int) -> None:
+    """Check that an incarnation's own steps do not run back. Its inner step may: it begins at the run's.
+
+    Arguments:
+        before: what its newest heartbeat said.
+    """
+    if steps < before:
+        raise PayloadError(
+            f"{learner!r} has taken {steps} inner steps of its own and had taken {before} before; a learner that goes "
+            "back to a checkpoint joins again."
+        )
+
+
 def check_versions(learner: str, num_versions: int, num_fragments: int) -> None:
     """Check that a learner has versions of no more fragments than there are."""
     if num_versions > num_fragments:

@@ -1,0 +1,168 @@
+"""python -m tests.soak --hours 1 --learners 3 --out runs/soak --json FILE        (make soak HOURS=1)
+
+A real run over TLS (`diloco chaos`): learners are killed, stopped, paused and come back, links break, backups are
+taken, a viewer asks for the status and for Prometheus' metrics; the syncer itself goes on. Memory, handles, threads and
+files are sampled. Fails on a leak, on what `diloco chaos` finds broken (tokens that do not add up, lost versions,
+learners that do not come back), and on a fragment that gets no new version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tests.soak.leaks import Growth, growth
+from tests.soak.processes import descendants, held, size_of
+
+from diloco.errors import DilocoError
+from diloco.events import EventTail, Published
+
+FAULTS = ("kill learner", "stop learner", "pause learner", "cut", "half open", "slow link")
+"""The syncer is not among them: a process that ends has no leak."""
+
+WARM_UP = 0.25
+"""Share of the time in which caches fill."""
+
+ALLOWED = {  # per hour, and in all
+    "memory_bytes": (8e6, 16e6),
+    "handles": (2.0, 8.0),
+    "threads": (2.0, 8.0),
+    "spool_bytes": (1e6, 1e6),
+    "tensors_bytes": (1e6, 4e6),
+    "backups_bytes": (1e6, 8e6),
+    "journal_bytes": (200e6, 200e6),
+    "events_bytes": (200e6, 200e6),
+}
+"""What each may grow by. The journal, the events and the database hold the history of the run."""
+
+STUCK_S = 120.0
+"""No fragment is without a new version for so long."""
+
+LEAST_LIFE = 0.5
+"""Share of the time that a process must have lived to be judged; a learner that was killed began anew."""
+
+Curve = list[tuple[float, float]]
+
+
+def sample(root: int, out: Path, at_s: float, curves: dict[str, Curve]) -> None:
+    """Add what is held now."""
+    for pid in descendants(root):
+        if (it := held(pid)) is not None:
+            for what in ("memory_bytes", "handles", "threads"):
+                curves[f"{it.name} ({it.pid}) {what}"].append((at_s, float(getattr(it, what))))
+    state = out / "syncer"
+    for what, path in (
+        ("spool_bytes", state / "spool"), ("tensors_bytes", state / "tensors"), ("journal_bytes", state / "journal"),
+        ("backups_bytes", out / "backups"),
+    ):  # fmt: skip
+        curves[f"disk {what}"].append((at_s, float(size_of(path))))
+    log = state / "events.jsonl"
+    curves["disk events_bytes"].append((at_s, float(log.stat().st_size if log.exists() else 0)))
+
+
+def judge(curves: dict[str, Curve], seconds: float) -> tuple[dict[str, Growth], list[str]]:
+    """The growth of every curve that is long enough, and those that leak."""
+    found, leaks = {}, []
+    for name, curve in sorted(curves.items()):
+        if curve[-1][0] - curve[0][0] < LEAST_LIFE * seconds:
+            continue
+        found[name] = each = growth(curve, WARM_UP * seconds)
+        what = name.rpartition(" ")[2]
+        if each.is_leak(*ALLOWED[what]):
+            leaks.append(f"{name} grows by {each.per_hour:.3g} an hour, {each.total:.3g} so far")
+    return found, leaks
+
+
+def stuck(newest: dict[int, float], now: float) -> list[str]:
+    """Fragments without a new version."""
+    return [f"fragment {f} has no new version for {now - at:.0f} s" for f, at in newest.items() if now - at > STUCK_S]
+
+
+def look_after(process: subprocess.Popen[bytes], out: Path, every_s: float) -> tuple[dict[str, Curve], set[str], float]:
+    """Sample until the run ends; also the fragments that were stuck, and the seconds that it took."""
+    curves: dict[str, Curve] = defaultdict(list)
+    newest: dict[int, float] = {}
+    late: set[str] = set()
+    tail = EventTail(out / "syncer" / "events.jsonl")
+    began_s = time.monotonic()
+    while process.poll() is None:
+        sample(process.pid, out, time.monotonic() - began_s, curves)
+        try:
+            newest |= {event.fragment: event.t for event in tail.read() if isinstance(event, Published)}
+        except DilocoError as error:
+            late.add(str(error))
+        late.update(stuck(newest, time.time()))
+        time.sleep(every_s)
+    return curves, late, time.monotonic() - began_s
+
+
+def draw(curves: dict[str, Curve], seconds: float, path: Path) -> None:
+    """The curves on one page."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    kinds = sorted({name.rpartition(" ")[2] for name in curves})
+    figure, axes = pyplot.subplots(len(kinds), 1, figsize=(9, 2.2 * len(kinds)), sharex=True)
+    for kind, plot in zip(kinds, axes, strict=True):
+        for name, curve in curves.items():
+            if name.endswith(kind):
+                is_long = curve[-1][0] - curve[0][0] >= LEAST_LIFE * seconds
+                plot.plot(*zip(*curve, strict=True), label=name.rpartition(" ")[0] if is_long else None, linewidth=1)
+        plot.set_ylabel(kind)
+        plot.legend(fontsize=6, loc="upper left")
+    axes[-1].set_xlabel("seconds")
+    figure.savefig(path)
+
+
+def main() -> int:
+    """Soak; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak")
+    parser.add_argument("--hours", type=float, default=1.0)
+    parser.add_argument("--learners", type=int, default=3)
+    parser.add_argument("--every", type=float, default=20.0, help="mean seconds between two faults (default: 20)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/soak"), help="an empty directory (default: runs/soak)")
+    parser.add_argument("--json", type=Path, help="write the result there too")
+    options = parser.parse_args()
+    seconds = 3600 * options.hours
+    command = [
+        sys.executable, "-m", "diloco", "chaos", "--seconds", str(seconds), "--learners", str(options.learners),
+        "--every", str(options.every), "--seed", str(options.seed), "--out", str(options.out / "run"), "--json",
+        *(argument for fault in FAULTS for argument in ("--only", fault)),
+    ]  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "chaos.log").open("wb") as log, (options.out / "said.json").open("wb") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=log)
+        try:
+            curves, late, took_s = look_after(process, options.out / "run", min(10.0, seconds / 100))
+        finally:
+            process.terminate()
+            code = process.wait()
+    growths, leaks = judge(curves, took_s)
+    broken = [f"diloco chaos ended with exit code {code}; see {options.out}"] if code else []
+    result: dict[str, Any] = {
+        "hours": round(took_s / 3600, 3), "holds": not (leaks or late or broken), "leaks": leaks, "stuck": sorted(late),
+        "broken": broken, "growth": {name: vars(each) for name, each in growths.items()}, "curves": curves,
+    }  # fmt: skip
+    (options.out / "soak.json").write_text(json.dumps(result))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result))
+    draw(curves, took_s, options.out / "soak.svg")
+    for name, each in growths.items():
+        print(f"{name:40} {each.per_hour:>12.4g} an hour, {each.standard_errors:5.1f} standard errors")
+    for text in (*leaks, *sorted(late), *broken):
+        print(f"BROKEN {text}")
+    print(f"{took_s / 3600:.2f} hours; see {options.out / 'soak.svg'}")
+    return not result["holds"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
