@@ -11,6 +11,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.fuzz.examining import BrokenReaderError, Target, examine, unchanged
+from tests.fuzz.mutations import SNAPSHOT, joined, parted
 from tests.fuzz.targets import TARGETS
 
 from diloco.errors import StoreError
@@ -61,3 +62,14 @@ def test_no_input_breaks_it(target: Target) -> None:
         examine(target, target.mutate(seed, Random(draw)))
 
     holds()
+
+
+def test_a_snapshot_names_no_file_outside_of_its_folder() -> None:
+    target = TARGETS["backup"]()
+    parts = parted(target.seeds[0])
+    [place] = [index for index, part in enumerate(parts) if part.startswith(b"{")]
+    snapshot = SNAPSHOT.load(parts[place])
+    snapshot["versions"][0]["file"] = "../../written"
+    parts[place] = SNAPSHOT.dump(snapshot)
+    with pytest.raises(StoreError, match="names files that no snapshot has"):
+        target.read(joined(parts))

@@ -107,10 +107,10 @@ def draw(curves: dict[str, Curve], seconds: float, path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
     kinds = sorted({name.rpartition(" ")[2] for name in curves})
-    figure, axes = pyplot.subplots(len(kinds), 1, figsize=(9, 2.2 * len(kinds)), sharex=True)
+    figure, axes = plt.subplots(len(kinds), 1, figsize=(9, 2.2 * len(kinds)), sharex=True)
     for kind, plot in zip(kinds, axes, strict=True):
         for name, curve in curves.items():
             if name.endswith(kind):
