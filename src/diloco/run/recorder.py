@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol
@@ -65,13 +64,19 @@ log = logging.getLogger("diloco.syncer")
 def is_entry(values: Any) -> bool:
     """Whether plain values have the form of an entry, of a gap, or of the beginning of a journal's part."""
     match values:
-        case {"e": "#journal", "format": int(), "wall_s": float() | int(), "t": float() | int(), "follows": _}:
-            return True
+        case {
+            "e": "#journal",
+            "format": int(),
+            "wall_s": float() | int() as wall_s,
+            "t": float() | int() as at_s,
+            "follows": _,
+        }:
+            return all(-_LATEST_S < each < _LATEST_S for each in (wall_s, at_s))
         case {"e": "#gap" | "#damage"}:
             return isinstance(values.get("why", ""), str) and ("why" in values or "missing" in values)
         case {"e": str(), "t": float() | int() as at_s, "d": list(decided), "o": str()}:
             is_right = isinstance(values.get("a", {}), dict) and all(isinstance(each, str) for each in decided)
-            return is_right and math.isfinite(at_s)
+            return is_right and -_LATEST_S < at_s < _LATEST_S
     return False
 
 
@@ -86,6 +91,9 @@ def entry_of(line: str) -> dict[str, Any]:
         raise StoreError(f"the journal has the line {line[:200]!r}, which is no entry of it; {_OTHER}.")
     return values
 
+
+_LATEST_S = 1e15
+"""No clock says more, in seconds."""
 
 _OTHER = "read it with the version that wrote it"
 
