@@ -371,12 +371,13 @@ def files_at(syncer: Syncer, point: str) -> Iterator[None]:
         if reached == point:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    files = syncer._store._files
-    before, files._at = files._at, full
+    store = syncer._store
+    before = store._at, store._files._at
+    store._at = store._files._at = full
     try:
         yield
     finally:
-        files._at = before
+        store._at, store._files._at = before
 
 
 def test_kill_9_of_the_first_under_learners_keeps_every_version_and_every_bit(tmp_path: Path) -> None:
@@ -427,6 +428,39 @@ def test_kill_9_of_the_first_under_learners_keeps_every_version_and_every_bit(tm
     for (mine, metrics), (theirs, _) in zip(results, undisturbed, strict=True):
         assert metrics["incarnation"] == 1
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_first_copy_that_was_broken_off_is_gone_on_with(tmp_path: Path) -> None:
+    """A standby that is killed between a file and the state that names it."""
+    with serve(tmp_path / "a") as first:
+        begin(first)
+        with learners("x", [first.address]) as group:
+            until(lambda: group[0].witness.seen is not None, "it does not join")
+            trains(first, group, until)
+            with serve(tmp_path / "b", follow=first.address) as second, files_at(second, "inserted"):
+                until(lambda: any((tmp_path / "b" / "tensors").glob("f00000-v000000001-*")), "no file comes")
+            with serve(tmp_path / "b", follow=first.address) as second:
+                until(lambda: are_paired(first, second), "they do not pair")
+                assert trains(first, group, until) == 2
+
+
+def test_a_first_that_was_alone_goes_on_by_the_votes_of_its_learners_where_it_knows_another_one(
+    tmp_path: Path,
+) -> None:
+    """Its standby never had all versions, and is gone."""
+    with ExitStack() as stack:
+        first = stack.enter_context(serve(tmp_path / "a"))
+        begin(first)
+        relay = stack.enter_context(Relay(first.port))
+        group = stack.enter_context(learners("x y", [first.address]))
+        with serve(tmp_path / "b", follow=relay.address) as second, files_at(second, "inserted"):
+            until(lambda: electorate(first) == [2], "the learners do not become electors")
+            trains(first, group, until)
+        port = first.port
+        first.close()
+        first = stack.enter_context(serve(tmp_path / "a", port, follow=relay.address))
+        until(lambda: standing(first) == "alone", "its learners do not agree")
+        assert trains(first, group, until) == 2
 
 
 def test_a_state_that_is_none_is_refused(tmp_path: Path) -> None:

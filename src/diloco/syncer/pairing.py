@@ -154,8 +154,8 @@ class Pairing:
             place: Place = "standby" if other is not None and not contents.run_id else "first"
             is_paired = other is not None
             found = Position(place, is_paired, contents.epoch if place == "first" else 0, frozenset())
-        elif other is not None:
-            found = replace(found, is_paired=True)
+        elif found.place == "first" and not found.is_paired:  # it was alone: it has all of every epoch that it began
+            found = replace(found, base=max(found.base, contents.epoch), is_paired=other is not None)
         self._position = found
         self.engaged = threading.Event()
         if not self.is_single:
@@ -318,6 +318,8 @@ class Pairing:
         if it.standing == "alone" and (epoch := self._store.epoch()) > it.epoch:
             if self.had_position:
                 self._keep(base=epoch)
+            else:
+                self._position = replace(self._position, base=epoch)
             it.epoch = it.base = epoch
             it.highest = max(it.highest, epoch)
 
@@ -511,8 +513,8 @@ class Pairing:
                 self._store.begin_epoch(Epoch(epoch, self._store.versions()), time.time())
                 self._keep(place="first", is_paired=True)
                 it.begun(epoch)
+            self._renew_epoch()
             if self.had_position:
-                self._renew_epoch()
                 self._renew_electorate()
             if it.is_installed:
                 self._keep(place="first", is_paired=False, base=it.epoch)

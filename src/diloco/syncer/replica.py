@@ -21,6 +21,7 @@ from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, StoreError
 from diloco.syncer.durable import ignore_point
 from diloco.syncer.files import is_static, version_of
+from diloco.syncer.position import read_position
 from diloco.syncer.records import (
     StoredVersion,
     epochs_of,
@@ -131,6 +132,12 @@ class Replica(Store):
     def __init__(self, path: str | os.PathLike[str], *, at: Callable[[str], None] = ignore_point) -> None:
         super().__init__(path, at=at)
         self._verified = set[str]()  # files that this process has received
+
+    def _require_no_run(self, *, is_new: bool) -> None:
+        """A copy has files before it has the first state that names them."""
+        position = read_position(self.path)
+        if is_new or position is None or position.place == "first":
+            super()._require_no_run(is_new=is_new)
 
     def contents(self) -> Contents:
         """What is here."""

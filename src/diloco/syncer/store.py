@@ -99,13 +99,17 @@ class Store:
             with self._mapped("opened"):
                 found, has_run = look(self.path)
                 if not has_run:
-                    self._files.require_no_run(is_new=found == 0)
+                    self._require_no_run(is_new=found == 0)
                 # What a refused start would leave otherwise: SQLite's log brought into the database, or cut.
                 self._db = connect_read_only(self.path) if has_run else connect(self.path)
                 self._may_write = not has_run
         except BaseException:
             self._lock.close()
             raise
+
+    def _require_no_run(self, *, is_new: bool) -> None:
+        """As `TensorFiles.require_no_run`."""
+        self._files.require_no_run(is_new=is_new)
 
     def close(self) -> None:
         """Release the directory. Nothing is lost by not calling it."""
