@@ -16,12 +16,11 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from diloco.core.memory import room
 from diloco.core.session.lanes import StallTimeout
 from diloco.errors import AuthError, DilocoError, ExchangeError, UnreachableError
 from diloco.exchange.credentials import Credentials
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import filling, read_header
+from diloco.exchange.wire.frames import filling, read_header, room_for
 from diloco.exchange.wire.incoming import Download, acknowledged
 from diloco.exchange.wire.probe import noise, timed
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
@@ -192,7 +191,7 @@ class Connection:
 
         def read(stream: Iterator[bytes], acknowledge: queue.SimpleQueue[bytes | None]) -> Iterator[None]:
             header = read_header(stream, kind)
-            found.append((header, room(header.num_bytes)))
+            found.append((header, room_for(header.num_bytes)))
             for _ in acknowledged(filling(stream, found[0][1]), acknowledge):
                 yield
 

@@ -17,7 +17,7 @@ from diloco.core.method import Method
 from diloco.core.session import requests
 from diloco.core.shards import Segments
 from diloco.core.update import Update
-from diloco.errors import ExchangeError
+from diloco.errors import ExchangeError, VersionError
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.messages import lineage_of, pull_request, push_header, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -215,7 +215,10 @@ class Receiver:
         if header.lossless:
             advanced = whole_of(header, buffer, num_elements, verify=not is_shard)
         else:
-            held = self._newest[fragment.index]
+            if (held := self._newest.get(fragment.index)) is None:
+                raise VersionError(
+                    f"the syncer sent a change to fragment {fragment.index}, of which nothing is held here; fetch all of it."
+                )
             advanced = advance(self._method, held, update, tensor_of(buffer), places, verify=not is_shard)
         return Download(lineage, update, verdicts, advanced, {})
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from diloco.core.memory import room
 from diloco.errors import ConfigError, CorruptPayloadError, translated
 from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
 from diloco.plain_json import MALFORMED
@@ -58,6 +59,19 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def tensor_of(buffer: bytearray | memoryview, dtype: torch.dtype = torch.uint8) -> Tensor:
     """A tensor over a writable buffer, without a copy; it keeps the buffer alive."""
     return torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
+
+
+def room_for(num_bytes: int) -> memoryview:
+    """A buffer for what a header announces; the system gives it page by page, as bytes arrive.
+
+    Raises:
+        CorruptPayloadError: no machine has so much memory, or this one has not.
+    """
+    advice = "is the other side of another version?"
+    with translated(
+        (MemoryError, OSError, OverflowError), CorruptPayloadError, f"{num_bytes} bytes cannot come", advice
+    ):
+        return room(num_bytes)
 
 
 def tensors_of(buffer: bytes | memoryview, what: str) -> dict[str, Tensor]:

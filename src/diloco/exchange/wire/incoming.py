@@ -7,10 +7,9 @@ import time
 import zlib
 from collections.abc import Iterator
 
-from diloco.core.memory import room
 from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import filling, read_header
+from diloco.exchange.wire.frames import filling, read_header, room_for
 from diloco.exchange.wire.window import CHUNKS_UNSAID
 
 SAY_AFTER_S = 0.01
@@ -87,7 +86,7 @@ class Download:
         if header.start not in (0, self.filled):
             raise CorruptPayloadError(f"the syncer goes on at byte {header.start} and not at {self.filled}.")
         if header.start == 0:
-            self.buffer = room(header.num_bytes)
+            self.buffer = room_for(header.num_bytes)
         self.header, self.filled = header, header.start
         self.resumed_bytes += header.start
         yield
