@@ -217,7 +217,7 @@ class Receiver:
         else:
             if (held := self._newest.get(fragment.index)) is None:
                 raise VersionError(
-                    f"the syncer sent a change to fragment {fragment.index}, of which nothing is held here; fetch all of it."
+                    f"the syncer sent a change to fragment {fragment.index}, of which nothing is held; fetch all of it."
                 )
             advanced = advance(self._method, held, update, tensor_of(buffer), places, verify=not is_shard)
         return Download(lineage, update, verdicts, advanced, {})
