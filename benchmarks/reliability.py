@@ -79,7 +79,10 @@ def _inputs(fuzz: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def _soaked(soak: dict[str, Any] | None) -> tuple[str, str]:
-    return (NOT_MEASURED, "`make soak`") if soak is None else (f"{soak['hours']:.2f} h", soak["verdict"])
+    if soak is None:
+        return NOT_MEASURED, "`make soak`"
+    broken = [*soak["leaks"], *soak["stuck"], *soak["broken"]]
+    return f"{soak['hours']:.2f} h", "; ".join(broken) or "no leak, no stuck fragment, every token accounted for"
 
 
 def _real(runs: Sequence[dict[str, Any]]) -> str:

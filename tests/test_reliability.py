@@ -25,3 +25,10 @@ def test_what_broke_is_on_the_page() -> None:
     text = page({**results, "chaos": [broken]})
     assert "no: no published version is lost" in text
     assert "| published versions lost |" in text
+
+
+def test_what_a_soak_found_is_on_the_page() -> None:
+    held = {"hours": 1.5, "leaks": [], "stuck": [], "broken": []}
+    assert "| longest soak | 1.50 h | no leak," in page({"chaos": [], "storms": [], "soak": held})
+    leak = {**held, "leaks": ["syncer memory_bytes grows by 9e+06 an hour, 2e+07 so far"]}
+    assert "| longest soak | 1.50 h | syncer memory_bytes grows" in page({"chaos": [], "storms": [], "soak": leak})

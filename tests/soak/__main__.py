@@ -1,8 +1,7 @@
 """python -m tests.soak --hours 1 --learners 3 --out runs/soak --json FILE        (make soak HOURS=1)
 
 A real run over TLS (`diloco chaos`): learners are killed, stopped, paused and come back, links break, backups are
-taken, a viewer asks for the status and for Prometheus' metrics; the syncer itself goes on. Memory, handles, threads and
-files are sampled. Fails on a leak, on what `diloco chaos` finds broken (tokens that do not add up, lost versions,
+taken; the syncer itself goes on. Memory, handles, threads and files are sampled. Fails on a leak, on what `diloco chaos` finds broken (tokens that do not add up, lost versions,
 learners that do not come back), and on a fragment that gets no new version.
 """
 
@@ -150,9 +149,9 @@ def main() -> int:
     broken = [f"diloco chaos ended with exit code {code}; see {options.out}"] if code else []
     result: dict[str, Any] = {
         "hours": round(took_s / 3600, 3), "holds": not (leaks or late or broken), "leaks": leaks, "stuck": sorted(late),
-        "broken": broken, "growth": {name: vars(each) for name, each in growths.items()}, "curves": curves,
+        "broken": broken, "growth": {name: vars(each) for name, each in growths.items()},
     }  # fmt: skip
-    (options.out / "soak.json").write_text(json.dumps(result))
+    (options.out / "soak.json").write_text(json.dumps({**result, "curves": curves}))
     if options.json is not None:
         options.json.write_text(json.dumps(result))
     draw(curves, took_s, options.out / "soak.svg")
