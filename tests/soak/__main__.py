@@ -1,8 +1,9 @@
 """python -m tests.soak --hours 1 --learners 3 --out runs/soak --json FILE        (make soak HOURS=1)
 
 A real run over TLS (`diloco chaos`): learners are killed, stopped, paused and come back, links break, backups are
-taken; the syncer itself goes on. Memory, handles, threads and files are sampled. Fails on a leak, on what `diloco chaos` finds broken (tokens that do not add up, lost versions,
-learners that do not come back), and on a fragment that gets no new version.
+taken; the syncer itself goes on. Memory, handles, threads and files are sampled. Fails on a leak, on what `diloco
+chaos` finds broken (tokens that do not add up, lost versions, learners that do not come back), and on a fragment that
+gets no new version.
 """
 
 from __future__ import annotations
