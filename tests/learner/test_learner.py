@@ -143,7 +143,8 @@ def test_an_error_in_the_block_closes_the_learner() -> None:
 
 
 METRICS = {
-    "learner", "incarnation", "steps", "tokens", "run_tokens", "versions", "updates", "merges", "num_bytes", "ledger",
+    "learner", "incarnation", "steps", "tokens", "run_tokens", "versions", "updates", "merges", "num_bytes",
+    "resumed_bytes", "ledger",
     "step_s", "blocked_s", "num_blocked", "blocked_histogram",
 }  # fmt: skip
 

@@ -132,6 +132,27 @@ def test_a_pull_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
         assert receiver.resumed_bytes == sum(num_bytes for _, num_bytes in told) > 0
 
 
+def test_ranks_without_a_part_of_a_fragment_do_not_end_each_others_pulls(tmp_path: Path) -> None:
+    """They ask for the same nothing at the same time."""
+    with start(tmp_path, method()) as syncer, ThreadPoolExecutor(4) as ranks:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        raw.join()
+
+        def pulls(_: int) -> int:
+            with closing(Connection(syncer.address)) as connection:
+                for _ in range(30):
+                    request = pb.PullRequest(
+                        run=RUN, learner=raw.name, incarnation=raw.incarnation, fragment=0, base=-1,
+                        segments=pb.Segments(first=1, stop=1),
+                    )  # fmt: skip
+                    connection.pull("updates", request)
+            return 30
+
+        assert sum(ranks.map(pulls, range(4))) == 120
+        raw.connection.close()
+
+
 def quick(lost_floor_s: float) -> dict[str, Any]:
     return {"deadlines": Deadlines(lost_floor_s=lost_floor_s, lost_cap_s=lost_floor_s)}
 

@@ -419,10 +419,12 @@ class Service:
             self._resumed(request.learner, kind, header.start)
         pace = Acknowledged(stream, header.start)
         frames = streamed(header, parts, pace, start=header.start, checksum=checksum)
-        if not request.learner:
+        segments = request.segments
+        is_empty = request.HasField("segments") and segments.first == segments.stop  # several ranks may have that part
+        if is_empty or not request.learner:
             yield from frames
             return
-        what = "Pull", request.fragment, request.static, request.segments.first
+        what = "Pull", request.fragment, request.static, segments.first, segments.stop
         with self._transfers.open(request.learner, request.incarnation, what, context):
             yield from frames
 
