@@ -2,8 +2,10 @@
 
     python -m benchmarks.reliability                     write the page from what is there
     python -m benchmarks.reliability chaos 11 --minutes 20 --learners 4 --every 1     a run of `diloco chaos`
+    python -m benchmarks.reliability chaos 11 --minutes 20 --standby                  the same with two syncers
     python -m benchmarks.reliability storms 1-100000                                  storms in virtual time
     python -m benchmarks.reliability floods                                           `python -m benchmarks.floods`
+    python -m benchmarks.reliability restart                                          `python -m benchmarks.restart`
     make fuzz ARGS="--json benchmarks/results/fuzz.json"                              then the first line again
 
 Each keeps its numbers and writes the page again. What was not measured is said to be that.
@@ -36,10 +38,11 @@ with what else ran on it that day.
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page, from results by name: lists of "chaos" and "storms"; "floods", "fuzz" and "soak" may be absent."""
+    """The page, from results by name: lists of "chaos" and "storms"; "restart", "floods", "fuzz" and "soak" may be
+    absent."""
     parts = (
         INTRODUCTION, _summary(results), _real(results["chaos"]), _virtual(results["storms"]),
-        _recovery(results["chaos"]), _floods(results.get("floods")), _others(results),
+        _recovery(results["chaos"]), _restart(results.get("restart")), _floods(results.get("floods")), _others(results),
     )  # fmt: skip
     return "\n".join(parts)
 
@@ -93,11 +96,22 @@ def _real(runs: Sequence[dict[str, Any]]) -> str:
             survived[kind] += each["survived"]
     rows = [(kind, f"{injected[kind]:,}", f"{survived[kind]:,}") for kind in sorted(injected)]
     each = [
-        (run["seed"], run["learners"], f"{run['seconds']:,.0f} s", run["num_faults"], f"{run['versions_published']:,}",
-         run["versions_lost"], _percent(run["goodput"]["ratio"]), "yes" if run["holds"] else _broken(run))
+        (run["seed"], run.get("syncers", 1), run["learners"], f"{run['seconds']:,.0f} s", run["num_faults"],
+         f"{run['versions_published']:,}", run["versions_lost"], _percent(run["goodput"]["ratio"]),
+         "yes" if run["holds"] else _broken(run))
         for run in runs
     ]  # fmt: skip
-    heads = ("seed", "learners", "faults for", "faults", "versions", "lost", "goodput", "all invariants hold")
+    heads = (
+        "seed",
+        "syncers",
+        "learners",
+        "faults for",
+        "faults",
+        "versions",
+        "lost",
+        "goodput",
+        "all invariants hold",
+    )
     return f"""## Real faults
 
 `python -m benchmarks.reliability chaos SEED --minutes M`, a run of [`diloco chaos`](chaos.md). Goodput: tokens merged
@@ -144,19 +158,27 @@ RECOVERIES = (
     ("learner", "a learner that was ended, until a version has its work again", ""),
     ("learner_from_its_start", "the same, from the start of its process", ""),
     ("syncer", "a syncer that was ended, until the next one serves", ""),
-    ("syncer_from_its_start", "the same, from the start of its process", "2 s per GB and start-up"),
-    ("takeover", "a takeover by a standby", "the lost deadline and 5 s"),
+    ("syncer_from_its_start", "the same, from the start of its process", ""),
+    (
+        "takeover",
+        "a takeover: from the first's fault until its standby serves, nothing else wrong",
+        "the lost deadline and 5 s",
+    ),
+    ("takeover_amid_faults", "all takeovers, whatever else was wrong", ""),
+    ("takeover_published", "the same, until the new first has published a version", ""),
 )
 
 
 def _recovery(runs: Sequence[dict[str, Any]]) -> str:
     rows = []
     for key, what, goal in RECOVERIES:
-        found = [run["recovery"][key] for run in runs if run["recovery"][key] is not None]
+        measured = [run for run in runs if run["recovery"].get(key) is not None]
+        found = [run["recovery"][key] for run in measured]
+        due = f"{goal}{_deadlines(measured)}" if key == "takeover" else goal
         num = sum(each["num"] for each in found)
         medians = sorted(each["median"] for each in found for _ in range(each["num"]))
         median = f"{medians[len(medians) // 2]:.2f} s" if num else NOT_MEASURED
-        rows.append((what, num, median, f"{max(each['worst'] for each in found):.2f} s" if num else "", goal))
+        rows.append((what, num, median, f"{max(each['worst'] for each in found):.2f} s" if num else "", due))
     bounds = [run["survivor_bound_s"] for run in runs if run["survivor_bound_s"] is not None]
     bound = f"The bound of a survivor's next version was {min(bounds):.2f} to {max(bounds):.2f} s." if bounds else ""
     return f"""## Time to come back
@@ -165,6 +187,30 @@ From the same runs of `diloco chaos`, where nothing else hit the process meanwhi
 medians, each counted as often as it was measured. A process's start includes Python's and torch's. {bound}
 
 {_table(("", "times", "median", "worst", "goal"), rows)}"""
+
+
+def _restart(rows: Sequence[dict[str, Any]] | None) -> str:
+    head = """## A syncer's restart
+
+`python -m benchmarks.reliability restart`: `kill -9`, the files' pages dropped from the system's cache, and a start,
+until a viewer has its answer, and until a whole model has been fetched. Sizes in fp32. The first line is the start-up
+of Python and torch; goal: 2 s per GB beyond it.
+"""
+    if rows is None:
+        return f"{head}\n{NOT_MEASURED}.\n"
+    table = [
+        (f"{row['model_gb']:.2f} GB", row["times"], f"{row['serves_s']:.2f} s", f"{row['worst_s']:.2f} s",
+         "" if row["s_per_gb"] is None else f"{row['s_per_gb']:.2f}", f"{row['pulled_s']:.2f} s")
+        for row in rows
+    ]  # fmt: skip
+    heads = ("model", "times", "serves after (median)", "worst", "s per GB", "whole model fetched after")
+    return f"{head}\n{_table(heads, table)}"
+
+
+def _deadlines(runs: Iterable[dict[str, Any]]) -> str:
+    """The deadlines that were in force, where there are any."""
+    deadlines = sorted({run["lost_deadline_s"] for run in runs})
+    return f" (deadline {', '.join(f'{each:g} s' for each in deadlines)})" if deadlines else ""
 
 
 def _floods(rows: Sequence[dict[str, Any]] | None) -> str:
@@ -224,22 +270,23 @@ def _output(*command: str) -> Any:
 def main() -> None:
     """Measure what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("chaos", "storms", "floods"))
+    parser.add_argument("what", nargs="?", choices=("chaos", "storms", "restart", "floods"))
     parser.add_argument("which", nargs="?", help="the seed of chaos, or FIRST-LAST of storms")
     chosen, more = parser.parse_known_args()
     match chosen.what:
         case "chaos":
             with tempfile.TemporaryDirectory() as directory:
                 out = str(Path(directory) / "chaos")
+                standby = "-standby" if "--standby" in more else ""
                 keep(
-                    f"chaos-{chosen.which}",
+                    f"chaos-{chosen.which}{standby}",
                     _output("diloco", "chaos", "--seed", chosen.which, "--out", out, "--json", *more),
                 )
         case "storms":
             leased = "-leased" if "--leased" in more else ""
             keep(f"storms-{chosen.which}{leased}", _output("tests.storms", chosen.which, "--json", *more))
-        case "floods":
-            keep("floods", _output("benchmarks.floods", "--json", *more))
+        case "restart" | "floods":
+            keep(chosen.what, _output(f"benchmarks.{chosen.what}", "--json", *more))
     PAGE.write_text(page(read_results()), encoding="utf-8")
 
 

@@ -224,7 +224,7 @@ class _Learner:
             step=round_ + 1,
             boot=self._boot,
         )
-        with Upload(header, [bytes_of(payload)]) as upload:
+        with Upload(header, lambda: [bytes_of(payload)]) as upload:
             self._connection.upload("contributions", "Push", upload.messages(), pb.PushReply, heard=upload.heard)
 
     def pull(self, base: int) -> None:

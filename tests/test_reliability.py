@@ -32,3 +32,13 @@ def test_what_a_soak_found_is_on_the_page() -> None:
     assert "| longest soak | 1.50 h | no leak," in page({"chaos": [], "storms": [], "soak": held})
     leak = {**held, "leaks": ["syncer memory_bytes grows by 9e+06 an hour, 2e+07 so far"]}
     assert "| longest soak | 1.50 h | syncer memory_bytes grows" in page({"chaos": [], "storms": [], "soak": leak})
+
+
+def test_takeovers_are_on_the_page_with_the_deadline_in_force() -> None:
+    results = read_results()
+    run = results["chaos"][0]
+    recovery = {**run["recovery"], "takeover": {"num": 3, "median": 3.1, "worst": 4.6}}
+    taken = {**run, "syncers": 2, "recovery": recovery, "lost_deadline_s": 2.5, "bytes_resumed": 131072}
+    text = page({**results, "chaos": [run, taken]})
+    assert "nothing else wrong | 3 | 3.10 s | 4.60 s | the lost deadline and 5 s (deadline 2.5 s) |" in text
+    assert "131,072 bytes" in text

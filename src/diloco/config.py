@@ -152,7 +152,7 @@ class EvaluateTable(Table):
 class CheckpointTable(Table):
     """Local checkpoints of a learner."""
 
-    every_steps: int = Field(default=0, ge=0)  # 0: only when training is stopped by a signal
+    every_steps: int = Field(default=0, ge=0)  # 0: only when training is stopped by a signal, or refused
     keep: int = Field(default=2, ge=1)
 
 

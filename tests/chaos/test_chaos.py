@@ -35,6 +35,7 @@ def test_a_seed_can_be_looked_at_before_it_is_run() -> None:
     [
         (("--seconds", "1", "--minutes", "1"), "give one of them"),
         (("--only", "earthquake"), "kill learner"),
+        (("--only", "kill first"), "kill learner"),
         (("--out", str(Path(__file__).parent)), "is not empty"),
     ],
 )
@@ -63,3 +64,16 @@ def test_a_short_run_survives_its_faults(tmp_path: Path) -> None:
     assert "kill syncer" in (tmp_path / "out" / "chaos.html").read_text()
     injected = [json.loads(line) for line in (tmp_path / "out" / "faults.jsonl").read_text().splitlines()]
     assert len(injected) == len(planned(*arguments))
+
+
+@pytest.mark.timeout(400)
+def test_a_standby_takes_over(tmp_path: Path) -> None:
+    arguments = ["--standby", "--seed", "1", "--seconds", "1", "--learners", "1", "--only", "kill first"]
+    assert [fault["kind"] for fault in planned(*arguments)] == ["kill first"]
+    done = chaos(*arguments, "--calm", "0.5", "--out", str(tmp_path / "out"), "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["holds"]
+    assert found["num_survived"] == found["num_faults"] == 1
+    assert found["recovery"]["takeover"]["num"] == 1
+    assert found["recovery"]["takeover"]["worst"] >= 1.0, "a deadline of 2 s has not passed"

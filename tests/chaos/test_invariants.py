@@ -24,18 +24,19 @@ from diloco.demo.processes import End
 NAMES = ("learner-0", "learner-1")
 
 
+def version(t: float, number: int, *names: str) -> list[ev.Event]:
+    """A version is merged of these learners' work and published."""
+    num = len(names)
+    return [
+        ev.Merged(t=t, fragment=0, round=number - 1, version=number, contributors=names, weights=(1.0,) * num,
+                  tokens=(10,) * num, steps=(1,) * num),
+        ev.Published(t=t + 0.1, fragment=0, version=number, digest=f"d{number}", num_bytes=1),
+    ]  # fmt: skip
+
+
 def syncers_events() -> list[ev.Event]:
     """A syncer that publishes two versions, is killed at 20, serves again at 22, and publishes a third. learner-1 is
     killed at 30 and back at 34."""
-
-    def version(t: float, number: int, *names: str) -> list[ev.Event]:
-        num = len(names)
-        return [
-            ev.Merged(t=t, fragment=0, round=number - 1, version=number, contributors=names, weights=(1.0,) * num,
-                      tokens=(10,) * num, steps=(1,) * num),
-            ev.Published(t=t + 0.1, fragment=0, version=number, digest=f"d{number}", num_bytes=1),
-        ]  # fmt: skip
-
     return [
         ev.SyncerStarted(t=1, run="r", address="x"),
         ev.Joined(t=2, learner="learner-0", incarnation=1),
@@ -53,15 +54,23 @@ def syncers_events() -> list[ev.Event]:
 HISTORY = [StoredVersion(0, number, f"d{number}", tokens) for number, tokens in enumerate((0, 20, 20, 20, 10, 20))]
 
 
+REFUSED = ev.SyncerStarted(t=19, run="r", address="x", versions=(1,))
+"""All that a syncer says that is started on an older copy, since no learner follows it."""
+
+
 @pytest.fixture
 def facts() -> Facts:
     held = [ev.Adopted(t=6, step=1, fragment=0, version=1, digest="d1")]
     steps = [ev.Stepped(t=t, step=t, loss=1, lr=1, tokens=t, tokens_per_s=1, gradient_norm=1) for t in (4, 8)]
-    return Facts(syncers_events(), {name: [*steps, *held] for name in NAMES}, [HISTORY])
+    return Facts(syncers_events(), {name: [*steps, *held] for name in NAMES}, [HISTORY], stale=[[REFUSED]], refusals=2)
 
 
 @pytest.fixture
 def told(tmp_path: Path) -> Told:
+    return good_end(tmp_path)
+
+
+def good_end(tmp_path: Path) -> Told:
     ledger = {"trained": 100, "merged": 90, "pending": 0, "lost": 4, "discarded": {"overlap": 6}}
     data = {
         "num_units": 10, "passes_done": 1, "passes": [{"pass": 1, "done": 3, "leased": 0, "free": 7}],
@@ -82,10 +91,11 @@ def told(tmp_path: Path) -> Told:
         settled_at=45.0,
         status={"tokens": 100, "fragments": [{"fragment": 0, "ledger": ledger}], "data": data},
         exit_codes={"syncer": 0, **dict.fromkeys(NAMES, 143)},
-        state={"starts": True, "problems": []},
+        states={"syncer": {"starts": True, "problems": []}},
         replays=({"found": replayed, "exit_code": 0, "said": ""},),
         repaired=(),
-        state_dirs=(tmp_path / "syncer",),
+        state_dirs=(("syncer", tmp_path / "syncer"),),
+        stale_dirs=(tmp_path / "stale-1",),
         failures=(),
     )
 
@@ -128,6 +138,19 @@ def foreign(told: Told, facts: Facts) -> tuple[Told, Facts]:
 def unpublished(told: Told, facts: Facts) -> tuple[Told, Facts]:
     event = ev.Adopted(t=7, step=1, fragment=0, version=9, digest="d9")
     return told, replace(facts, learners={**facts.learners, "learner-1": [event]})
+
+
+def copy_worked_for(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    event = ev.Contributed(t=20, learner="learner-0", fragment=0, round=1, base=1, tokens=10, steps=1, num_bytes=1)
+    return told, replace(facts, stale=[[REFUSED, event]])
+
+
+def copy_not_refused(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return told, replace(facts, refusals=0)
+
+
+def copy_published(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return told, replace(facts, stale=[[REFUSED, *version(21, 2, "learner-0")]])
 
 
 def token_vanished(told: Told, facts: Facts) -> tuple[Told, Facts]:
@@ -179,7 +202,8 @@ def excepted(told: Told, facts: Facts) -> tuple[Told, Facts]:
 
 
 def damaged(told: Told, facts: Facts) -> tuple[Told, Facts]:
-    return replace(told, state={"starts": False, "problems": [{"file": "f", "what": "is damaged"}]}), facts
+    problems = [{"file": "f", "what": "is damaged"}]
+    return replace(told, states={"syncer": {"starts": False, "problems": problems}}), facts
 
 
 def differs(told: Told, facts: Facts) -> tuple[Told, Facts]:
@@ -201,6 +225,7 @@ BREAKS = {
     "every version is published once": (twice,),
     "the history has no gap": (gap,),
     "learners hold what was published": (foreign, unpublished),
+    "no learner follows an older copy": (copy_worked_for, copy_published, copy_not_refused),
     "every token is accounted for": (token_vanished, token_stays, counted_otherwise, said_nothing),
     "every unit of data has one fate": (unit_vanished, unit_leased, unit_without_fate),
     "the run goes on": (stood_still,),
@@ -212,13 +237,36 @@ BREAKS = {
 
 
 def test_every_invariant_can_break() -> None:
-    assert list(BREAKS) == [name for name, *_ in INVARIANTS]
+    of_two = ["each epoch has one syncer", "both syncers have the same history"]  # see test_pair.py
+    assert list(BREAKS) == [name for name, *_ in INVARIANTS if name not in of_two]
 
 
 @pytest.mark.parametrize(("name", "break_it"), [(name, each) for name, them in BREAKS.items() for each in them])
 def test_an_invariant_is_broken(name: str, break_it: Any, told: Told, facts: Facts) -> None:
     findings = {finding.name: finding for finding in check(*break_it(told, facts))}
     assert not findings[name].holds
+
+
+def test_a_process_may_give_way_to_another_one_of_its_name(told: Told, facts: Facts) -> None:
+    """Both have been refused, and one was killed in the end."""
+    ends = End("learner-0", 33.0, 1), End("learner-0-twin", 35.0, 1)
+    named = replace(told, ends=(*told.ends, *ends))
+    assert len(broken_by(named, facts, "no process ends by itself")) == 2
+    fault = Injected(Fault(13.0, "same name", "learner-0", 5.0, 0.5), 31.0, 36.0, True)
+    assert broken_by(replace(named, injected=(*told.injected, fault)), facts, "no process ends by itself") == ()
+
+
+def test_a_learner_may_end_where_it_meets_an_older_copy(told: Told, facts: Facts) -> None:
+    ended = replace(told, ends=(*told.ends, End("learner-0", 33.0, 1)))
+    for span, holds in (((32.0, 34.0), True), ((33.5, 35.0), False), ((20.0, 27.0), False)):
+        stale = Injected(Fault(13.0, "stale copy", "syncer", 5.0, 0.5), *span, True)
+        assert (
+            broken_by(replace(ended, injected=(*told.injected, stale)), facts, "no process ends by itself") == ()
+        ) == holds
+
+
+def broken_by(told: Told, facts: Facts, name: str) -> tuple[str, ...]:
+    return next(finding.broken for finding in check(told, facts) if finding.name == name)
 
 
 @pytest.mark.parametrize("kind", ["restore", "damage state"])
@@ -269,12 +317,21 @@ def test_what_breaks_an_invariant_is_on_the_page_as_text(told: Told, facts: Fact
     assert "&lt;script&gt;" in page
 
 
+def test_what_a_second_process_of_a_name_has_held_is_read(tmp_path: Path) -> None:
+    held = ev.Adopted(t=6, step=1, fragment=0, version=1, digest="d1")
+    for place in (tmp_path / "learner-0", tmp_path / "twins" / "1" / "learner-0"):
+        place.mkdir(parents=True)
+        (place / "events.jsonl").write_text(held.model_dump_json() + "\n")
+    facts = read_facts(tmp_path, [("syncer", tmp_path / "syncer")], NAMES)
+    assert [name for name, _ in facts.holdings] == ["learner-0", "twins/1/learner-0"]
+
+
 def test_tracebacks_are_read_from_logs(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "learner-0.log").write_text(
         'joins\nTraceback (most recent call last):\n  File "x", line 1\n    boom()\nValueError: no\ngoes on\n'
     )
-    facts = read_facts(tmp_path, [tmp_path / "syncer"], NAMES)
+    facts = read_facts(tmp_path, [("syncer", tmp_path / "syncer")], NAMES)
     assert facts.tracebacks == {"learner-0": ["ValueError: no"]}
 
 

@@ -171,6 +171,19 @@ def test_a_learner_joins_fetches_listens_and_starts_from_where_it_was_welcome() 
     assert it.told == [requests.TellStart(who, 8, True, (3, 4), 70, None)]
 
 
+def test_a_learner_that_a_round_of_others_waits_for_starts_at_once() -> None:
+    """Those that have finished since do not come back."""
+    it = Script(at_least=3)
+    it.standing = replace(STANDING, step=12, start_step=8, num_live=2, versions=(3, 4))
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    it.join()
+    it.fetch(3, 4)
+    it.beat()
+    it.welcome()
+    assert [type(each) for each in it.told] == [requests.TellStart]
+
+
 def test_a_learner_waits_for_the_runs_model_as_long_as_it_may() -> None:
     it = Script(join_timeout_s=1.0)
     it.do(it.core.begin)
@@ -451,7 +464,7 @@ def test_confirmed_stops_at_the_first_contribution_without_a_verdict() -> None:
 def test_versions_are_fetched_until_the_newest_is_here() -> None:
     it = Script().start()
     it.notice(versions=(2, 1))
-    for fragment, base, version in [(0, 0, 1), (0, 1, 2), (1, 0, 1)]:
+    for fragment, base, version in [(0, 0, 1), (1, 0, 1), (0, 1, 2)]:
         fetch = it.answer(requests.Fetch, it.core.fetched, it.lineage, version)
         assert (fetch.fragment, fetch.base, fetch.joining) == (fragment, base, False)
     assert requests.Fetch not in it.open
@@ -924,6 +937,28 @@ def test_a_learner_does_not_wait_for_a_syncer_that_is_away() -> None:
     assert it.core.phase == "over"
 
 
+def test_a_fragment_that_rises_faster_than_it_is_fetched_holds_no_other_up() -> None:
+    it, fetched = Script().start(), list[int]()
+    for version in range(1, 5):
+        it.notice(versions=(version, 1))
+        call = it.open[requests.Fetch]
+        fetched.append(call.fragment)
+        it.notice(versions=(version + 1, 1))
+        it.answer(requests.Fetch, it.core.fetched, it.lineage, call.base + 1)
+    assert 1 in fetched[:2]
+
+
+def test_a_learner_whose_heartbeat_is_late_sends_its_last_work_before_it_leaves() -> None:
+    it = Script().start()
+    it.until(requests.Beat)
+    it.fail(requests.Beat)
+    it.offer(1)
+    it.do(it.core.leave)
+    assert requests.Leave not in it.open
+    it.push()
+    assert requests.Leave in it.open
+
+
 def test_a_learner_waits_no_longer_than_a_silent_syncer_may_be_silent() -> None:
     it = Script().start()
     it.offer(1)
@@ -1131,3 +1166,31 @@ def test_with_one_address_a_join_is_tried_again_and_nothing_else() -> None:
     it.fail(requests.Join)
     assert not it.open
     it.until(requests.Join)
+
+
+REFUSED = errors.AuthError("the token of 'a' was revoked.")
+
+
+def test_a_refusal_by_the_syncer_that_is_followed_ends_a_learner_and_one_by_another_does_not() -> None:
+    it = Script(num_addresses=2).start()
+    for _ in range(3):
+        it.until(requests.Beat)
+        it.fail(requests.Beat, GONE)
+        it.until(requests.Beat)
+        it.fail(requests.Beat, REFUSED)
+    assert "refuses this learner" in str(it.told)
+    assert not it.take(requests.Fail)
+    it.until(requests.Beat)
+    it.beat()
+    it.until(requests.Beat)
+    it.fail(requests.Beat, REFUSED)
+    assert [fail.error for fail in it.take(requests.Fail)] == [REFUSED]
+
+
+def test_a_standby_that_does_not_let_a_learner_vote_does_not_end_it() -> None:
+    it = Script(num_addresses=2).start()
+    at_the_standby(it)
+    it.fail(requests.Vote, REFUSED)
+    assert not it.take(requests.Fail)
+    it.until(requests.Beat)
+    it.beat()

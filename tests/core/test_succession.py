@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from itertools import combinations, count
+from itertools import combinations, count, pairwise
 
 import pytest
 from hypothesis import given
@@ -379,3 +379,45 @@ def test_a_first_without_most_learners_publishes_nothing_once_its_standby_is_sil
     it.tick(30.0)
     assert it.standing == "fenced"
     assert not it.serves
+
+
+def first_of(*electorate: str, patience_s: float = 6.0) -> Succession:
+    """A first in epoch 5 with its standby."""
+    it = Succession(
+        "first", is_paired=True, epoch=5, base=5, boot=17, electorate=electorate, patience_s=patience_s, now=0.0
+    )
+    it.paired(0.0, 5)
+    return it
+
+
+def test_only_learners_of_the_electorate_vote_and_each_once() -> None:
+    """Neither one that was never in it, nor one that has left it, nor another process of one that is, nor one twice."""
+    it = first_of("a", "b", "c", "d")
+    it.tick(10.0)
+    assert it.standing == "proposing"
+    assert it.proposal is not None
+    promise = it.proposal.ballot
+    for name in ("a", "a", "a", "x", "y", "a/other", "b"):
+        it.heard(10.0, Word(name, SEEN, promise, silent_s=9.0))
+    assert it.wants is None, "two of four"
+    it.electorate = frozenset("acd")
+    it.heard(10.0, Word("c", SEEN, None, silent_s=9.0))
+    assert it.wants is None, "one of three: the other one has left"
+    it.heard(10.0, Word("c", SEEN, promise, silent_s=9.0))
+    assert it.wants == promise.epoch
+
+
+def test_a_learner_that_claims_promises_does_not_have_the_run_begin_epochs_without_end() -> None:
+    it = first_of("a", "liar")
+    times = []
+    for tenth in range(36_000):
+        now = tenth / 10
+        it.linked(now)
+        it.heard(now, Word("liar", Lineage(RUN, 1, 3), Ballot(it.epoch + 10**6, 4), silent_s=0.0))
+        it.tick(now)
+        if it.raises():
+            times.append(now)
+            it.paired(now, it.next_epoch(0))
+    assert len(times) < 15, "in an hour"
+    assert times[1] - times[0] < 7.0, "the second one is soon"
+    assert max(later - sooner for sooner, later in pairwise(times)) < 700.0

@@ -1074,7 +1074,8 @@ def test_the_status_is_for_people_and_programs() -> None:
     assert list(status["learners"]) == ["a", "b"]
     assert status["learners"]["a"] == {
         "incarnation": 1, "step": 7, "tokens": 70, "live": True, "healthy": True, "waiting": False, "drained": False,
-        "step_s": 0.5, "silent_s": 2.0, "given_up_in_s": 8.0, "merged": 0, "versions_behind": None, "staleness": None,
+        "step_s": 0.5, "tokens_per_step": None, "silent_s": 2.0, "given_up_in_s": 8.0, "merged": 0,
+        "versions_behind": None, "staleness": None,
     }  # fmt: skip
     assert status["fragments"][0]["contributed"] == ["b"]
     assert status["fragments"][0]["members"] == ["a", "b"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz import files, states, wire
+from tests.fuzz import files, learners, pairs, states, wire
 from tests.fuzz.examining import Target
 
 TARGETS: dict[str, Callable[[], Target]] = {
@@ -15,11 +15,15 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "keys": files.keys,
     "events": files.event_log,
     "checkpoint": files.checkpoint,
+    "resume": learners.resume,
     "state": states.state,
     "backup": states.backup,
     "journal": states.journal,
     "calls": wire.calls,
     "replies": wire.replies,
+    "position": pairs.position,
+    "first": pairs.first,
+    "standby": pairs.standby,
     "codecs": wire.codecs,
     "ranks": wire.ranks,
 }

@@ -198,7 +198,7 @@ def test_a_peers_state_goes_into_every_kind_of_optimizer() -> None:
         joiner, theirs, other = made(kind)
         other.load_state_dict(model.state_dict())
         assert theirs.digest == state.digest
-        theirs.load(state.snapshot()())
+        theirs.take(theirs.read(state.snapshot()()))
         for each in (optimizer, joiner):
             train_step(model if each is optimizer else other, each, 0, 3)
         for mine, its in zip(model.parameters(), other.parameters(), strict=True):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import diloco
 from diloco.core.leases import MERGED
 from diloco.core.permutation import place_of_unit
-from diloco.errors import ConfigError
+from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
 from diloco.exchange.local import Local
 
@@ -160,7 +160,7 @@ def test_a_run_in_one_process_cannot_go_back_with_leased_data() -> None:
             return learner.state_dict()
 
     [saved] = diloco.run_local(life, learners=1)
-    with pytest.raises(ConfigError, match="in one process cannot go back to a checkpoint with leased data"):
+    with pytest.raises(CheckpointError, match="^a run in one process cannot go back to a checkpoint with leased data"):
         diloco.run_local(partial(life, saved=saved), learners=1)
 
 

@@ -1,15 +1,16 @@
 """python -m tests.soak --hours 1 --learners 3 --out runs/soak --json FILE        (make soak HOURS=1)
 
 A real run over TLS (`diloco chaos`): learners are killed, stopped, paused and come back, links break, backups are
-taken; the syncer itself goes on. Memory, handles, threads and files are sampled. Fails on a leak, on what `diloco
-chaos` finds broken (tokens that do not add up, lost versions, learners that do not come back), and on a fragment that
-gets no new version.
+taken; the syncer itself goes on, and viewers poll and scrape it (`tests.soak.viewers`). Memory, handles, threads and
+files are sampled. Fails on a leak, on what `diloco chaos` finds broken (tokens that do not add up, lost versions,
+learners that do not come back), on a fragment that gets no new version, and where a viewer is never answered.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,9 +20,13 @@ from typing import Any
 
 from tests.soak.leaks import Growth, growth
 from tests.soak.processes import descendants, held, size_of
+from tests.soak.viewers import EVERY_S, SAID
 
+from diloco.chaos.plan import ChaosPlan, _tables
+from diloco.demo.plan import free_port
 from diloco.errors import DilocoError
 from diloco.events import EventTail, Published
+from diloco.tables import write_toml
 
 FAULTS = ("kill learner", "stop learner", "pause learner", "cut", "half open", "slow link")
 """The syncer is not among them: a process that ends has no leak."""
@@ -50,9 +55,9 @@ LEAST_LIFE = 0.5
 Curve = list[tuple[float, float]]
 
 
-def sample(root: int, out: Path, at_s: float, curves: dict[str, Curve]) -> None:
+def sample(out: Path, at_s: float, curves: dict[str, Curve]) -> None:
     """Add what is held now."""
-    for pid in descendants(root):
+    for pid in descendants(os.getpid()):
         if (it := held(pid)) is not None:
             for what in ("memory_bytes", "handles", "threads"):
                 curves[f"{it.name} ({it.pid}) {what}"].append((at_s, float(getattr(it, what))))
@@ -89,17 +94,37 @@ def look_after(process: subprocess.Popen[bytes], out: Path, every_s: float) -> t
     curves: dict[str, Curve] = defaultdict(list)
     newest: dict[int, float] = {}
     late: set[str] = set()
-    tail = EventTail(out / "syncer" / "events.jsonl")
+    log = out / "syncer" / "events.jsonl"
+    tail = EventTail(log)
     began_s = time.monotonic()
+    viewing: subprocess.Popen[bytes] | None = None
     while process.poll() is None:
-        sample(process.pid, out, time.monotonic() - began_s, curves)
+        if viewing is None and log.exists():
+            viewing = subprocess.Popen([sys.executable, "-m", "tests.soak.viewers", str(out)])
+        sample(out, time.monotonic() - began_s, curves)
         try:
             newest |= {event.fragment: event.t for event in tail.read() if isinstance(event, Published)}
         except DilocoError as error:
             late.add(str(error))
         late.update(stuck(newest, time.time()))
         time.sleep(every_s)
+    if viewing is not None:
+        viewing.terminate()
+        viewing.wait()
     return curves, late, time.monotonic() - began_s
+
+
+def unanswered(out: Path) -> tuple[dict[str, Any], list[str]]:
+    """What the viewers were answered, and those that were never."""
+    counts = json.loads((out / SAID).read_text()) if (out / SAID).exists() else {}
+    never = [name for name in EVERY_S if not counts.get(name, {}).get("answered")]
+    return counts, [f"the viewer {name!r} was never answered" for name in never]
+
+
+def write_run_file(path: Path, learners: int, seed: int) -> None:
+    """The run of `diloco chaos`, with metrics."""
+    tables = _tables(ChaosPlan(path.parent, seed, 1.0, learners, 0.5, 1.0))
+    path.write_text(write_toml({**tables, "syncer": {**tables["syncer"], "metrics_port": free_port()}}))
 
 
 def draw(curves: dict[str, Curve], seconds: float, path: Path) -> None:
@@ -134,11 +159,13 @@ def main() -> int:
     options = parser.parse_args()
     seconds = 3600 * options.hours
     command = [
-        sys.executable, "-m", "diloco", "chaos", "--seconds", str(seconds), "--learners", str(options.learners),
+        sys.executable, "-m", "diloco", "chaos", str(options.out / "soak.toml"),
+        "--seconds", str(seconds), "--learners", str(options.learners),
         "--every", str(options.every), "--seed", str(options.seed), "--out", str(options.out / "run"), "--json",
         *(argument for fault in FAULTS for argument in ("--only", fault)),
     ]  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
+    write_run_file(options.out / "soak.toml", options.learners, options.seed)
     with (options.out / "chaos.log").open("wb") as log, (options.out / "said.json").open("wb") as said:
         process = subprocess.Popen(command, stdout=said, stderr=log)
         try:
@@ -148,9 +175,11 @@ def main() -> int:
             code = process.wait()
     growths, leaks = judge(curves, took_s)
     broken = [f"diloco chaos ended with exit code {code}; see {options.out}"] if code else []
+    viewers, never = unanswered(options.out / "run")
+    broken += never
     result: dict[str, Any] = {
         "hours": round(took_s / 3600, 3), "holds": not (leaks or late or broken), "leaks": leaks, "stuck": sorted(late),
-        "broken": broken, "growth": {name: vars(each) for name, each in growths.items()},
+        "broken": broken, "viewers": viewers, "growth": {name: vars(each) for name, each in growths.items()},
     }  # fmt: skip
     (options.out / "soak.json").write_text(json.dumps({**result, "curves": curves}))
     if options.json is not None:

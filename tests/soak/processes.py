@@ -47,6 +47,8 @@ def held(pid: int) -> Held | None:
         return None
     if "syncer" in arguments and "--keys" in arguments:
         name = "syncer"
+    elif "tests.soak.viewers" in arguments:
+        name = "viewers"
     elif "--name" in arguments:
         name = arguments[arguments.index("--name") + 1]
     else:

@@ -30,13 +30,13 @@ class _Sum:
     """Tokens that verdicts account for. `accounted`: also those that adoption has overwritten."""
 
     merged: int = 0
-    discarded: Counter[str] = field(default_factory=Counter)
+    discarded: dict[str, int] = field(default_factory=dict)
     accounted: int = 0
 
     def add(self, c: Contribution, reason: str | None) -> None:
         """Count a verdict."""
         for overwritten, tokens in c.discarded:
-            self.discarded[overwritten] += tokens
+            _add(self.discarded, overwritten, tokens)
             self.accounted += tokens
         if reason in KEPT:
             return
@@ -44,7 +44,14 @@ class _Sum:
         if reason is None:
             self.merged += c.tokens
         else:
-            self.discarded[reason] += c.tokens
+            _add(self.discarded, reason, c.tokens)
+
+
+def _add(discarded: dict[str, int], reason: str, tokens: int) -> None:
+    """As `core.ledger.Ledger.discard`: without reasons for no token."""
+    total = discarded.pop(reason, 0) + tokens
+    if total:
+        discarded[reason] = total
 
 
 class Accounts(NullObserver):
@@ -170,10 +177,11 @@ class Accounts(NullObserver):
         accounting = core.accounting
         if accounting.open.keys() != self.open.keys():
             raise BrokenInvariantError(f"{accounting.open.keys()} are open, not {self.open}")
-        newest, earlier = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+        newest, earlier = dict[tuple[str, int], int](), dict[tuple[str, int], int]()
         for c in self.open.values():
             is_newest = c.incarnation == accounting.accounts[c.learner].incarnation
-            (newest if is_newest else earlier)[c.learner, c.fragment] += c.accounted
+            open_, one = newest if is_newest else earlier, (c.learner, c.fragment)
+            open_[one] = open_.get(one, 0) + c.accounted
         for learner, account in accounting.accounts.items():
             is_member = learner in core.members
             for fragment, ledger in enumerate(account.ledgers):
@@ -182,12 +190,12 @@ class Accounts(NullObserver):
                     raise BrokenInvariantError(
                         f"{learner}, fragment {fragment}: {ledger} is not what verdicts say: {sums}"
                     )
-                pending = newest[learner, fragment]
+                its_open = pending = newest.get((learner, fragment), 0)
                 if is_member:
                     accounted = self._of_incarnation[learner, account.incarnation, fragment].accounted
                     pending = ledger.trained - account.earlier_tokens - accounted
-                before = earlier[learner, fragment]
-                if ledger.pending != pending + before or pending < newest[learner, fragment]:
+                before = earlier.get((learner, fragment), 0)
+                if ledger.pending != pending + before or pending < its_open:
                     raise BrokenInvariantError(
                         f"{learner}, fragment {fragment}: {ledger} has {ledger.pending} tokens pending; {pending} of "
                         f"its newest incarnation and {before} of earlier ones are"
@@ -215,23 +223,26 @@ class Accounts(NullObserver):
     def check_learner(self, name: str, incarnation: int, learner: LearnerCore) -> None:
         """The learner's own ledger is that of the verdicts, once it has heard those on what it has in flight."""
         for fragment, work in enumerate(learner.fragments):
-            sums = self._of_incarnation[name, incarnation, fragment]
-            merged, discarded = work.ledger.merged, Counter(work.ledger.discarded)
-            reported, overwritten = self._overwritten[name, incarnation, fragment], discarded.pop(OVERLAP, 0)
+            one = name, incarnation, fragment
+            sums = self._of_incarnation[one]
+            merged, discarded = work.ledger.merged, dict(work.ledger.discarded)
+            reported, overwritten = self._overwritten[one], discarded.pop(OVERLAP, 0)
             for flight in work.in_flight:
-                key = name, incarnation, fragment, flight.number
+                key = (*one, flight.number)
                 if flight.listed or flight.is_rejected or key not in self.decided:
                     continue
                 if (reason := self.decided[key]) is None:
                     merged += flight.tokens
                 elif reason not in KEPT:
-                    discarded[reason] += flight.tokens
-            expected = Counter({reason: tokens for reason, tokens in sums.discarded.items() if reason != OVERLAP})
-            in_flight = {flight.number for flight in work.in_flight}
-            for number, c in self._undecided[name, incarnation, fragment].items():
-                if number not in in_flight:  # the version of its round is adopted
-                    expected[MISSED] += c.tokens
-            if (merged, discarded) != (sums.merged, expected) or overwritten != reported + work.overwritten_tokens:
+                    _add(discarded, reason, flight.tokens)
+            expected = dict(sums.discarded)
+            expected.pop(OVERLAP, None)
+            if undecided := self._undecided[one]:
+                in_flight = {flight.number for flight in work.in_flight}
+                for number, c in undecided.items():
+                    if number not in in_flight:  # the version of its round is adopted
+                        _add(expected, MISSED, c.tokens)
+            if merged != sums.merged or discarded != expected or overwritten != reported + work.overwritten_tokens:
                 raise BrokenInvariantError(
                     f"{name} ({incarnation}), fragment {fragment}: {work} is not what verdicts say: {sums}"
                 )

@@ -17,8 +17,10 @@ from diloco.core.rounds.called import CalledLearner, CalledSyncer
 from diloco.core.rounds.pushed import PushedLearner
 from diloco.core.session.model_cache import ModelCache
 from diloco.core.session.outbox import Outbox
+from diloco.core.succession import Witness
 from diloco.core.syncer import SyncerCore
 from diloco.learner.error_feedback import ErrorFeedback
+from diloco.run import driver
 from diloco.run.driver import Driver
 from diloco.run.global_model import GlobalModel
 
@@ -190,6 +192,11 @@ def keeps_too_few_updates(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GlobalModel, "take", fewer)
 
 
+def follows_an_older_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Witness, "refusal", lambda self, lineage: None)
+    patch.setattr(driver, "refusal", lambda seen, offered: None)
+
+
 DEFECTS: dict[Defect, type | None] = {
     forgets_that_it_was_merged: None,
     never_sends_again: None,
@@ -216,5 +223,6 @@ DEFECTS: dict[Defect, type | None] = {
     saves_nothing_of_learners: None,
     never_evicts: None,
     keeps_too_few_updates: None,
+    follows_an_older_copy: None,
 }
 """Each with the quorum that it needs; None: any."""

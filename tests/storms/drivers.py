@@ -23,7 +23,7 @@ from diloco.exchange.virtual.client import SessionClient
 from diloco.run.driver import Driver
 from diloco.run.global_model import Fetched
 from diloco.run.memory import MemorySlot, MemoryStore
-from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, T, Work
+from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun, T, Work
 from diloco.run.tensor_jobs import TensorJobs, TensorSlot
 
 
@@ -90,11 +90,13 @@ class RecordingStore(MemoryStore[HeldFragment, Tensor]):
 
     Attributes:
         verdicts: that become durable with the write which is under way.
+        copies: of what was durable with each version, oldest first.
     """
 
     def __init__(self, ledger: Ledger, units: UnitLedger, at: Callable[[str], None]) -> None:
         super().__init__(at)
         self._units = units
+        self.copies: list[SavedRun[HeldFragment]] = []
         self.verdicts: dict[Key, str | None] = {}
         self._ledger = ledger
 
@@ -111,7 +113,8 @@ class RecordingStore(MemoryStore[HeldFragment, Tensor]):
         try:
             super().publish(merged, record)
         finally:
-            if self._saved is not before:
+            if self._saved is not before and self._saved is not None:
+                self.copies.append(self._saved)
                 self._ledger.durable(merged)
                 kept = [c for c in merged.action.contributions if c.learner not in merged.refused]
                 self._units.durable(kept, record)

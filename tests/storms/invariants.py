@@ -111,7 +111,10 @@ class Ledger:
 def check_learner(name: str, core: LearnerCore) -> None:
     """The learner's ledger balances: what is pending is in its hands or in flight."""
     for fragment, work in enumerate(core.fragments):
-        in_flight = sum(flight.tokens for flight in work.in_flight if not flight.listed and not flight.is_rejected)
+        in_flight = 0
+        for flight in work.in_flight:
+            if not flight.listed and not flight.is_rejected:
+                in_flight += flight.tokens
         if work.ledger.pending != work.pending_tokens + in_flight:
             raise BrokenInvariantError(
                 f"{name}, fragment {fragment}: {work.ledger} has not {work.pending_tokens} pending and "

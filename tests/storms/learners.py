@@ -13,10 +13,12 @@ from tests.storms.tensors import StormTensors
 from tests.storms.units import Reader
 from tests.storms.wire import StormWire, gone
 
+from diloco.chaos.versions import require
 from diloco.core.contribution import CallForWork, Contribution, Rejected
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
 from diloco.core.leases import Grant
+from diloco.core.lineage import Lineage
 from diloco.core.session import SessionCore, requests
 from diloco.core.session.requests import Identity, Report, TellStart
 from diloco.errors import AlreadyInitialisedError, StaleIncarnationError, StoreError
@@ -50,6 +52,7 @@ class Process:
         self._reader = Reader(plan.num_units) if plan.num_units else None
         self._frozen_until_s = 0.0
         self._incarnation = 0
+        self._seen: Lineage | None = None
         self.wire = StormWire(storm, self, plan.latency_s[learner.index])
         who = Identity("storm", self.name, number)
         initialises = learner.index == 0 and not storm.has_model
@@ -70,6 +73,15 @@ class Process:
     def incarnation(self) -> int:
         """That its core has started as."""
         return self._incarnation
+
+    def check_line(self) -> None:
+        """It follows one line of epochs: never an earlier one, and not two syncers in one."""
+        seen, before = self.client.core.seen, self._seen
+        if seen is before or seen is None:
+            return
+        self._seen = seen
+        if before is not None and before != seen:
+            require(before.epoch < seen.epoch, f"{self.name} has followed {before}, and follows {seen}")
 
     def touched(self) -> None:
         """Something happens here."""
@@ -339,13 +351,17 @@ class LearnerProcess:
         return f"{self.name}: {phase}, step {core.step if core else None}, waits for {core.waiting() if core else None}"
 
     def start(self, checkpoint: dict[str, Any] | None = None) -> None:
-        """A new process."""
+        """A new process; it knows of no epoch yet, and would follow any."""
+        if self.storm.impostor is not None:
+            self.storm.after(1.0, lambda: self.start(checkpoint))
+            return
         self._num_processes += 1
         process = Process(self, self.storm, 1000 * self.index + self._num_processes, checkpoint)
         self.processes = [*(each for each in self.processes if each.is_alive or each._is_leaving), process]
 
     def finished(self, process: Process) -> None:
         """A process has taken all its steps."""
+        self.storm.num_finished += not self.has_finished
         self.has_finished = True
 
     def wire_do(self, do: Callable[[StormWire], None]) -> None:

@@ -25,6 +25,7 @@ FAULTS_END_S = 25.0
 """Virtual time by which the last fault has happened."""
 
 Kind = Literal["cut", "half open", "freeze", "kill learner", "same name", "kill syncer", "tear write", "refuse writes"]
+OLDER_COPY = "older copy"
 """
     cut             all connections of a learner break; what is on them is lost; each end hears of it at its own time
     half open       nothing that is on a learner's connections arrives, and no end hears of it for long
@@ -34,6 +35,7 @@ Kind = Literal["cut", "half open", "freeze", "kill learner", "same name", "kill 
     kill syncer     its process dies, between any two effects; it is back after some seconds, from its disk
     tear write      the syncer's next write ends at one of its steps, with the process
     refuse writes   the syncer's disk refuses for some seconds
+    older copy      the syncer dies, and for some seconds one is started on an older copy of its state; drawn apart
 """
 
 
@@ -45,11 +47,12 @@ class Fault:
         at_s: when.
         learner: which one; the syncer's faults leave it out.
         seconds: how long.
-        choice: "kill learner": 0 no checkpoint, 1 an old one, 2 the newest. "tear write": the index of the step.
+        choice: "kill learner": 0 no checkpoint, 1 an old one, 2 the newest. "tear write": the index of the step. "older
+            copy": 0 the oldest, 1 one from the middle, 2 the newest.
     """
 
     at_s: float
-    kind: Kind
+    kind: Kind | Literal["older copy"]
     learner: int = 0
     seconds: float = 0.0
     choice: int = 0
@@ -125,9 +128,7 @@ def plan_of(seed: int, *, leased: bool = False) -> Plan:
         latency_s=tuple(draws.between("latency_s", 0.002, 0.2) for _ in each),
         sizes=sizes,
         starts_s=tuple(0.0 if draws.unit("is late") < 0.7 else draws.between("starts_s", 0.0, 8.0) for _ in each),
-        faults=tuple(
-            sorted((_fault(draws, num_learners) for _ in range(draws.whole("faults", 0, 6))), key=lambda it: it.at_s)
-        ),
+        faults=_faults(draws, num_learners),
         overlaps=_overlaps(draws, method, num_learners),
         trains=_trains(draws, method, num_learners, sizes),
         spool_fits=None if has_room else draws.whole("spool fits", 1, 3),
@@ -165,6 +166,15 @@ def _trains(
         parts = tuple(None if len(c) == min(size, 2) else c for c, size in zip(chosen, sizes, strict=True))
         each.append(parts if any(chosen) else everything)
     return tuple(each)
+
+
+def _faults(draws: Draws, num_learners: int) -> tuple[Fault, ...]:
+    faults = [_fault(draws, num_learners) for _ in range(draws.whole("faults", 0, 6))]
+    if draws.unit("has an older copy") < 0.2:  # of a syncer that was started again since
+        for kind, earliest_s, latest_s in (("kill syncer", 2.0, 8.0), (OLDER_COPY, 9.0, FAULTS_END_S - 5.0)):
+            at_s, seconds = draws.between(f"{kind} at", earliest_s, latest_s), draws.between(f"{kind} for", 0.5, 8.0)
+            faults.append(Fault(round(at_s, 3), kind, 0, round(seconds, 3), draws.whole(f"{kind} of", 0, 2)))
+    return tuple(sorted(faults, key=lambda it: it.at_s))
 
 
 def _fault(draws: Draws, num_learners: int) -> Fault:

@@ -3,6 +3,7 @@ to replay it."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -88,12 +89,18 @@ def failures(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """One thread for tensor work, and no warnings of evictions and the like."""
-    num_threads, before = torch.get_num_threads(), logging.root.manager.disable
+    """No warnings of evictions and the like; and what a storm's time goes to otherwise: a second thread for a few
+    numbers, what autograd notes of them, and collections of garbage."""
+    num_threads, before, thresholds = torch.get_num_threads(), logging.root.manager.disable, gc.get_threshold()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
+    gc.freeze()  # what is imported stays
+    gc.set_threshold(50_000, *thresholds[1:])
     try:
-        yield
+        with torch.inference_mode():
+            yield
     finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
         logging.disable(before)
         torch.set_num_threads(num_threads)

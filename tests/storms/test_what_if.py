@@ -52,13 +52,13 @@ def test_other_outer_steps_are_taken() -> None:
 
 @pytest.mark.parametrize("merge", ["mean", "trimmed", "GeometricMedian"])
 def test_another_merge_makes_another_model(merge: str) -> None:
-    """Of seed 0, medians of three learners and more."""
-    answer, replay = ask(0, f"merge={merge}")
+    """Of seed 19, medians of three learners and more."""
+    answer, replay = ask(19, f"merge={merge}")
     assert any(row[-1] != "0" for row in answer["rows"])
     assert sum(map(len, answer["versions"].values())) == replay.findings.num_merges > 0
 
 
-@pytest.mark.parametrize("seed", [3, 4, 9, 10, 11, 12])
+@pytest.mark.parametrize("seed", [3, 4, 9, 11, 12, 21])
 def test_the_rounds_of_the_same_quorum_are_the_same(seed: int) -> None:
     at_least = method_of(seed).quorum.at_least
     answer, _ = ask(seed, f"quorum.at_least={at_least}", with_payloads=False)
@@ -67,7 +67,7 @@ def test_the_rounds_of_the_same_quorum_are_the_same(seed: int) -> None:
 
 
 def test_a_smaller_quorum_merges_earlier() -> None:
-    answer, _ = ask(0, "quorum.at_least=1", with_payloads=False)
+    answer, _ = ask(21, "quorum.at_least=1", with_payloads=False)
     counts = {name: (was, other) for name, was, other in answer["rows"]}
     assert counts["versions published"][1] > counts["versions published"][0]
     assert counts["contributions merged"][0] == counts["contributions merged"][1]

@@ -54,7 +54,7 @@ class StormWire:
             return
 
         def arrives() -> None:
-            driver = self._storm.driver
+            driver = self._storm.reached
             if (
                 connection.is_open
                 and not connection.is_silent
@@ -85,13 +85,15 @@ class StormWire:
 
     def _repeats(self, call: requests.Request, num_bytes: int) -> bool:
         """Whether a message arrives once more. Of a push that is its end, which comes with its payload."""
-        is_one = isinstance(call, requests.Beat | requests.Watch) or (isinstance(call, requests.Push) and num_bytes > 0)
         repeats = self._storm.plan.repeats
-        return is_one and repeats > 0 and self._storm.draws.unit(f"{self._name} repeats") < repeats
+        if repeats == 0:
+            return False
+        is_one = isinstance(call, requests.Beat | requests.Watch) or (isinstance(call, requests.Push) and num_bytes > 0)
+        return is_one and self._storm.draws.unit(f"{self._name} repeats") < repeats
 
     def _again(self, boot: int, call: requests.Request, arrive: Callable[[SimulatedDriver], None]) -> None:
         """A request arrives once more, be it from a connection that is broken by now."""
-        driver = self._storm.driver
+        driver = self._storm.reached
         if driver is None or self._storm.boot != boot:
             return
         self._storm.touched()
@@ -137,7 +139,7 @@ class StormWire:
         channel = _channel(call)
         connection = self._connections.get(channel)
         if connection is None or not connection.is_open:
-            if self._storm.driver is None:
+            if self._storm.reached is None:
                 return None
             connection = self._connections[channel] = _Connection(self._storm.boot)
         if id(call) not in self._of:
@@ -160,7 +162,7 @@ class StormWire:
         delay_s = STALL_S if is_silent else self._storm.draws.between(f"{self._name} syncer knows", 0.0, 1.0)
 
         def tell() -> None:
-            if self._storm.driver is not None and self._storm.boot == boot:
+            if self._storm.reached is not None and self._storm.boot == boot:
                 self._storm.touched()
                 for each in broken:
                     each()

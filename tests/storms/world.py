@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from tests.run.memory import LimitedSpool
+from tests.run.memory import LaterWorker, LimitedSpool
 from tests.storms.accounts import Accounts
 from tests.storms.draws import Draws
 from tests.storms.drivers import RecordingStore, RecordingWorker, StormDriver, StormJobs
@@ -30,10 +30,12 @@ from diloco.core.contribution import OUTLIER
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.rounds import AllLive
 from diloco.errors import DigestError
+from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.run.global_model import Fetched
-from diloco.run.memory import POINTS
-from diloco.run.ports import Ports
+from diloco.run.memory import POINTS, MemoryStore
+from diloco.run.ports import NullObserver, Ports, SavedRun
+from diloco.run.tensor_jobs import TensorJobs
 
 END_S = 60.0
 """By then all is over after the last learner has left: what it left behind has its deadlines behind it."""
@@ -70,6 +72,7 @@ class Storm:
     Attributes:
         now_s: virtual time.
         driver: of the syncer's process; None: it is not there.
+        impostor: of a syncer on an older copy of the state, while there is one.
         began_s: when that process began.
         quiet_s: when the last fault was over.
         calm_s: when the last one of all will be.
@@ -77,6 +80,7 @@ class Storm:
         accounts: where the tokens are.
         progress: what goes on.
         num_events: that have happened.
+        num_finished: learners that have taken all their steps.
         struck: faults that have happened, by kind.
     """
 
@@ -91,9 +95,10 @@ class Storm:
         self.ledger = Ledger()
         self.accounts = Accounts(self.ledger)
         self.driver: StormDriver | None = None
+        self.impostor: Impostor | None = None
         self.replicas = StormReplicas(plan.method, plan.layout)
         self.jobs = StormJobs(plan.method, self.accounts)
-        self.boot = 0
+        self.boot = self.num_finished = 0
         self.began_s = self.quiet_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned = 0
@@ -171,6 +176,8 @@ class Storm:
     def _is_over(self) -> bool:
         """When the others have finished, those that are left may be too few to begin, or to end a scheduled round where
         the syncer did not hear of the others' end."""
+        if self.num_finished == 0:  # there are `at_least` learners
+            return self.progress.is_stranded
         left = [learner for learner in self.learners if not learner.has_finished]
         is_stuck = len(left) < self.plan.method.quorum.at_least and all(learner.waits_for_others for learner in left)
         return not left or self.progress.is_stranded or is_stuck
@@ -209,6 +216,7 @@ class Storm:
         for learner in self._touched:
             if learner.core is not None:
                 check_learner(learner.name, learner.core)
+                learner.process.check_line()
                 self.accounts.check_learner(learner.name, learner.process.incarnation, learner.core)
         self._touched.clear()
 
@@ -217,7 +225,7 @@ class Storm:
     @property
     def has_model(self) -> bool:
         """Whether the run's model is durable."""
-        return self._store.load() is not None
+        return self._store.is_initialised
 
     def _start_syncer(self) -> None:
         self.boot += 1
@@ -261,6 +269,29 @@ class Storm:
         self.driver.ledger, self.driver.accounts = self.ledger, self.accounts
         self.touched()
 
+    @property
+    def reached(self) -> SimulatedDriver | None:
+        """The driver at the syncer's address."""
+        return self.driver if self.impostor is None else self.impostor.driver
+
+    def _start_impostor(self, choice: int) -> None:
+        """On a copy of the state that is so old that every learner has followed the epoch that it will begin, or a
+        later one; if there is none, no syncer is there."""
+        alive = [each for learner in self.learners for each in learner.processes if each.is_alive]
+        seen = [0 if each.client.core.seen is None else each.client.core.seen.epoch for each in alive]
+        copies = [saved for saved in self._store.copies if saved.epochs[-1].number < min(seen, default=0)]
+        if not copies:
+            return
+        self.boot += 1
+        self.impostor = Impostor(self, copies[choice * (len(copies) - 1) // 2], self.boot)
+
+    def _end_impostor(self) -> None:
+        if self.impostor is None:
+            return
+        self.impostor.check()
+        self.impostor = None
+        self._hang_up()
+
     def _make_room(self) -> None:
         self._spool.budget_bytes = None
         self.quiet_s = max(self.quiet_s, self.now_s)
@@ -272,11 +303,14 @@ class Storm:
         if self.journal is not None:
             self.journal.killed(self.draws.unit("journal"))
         self.quiet_s = max(self.quiet_s, self.now_s + back_s)
+        self._hang_up()
+        self.after(back_s, self._start_syncer)
+
+    def _hang_up(self) -> None:
         self.boot += 1
         for learner in self.learners:
             for process in learner.processes:
                 process.wire.syncer_died()
-        self.after(back_s, self._start_syncer)
 
     def _at_point(self, point: str) -> None:
         """The disk is at one of its steps."""
@@ -296,6 +330,10 @@ class Storm:
         match fault.kind:
             case "kill syncer":
                 self._kill_syncer(fault.seconds)
+            case "older copy" if self.driver is not None:
+                self.at(self.now_s + fault.seconds, self._end_impostor)
+                self._kill_syncer(fault.seconds)
+                self._start_impostor(fault.choice)
             case "tear write":
                 self._tears_at = fault.choice
             case "refuse writes":
@@ -311,6 +349,38 @@ class Storm:
                 learner.wire_do(lambda wire: wire.go_silent())
             case "freeze":
                 learner.freeze(fault.seconds)
+
+
+class Impostor:
+    """A syncer that was started on an older copy of the run's state, under learners that have followed a later one.
+
+    Attributes:
+        driver: its.
+    """
+
+    def __init__(self, storm: Storm, saved: SavedRun[HeldFragment], boot: int) -> None:
+        self._storm, self._boot = storm, boot
+        store = MemoryStore[HeldFragment, Tensor](saved=saved)
+        jobs = TensorJobs(storm.plan.method, seconds=None, in_place=True)
+        clock = StormClock(storm, lambda: self._if_there(self.driver.tick))
+        ports = Ports(clock, LimitedSpool(), jobs, store, LaterWorker(self._later), NullObserver())
+        begun = store.begin(store.load() or saved)
+        self._versions = tuple(held.version for held in saved.fragments)
+        self.driver = SimulatedDriver(RUN, storm.plan.method, ports, boot=boot, saved=begun)
+
+    def _later(self, what: str, fragment: int | None, do: Callable[[], None]) -> None:
+        self._storm.after(DURATIONS_S[what][1], lambda: self._if_there(do))
+
+    def _if_there(self, do: Callable[[], None]) -> None:
+        if self._storm.impostor is self:
+            do()
+
+    def check(self) -> None:
+        """No learner has given it anything."""
+        core = self.driver.core
+        require(not core.accounting.open, f"an older copy of the state has {[*core.accounting.open]}")
+        now = self.driver.state.versions
+        require(now == self._versions, f"an older copy of the state went from versions {self._versions} to {now}")
 
 
 class StormClock:

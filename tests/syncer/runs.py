@@ -105,10 +105,9 @@ class Raw:
         )  # fmt: skip
         self.connection.upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
 
-    def join(self, wanted: Layout | None = None, run: str = RUN, text: str | None = None) -> None:
-        request = pb.JoinRequest(
-            run=run, learner=self.name, layout=text or json.dumps((wanted or self.layout).to_dict())
-        )
+    def join(self, wanted: Layout | None = None, run: str = RUN, text: str | None = None, **fields: Any) -> None:
+        held = text or json.dumps((wanted or self.layout).to_dict())
+        request = pb.JoinRequest(run=run, learner=self.name, layout=held, **fields)
         self.incarnation = self.connection.call("joins", "Join", request, pb.JoinReply).incarnation
         self.numbers = {}
         self.beat(0, 0)

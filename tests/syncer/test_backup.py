@@ -118,7 +118,7 @@ def test_what_cannot_be_a_snapshot_or_a_way_back_is_said(tmp_path: Path) -> None
     Store(run).close()
     with pytest.raises(NotInitialisedError):
         back_up(run, target, 1)
-    with pytest.raises(StoreError, match="there is no snapshot .*it has none"):
+    with pytest.raises(StoreError, match="there is no snapshot in .*; name the place"):
         restore(target, tmp_path / "new")
     shutil.rmtree(run)
     make(run)

@@ -352,7 +352,7 @@ def ssl_certificate_of(address: str) -> Any:
 
 def test_a_list_of_revoked_certificates_that_is_gone_lets_no_one_in(syncer: Syncer, keys: Path, learner: Raw) -> None:
     (keys / "syncer" / "revoked.toml").rename(keys / "put-aside")
-    with pytest.raises(errors.AuthError, match="no caller can be admitted"):
+    with pytest.raises(errors.UnreachableError, match="no caller can be admitted"):
         learner.beat()
     (keys / "put-aside").rename(keys / "syncer" / "revoked.toml")
     learner.beat()

@@ -151,7 +151,7 @@ def test_a_model_is_taken_from_one_learner_at_a_time(tmp_path: Path) -> None:
             """Once the slow one is the first; what is offered meanwhile takes turns with it."""
             number = next(streams)
             slow.send(frame(HEADERS, END_HEADERS, number, headers("Initialise")) + frame(0, 0, number, body))
-            stream = frames(_initialise_header(source="x" * 300))  # refused in any case, for what it says
+            stream = frames(_initialise_header("second", source="x" * 300))  # refused in any case, for what it says
             try:
                 second.connection.upload("joins", "Initialise", stream, pb.InitialiseReply)
             except BusyError:
@@ -176,10 +176,10 @@ def test_a_model_is_taken_from_one_learner_at_a_time(tmp_path: Path) -> None:
         assert status_of(syncer)["initialised"]
 
 
-def _initialise_header(**fields: str) -> pb.InitialiseHeader:
+def _initialise_header(learner: str = "first", **fields: str) -> pb.InitialiseHeader:
     sizes = [*(4 * fragment.numel for fragment in layout().fragments), len(save({}))]
     return pb.InitialiseHeader(
-        run=RUN, learner="first", layout=json.dumps(layout().to_dict()), part_bytes=sizes, **fields
+        run=RUN, learner=learner, layout=json.dumps(layout().to_dict()), part_bytes=sizes, **fields
     )
 
 

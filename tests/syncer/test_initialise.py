@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.syncer.runs import RUN, Net, Raw, is_initialised, layout, method, sta
 import diloco
 from diloco.core.fragments import Layout, make_layout
 from diloco.errors import DilocoError
+from diloco.syncer.service import while_waiting
 
 
 class CutOnce:
@@ -151,3 +153,12 @@ def test_a_model_that_the_method_cannot_train_is_refused_before_anything_is_writ
             raw.connection.close()
     with start(tmp_path, given) as syncer:
         assert versions_of(syncer) == [0] * len(fit.fragments)
+
+
+def test_a_sender_hears_from_a_syncer_that_is_at_work_on_what_it_sent() -> None:
+    answer: Future[int] = Future()
+    heard = while_waiting(answer)
+    for _ in range(2):
+        next(heard)
+    answer.set_result(1)
+    assert next(heard, None) is None

@@ -152,7 +152,7 @@ def check_and_repair(healthy: Path, damaged: Path, scratch: Path) -> str:
     if versions is not None and versions != NEWEST:  # SQLite's log is cut: it cannot be told from one that was shorter
         assert not is_same(healthy, damaged, f"{DATABASE}-wal")
     if not found.can_be_repaired:
-        with pytest.raises(StoreError, match="cannot be repaired .*; put it back from a backup"):
+        with pytest.raises(StoreError, match="cannot be repaired .*; `diloco syncer restore`"):
             repair(damaged)
         assert contents(damaged) >= before
         static = next((healthy / "tensors").glob("static-*"))
@@ -295,3 +295,11 @@ def test_the_command_says_what_is_lost_and_repairs_it(
         assert "is in use by process" in err
     root = tmp_path
     assert command()[0] == 2
+
+
+def test_a_command_that_is_none_is_no_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["syncer", "repair", "state"])
+    assert (
+        "no command 'repair' of `diloco syncer`; commands: check, backup, restore, promote." in capsys.readouterr().err
+    )

@@ -25,7 +25,7 @@ import diloco
 from diloco import events
 from diloco.chaos.proxy import Relay
 from diloco.cli import main
-from diloco.errors import AuthError, ConfigError, CorruptPayloadError, StandbyError, StoreError
+from diloco.errors import AuthError, ConfigError, CorruptPayloadError, PayloadError, StandbyError, StoreError
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.following import Shown
@@ -353,6 +353,23 @@ def test_a_first_that_was_fenced_becomes_the_standby_where_it_knows_the_other_on
         until(lambda: are_paired(old, pair.second), "the other one does not become the standby")
         trains(old, pair.group, until)
         assert on_disk(tmp_path / "a") == on_disk(tmp_path / "b")
+
+
+def test_a_standby_knows_the_epochs_of_its_first_before_it_has_its_versions(tmp_path: Path) -> None:
+    """One that is promoted before it is brought up to date begins a later one: two of one number fence neither."""
+    with serve(tmp_path / "a") as first:
+        begin(first)
+        first.pairing.succession.next_epoch(6)
+        raw = Raw(first.address)
+        stream = raw.connection.follow("standby", iter([pb.FollowHello(run=RUN, boot=5).SerializeToString()]))
+        told_first = pb.FollowPart.FromString(next(stream))
+        stream.close()
+        raw.connection.close()
+        assert told_first.epoch == 7
+        first.pairing.knows_of(9)
+        assert first.pairing.succession.next_epoch(0) == 10
+        with pytest.raises(PayloadError, match="as an epoch of the run"):
+            first.pairing.knows_of(2**60)
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import diloco
 from diloco.cli.status import command
 from diloco.core.pool import Pool
+from diloco.errors import ConfigError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.server import Syncer
 
@@ -158,3 +159,8 @@ def test_a_run_that_needs_more_says_how_many(tmp_path: Path) -> None:
         assert raw.push(ONES)
         assert "1 of at least 3 learners have contributed" in " ".join(shown(syncer).split())
         raw.connection.close()
+
+
+def test_an_address_in_place_of_a_run_file_is_said_to_be_one() -> None:
+    with pytest.raises(ConfigError, match="no run file localhost:1; .* goes with --address"):
+        command(Path("localhost:1"), run=RUN)

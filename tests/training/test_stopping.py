@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from benchmarks.processes import until
+from tests.training.test_torchrun import torchrun
 
 from diloco.chaos.proxy import Relay
 from diloco.cli.train import _connector
@@ -23,7 +25,9 @@ from diloco.core.members import Deadlines
 from diloco.core.presets import method_from_table
 from diloco.events import Merged, read_events
 from diloco.exchange.remote import fetch_status
+from diloco.secret_files import write_secret
 from diloco.syncer.server import Options, Syncer
+from diloco.syncer.tokens import TokenEntry, token_sha256, write_tokens
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.loop import Part, Summary, Trainer
 from diloco.training.progress import Progress
@@ -38,8 +42,8 @@ WAIT_S = 60.0
 """Without an end to its waiting a part waits for good."""
 
 
-def serve(config: RunConfig, directory: Path) -> Syncer:
-    options = Options("127.0.0.1:0", directory, deadlines=PATIENT)
+def serve(config: RunConfig, directory: Path, **more: Any) -> Syncer:
+    options = Options("127.0.0.1:0", directory, deadlines=PATIENT, **more)
     return Syncer(config.run.name, method_from_table(config.method), options)
 
 
@@ -198,3 +202,143 @@ def test_a_signal_ends_a_blocked_process(tiny: Tiny, tmp_path: Path) -> None:
         assert process.returncode == 0
         assert "stops: learner second was told to stop while it waited after step 6" in output
         assert load_checkpoint(newest(config, "second"))["step"] == 6
+
+
+def test_a_learner_that_is_refused_while_it_waits_ends_with_a_checkpoint_and_one_sentence(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """Its token is revoked; with another one it goes on from there."""
+
+    def admit(*names: str) -> None:
+        entries = [TokenEntry(name, "learner", token_sha256(f"secret {name}")) for name in names]
+        write_tokens(tmp_path / "tokens.toml", entries)
+
+    def token(name: str) -> str:
+        write_secret(tmp_path / f"{name}.token", f"secret {name}".encode())
+        return f"syncer.token_file='{tmp_path / name}.token'"
+
+    admit("first", "second")
+    with serve(tiny(SCHEDULED), tmp_path / "state", tokens_file=tmp_path / "tokens.toml") as syncer:
+        address = f"syncer.address={syncer.address}"
+        config = tiny(SCHEDULED, address, *LONG, token("second"))
+        run_file = tmp_path / "run.toml"
+        run_file.write_text(dump_config(config), encoding="utf-8")
+        command = [sys.executable, "-m", "diloco", "train", str(run_file), "--name", "second", "--shard", "1"]
+        with (
+            held_up(tiny(SCHEDULED, address, *LONG, token("first"))) as (pause, first),
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process,
+        ):
+            try:
+                until(lambda: waits(syncer, "second") or process.poll() is not None, "it does not wait")
+                admit("first", "third")
+                _, said = process.communicate(timeout=WAIT_S)
+            finally:
+                process.kill()
+            assert process.returncode == 1
+            assert said.splitlines()[-1].startswith("diloco: the token ")
+            assert "Traceback" not in said
+            assert load_checkpoint(newest(config, "second"))["step"] == 6
+            config = tiny(SCHEDULED, address, *LONG, token("third"))
+            again = trainer_of(config, Part("second", shard=1, resume_from=newest(config, "second")))
+            with running(again) as resumed:
+                until(lambda: again.learner.steps == 6 or resumed.done(), "it does not join")
+                pause.may_go_on.set()
+                assert resumed.result(WAIT_S).steps == 18
+                assert first.result(WAIT_S).steps == 18
+
+
+def rank_of(torchrun: int, rank: int) -> int:
+    """The process of a rank that a torchrun has started."""
+    children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+    environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    return next(pid for pid, environment in environments.items() if f"RANK={rank}".encode() in environment)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("to", [pytest.param("torchrun", marks=pytest.mark.slow), "rank 1"])
+def test_a_signal_ends_blocked_ranks(to: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Only one of them may hear it: torch blocks that one until rank 0 has been asked."""
+    with serve(tiny(SCHEDULED), tmp_path / "state") as syncer:
+        config = tiny(SCHEDULED, f"syncer.address={syncer.address}", *LONG)
+        with held_up(config), torchrun(config, tmp_path / "job", "--name", "second", "--shard", "1") as process:
+            until(lambda: waits(syncer, "second") or process.poll() is not None, "it does not wait", 120.0)
+            os.kill(process.pid if to == "torchrun" else rank_of(process.pid, 1), signal.SIGTERM)
+            output, errors = process.communicate(timeout=WAIT_S)
+            assert "stops: learner second was told to stop while it waited after step 6" in output, errors
+        if to == "rank 1":
+            assert process.returncode == 0, errors
+        saved = load_checkpoint(newest(config, "second"))
+        assert (saved["step"], len(saved["learners"])) == (6, 2)
+
+
+class Before(Progress):
+    """Does something before the trainer's step with this number."""
+
+    def __init__(self, step: int, do: Callable[[], None]) -> None:
+        self._step, self._do = step, do
+        self.trainer: Trainer | None = None
+
+    def wants(self) -> bool:
+        if self.trainer is not None and self.trainer.learner.steps == self._step - 1:
+            self._do()
+        return False
+
+
+def slow_disk(syncer: Syncer, may_write: threading.Event) -> None:
+    """The syncer's writes wait for the disk: a lease is answered once it is durable."""
+    syncer.driver.ask(lambda driver: driver._ports.worker.submit("write", None, may_write.wait, lambda _: None))
+
+
+def test_a_learner_that_waits_for_a_lease_stops_with_a_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
+    """Also one that has just come back, and claims the units of its checkpoint."""
+    may_write = threading.Event()
+    leased = (SCHEDULED, "data.deal='leases'", "data.lease_steps=1", "train.log_every_s=0.001")
+    with serve(tiny(*leased), tmp_path / "state") as syncer:
+        config = tiny(*leased, f"syncer.address={syncer.address}", *LONG, "run.learners=1")
+        before = Before(4, lambda: slow_disk(syncer, may_write))
+        before.trainer = trainer_of(config, Part("a", initialise=True), before)
+        with running(before.trainer) as result:
+            try:
+                until(lambda: waits(syncer) or result.done(), "it does not wait")
+                before.trainer.stop()
+                summary = result.result(WAIT_S)
+            finally:
+                may_write.set()
+        assert (summary.reason, summary.held_out_loss) == ("stopped", None)
+        assert 3 <= summary.steps < 6
+        checkpoint = newest(config, "a")
+        assert told_by(checkpoint) == (summary.steps, summary.tokens)
+
+        again, may_write = trainer_of(config, Part("a", resume_from=checkpoint)), threading.Event()
+        join = again._attach
+        assert join is not None
+
+        def join_and_wait(*given: Any) -> Any:
+            learner = join(*given)
+            slow_disk(syncer, may_write)
+            return learner
+
+        again._attach = join_and_wait
+        with running(again) as result:
+            try:
+                until(lambda: waits(syncer) or result.done(), "it does not wait")
+                again.stop()
+                assert result.result(WAIT_S).reason == "stopped"
+            finally:
+                may_write.set()
+        assert told_by(newest(config, "a")) == (summary.steps, summary.tokens)
+
+        last = trainer_of(config, Part("a", resume_from=newest(config, "a")))
+        assert last.train().steps == 18
+        ledgers_add_up(syncer)
+        [fragment] = [each["fates"] for each in status(syncer)["data"]["fragments"]]
+        assert fragment == {"merged": 18 * config.learner_batch}
+
+
+def told_by(checkpoint: Path) -> tuple[int, int]:
+    saved = load_checkpoint(checkpoint)
+    return saved["step"], saved["tokens"]
+
+
+def waits(syncer: Syncer, name: str = "a") -> bool:
+    return bool(syncer.driver.ask(lambda driver: driver.status())["learners"].get(name, {}).get("waiting", False))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
+from diloco.core.lineage import Epoch
 from diloco.events import Adopted, Event, Gap, read_events
+from diloco.syncer.records import epochs_of
 
 STORE = "store.sqlite"
 
@@ -31,6 +35,11 @@ class Facts:
         syncer: all events of all syncers, by time.
         learners: of each learner.
         stores: the versions in the database of each state, also of those that were set aside; the newest at the end.
+        syncers: the events of each syncer.
+        standby: where there are two syncers, the versions of the one that does not serve the run at the end.
+        stale: the events of each older copy of the state, since it was put in the state's place.
+        refusals: how often learners have said that they do not follow an older or a second copy.
+        epochs: the run's, each with the versions that it began with.
         tracebacks: of each process, the last line of each exception that its log shows.
     """
 
@@ -38,6 +47,11 @@ class Facts:
     learners: dict[str, Sequence[Event]]
     stores: Sequence[Sequence[StoredVersion]]
     tracebacks: dict[str, list[str]] = field(default_factory=dict)
+    syncers: Mapping[str, Sequence[Event]] = field(default_factory=dict)
+    standby: Sequence[StoredVersion] | None = None
+    epochs: Sequence[Epoch] = ()
+    stale: Sequence[Sequence[Event]] = ()
+    refusals: int = 0
 
     @property
     def history(self) -> list[StoredVersion]:
@@ -47,7 +61,9 @@ class Facts:
     @property
     def line(self) -> list[StoredVersion]:
         """The versions that led to the end: a state that was restored or repaired begins with the newest ones that its
-        source had, and what was before them is in that."""
+        source had, and what was before them is in that. Each of two syncers has all."""
+        if self.standby is not None:
+            return list(self.stores[-1])
         rows: dict[int, list[StoredVersion]] = {}
         for store in reversed(self.stores):
             first = {fragment: min(row.version for row in found) for fragment, found in rows.items()}
@@ -69,16 +85,28 @@ class Facts:
         ]
 
 
-def read_facts(directory: Path, state_dirs: Sequence[Path], learners: Iterable[str]) -> Facts:
-    """Read everything. Raises StoreError: an event file cannot be read."""
-    events = [event for path in state_dirs for event in _events(path)]
-    stores = [each for path in state_dirs for each in (*sorted((path / "set-aside").glob(f"*{STORE}*")), path / STORE)]
+def read_facts(
+    directory: Path, state_dirs: Sequence[tuple[str, Path]], learners: Iterable[str], stale_dirs: Sequence[Path] = ()
+) -> Facts:
+    """Read everything; `state_dirs` and `stale_dirs` as in `Told`. Raises StoreError: an event file cannot be read."""
+    syncers: dict[str, list[Event]] = {}
+    for name, path in state_dirs:
+        syncers.setdefault(name, []).extend(_events(path))
+    dirs = [path for _, path in state_dirs]
+    own = [directory / name for name in learners]
+    twins = [path.parent for path in sorted((directory / "twins").glob("*/*/events.jsonl"))]
+    stores = [each for path in dirs for each in (*sorted((path / "set-aside").glob(f"*{STORE}*")), path / STORE)]
     logs = sorted((directory / "logs").glob("*.log"))
     return Facts(
-        sorted(events, key=lambda event: event.t),
-        {name: _events(directory / name) for name in learners},
+        sorted(chain.from_iterable(syncers.values()), key=lambda event: event.t),
+        {path.relative_to(directory).as_posix(): _events(path) for path in (*own, *twins)},
         [_history(path) for path in stores],
         {path.stem: found for path in logs if (found := _tracebacks(path))},
+        syncers,
+        _history(dirs[0] / STORE) if len(syncers) > 1 else None,
+        _epochs(dirs[-1] / STORE),
+        [_events(path) for path in stale_dirs],
+        sum(_refusals(path) for path in logs),
     )
 
 
@@ -89,14 +117,27 @@ def _events(directory: Path) -> list[Event]:
 
 def _history(path: Path) -> list[StoredVersion]:
     """Nothing where the file is no whole database: one that was damaged on purpose is set aside."""
+    query = "SELECT fragment, version, digest, tokens FROM versions"
+    return [StoredVersion(*row) for row in _read(path, lambda db: db.execute(query).fetchall())]
+
+
+def _epochs(path: Path) -> tuple[Epoch, ...]:
+    return tuple(_read(path, epochs_of))
+
+
+def _read(path: Path, ask: Callable[[sqlite3.Connection], Iterable[Any]]) -> Iterable[Any]:
     if not path.exists():
-        return []
+        return ()
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
-            rows = db.execute("SELECT fragment, version, digest, tokens FROM versions").fetchall()
+            return ask(db)
     except sqlite3.DatabaseError:
-        return []
-    return [StoredVersion(*row) for row in rows]
+        return ()
+
+
+def _refusals(path: Path) -> int:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return text.count("older copy of its state") + text.count("started on copies of the run's state")
 
 
 def _tracebacks(path: Path) -> list[str]:

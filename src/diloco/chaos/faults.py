@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.chaos.proxy import Direction
-from diloco.chaos.schedule import SYNCER, Fault
+from diloco.chaos.proxy import Direction, Relay
+from diloco.chaos.schedule import PAIR, SYNCER, Fault
 from diloco.chaos.world import World
+from diloco.events import Joined
+
+DIALLED_S = 4.0
+"""Learners that wait for a syncer have dialled it in this time."""
 
 Act = Callable[[World, Fault], bool]
 
@@ -24,12 +30,23 @@ def nothing(world: World, fault: Fault) -> bool:
     return True
 
 
+def at_once(world: World, fault: Fault, began_at: float) -> bool:
+    """What a fault is for does not take time of its own."""
+    return True
+
+
 @dataclass(frozen=True)
 class Injection:
-    """How a kind of fault begins and ends."""
+    """How a kind of fault begins and ends.
+
+    Attributes:
+        has_worked: whether what it is for has happened since it began (Unix time, in seconds): it ends then, after its
+            time, since processes may take long to start.
+    """
 
     begin: Act
     end: Act = nothing
+    has_worked: Callable[[World, Fault, float], bool] = at_once
 
 
 # --- processes
@@ -43,6 +60,64 @@ def _ends_with(number: int) -> Act:
         return True
 
     return begin
+
+
+def kill_both(world: World, fault: Fault) -> bool:
+    """SIGKILL of both syncers."""
+    names = [name for name in world.plan.syncers if world.is_running(name)]
+    for name in names:
+        world.family.kill(name, back_after_s=fault.seconds)
+    return bool(names)
+
+
+def promote(world: World, fault: Fault) -> bool:
+    """The standby takes the run over by hand. Only where it has every version: otherwise that loses some."""
+    return world.is_paired and all(map(world.is_running, world.plan.syncers)) and world.promote(fault.target)
+
+
+def kill_for_long(world: World, fault: Fault) -> bool:
+    """SIGKILL of a first whose standby can take over. It is away until the fault ends."""
+    if not world.is_paired or not world.is_running(fault.target):
+        return False
+    world.family.kill(fault.target, back_after_s=math.inf)
+    return True
+
+
+def bring_back(world: World, fault: Fault) -> bool:
+    """Start it again."""
+    world.family.bring_back(fault.target)
+    return True
+
+
+def freeze(world: World, fault: Fault) -> bool:
+    """Stop a first whose standby can take over."""
+    return world.is_paired and pause(world, fault)
+
+
+def is_taken_over(world: World, fault: Fault, began_at: float) -> bool:
+    """The other syncer serves the run."""
+    return world.first != fault.target
+
+
+def begin_twin(world: World, fault: Fault) -> bool:
+    """A second process joins under the name of a learner that is there."""
+    if not world.is_running(fault.target):
+        return False
+    world.start_twin(fault.target)
+    return True
+
+
+def end_twin(world: World, fault: Fault) -> bool:
+    """It is gone, without a word."""
+    return world.end_twin(fault.target)
+
+
+def has_joined(world: World, fault: Fault, began_at: float) -> bool:
+    """A process of the name has joined the run."""
+    return any(
+        isinstance(event, Joined) and event.learner == fault.target and event.t > began_at
+        for event in reversed(world.events)
+    )
 
 
 def pause(world: World, fault: Fault) -> bool:
@@ -119,78 +194,138 @@ def restore(world: World, fault: Fault) -> bool:
     return world.restore()
 
 
+def serve_an_older_copy(world: World, fault: Fault) -> bool:
+    """Kill the syncer, and put the copy of its state in its place that was made before the faults."""
+    if not world.is_running(SYNCER):
+        return False
+    world.family.kill(SYNCER, back_after_s=0.0)
+    world.family.children[SYNCER].process.wait()
+    world.go_stale()
+    return True
+
+
+def is_dialled(world: World, fault: Fault, began_at: float) -> bool:
+    """It has served for so long that learners have dialled it."""
+    started_at = world.serves_an_older_copy_since
+    return started_at is not None and time.time() - started_at > DIALLED_S
+
+
+def serve_the_newest(world: World, fault: Fault) -> bool:
+    """The same back."""
+    if world.is_running(SYNCER):
+        world.family.kill(SYNCER, back_after_s=0.0)
+        world.family.children[SYNCER].process.wait()
+    if world.is_stale:
+        world.be_true()
+    return True
+
+
 # --- networks
 
 
 def partition(world: World, fault: Fault) -> bool:
     """Nothing arrives, in either direction, and new connections lead nowhere."""
-    way = world.ways[fault.target]
-    way.up.flows.clear()
-    way.down.flows.clear()
-    way.refuse()
-    return bool(way.links)
+    return _stop(world.ways_of(fault.target))
 
 
 def heal(world: World, fault: Fault) -> bool:
-    """The way is as before."""
-    world.ways[fault.target].heal()
+    """The ways are as before, but for those that the first is cut off from."""
+    return _heal([way for way in world.ways_of(fault.target) if way not in world.parted])
+
+
+def part(num_learners: Callable[[int], int], *, standby: bool) -> Injection:
+    """The first does not reach so many of its learners, nor, where it is said, its standby."""
+
+    def ways(world: World, fault: Fault) -> list[Relay]:
+        names, begin = world.plan.names, int(fault.choice * len(world.plan.names))
+        chosen = [*names[begin:], *names[:begin]][: num_learners(len(names))]
+        between = world.ways_of(PAIR) if standby else []
+        return [*between, *(world.ways[name, fault.target] for name in chosen)]
+
+    def begin(world: World, fault: Fault) -> bool:
+        if not world.is_paired:
+            return False
+        world.parted.update(ways(world, fault))
+        return _stop(ways(world, fault))
+
+    def end(world: World, fault: Fault) -> bool:
+        world.parted.clear()
+        return _heal(ways(world, fault))
+
+    return Injection(begin, end, has_worked=is_taken_over if standby else at_once)
+
+
+def _stop(ways: Sequence[Relay]) -> bool:
+    for way in ways:
+        way.up.flows.clear()
+        way.down.flows.clear()
+        way.refuse()
+    return any(way.links for way in ways)
+
+
+def _heal(ways: Sequence[Relay]) -> bool:
+    for way in ways:
+        way.heal()
     return True
 
 
-def _stops(direction: Callable[[World, Fault], Direction]) -> Act:
+def _stops(direction: Callable[[Relay], Direction]) -> Act:
     def begin(world: World, fault: Fault) -> bool:
-        direction(world, fault).flows.clear()
-        return bool(world.ways[fault.target].links)
+        for way in world.ways_of(fault.target):
+            direction(way).flows.clear()
+        return _is_used(world, fault)
 
     return begin
 
 
 def swallow(world: World, fault: Fault) -> bool:
     """What is sent over open connections goes nowhere."""
-    world.ways[fault.target].swallow()
-    return bool(world.ways[fault.target].links)
+    for way in world.ways_of(fault.target):
+        way.swallow()
+    return _is_used(world, fault)
 
 
 def slow(world: World, fault: Fault) -> bool:
     """Few bytes a second."""
-    for direction in _both(world, fault):
-        direction.bytes_per_s = 30_000 * 10**fault.choice
+    for way in world.ways_of(fault.target):
+        way.up.bytes_per_s = way.down.bytes_per_s = 30_000 * 10**fault.choice
     return True
 
 
 def delay(world: World, fault: Fault) -> bool:
     """Every piece takes longer."""
-    for direction in _both(world, fault):
-        direction.delay_s = 0.05 * 10**fault.choice
+    for way in world.ways_of(fault.target):
+        way.up.delay_s = way.down.delay_s = 0.05 * 10**fault.choice
     return True
 
 
 def corrupt(world: World, fault: Fault) -> bool:
     """A bit of the next pieces is another one."""
-    _either(world, fault).num_corrupt = 1 + int(3 * fault.choice)
-    return bool(world.ways[fault.target].links)
+    for way in world.ways_of(fault.target):
+        _either(way, fault).num_corrupt = 1 + int(3 * fault.choice)
+    return _is_used(world, fault)
 
 
 def cut(world: World, fault: Fault) -> bool:
     """All connections break."""
-    way = world.ways[fault.target]
-    way.cut()
-    return bool(way.links)
+    for way in world.ways_of(fault.target):
+        way.cut()
+    return _is_used(world, fault)
 
 
 def cut_transfer(world: World, fault: Fault) -> bool:
     """A connection breaks in the middle of what it carries."""
-    _either(world, fault).cut_after_bytes = int(fault.choice * 40_000)
-    return bool(world.ways[fault.target].links)
+    for way in world.ways_of(fault.target):
+        _either(way, fault).cut_after_bytes = int(fault.choice * world.plan.cut_bytes)
+    return _is_used(world, fault)
 
 
-def _both(world: World, fault: Fault) -> tuple[Direction, Direction]:
-    way = world.ways[fault.target]
-    return way.up, way.down
+def _is_used(world: World, fault: Fault) -> bool:
+    return any(way.links for way in world.ways_of(fault.target))
 
 
-def _either(world: World, fault: Fault) -> Direction:
-    return _both(world, fault)[int(fault.choice * 1000) % 2]
+def _either(way: Relay, fault: Fault) -> Direction:
+    return (way.up, way.down)[int(fault.choice * 1000) % 2]
 
 
 INJECTIONS: dict[str, Injection] = {
@@ -201,8 +336,8 @@ INJECTIONS: dict[str, Injection] = {
     "fill learner's disk": Injection(fill, free),
     "partition": Injection(partition, heal),
     "long partition": Injection(partition, heal),
-    "one-way up": Injection(_stops(lambda world, fault: world.ways[fault.target].up), heal),
-    "one-way down": Injection(_stops(lambda world, fault: world.ways[fault.target].down), heal),
+    "one-way up": Injection(_stops(lambda way: way.up), heal),
+    "one-way down": Injection(_stops(lambda way: way.down), heal),
     "half open": Injection(swallow, heal),
     "slow link": Injection(slow, heal),
     "delay": Injection(delay, heal),
@@ -215,5 +350,18 @@ INJECTIONS: dict[str, Injection] = {
     "fill syncer's disk": Injection(fill, free),
     "damage state": Injection(damage),
     "restore": Injection(restore),
+    "stale copy": Injection(serve_an_older_copy, serve_the_newest, is_dialled),
+    "same name": Injection(begin_twin, end_twin, has_joined),
+    "kill first": Injection(kill_for_long, bring_back, is_taken_over),
+    "freeze first": Injection(freeze, resume, is_taken_over),
+    "isolate first": part(lambda num: num // 2 + 1, standby=True),
+    "part first from half": part(lambda num: (num + 1) // 2, standby=False),
+    "part first from most": part(lambda num: num // 2 + 1, standby=False),
+    "part the two": Injection(partition, heal),
+    "kill both": Injection(kill_both),
+    "kill standby": Injection(_ends_with(signal.SIGKILL)),
+    "freeze standby": Injection(pause, resume),
+    "fill standby's disk": Injection(fill, free),
+    "promote": Injection(promote),
 }
 """By `schedule.Kind.name`."""

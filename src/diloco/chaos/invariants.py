@@ -7,16 +7,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.chaos.facts import Facts
-from diloco.chaos.schedule import SYNCER
+from diloco.chaos.pair import (
+    differing_histories,
+    is_pair,
+    lost_by_the_pair,
+    repeated_by_the_pair,
+    shared_epochs,
+)
+from diloco.chaos.schedule import PAIR, STANDBY, SYNCER
 from diloco.chaos.story import Told
 from diloco.chaos.versions import BrokenInvariantError, Versions, check_ledger
-from diloco.events import Published, SyncerStarted
+from diloco.chaos.world import TWIN
+from diloco.demo.processes import End
+from diloco.events import Contributed, Merged, Published, SyncerStarted
 
 GOES_BACK = ("restore", "damage state")
 """Faults after which the run may go on from earlier versions."""
 
-ENDS = ("kill", "stop", "damage", "restore")
+ENDS = ("kill", "stop", "damage", "restore", "stale", "same")
 """How the kinds of faults begin that end a process."""
+
+REFUSES = ("damage state", "same name")
+"""Faults that a process may end for with a sentence: the state is damaged, or another process has the name."""
+
+REFUSED_S = 5.0
+"""A learner that has met an older copy has ended this long after that was taken away."""
 
 LATEST_S = 60.0
 """A process that was asked to end has ended by then, on a slow machine too."""
@@ -59,7 +74,9 @@ class WentBack:
 
 
 def went_back(told: Told, facts: Facts) -> Iterator[WentBack]:
-    """All starts from older versions."""
+    """All starts from older versions; of one syncer, since one of two may start behind."""
+    if is_pair(facts):
+        return
     excuses = [(each.began_at, each.fault.kind) for each in told.injected if each.hit and each.fault.kind in GOES_BACK]
     shown: dict[int, int] = {}
     before = 0.0
@@ -77,6 +94,8 @@ def went_back(told: Told, facts: Facts) -> Iterator[WentBack]:
 
 def lost_versions(told: Told, facts: Facts) -> Iterator[str]:
     """No syncer starts with less than was published, but where the state was damaged or restored on purpose."""
+    if is_pair(facts):
+        yield from lost_by_the_pair(facts)
     for each in went_back(told, facts):
         if not each.fault:
             yield f"version {each.published} of fragment {each.fragment} is lost: a syncer began at {each.version}"
@@ -84,6 +103,9 @@ def lost_versions(told: Told, facts: Facts) -> Iterator[str]:
 
 def repeated_versions(told: Told, facts: Facts) -> Iterator[str]:
     """Between two starts each version of a fragment is published once, in order."""
+    if is_pair(facts):
+        yield from repeated_by_the_pair(facts)
+        return
     shown: dict[int, int] = {}
     for event in facts.syncer:
         match event:
@@ -116,6 +138,17 @@ def broken_chain(told: Told, facts: Facts) -> Iterator[str]:
 
 
 # --- tokens and data
+
+
+def older_copies_followed(told: Told, facts: Facts) -> Iterator[str]:
+    """A syncer that was started on an older copy of the state gets no work, and learners say why. One that was started
+    again meanwhile may join before it reads in its checkpoint that the run was further."""
+    if any(isinstance(event, SyncerStarted) for events in facts.stale for event in events) and not facts.refusals:
+        yield "an older copy was served, and no learner has said that it does not follow it"
+    for path, events in zip(told.stale_dirs, facts.stale, strict=True):
+        for event in events:
+            if isinstance(event, Contributed | Merged | Published):
+                yield f"the older copy that is now in {path.name} has {event.kind}: {event!r:.200}"
 
 
 def open_accounts(told: Told, facts: Facts) -> Iterator[str]:
@@ -163,17 +196,27 @@ def open_units(told: Told, facts: Facts) -> Iterator[str]:
 def uncalled_ends(told: Told, facts: Facts) -> Iterator[str]:
     """A process ends only by what was sent to it; a syncer may also refuse a damaged state."""
     for end in told.ends:
-        mine = (each for each in told.injected if each.hit and each.fault.target == end.name)
+        mine = (each for each in told.injected if each.hit and each.fault.target in _causes(end.name))
         sent = [each for each in mine if each.began_at - 1.0 <= end.t and each.fault.kind.startswith(ENDS)]
         last = max(sent, key=lambda each: each.began_at, default=None)
         if end.code > 0 and end.code != STOPPED:
-            if last is None or last.fault.kind != "damage state":
+            if (last is None or last.fault.kind not in REFUSES) and not _meets_an_older_copy(told, end):
                 yield f"{end.name} ended by itself with exit code {end.code}"
         elif last is None or end.t > last.ended_at + LATEST_S:
             yield f"{end.name} ended with exit code {end.code}, and nothing was sent to it"
     for name, code in told.exit_codes.items():
-        if code != (0 if name == SYNCER else STOPPED):
+        if code != (STOPPED if name in told.plan.names else 0):
             yield f"{name} ended with exit code {code} when the run was over"
+
+
+def _meets_an_older_copy(told: Told, end: End) -> bool:
+    """A learner that was started again ends with a sentence while its syncer serves one."""
+    stale = (each for each in told.injected if each.hit and each.fault.kind == "stale copy")
+    return end.name in told.plan.names and any(each.began_at <= end.t <= each.ended_at + REFUSED_S for each in stale)
+
+
+def _causes(name: str) -> tuple[str, ...]:
+    return (name, PAIR) if name in (SYNCER, STANDBY) else (name.removesuffix(TWIN),)
 
 
 def exceptions(told: Told, facts: Facts) -> Iterator[str]:
@@ -192,15 +235,16 @@ def stands_still(told: Told, facts: Facts) -> Iterator[str]:
 
 def state_not_whole(told: Told, facts: Facts) -> Iterator[str]:
     """A syncer would start on the state, with the newest version of each fragment."""
-    if not told.state.get("starts"):
-        yield "no syncer starts on the state at the end: " + "; ".join(
-            f"{each['file']} {each['what']}" for each in told.state.get("problems", ())
-        )
+    for name, state in told.states.items():
+        if not state.get("starts"):
+            yield f"no syncer starts on the state of {name} at the end: " + "; ".join(
+                f"{each['file']} {each['what']}" for each in state.get("problems", ())
+            )
 
 
 def replays_differ(told: Told, facts: Facts) -> Iterator[str]:
     """The journal of each state that was served replays: all decisions, and all merges whose payloads are kept."""
-    for path, replay in zip(told.state_dirs, told.replays, strict=True):
+    for (_, path), replay in zip(told.state_dirs, told.replays, strict=True):
         found = replay["found"]
         if replay["exit_code"] != 0 or not found or found["difference"] is not None:
             said = found.get("difference") if found else replay["said"][-300:]
@@ -222,8 +266,15 @@ Seen = Callable[[Told, Facts], str]
 INVARIANTS: tuple[tuple[str, Broken, Seen], ...] = (
     ("no published version is lost", lost_versions, lambda told, facts: f"{len(facts.history)} versions"),
     ("every version is published once", repeated_versions, lambda told, facts: f"{len(facts.history)} versions"),
+    ("each epoch has one syncer", shared_epochs, lambda told, facts: f"{len(facts.epochs)} epochs"),
+    ("both syncers have the same history", differing_histories, lambda told, facts: _syncers(facts)),
     ("the history has no gap", broken_chain, lambda told, facts: f"{len(facts.line)} versions"),
     ("learners hold what was published", foreign_holdings, lambda told, facts: f"{len(facts.holdings)} holdings"),
+    (
+        "no learner follows an older copy",
+        older_copies_followed,
+        lambda told, facts: f"{len(facts.stale)} copies served",
+    ),
     ("every token is accounted for", open_accounts, lambda told, facts: f"{told.status.get('tokens', 0):,} tokens"),
     ("every unit of data has one fate", open_units, lambda told, facts: _units(told)),
     ("the run goes on", stands_still, lambda told, facts: f"{sum(each.hit for each in told.injected)} faults"),
@@ -238,6 +289,10 @@ INVARIANTS: tuple[tuple[str, Broken, Seen], ...] = (
 def _units(told: Told) -> str:
     data = told.status.get("data") if told.status else None
     return "no leased data" if data is None else f"{sum(each['done'] for each in data['passes']):,} units done"
+
+
+def _syncers(facts: Facts) -> str:
+    return "one syncer" if facts.standby is None else f"{len(facts.standby)} versions"
 
 
 def _replayed(told: Told) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco.chaos.facts import Facts
 from diloco.chaos.invariants import Finding, went_back
+from diloco.chaos.pair import is_pair, takeovers
 from diloco.chaos.story import Injected, Told
 from diloco.events import Joined, Merged, Published, Resumed, Stepped, SyncerStarted
 
@@ -25,6 +26,7 @@ def measured(told: Told, facts: Facts, findings: Sequence[Finding]) -> dict[str,
     return {
         "seed": told.plan.seed,
         "learners": told.plan.learners,
+        "syncers": len(told.plan.syncers),
         "seconds": round(told.troubled[1] - told.troubled[0], 1),
         "faults": _by_kind(hit, facts, told),
         "num_faults": len(hit),
@@ -49,7 +51,9 @@ def measured(told: Told, facts: Facts, findings: Sequence[Finding]) -> dict[str,
             "learner_from_its_start": summary(_learners_back(hit, facts, from_start=True)),
             "syncer": summary(_syncers_back(hit, facts)),
             "syncer_from_its_start": summary(_syncers_back(hit, facts, from_start=True)),
-            "takeover": summary(()),
+            "takeover": summary(takeovers(hit, facts, until="serves", alone=True)),
+            "takeover_amid_faults": summary(takeovers(hit, facts, until="serves", alone=False)),
+            "takeover_published": summary(takeovers(hit, facts, until="publishes", alone=False)),
             "survivor": summary(_survivors_next(hit, facts)),
         },
         "survivor_bound_s": None if step_s is None else 2 * step_s + told.lost_s,
@@ -139,7 +143,9 @@ def _first_work(facts: Facts, injected: Injected) -> float | None:
 
 
 def _syncers_back(hit: Sequence[Injected], facts: Facts, *, from_start: bool = False) -> list[float]:
-    """From the signal that ended a syncer to the moment when the next one serves."""
+    """From the signal that ended the only syncer to the moment when the next one serves."""
+    if is_pair(facts):
+        return []  # the other one takes over
     starts = [event.t for event in facts.syncer if isinstance(event, SyncerStarted)]
 
     def serves(each: Injected) -> float | None:

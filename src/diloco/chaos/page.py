@@ -24,7 +24,9 @@ RECOVERIES = {
     "learner_from_its_start": "the same, from when its process was started again",
     "syncer": "a syncer that was ended: until the next one serves",
     "syncer_from_its_start": "the same, from when its process was started again",
-    "takeover": "a takeover by a standby",
+    "takeover": "a takeover: from the first's fault until its standby serves, nothing else wrong meanwhile",
+    "takeover_amid_faults": "all takeovers, whatever else was wrong",
+    "takeover_published": "the same, until the new first has published a version",
 }
 """What is measured, for people."""
 
@@ -41,11 +43,15 @@ def headline(found: dict[str, Any]) -> str:
     goodput = "not measured" if ratio is None else f"{ratio:.0%}"
     verdict = "all invariants hold" if found["holds"] else "something does not hold"
     return (
-        f"{found['num_faults']} faults in {found['seconds']:,.0f} s on a syncer and {found['learners']} learners: "
-        f"{found['num_survived']} survived, {found['versions_published']:,} versions published, "
+        f"{found['num_faults']} faults in {found['seconds']:,.0f} s on {_syncers(found)} and {found['learners']} "
+        f"learners: {found['num_survived']} survived, {found['versions_published']:,} versions published, "
         f"{found['versions_lost']} lost, goodput {goodput} of a stretch "
         f"without faults; {verdict}."
     )
+
+
+def _syncers(found: dict[str, Any]) -> str:
+    return "a syncer" if found["syncers"] == 1 else "two syncers"
 
 
 def _body(told: Told, facts: Facts, found: dict[str, Any]) -> str:
@@ -61,7 +67,8 @@ their times, are in <code>faults.jsonl</code>.</p>
 {table(("fault", "injected", "survived"), _kinds(told, found))}
 {_timeline(told, facts)}
 <h2>Time to come back</h2>
-<p>Seconds. {plain(_bound(bound))}</p>
+<p>Seconds. {plain(_bound(bound))} A takeover is due within the deadline of the lost, {found["lost_deadline_s"]:g} s,
+and 5 s.</p>
 {table(("", "times", "median", "worst"), recovery_rows(found))}
 <h2>Goodput and participation</h2>
 <p>Tokens merged a second: {goodput["calm"]:,.0f} without faults, {goodput["troubled"]:,.0f} with them. All processes

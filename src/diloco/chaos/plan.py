@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import diloco
-from diloco.chaos.schedule import Fault, Kind, kinds, schedule
+from diloco.chaos.schedule import STANDBY, SYNCER, Fault, Kind, kinds, schedule
 from diloco.config import RunConfig, dump_config, load_config, parse_config
 from diloco.demo.plan import free_port
 from diloco.errors import ConfigError, StoreError, translated
@@ -21,6 +21,12 @@ ENDLESS_TOKENS = 10**12
 LOST_S = 2.0
 """The deadline of a silent learner, in the run that chaos makes itself."""
 
+WIDTH = 32
+"""A hidden size of 32 gives 29 thousand parameters, of which no transfer is long enough to be resumed."""
+
+CUT_BYTES = 40_000
+"""Of such a model, a transfer that is to be cut breaks within so many bytes."""
+
 
 @dataclass(frozen=True)
 class ChaosPlan:
@@ -32,6 +38,8 @@ class ChaosPlan:
         calm_s: how long the run is measured before them.
         every_s: mean time from one fault to the next.
         only: the names of the kinds of faults that happen; empty: all.
+        standby: a second syncer follows the first.
+        width: of the model that chaos makes itself.
     """
 
     directory: Path
@@ -41,15 +49,27 @@ class ChaosPlan:
     calm_s: float
     every_s: float
     only: tuple[str, ...] = ()
+    standby: bool = False
+    width: int = WIDTH
+
+    @property
+    def syncers(self) -> list[str]:
+        """Their names."""
+        return [SYNCER, STANDBY] if self.standby else [SYNCER]
 
     @property
     def names(self) -> list[str]:
         """Of the learners."""
         return [f"learner-{index}" for index in range(self.learners)]
 
+    @property
+    def cut_bytes(self) -> int:
+        """A transfer that is to be cut breaks within so many bytes: they grow as the model does."""
+        return int(CUT_BYTES * max(1.0, (self.width / WIDTH) ** 2))
+
     def kinds(self, lost_s: float) -> tuple[Kind, ...]:
         """The kinds of faults that can happen. Raises ConfigError: `only` names another."""
-        every = kinds(lost_s)
+        every = [each for each in kinds(lost_s) if each.needs != ("one" if self.standby else "standby")]
         if unknown := sorted(set(self.only) - {each.name for each in every}):
             names = ", ".join(each.name for each in every)
             raise ConfigError(f"there is no fault {unknown[0]!r}; choose among {names}")
@@ -96,12 +116,12 @@ def _toml(value: str | float | bool) -> str:
 
 
 def _tables(plan: ChaosPlan) -> dict[str, dict[str, Any]]:
-    """A model of 29 thousand parameters that learns the source of this package, in leased ranges."""
+    """A small model that learns the source of this package, in leased ranges."""
     texts = sorted(str(each) for each in (Path(diloco.__file__).parent / "core").glob("*.py"))
     return {
         "run": {"name": RUN, "tokens": ENDLESS_TOKENS, "seed": plan.seed, "learners": plan.learners},
         "model": {
-            "type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "type": "llama", "hidden_size": plan.width, "intermediate_size": 2 * plan.width, "num_hidden_layers": 2,
             "num_attention_heads": 2, "num_key_value_heads": 2,
         },
         "data": {"kind": "text", "paths": texts, "sequence_length": 32, "deal": "leases"},

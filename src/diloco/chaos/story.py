@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco.chaos.faults import INJECTIONS
 from diloco.chaos.plan import ChaosPlan, prepare
-from diloco.chaos.schedule import SYNCER, Fault
+from diloco.chaos.schedule import Fault
 from diloco.chaos.world import POLL_S, World
 from diloco.demo.processes import End
 from diloco.errors import DilocoError
@@ -20,6 +20,9 @@ from diloco.events import Merged
 BEGIN_S, SETTLE_S, LEAVE_S = 180.0, 180.0, 60.0
 """Limits on a slow machine: until all learners merge at first, until they do again after the last fault, and until a
 process that was asked to has ended."""
+
+WORKS_S = 60.0
+"""A fault that has not done what it is for ends this long after its time."""
 
 Say = Callable[[str], None]
 
@@ -43,9 +46,11 @@ class Told:
         ends: processes that ended and were started again, by what they had been sent or by themselves.
         settled: after the last fault all learners have merged again.
         status: of the run, after its learners had left.
-        state: what `diloco syncer check` says of the state at the end.
+        states: what `diloco syncer check` says of each syncer's state at the end.
         replays: what `diloco replay` says of each state that was served, the oldest first.
         repaired: what `diloco syncer check --repair` has said, each time.
+        state_dirs: as `World.state_dirs`.
+        stale_dirs: older copies that were served.
         failures: what stopped the run before its end.
     """
 
@@ -59,10 +64,11 @@ class Told:
     settled_at: float
     status: dict[str, Any]
     exit_codes: dict[str, int]
-    state: dict[str, Any]
+    states: dict[str, dict[str, Any]]
     replays: tuple[dict[str, Any], ...]
     repaired: tuple[dict[str, Any], ...]
-    state_dirs: tuple[Path, ...]
+    state_dirs: tuple[tuple[str, Path], ...]
+    stale_dirs: tuple[Path, ...]
     failures: tuple[str, ...]
 
 
@@ -80,6 +86,16 @@ def tell(plan: ChaosPlan, run_file: Path | None, say: Say) -> Told:
         say(f"{len(faults)} faults are planned; starting a syncer and {plan.learners} learners")
         began = time.time()
         world.until(lambda: _all_merge(world, began), "not all learners have merged", BEGIN_S)
+        if plan.standby:
+            world.pair_up(BEGIN_S)
+            paired_at = time.time()
+            say("the standby has every version; until all learners merge with the pair")
+            world.until(lambda: _all_merge(world, paired_at), "not all learners have merged", BEGIN_S)
+        if any(fault.kind == "stale copy" for fault in faults):
+            world.copy_state(BEGIN_S)
+            copied_at = time.time()
+            say("a copy of the state is kept; until all learners merge again")
+            world.until(lambda: _all_merge(world, copied_at), "not all learners have merged", BEGIN_S)
         calm_at = time.time()
         say(f"all learners merge; {plan.calm_s:g} s without faults")
         world.rest(plan.calm_s)
@@ -92,6 +108,7 @@ def tell(plan: ChaosPlan, run_file: Path | None, say: Say) -> Told:
         codes: dict[str, int] = {}
         try:
             world.until(lambda: _all_merge(world, over_at), "after the faults not all learners have merged", SETTLE_S)
+            world.until(lambda: world.is_paired, "after the faults the two syncers are no pair", SETTLE_S)
             settled = True
             settled_at = time.time()
             codes, status = _end(world)
@@ -99,12 +116,16 @@ def tell(plan: ChaosPlan, run_file: Path | None, say: Say) -> Told:
             settled_at = time.time()
             failures.append(str(error))
     say("all processes have ended; checking the state, and replaying")
-    state = world.command("syncer", "check", str(world.state_dir), "--json")["found"]
-    replays = tuple(world.command("replay", str(path), "--json") for path in world.state_dirs())
+    served = tuple(world.state_dirs())
+    states = {
+        name: world.command("syncer", "check", str(world.state_dir_of(name)), "--json")["found"]
+        for name in plan.syncers
+    }
+    replays = tuple(world.command("replay", str(path), "--json") for _, path in served)
     told = Told(
         plan, config.syncer.lost_floor_s, (calm_at, trouble_at), (trouble_at, over_at), tuple(injected),
-        tuple(world.family.ends), settled, settled_at, status, codes, state, replays, tuple(world.repaired),
-        tuple(world.state_dirs()), tuple(failures),
+        tuple(world.family.ends), settled, settled_at, status, codes, states, replays, tuple(world.repaired),
+        served, tuple(world.stale_dirs()), tuple(failures),
     )  # fmt: skip
     _write_faults(plan.directory / "faults.jsonl", injected)
     return told
@@ -114,7 +135,8 @@ def _end(world: World) -> tuple[dict[str, int], dict[str, Any]]:
     """Learners leave, then the syncer says where the tokens are, and ends."""
     codes = {name: world.stop(name, LEAVE_S) for name in world.plan.names}
     status = world.status()
-    codes[SYNCER] = world.stop(SYNCER, LEAVE_S)
+    for name in sorted(world.plan.syncers, key=lambda name: name != world.first):
+        codes[name] = world.stop(name, LEAVE_S)
     return codes, status
 
 
@@ -141,18 +163,25 @@ class _Trouble:
             now_s = time.monotonic() - began
             while self._waiting and self._waiting[0].at_s <= now_s:
                 self._begin(self._waiting.pop(0), now_s)
-            for each in [each for each in self._open if each[2] <= now_s]:
+            for each in [each for each in self._open if self._is_over(each, now_s)]:
                 self._end(each)
             self._world.look()
             time.sleep(POLL_S)
         return self._injected
 
     def _begin(self, fault: Fault, now_s: float) -> None:
-        at = time.time()
+        at, fault = time.time(), self._world.aimed(fault)
         hit = INJECTIONS[fault.kind].begin(self._world, fault)
         self._open.append((fault, at, now_s + fault.seconds, hit))
         if hit:
             self._say(f"{now_s:7.1f} s  {fault.kind}: {fault.target}, {fault.seconds:.1f} s")
+
+    def _is_over(self, each: tuple[Fault, float, float, bool], now_s: float) -> bool:
+        fault, began_at, until_s, hit = each
+        if now_s < until_s:
+            return False
+        worked = not hit or INJECTIONS[fault.kind].has_worked(self._world, fault, began_at)
+        return worked or now_s > until_s + WORKS_S
 
     def _end(self, each: tuple[Fault, float, float, bool]) -> None:
         fault, began_at, _, hit = each

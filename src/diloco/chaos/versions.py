@@ -44,10 +44,10 @@ class Versions:
 
     def published(self, fragment: int, version: int) -> None:
         """A syncer shows a version: it is durable, and shown versions never go back."""
-        require(
-            (fragment, version) in self.digests, f"version {version} of fragment {fragment} is shown and not durable"
-        )
-        require(version >= self.shown.get(fragment, 0), f"fragment {fragment} went back to version {version}")
+        if (fragment, version) not in self.digests:
+            raise BrokenInvariantError(f"version {version} of fragment {fragment} is shown and not durable")
+        if version < self.shown.get(fragment, 0):
+            raise BrokenInvariantError(f"fragment {fragment} went back to version {version}")
         self.shown[fragment] = version
 
     def restored(self, fragment: int, version: int, digest: str) -> None:

@@ -3,46 +3,69 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from diloco.chaos.plan import WATCHER, ChaosPlan
 from diloco.chaos.proxy import Relay
-from diloco.chaos.schedule import SYNCER
+from diloco.chaos.schedule import PAIR, STANDBY, SYNCER, Fault
 from diloco.config import RunConfig
+from diloco.demo.plan import free_port
 from diloco.demo.processes import Family
 from diloco.errors import DilocoError, RunError
-from diloco.events import Event, EventTail
+from diloco.events import Event, EventTail, Stands, SyncerStarted, read_events
 
 POLL_S = 0.05
+OPERATOR = "operator"
+TWIN, TWINS = "-twin", "twins"
+"""A second process of one name has this behind that in its log's name, and its files are in here."""
+
+STALE, TRUE = "stale", "syncer-set-aside"
+"""`stale-0` is the copy of the state from before the faults, and `stale-1` and so on what became of it when served."""
+
+SERVES = ("paired", "alone")
+"""Standings of a syncer that publishes."""
+
 COMMAND_S = 120.0
 """A command that looks after files ends within this time."""
 
 
 class World:
-    """A syncer, learners, and a proxy before the syncer for each of them; a context manager.
+    """One or two syncers, learners, and a proxy before each syncer for each of those that dial it; a context manager.
 
     Attributes:
         config: of the run.
         family: the processes.
-        ways: the proxy of each learner.
-        events: of the syncer, since its state was last replaced.
+        ways: the proxies, by who dials and which syncer.
+        events: of the syncers, since the state was last replaced.
+        stands: how each of two syncers has last said that it stands.
+        parted: ways that the first is cut off from, also where another fault of the same way ends.
+        first: the syncer that serves the run, or was the last to.
+        is_stale: an older copy is in the place of the syncer's state.
         repaired: what `diloco syncer check --repair` has said, each time.
     """
 
     def __init__(self, plan: ChaosPlan, config: RunConfig) -> None:
         self.plan, self.config = plan, config
         self.family = Family(plan.directory)
-        self.ways: dict[str, Relay] = {}
+        self.ways: dict[tuple[str, str], Relay] = {}
         self.events: list[Event] = []
         self.repaired: list[dict[str, Any]] = []
-        self._num_replaced = 0
+        self.stands: dict[str, Stands] = {}
+        self.first = SYNCER
+        self.parted = set[Relay]()
+        self._ports = {name: free_port() for name in plan.syncers}
+        self._ports[SYNCER] = int(config.syncer.address.rpartition(":")[2])
+        self._num_replaced = self._num_twins = self._num_stale = 0
+        self.is_stale = False
         self._num_ends = 0
         self._stack = ExitStack()
         self._run_file = str(plan.directory / "run.toml")
@@ -54,11 +77,13 @@ class World:
             learners = [argument for name in self.plan.names for argument in ("--learner", name)]
             self.command(
                 "keys", "new", str(self._keys), "--run", self.config.run.name, "--host", "127.0.0.1", *learners,
-                "--viewer", WATCHER, "--json",
+                "--viewer", WATCHER, "--admin", OPERATOR, "--standby", STANDBY, "--json",
             )  # fmt: skip
             stack.enter_context(self.family)
-            for name in self.plan.names:
-                self.ways[name] = stack.enter_context(Relay(int(self.config.syncer.address.rpartition(":")[2])))
+            for syncer, port in self._ports.items():
+                for name in (*self.plan.names, *self.plan.syncers):
+                    if name != syncer:
+                        self.ways[name, syncer] = stack.enter_context(Relay(port))
             self._stack = stack.pop_all()
         return self
 
@@ -68,15 +93,92 @@ class World:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the syncer and all learners. The first learner gives the run its model."""
-        serve = ["syncer", self._run_file, "--keys", str(self._keys / SYNCER)]
-        self.family.start(SYNCER, serve, serves=True, supervised=True)
+        """Start the first syncer and all learners. The first learner gives the run its model."""
+        self._serve(SYNCER)
         for index, name in enumerate(self.plan.names):
-            command = [
-                "train", self._run_file, "--name", name, "--shard", str(index), "--supervised", "--json",
-                "--keys", str(self._keys / name), "--set", f"syncer.address={self.ways[name].address}",
-            ]  # fmt: skip
+            command = self._trains(name)
             self.family.start(name, [*command, "--initialise"] if index == 0 else command, supervised=True, serves=True)
+
+    def _trains(self, name: str) -> list[str]:
+        return [
+            "train", self._run_file, "--name", name, "--shard", str(self.plan.names.index(name)), "--supervised",
+            "--json", "--keys", str(self._keys / name), "--set", f"syncer.address={self._addresses(name)}",
+        ]  # fmt: skip
+
+    def start_twin(self, name: str) -> None:
+        """Start a second process with the name of a learner, and files of its own. It is not started again."""
+        self._num_twins += 1
+        directory = self.plan.directory.absolute() / TWINS / str(self._num_twins)
+        command = [*self._trains(name), "--set", f'run.dir="{directory}"']
+        self.family.start(f"{name}{TWIN}", command, serves=True, supervised=True)
+        self.family.children[f"{name}{TWIN}"].back_after_s = math.inf
+
+    def end_twin(self, name: str) -> bool:
+        """SIGKILL, if it is still there."""
+        child = self.family.children.pop(f"{name}{TWIN}", None)
+        if child is not None:
+            child.process.kill()
+            child.process.wait()
+        return child is not None
+
+    def pair_up(self, limit_s: float) -> None:
+        """Start the standby; then the first again, which knows the other one's address from now on.
+
+        Raises:
+            RunError: they are no pair in time.
+        """
+        self._serve(STANDBY, follows=SYNCER)
+        self.until(lambda: self.is_paired, "the two syncers are no pair", limit_s)
+        child = self.family.children[SYNCER]
+        child.process.terminate()
+        child.process.wait(limit_s)
+        self.stands.clear()
+        self._serve(SYNCER, follows=STANDBY)
+        self.until(lambda: self.is_paired, "the two syncers are no pair again", limit_s)
+
+    def _serve(self, name: str, follows: str | None = None) -> None:
+        def command() -> list[str]:
+            backups = f'syncer.backup="{self.backups_of(STALE if self.is_stale else name)}"'
+            return [
+                "syncer", self._run_file, "--keys", str(self._keys / name), "--address", self.address(name),
+                "--state-dir", str(self.state_dir_of(name)), "--set", backups,
+                *(() if follows is None else ("--follow", self.ways[name, follows].address)),
+            ]  # fmt: skip
+
+        self.family.start(name, command(), restart=command, serves=True, supervised=True)
+
+    def address(self, syncer: str) -> str:
+        """Of a syncer, without a proxy."""
+        return f"127.0.0.1:{self._ports[syncer]}"
+
+    def _addresses(self, learner: str) -> str:
+        return ",".join(self.ways[learner, syncer].address for syncer in self.plan.syncers)
+
+    # --- two syncers --------------------------------------------------------------------------------------------------
+
+    @property
+    def other(self) -> str:
+        """The other one of the two."""
+        return STANDBY if self.first == SYNCER else SYNCER
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether one serves, and the other one has every version, or there is one only."""
+        if not self.plan.standby:
+            return True
+        each = sorted((stands.standing, stands.epoch) for stands in self.stands.values())
+        return [standing for standing, _ in each] == ["following", "paired"] and each[0][1] == each[1][1]
+
+    def aimed(self, fault: Fault) -> Fault:
+        """The fault with the name of the process that it is for now."""
+        names = {SYNCER: self.first, STANDBY: self.other}
+        return replace(fault, target=names.get(fault.target, fault.target))
+
+    def ways_of(self, target: str) -> list[Relay]:
+        """All ways of a learner, or those between two syncers."""
+        if target == PAIR:
+            return [self.ways[SYNCER, STANDBY], self.ways[STANDBY, SYNCER]]
+        return [self.ways[target, syncer] for syncer in self.plan.syncers]
 
     def is_running(self, name: str) -> bool:
         """Whether the process is there."""
@@ -91,9 +193,16 @@ class World:
         """Start again what has ended, repair what no syncer starts on, and read the syncer's events."""
         self.family.watch()
         ends, self._num_ends = self.family.ends[self._num_ends :], len(self.family.ends)
-        if any(end.name == SYNCER and end.code > 0 for end in ends):
+        if any(end.name == SYNCER and end.code > 0 for end in ends) and not self.plan.standby:
             self._repair()
-        self.events += self._tail.read()
+        for name, tail in self._tails.items() if not self.is_stale else ():
+            events = tail.read()
+            self.events += events
+            for event in events:
+                if isinstance(event, Stands):
+                    self.stands[name] = event
+        serving = [name for name, each in self.stands.items() if each.standing in SERVES]
+        self.first = max(serving, key=lambda name: self.stands[name].epoch, default=self.first)
 
     def until(self, condition: Callable[[], bool], what: str, limit_s: float) -> None:
         """Look until it holds.
@@ -131,17 +240,33 @@ class World:
             raise RunError(f"{name} did not end within {limit_s:.0f} s of SIGTERM") from None
 
     def status(self) -> dict[str, Any]:
-        """Of the run, from its syncer."""
+        """Of the run, from the syncer that serves it."""
         from diloco.exchange.remote import fetch_status
 
-        return fetch_status(self.config.syncer.address, run=self.config.run.name, keys=self._keys / WATCHER)
+        return fetch_status(self.address(self.first), run=self.config.run.name, keys=self._keys / WATCHER)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
     @property
     def state_dir(self) -> Path:
-        """Of the syncer."""
-        return self.config.state_dir
+        """Of the only syncer."""
+        return self.state_dir_of(SYNCER)
+
+    def state_dir_of(self, syncer: str) -> Path:
+        """Of a syncer."""
+        return self.config.state_dir if syncer == SYNCER else self.config.state_dir.with_name(syncer)
+
+    def backups_of(self, syncer: str) -> Path:
+        """Where its backups are."""
+        return self.plan.directory.absolute() / ("backups" if syncer == SYNCER else f"backups-{syncer}")
+
+    def promote(self, syncer: str) -> bool:
+        """`diloco syncer promote --force`; returns whether the syncer has done so."""
+        done = self.command(
+            "syncer", "promote", self.address(syncer), "--run", self.config.run.name,
+            "--keys", str(self._keys / OPERATOR), "--force", "--json",
+        )  # fmt: skip
+        return bool(done["exit_code"] == 0)
 
     def command(self, *arguments: str) -> dict[str, Any]:
         """Run `diloco ARGUMENTS` and read what it prints as JSON; {} where it prints none.
@@ -167,19 +292,64 @@ class World:
             shutil.rmtree(made, ignore_errors=True)
             return False
         self._num_replaced += 1
-        self.events += self._tail.read()
+        self.events += self._tails[SYNCER].read()
         self.state_dir.rename(self.state_dir.with_name(f"{self.state_dir.name}-{self._num_replaced}"))
         made.rename(self.state_dir)
         self._follow()
         return True
 
-    def state_dirs(self) -> Sequence[Path]:
-        """All states that syncers have served, the oldest first."""
+    def copy_state(self, limit_s: float) -> None:
+        """Keep a copy of the state of the syncer, which is stopped for that.
+
+        Raises:
+            RunError: it does not serve again in time.
+        """
+        child = self.family.children[SYNCER]
+        child.process.terminate()
+        child.process.wait(limit_s)
+        shutil.copytree(self.state_dir, self.stale_dir(0))
+        self._serve(SYNCER)
+
+    def stale_dir(self, number: int) -> Path:
+        """A copy, see `STALE`."""
+        return self.state_dir.with_name(f"{STALE}-{number}")
+
+    def stale_dirs(self) -> list[Path]:
+        """Those that were served."""
+        return [self.stale_dir(index + 1) for index in range(self._num_stale)]
+
+    def go_stale(self) -> None:
+        """Put the older copy in the place of the state of a syncer that is not running."""
+        self.look()
+        self.is_stale = True
+        self.state_dir.rename(self.state_dir.with_name(TRUE))
+        shutil.copytree(self.stale_dir(0), self.state_dir)
+        (self.state_dir / "events.jsonl").unlink()
+
+    @property
+    def serves_an_older_copy_since(self) -> float | None:
+        """Unix time in seconds; None: it does not yet."""
+        path = self.state_dir / "events.jsonl"
+        if not self.is_stale or not path.exists():
+            return None
+        return next((event.t for event in read_events(path) if isinstance(event, SyncerStarted)), None)
+
+    def be_true(self) -> None:
+        """Put the state back in its place, of a syncer that is not running."""
+        self._num_stale += 1
+        self.state_dir.rename(self.stale_dir(self._num_stale))
+        self.state_dir.with_name(TRUE).rename(self.state_dir)
+        self.is_stale = False
+
+    def state_dirs(self) -> Sequence[tuple[str, Path]]:
+        """All states that there were, each with its syncer's name; that of the syncer that serves the run at the
+        end."""
         before = [self.state_dir.with_name(f"{self.state_dir.name}-{index + 1}") for index in range(self._num_replaced)]
-        return [*before, self.state_dir]
+        names = sorted(self.plan.syncers, key=lambda name: name == self.first)
+        return [*((SYNCER, path) for path in before), *((name, self.state_dir_of(name)) for name in names)]
 
     def _follow(self) -> None:
-        self._tail = EventTail(self.state_dir / "events.jsonl")
+        self._tails = {name: EventTail(self.state_dir_of(name) / "events.jsonl") for name in self.plan.syncers}
 
     def _repair(self) -> None:
         """As an operator would, where a syncer does not start."""

@@ -29,21 +29,28 @@ def command(
     only: Annotated[
         list[str] | None, typer.Option(metavar="FAULT", help="This kind of fault, as --plan names it; repeatable.")
     ] = None,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="A second syncer follows the first, and faults hit them both.")
+    ] = False,
+    width: Annotated[
+        int, typer.Option(min=32, max=1024, help="Of the model without RUN_FILE; 256 has transfers worth resuming.")
+    ] = 32,
     out: Annotated[Path, typer.Option(help="Where everything is written; must be empty.")] = Path("runs/chaos"),
     plan_only: Annotated[bool, typer.Option("--plan", help="Print the schedule, and run nothing.")] = False,
     as_json: JsonSummary = False,
 ) -> None:
-    """Run a syncer and learners for real, break what can break, and check that nothing was lost.
+    """Run one or two syncers and learners for real, break what can break, and check that nothing was lost.
 
-    Kills, pauses, partitions, half-open, slow and corrupted links, cut transfers, full disks, damaged state and
-    restored backups happen by a schedule that --seed decides. Exit code 1: something does not hold. See docs/chaos.md.
+    Kills, pauses, partitions, half-open, slow and corrupted links, cut transfers, full disks, damaged state, restored
+    backups, older copies, second processes of a name and, with --standby, takeovers happen by a schedule that --seed
+    decides. Exit code 1: something does not hold. See docs/chaos.md.
     """
     from diloco.chaos.plan import LOST_S, ChaosPlan
 
     if seconds is not None and minutes is not None:
         raise ConfigError("--seconds and --minutes are the same in two units; give one of them")
     length_s = 60.0 * minutes if minutes is not None else seconds if seconds is not None else 60.0
-    plan = ChaosPlan(out, seed, length_s, learners, calm, every, tuple(only or ()))
+    plan = ChaosPlan(out, seed, length_s, learners, calm, every, tuple(only or ()), standby, width)
     plan.kinds(LOST_S)  # which checks their names
     if plan_only:
         _print_plan(plan, run_file, as_json)
@@ -67,7 +74,7 @@ def _run(plan: "ChaosPlan", run_file: Path | None) -> dict[str, Any]:
     from diloco.chaos.story import tell
 
     told = tell(plan, run_file, lambda text: typer.echo(printable(text), err=True))
-    facts = read_facts(plan.directory, told.state_dirs, plan.names)
+    facts = read_facts(plan.directory, told.state_dirs, plan.names, told.stale_dirs)
     found = measured(told, facts, check(told, facts))
     with translated(OSError, StoreError, f"cannot write to {plan.directory}", "free disk space"):
         (plan.directory / "chaos.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

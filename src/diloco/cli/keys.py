@@ -66,7 +66,8 @@ def new(
     if not any(role == "learner" for _, role in names):
         raise ConfigError("these keys would have no learner; name at least one, for example --learner site-a.")
     keyring = Keyring.new(directory, run, host, names, timedelta(days=days))
-    _print(directory, keyring.issued, as_json)
+    foot = f"Copy {directory}/<name>/ to its machine, and {directory}/syncer/ to the syncer's; ca.key stays here."
+    _print(directory, keyring.issued, foot, as_json)
 
 
 @app.command()
@@ -75,7 +76,7 @@ def add(directory: Directory, name: Name, role: RoleOption, days: Days = 365, as
     from diloco.syncer.keyring import Keyring
 
     issued = Keyring.read(directory).add(name, cast("Role", role), timedelta(days=days))  # which checks the role
-    _print(directory, [issued], as_json)
+    _print(directory, [issued], _copy(directory, name), as_json)
 
 
 @app.command()
@@ -94,7 +95,8 @@ def renew(
     """
     from diloco.syncer.keyring import Keyring
 
-    _print(directory, [Keyring.read(directory).renew(name, timedelta(days=days), host or ())], as_json)
+    issued = Keyring.read(directory).renew(name, timedelta(days=days), host or ())
+    _print(directory, [issued], _copy(directory, name), as_json)
 
 
 @app.command()
@@ -107,7 +109,8 @@ def revoke(
     """Take the certificates of NAME back. A syncer that has the new syncer/revoked.toml refuses them at once."""
     from diloco.syncer.keyring import Keyring
 
-    _print(directory, Keyring.read(directory).revoke(name, but_newest=old), as_json)
+    revoked = Keyring.read(directory).revoke(name, but_newest=old)
+    _print(directory, revoked, f"Copy {directory}/syncer/revoked.toml to the syncer's machine.", as_json)
 
 
 @app.command("list")
@@ -115,7 +118,7 @@ def list_(directory: Directory, as_json: Json = False) -> None:
     """List the certificates of a run: names, roles, when they end, and which were revoked."""
     from diloco.syncer.keyring import Keyring
 
-    _print(directory, Keyring.read(directory).issued, as_json)
+    _print(directory, Keyring.read(directory).issued, None, as_json)
 
 
 # --- tokens
@@ -195,7 +198,11 @@ def _token_file(name: str) -> str:
     return f"{name}.token"
 
 
-def _print(directory: Path, issued: "Sequence[Issued]", as_json: bool) -> None:
+def _copy(directory: Path, name: str) -> str:
+    return f"Copy {directory}/{name}/ to its machine; ca.key stays here."
+
+
+def _print(directory: Path, issued: "Sequence[Issued]", foot: str | None, as_json: bool) -> None:
     """Certificates: a row each."""
     now = datetime.now(UTC)
     rows = [
@@ -203,7 +210,6 @@ def _print(directory: Path, issued: "Sequence[Issued]", as_json: bool) -> None:
         for it in issued
     ]
     plain = [{**it.model_dump(mode="json"), "directory": str(directory / it.name)} for it in issued]
-    foot = f"Copy {directory}/<name>/ to its machine, and {directory}/syncer/ to the syncer's; ca.key stays here."
     _show(directory, "certificates", plain, ("name", "role", "ends (UTC)", "serial", "state"), rows, foot, as_json)
 
 
@@ -234,7 +240,7 @@ def _state(revoked: datetime | None, expires: datetime | None, now: datetime) ->
 
 def _show(
     directory: Path, what: str, plain: "Sequence[dict[str, Any]]", heads: "Sequence[str]",
-    rows: "Iterable[Sequence[str]]", foot: str, as_json: bool,
+    rows: "Iterable[Sequence[str]]", foot: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     if as_json:
         typer.echo(json.dumps({"directory": str(directory), what: plain}, indent=2))
@@ -243,4 +249,5 @@ def _show(
 
     console = Console(markup=False, highlight=False)
     console.print(make_table(heads, rows, num_text=len(heads)))
-    console.print(foot, soft_wrap=True)
+    if foot is not None:
+        console.print(foot, soft_wrap=True)

@@ -63,6 +63,8 @@ def command(
     from diloco.exchange.remote import fetch_status
 
     if run_file is not None:
+        if ":" in run_file.name and not run_file.exists():
+            raise ConfigError(f"there is no run file {run_file}; a syncer's address goes with --address.")
         config = load_config(run_file)
         address, run = address or config.syncer.address, run or config.run.name
         keys, token_file = keys or config.syncer.keys, token_file or config.syncer.token_file

@@ -234,6 +234,7 @@ def _connector(config: "RunConfig", part: "Part", stopping: "Stopping") -> "Atta
                 initial_tokens=tokens,
                 source=_source(config, part),
                 lineage=None if part.resume_from is None else lineage_of(part.resume_from),
+                tokens_per_step=config.learner_batch * config.data.sequence_length,
             )
             stopping.interrupts(exchange.interrupt)
             trains, overlap = config.train.trains or None, config.train.overlap
@@ -243,6 +244,7 @@ def _connector(config: "RunConfig", part: "Part", stopping: "Stopping") -> "Atta
                     model, optimizer, exchange=exchange, trains=trains, overlap=overlap, heal=heal_of(config, part)
                 )
                 refused.pop_all()
+            stopping.interrupts(learner.interrupt)  # which tells the other ranks
             return learner
 
         try:

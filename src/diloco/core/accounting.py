@@ -13,8 +13,7 @@ contributions are not saved: their learners send them again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.core.contribution import KEPT, Contribution, Verdict
@@ -70,6 +69,11 @@ class Account:
             ledger.lost += c.tokens
         if c.incarnation == self.incarnation:
             self.verdicts[c.fragment, c.number] = Verdict(c.fragment, c.number, reason, version)
+
+    def copied(self) -> Account:
+        """One that can be counted on while this one stays as it is."""
+        ledgers = [replace(ledger, discarded=dict(ledger.discarded)) for ledger in self.ledgers]
+        return replace(self, ledgers=ledgers, confirmed=list(self.confirmed), verdicts=dict(self.verdicts))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values (JSON)."""
@@ -246,7 +250,11 @@ class Accounting:
         """Plain values (JSON) of the record with this serial number, as they are once these contributions have their
         verdicts."""
         self._untold = {key: serial if since is None else since for key, since in self._untold.items()}
-        accounts = deepcopy(self.accounts)
+        decided_of = {c.learner for c in merged} | {c.learner for c, _ in rejected}
+        accounts = {
+            learner: account.copied() if learner in decided_of else account
+            for learner, account in self.accounts.items()
+        }
         for c in merged:
             accounts[c.learner].count(c, None, version)
         for c, reason in rejected:

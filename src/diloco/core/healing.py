@@ -62,6 +62,18 @@ class Healed:
     peer: str | None = None
     reason: str = ""
 
+    @property
+    def words(self) -> str:
+        """For a log."""
+        if self.source == "peer":
+            how = f"with the inner optimizer's state of {self.peer}"
+        elif self.rewarm_steps:
+            how = f"with a fresh inner optimizer and a re-warm-up of {self.rewarm_steps} steps"
+        else:
+            how = "with a fresh inner optimizer"
+        why = f" (it has no peer's state: {self.reason})" if self.reason else ""
+        return f"the run's model, {how}{why}"
+
 
 # --- the syncer's part: the inner state of one learner for another ----------------------------------------------------
 
@@ -147,7 +159,7 @@ class _Transfer:
     Attributes:
         digest: of the joiner's optimizers, which the peer's must equal.
         tried: learners that were asked, and why they gave nothing.
-        peer, number: asked now; the number is of this request. None: nobody is asked yet.
+        peer, number: asked now; the number is of this request. None: no peer is asked yet.
         ends_at: when the peer is given up, or the state that is held is dropped.
         heard_at: of the joiner.
         is_fetching: the joiner fetches it.
@@ -292,8 +304,11 @@ class StateRelay:
         """
         it = self._asked(peer, incarnation, number)
         if digest != it.digest:
-            self._failed(now, "has another inner optimizer or trains other tensors")
-            raise PayloadError(f"{it.joiner!r} has another inner optimizer than {peer!r}, or trains other tensors.")
+            self._failed(now, "has another inner optimizer, trains other tensors or divides them over ranks otherwise")
+            raise PayloadError(
+                f"{it.joiner!r} has another inner optimizer than {peer!r}, trains other tensors or divides them over "
+                "ranks otherwise."
+            )
         if not 0 < num_bytes <= most_bytes:
             self._failed(now, f"has a state of {num_bytes} bytes, where this model needs {most_bytes} at most")
             raise PayloadError(

@@ -69,6 +69,12 @@ class HeldFragment:
         """A fragment of the initial model, with the outer state before the first step."""
         return cls(fragment, version, theta, method.outer.init(theta.numel()), None, digest(theta))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """With tensors of its own."""
+        residual = None if self.residual is None else self.residual.clone()
+        outer_state = {name: each.clone() for name, each in self.outer_state.items()}
+        return replace(self, theta=self.theta.clone(), outer_state=outer_state, residual=residual)
+
     @property
     def bare(self) -> Self:
         """Θ and its version only, for a learner that takes no outer steps itself."""
@@ -87,9 +93,13 @@ class HeldFragment:
 
     @classmethod
     def from_state_dict(cls, fragment: int, state: Mapping[str, Any]) -> Self:
-        """What `state_dict` gave."""
-        theta = state["theta"]
-        return cls(fragment, state["version"], theta, state["outer"], state["residual"], digest(theta))
+        """What `state_dict` gave. Raises ValueError, TypeError or LookupError for anything else."""
+        version, theta, outer, residual = (state[name] for name in ("version", "theta", "outer", "residual"))
+        if type(version) is not int or version < 0 or not all(isinstance(each, Tensor) for each in outer.values()):
+            raise ValueError(f"fragment {fragment} at version {str(version)[:40]!r}")
+        if not isinstance(theta, Tensor) or not (residual is None or isinstance(residual, Tensor)):
+            raise TypeError(f"fragment {fragment} without tensors")
+        return cls(fragment, version, theta, outer, residual, digest(theta))
 
 
 @dataclass(frozen=True, eq=False)

@@ -182,8 +182,27 @@ class FragmentWork:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What `as_dict` gave."""
+        """What `as_dict` gave. Raises ValueError, TypeError or LookupError for anything else."""
         ledger = Ledger(**{**values["ledger"], "discarded": dict(values["ledger"]["discarded"])})
         flights = [InFlight(**{**flight, "units": ranges_of(flight["units"])}) for flight in values["in_flight"]]
         units = {key: ranges_of(values[key]) for key in ("pending_units", "overwritten_units")}
-        return cls(**{**values, **units, "received": set(values["received"]), "in_flight": flights, "ledger": ledger})
+        it = cls(**{**values, **units, "received": set(values["received"]), "in_flight": flights, "ledger": ledger})
+        require_whole_numbers(
+            it.version, it.number, it.pending_tokens, it.pending_steps, it.overwritten_tokens, *it.received,
+            *(n for each in (units["pending_units"], units["overwritten_units"]) for pair in each for n in pair),
+            ledger.trained, ledger.merged, ledger.lost, *map(abs, ledger.discarded.values()),
+        )  # fmt: skip
+        for flight in flights:
+            require_whole_numbers(
+                flight.number, flight.round, flight.base, flight.tokens, flight.steps, flight.apply_at
+            )
+            if {type(flight.listed), type(flight.is_rejected), type(flight.kept)} != {bool}:
+                raise TypeError("a contribution in flight that is neither listed nor not")
+        return it
+
+
+def require_whole_numbers(*values: object) -> None:
+    """Check that values from a file are whole numbers, none of them negative. Raises ValueError."""
+    for each in values:
+        if type(each) is not int or each < 0:
+            raise ValueError(f"{str(each)[:40]!r} is no whole number")

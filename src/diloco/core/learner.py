@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco.core.contribution import KEPT, MISSED
-from diloco.core.in_flight import FragmentWork, InFlight, Send
+from diloco.core.in_flight import FragmentWork, InFlight, Send, require_whole_numbers
 from diloco.core.ranges import Ranges, union
 from diloco.core.rounds.base import Rules
 from diloco.errors import CheckpointError, VersionError
@@ -194,17 +194,32 @@ class LearnerCore:
         fragments = [work.as_dict() for work in self.fragments]
         return {"step": self.step, "tokens": self.tokens, "fragments": fragments, "rounds": self._rounds.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`.
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check what `load_state_dict` is given.
 
         Raises:
             CheckpointError: the state is of a model cut into another number of fragments.
+            ValueError, TypeError or LookupError: it is none.
         """
         if len(state["fragments"]) != len(self.fragments):
             raise CheckpointError(
                 f"the checkpoint has {len(state['fragments'])} fragments and this model {len(self.fragments)}; "
                 "load it with the method it was saved under."
             )
+        for work in state["fragments"]:
+            if not isinstance(work, Mapping):
+                raise TypeError(f"a {type(work).__name__} stands for a fragment")
+            FragmentWork.from_dict(work)
+        require_whole_numbers(state["step"], state["tokens"])
+        own = self._rounds.state_dict()
+        if state["rounds"].keys() != own.keys():
+            raise ValueError(f"rounds with {list(state['rounds'])}")
+        for name, values in own.items():
+            _require_alike(state["rounds"][name], values)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. Raises as `check_state_dict`, and then nothing has changed."""
+        self.check_state_dict(state)
         self.step = self._start_step = state["step"]
         self.tokens = state["tokens"]
         self.fragments[:] = [FragmentWork.from_dict(work) for work in state["fragments"]]
@@ -264,3 +279,12 @@ class LearnerCore:
         self.tokens = 0
         for work in self.fragments:
             work.forget_tokens()
+
+
+def _require_alike(found: Sequence[object], own: Sequence[object]) -> None:
+    """One value of the kind for each fragment, None and a number being of one kind."""
+    if len(found) != len(own):
+        raise ValueError(f"rounds with {len(found)} values, not {len(own)}")
+    for each, like in zip(found, own, strict=True):
+        if type(each) not in ((int, type(None)) if like is None else (type(like),)):
+            raise TypeError(f"rounds with {each!r}")

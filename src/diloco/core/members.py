@@ -14,6 +14,7 @@ class Member:
 
     Attributes:
         overlap: τ, inner steps between its sends and applications; None: the method's.
+        tokens_per_step: the most that it trains in an inner step, as it declared; None: it did not.
         broken_at: when its connection broke; None: it is connected, or was heard since.
         ready: it has trained since it joined, and has not finished. A member that is not ready delays no round.
         finished: it takes no more steps. It is never ready again, and never stalled.
@@ -28,6 +29,7 @@ class Member:
     seen_at: float
     progressed_at: float
     overlap: int | None = None
+    tokens_per_step: int | None = None
     step_s: float | None = None
     waiting: bool = False
     connected: bool = True

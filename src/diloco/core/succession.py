@@ -24,7 +24,7 @@ forgotten what it promised, and is a new elector, which counts once both syncers
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +33,10 @@ from diloco.errors import DilocoError, LineageError
 
 RECENT_S = 2.0
 """What learners have said in this time, or twice the patience, is what they say now."""
+
+RAISES_LEAST_S = 600.0
+"""A first begins a later epoch for a learner that refuses its own one after the patience, and then after twice as long
+each time, up to this: one that only claims to have promised an epoch cannot have the run begin one after the other."""
 
 Place = Literal["first", "standby"]
 
@@ -170,6 +174,7 @@ class Succession:
         self.highest = epoch
         self._serves = self.standing == "alone"
         self._words: dict[str, tuple[float, Word]] = {}
+        self._raised_at, self._raises_after_s = -math.inf, patience_s
 
     # --- the other syncer ---------------------------------------------------------------------------------------------
 
@@ -184,6 +189,10 @@ class Succession:
         """An epoch that neither of the two syncers has used or promised; `other`: the highest of the other one."""
         self.highest = max(self.highest, other) + 1
         return self.highest
+
+    def next_epoch_is_after(self, epoch: int) -> None:
+        """The other one knows of this epoch."""
+        self.highest = max(self.highest, epoch)
 
     def paired(self, now: float, epoch: int) -> None:
         """The standby of this first has every published version, and has made this epoch, which is durable here, its
@@ -232,7 +241,7 @@ class Succession:
         proposal = self.proposal
         if self.standing != "proposing" or proposal is None:
             return None
-        promised = sum(word.promised == proposal.ballot for _, word in self._words.values())
+        promised = sum(word.promised == proposal.ballot for _, word in self._heard())
         return proposal.ballot.epoch if self._is_majority(promised) else None
 
     def begun(self, epoch: int) -> None:
@@ -247,7 +256,7 @@ class Succession:
         """Whether most learners follow the epoch that this syncer has begun: that it is alone may be made durable, and
         then `alone` is called."""
         mine = (self.epoch, self.boot)
-        following = sum((word.seen.epoch, word.seen.boot) == mine for _, word in self._words.values())
+        following = sum((word.seen.epoch, word.seen.boot) == mine for _, word in self._heard())
         return self.standing == "installing" and self._is_majority(following)
 
     def alone(self) -> None:
@@ -288,9 +297,19 @@ class Succession:
             and word.promised is not None
             and word.promised.boot != self.boot
             and word.promised.epoch >= self.epoch
-            for at, word in self._words.values()
+            for at, word in self._heard()
             if self._now - at < self._recent_s
         )
+
+    def raises(self) -> bool:
+        """Whether it is time to begin a later epoch for a learner that refuses this one."""
+        since_s = self._now - self._raised_at
+        if not self.is_refused or since_s < self._raises_after_s:
+            return False
+        is_rare = since_s >= 2 * RAISES_LEAST_S
+        self._raised_at = self._now
+        self._raises_after_s = self._patience_s if is_rare else min(2 * self._raises_after_s, RAISES_LEAST_S)
+        return True
 
     # --- what it may do -----------------------------------------------------------------------------------------------
 
@@ -318,7 +337,11 @@ class Succession:
         return word.seen.epoch > self.epoch and word.seen.boot != self.boot
 
     def _is_most(self, now: float, holds: Callable[[Word], bool]) -> bool:
-        return self._is_majority(sum(holds(word) for at, word in self._words.values() if now - at < self._recent_s))
+        return self._is_majority(sum(holds(word) for at, word in self._heard() if now - at < self._recent_s))
+
+    def _heard(self) -> Iterator[tuple[float, Word]]:
+        """The newest word of each elector, and when it came; one that has left the electorate has none."""
+        return (self._words[each] for each in self.electorate if each in self._words)
 
     def _is_majority(self, number: int) -> bool:
         return 2 * number > len(self.electorate)

@@ -33,6 +33,7 @@ from diloco.core.actions import (
     WakeAt,
 )
 from diloco.core.contribution import OUTLIER, Contribution, Standing, Verdict
+from diloco.core.in_flight import require_whole_numbers
 from diloco.core.leases import Ask, Grant, Leases
 from diloco.core.leases import gone_back as leases_gone_back
 from diloco.core.members import Deadlines, Member
@@ -108,6 +109,7 @@ class SyncerCore:
                 "step": member.step,
                 "tokens": member.tokens,
                 "overlap": member.overlap,
+                "tokens_per_step": member.tokens_per_step,
                 "step_s": member.step_s,
                 "ready": member.ready and not member.presumed,
                 "finished": member.finished and (member.learner, member.incarnation) not in sends_again,
@@ -136,8 +138,8 @@ class SyncerCore:
             presumed = not is_finished and not saved["ready"]  # it may have begun to train since the record
             incarnation = self.accounting.accounts[learner].incarnation
             self.members[learner] = Member(
-                learner, incarnation, saved["step"], now, now, saved["overlap"], step_s=saved["step_s"],
-                connected=False,
+                learner, incarnation, saved["step"], now, now, saved["overlap"],
+                tokens_per_step=saved["tokens_per_step"], step_s=saved["step_s"], connected=False,
                 ready=not is_finished, presumed=presumed, finished=is_finished, tokens=saved["tokens"],
             )  # fmt: skip
             self.rounds.restore_of(learner, saved["rounds"])
@@ -159,7 +161,7 @@ class SyncerCore:
 
     def joined(
         self, now: float, learner: str, *, process: int = 0, again: bool = False, ready: bool = False,
-        overlap: int | None = None,
+        overlap: int | None = None, tokens_per_step: int | None = None,
     ) -> tuple[int, list[Action]]:  # fmt: skip
         """A learner joins as a new incarnation; returns its number. An older live incarnation is replaced.
 
@@ -168,6 +170,7 @@ class SyncerCore:
             again: after an incarnation of the same process was evicted.
             ready: rounds wait for it from the start (fixed membership), not only once it has trained.
             overlap: the learner's own τ; None: the method's.
+            tokens_per_step: the most that it trains in an inner step; None: it does not say.
 
         Raises:
             StaleIncarnationError: it joins again, but a newer process has its place.
@@ -183,7 +186,9 @@ class SyncerCore:
         if learner in self.members:
             actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
         incarnation = self.accounting.begin(learner, process)
-        self.members[learner] = Member(learner, incarnation, self.step, now, now, overlap, ready=ready)
+        self.members[learner] = Member(
+            learner, incarnation, self.step, now, now, overlap, tokens_per_step=tokens_per_step, ready=ready
+        )
         self.rounds.joined(learner)
         self._wants_record = True
         return incarnation, actions + self._look_again(now)
@@ -511,7 +516,13 @@ def rewound(
     """A record (`SyncerCore.saved`) in which a member is as its checkpoint (`SyncerCore.saved_of`) says.
 
     `with_run`: the clock and the rounds of the run too.
+
+    Raises:
+        ValueError, TypeError or LookupError: what is saved is none.
     """
+    require_whole_numbers(saved["step"], *saved["fragment_steps"])
+    for trained, merged, lost, by_reason in saved["ledgers"]:
+        require_whole_numbers(trained, merged, lost, *map(abs, by_reason.values()))
     member = {**record["members"][learner], "step": saved["step"], "rounds": saved["own_rounds"]}
     account = {**record["accounts"][learner], "ledgers": saved["ledgers"]}
     run = {key: saved[key] for key in ("step", "fragment_steps", "rounds")} if with_run else {}

@@ -119,6 +119,13 @@ class Family:
         child.back_after_s = back_after_s
         child.process.send_signal(number)
 
+    def bring_back(self, name: str) -> None:
+        """Start a process again that was killed, at the next `watch`."""
+        child = self.children[name]
+        child.back_after_s = 0.0
+        if child.restart_at is not None:
+            child.restart_at = time.monotonic()
+
     def is_dead(self, name: str) -> bool:
         """Whether it was killed and waits to be started again."""
         return name in self.children and self.children[name].restart_at is not None

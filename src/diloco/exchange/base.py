@@ -19,7 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ from diloco.core.session.requests import Report, TellStart
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.lanes import Lanes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,14 @@ class Exchange(ABC):
         """Ask for units of the run's data, one request at a time; returns at once. The answer, a `Grant`, comes with
         `poll`; or `Rejoined`, and the request is void."""
         raise NotImplementedError(f"{type(self).__name__} leases no data: {ask}")
+
+    def each(self, what: str, make: Callable[[], T]) -> T:
+        """What each rank of this learner makes for itself; if one of them cannot, its error on every rank.
+
+        Arguments:
+            what: is made, for messages.
+        """
+        return make()
 
     def peer_state(self, digest: str, most_bytes: int, timeout_s: float) -> PeerState | str:
         """Before `open`: the inner optimizer's state of a healthy learner, or why there is none. Blocks.

@@ -36,6 +36,10 @@ STALL_FLOOR_S, STALL_CAP_S = 60.0, 3600.0
 LOOK_EVERY_S = 10.0
 """Between two looks at why TLS with the syncer fails."""
 
+REFUSED_S = 60.0
+"""A syncer that has answered before may be refused by TLS, or refuse, for so long: a network on the way may answer in
+its place for a while."""
+
 
 class Watchdog:
     """Cancels a call that stands still for longer than its stall timeout; a context manager around the call.
@@ -117,6 +121,7 @@ class Connection:
         self._metadata = self._credentials.metadata
         self._has_answered = False
         self._looked_at = -math.inf
+        self._refused_at: float | None = None  # by TLS, for the first time since an answer
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
         self._stall_floor_s = stall_floor_s
@@ -265,7 +270,7 @@ class Connection:
         """Errors of gRPC become this package's."""
         try:
             yield
-            self._has_answered = True
+            self._has_answered, self._refused_at = True, None
         except DilocoError:
             raise
         except grpc.RpcError as error:
@@ -281,16 +286,20 @@ class Connection:
             raise UnreachableError(f"the connection to {self.address} was closed: {error}") from error
 
     def _refusal(self) -> DilocoError | None:
-        """Why the syncer is not reached, if it is TLS that failed; looked at now and then. Where the syncer has never
-        answered, that ends the caller; later the network may have changed, and may change back."""
+        """Why the syncer is not reached, if it is TLS that failed; looked at now and then. That ends the caller, at
+        once where the syncer has never answered, and else if it lasts."""
         with self._lock:
-            if self.closing.is_set() or time.monotonic() - self._looked_at < LOOK_EVERY_S:
+            now = time.monotonic()
+            if self.closing.is_set() or now - self._looked_at < LOOK_EVERY_S:
                 return None
-            self._looked_at = time.monotonic()
+            self._looked_at = now
         refusal = self._credentials.refusal()
         if refusal is None:
+            self._refused_at = None
             return None
-        return UnreachableError(refusal) if self._has_answered else AuthError(refusal)
+        self._refused_at = self._refused_at or now
+        is_final = not self._has_answered or now - self._refused_at >= REFUSED_S
+        return AuthError(refusal) if is_final else UnreachableError(refusal)
 
     # --- channels -----------------------------------------------------------------------------------------------------
 

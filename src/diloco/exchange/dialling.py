@@ -10,7 +10,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from diloco.core.session.lanes import address_of
-from diloco.errors import StandbyError, UnreachableError
+from diloco.errors import AuthError, StandbyError, UnreachableError
 from diloco.exchange.connection import Connection, D
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import split_addresses
@@ -136,16 +136,18 @@ def found(syncers: Dialler, run: str) -> pb.DescribeReply:
     """What the syncer that serves a run says of it; requests go to it from here on.
 
     Raises:
+        AuthError: none serves the run for this caller, and one refuses it.
         StandbyError: none serves the run; requests go to one that answers.
         UnreachableError: none answers. Others as `Connection.call`.
     """
-    failures = list[tuple[int, UnreachableError]]()
+    failures = list[tuple[int, UnreachableError | AuthError]]()
     for _ in range(syncers.num_addresses):
         try:
             return syncers.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
-        except UnreachableError as error:
+        except (UnreachableError, AuthError) as error:
             failures.append((syncers.place, error))
         syncers.next()
-    place, failure = next((each for each in failures if isinstance(each[1], StandbyError)), failures[-1])
+    telling = [each for kind in (AuthError, StandbyError) for each in failures if isinstance(each[1], kind)]
+    place, failure = telling[0] if telling else failures[-1]
     syncers.move(place)
     raise failure

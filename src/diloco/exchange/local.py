@@ -20,7 +20,7 @@ from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.session import SessionCore
 from diloco.core.session.requests import Fail, Identity, Report, TellStart
-from diloco.errors import ConfigError, DilocoError
+from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Overview, Rejoined, required_method
 from diloco.exchange.virtual.client import News, SessionClient
 from diloco.exchange.virtual.delivery import Alarm
@@ -313,7 +313,7 @@ class Local(Exchange):
         One that comes back has its ledger there already.
 
         Raises:
-            ConfigError: the checkpoint is of a run with leased data.
+            CheckpointError: the checkpoint is of a run with leased data.
         """
         run, name = self._run, self._name
         assert run.driver is not None
@@ -322,7 +322,7 @@ class Local(Exchange):
         if not state or comes_back or (run.has_trained and not run.stands_at(state)):
             return False
         if state["core"]["has_leases"]:
-            raise ConfigError(
+            raise CheckpointError(
                 "a run in one process cannot go back to a checkpoint with leased data, which all its learners share; "
                 "deal fixed shards, or run it over a syncer."
             )

@@ -4,6 +4,7 @@ to another one that does."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from diloco.errors import ConfigError, CorruptPayloadError, PayloadError
 from diloco.exchange.base import Exchange, PeerState
 from diloco.learner.inner_state import InnerState, clear
 from diloco.learner.models import require_hooks
+from diloco.learner.pieces import Gather
 from diloco.learner.rewarm import Rewarm
 
 
@@ -25,6 +27,7 @@ class Healing:
         parameters: by their names in the layout.
         exchange: with the other learners.
         rewarm: of the learning rate.
+        gather: which piece of each parameter is here.
 
     Raises:
         ConfigError: it cannot heal so.
@@ -37,6 +40,7 @@ class Healing:
         parameters: Mapping[str, Tensor],
         exchange: Exchange,
         rewarm: Rewarm,
+        gather: Gather,
     ) -> None:
         self._heal, self._optimizers = heal, optimizers
         self._exchange, self._rewarm = exchange, rewarm
@@ -50,10 +54,9 @@ class Healing:
         if heal.source == "peer":
             if not exchange.relays:
                 raise ConfigError(
-                    "a peer's inner state needs a syncer that relays it (diloco.connect), and a learner of one "
-                    "process; use Heal(source='global')."
+                    "a peer's inner state needs a syncer that relays it (diloco.connect); use Heal(source='global')."
                 )
-            self._inner = InnerState(optimizers, parameters)
+            self._inner = exchange.each("the inner optimizers", lambda: InnerState(optimizers, parameters, gather))
 
     def prepare(self) -> None:
         """Before the learner joins: ask for a peer's state, where it is to have one. Blocks."""
@@ -69,9 +72,12 @@ class Healing:
         clear(self._optimizers)
         if self._inner is not None and isinstance(found, PeerState):
             try:
-                self._inner.load(found.content)
+                read = partial(self._inner.read, found.content)
+                states = self._exchange.each("the reading of a peer's inner state", read)
+                self._exchange.each("the taking of a peer's inner state", partial(self._inner.take, states))
                 return Healed("peer", 0, found.peer)
             except CorruptPayloadError as error:
+                clear(self._optimizers)  # another rank may have taken its part
                 reason = str(error)
         elif isinstance(found, str):
             reason = found
@@ -88,9 +94,14 @@ class Sharing:
     """
 
     def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, Tensor], exchange: Exchange
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Mapping[str, Tensor],
+        exchange: Exchange,
+        gather: Gather,
     ) -> None:
         self._optimizers, self._parameters, self._exchange = optimizers, parameters, exchange
+        self._gather = gather
         self._answered = 0
 
     def look(self) -> None:
@@ -101,7 +112,9 @@ class Sharing:
             return
         self._answered = number
         try:
-            inner = InnerState(self._optimizers, self._parameters)
-            self._exchange.share(number, inner.digest, inner.snapshot())
+            inner = InnerState(self._optimizers, self._parameters, self._gather)
+            digest, snapshot = inner.digest, inner.snapshot()
         except (ConfigError, PayloadError) as error:
             self._exchange.decline(number, str(error))
+        else:
+            self._exchange.share(number, digest, snapshot)

@@ -94,7 +94,7 @@ class Learner:
 
     Attributes:
         model, optimizer: as given.
-        healed: how the learner has healed; None: it has not.
+        healed: how the learner has healed; None: it has not, or has loaded a checkpoint since.
         resumed: whether the learner continues exactly from the state that it was given; None: it was given none.
 
     Raises:
@@ -162,7 +162,10 @@ class Learner:
             rewarm = Rewarm(self._optimizers)
             parameters = self._tensors.parameters
             heal = heal if resume is None else None
-            healing = Healing(heal, self._optimizers, parameters, self._exchange, rewarm)
+            if island is not None:
+                island.require_heal(heal)
+            pieces = gather or read_dtensor
+            healing = Healing(heal, self._optimizers, parameters, self._exchange, rewarm, pieces)
             exchange.take()
             healing.prepare()
             opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
@@ -172,7 +175,7 @@ class Learner:
                 self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, rewarm, opened
             )
             self.healed: Healed | None = healing.begin() if any(opened.versions) else None
-            self._sharing = Sharing(self._optimizers, parameters, self._exchange)
+            self._sharing = Sharing(self._optimizers, parameters, self._exchange, pieces)
             undo.pop_all()
         self._start_model: Opened | None = opened
         self._closed = False
@@ -481,7 +484,7 @@ class Learner:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
         self._exchange.meet("load_state_dict")
         self._fully_sharded.reshard()
-        self.resumed = resume(self._boundary, opened, state)
+        self.resumed, self.healed = resume(self._boundary, opened, state), None
         return self.resumed
 
     def distributed_state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from diloco.errors import CheckpointError
+from diloco.escaping import MAX_REASON, printable
 from diloco.learner.models import require_hooks
 
 
@@ -68,17 +69,6 @@ class Rewarm:
         """For a checkpoint: a learner that is stopped in the middle goes on with it."""
         return {"num_steps": self.num_steps, "num_taken": self.num_taken}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            CheckpointError: it is none.
-        """
-        num_steps, num_taken = state.get("num_steps"), state.get("num_taken")
-        if type(num_steps) is not int or type(num_taken) is not int or min(num_steps, num_taken) < 0:
-            raise CheckpointError(f"the checkpoint's re-warm-up is {dict(state)!r}; it is damaged, use another one.")
-        self.begin(num_steps, num_taken)
-
     def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._depths[id(optimizer)] += 1
         if self._depths[id(optimizer)] > 1:
@@ -98,3 +88,18 @@ class Rewarm:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def rewarm_of(state: Mapping[str, Any]) -> tuple[int, int]:
+    """What `Rewarm.begin` takes to continue from `Rewarm.state_dict`.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    num_steps, num_taken = state.get("num_steps"), state.get("num_taken")
+    if type(num_steps) is not int or type(num_taken) is not int or min(num_steps, num_taken) < 0:
+        raise CheckpointError(
+            f"the checkpoint's re-warm-up is {printable(repr(dict(state)), MAX_REASON)}; it is damaged, use another "
+            "one."
+        )
+    return num_steps, num_taken

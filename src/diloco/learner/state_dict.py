@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
+
 from diloco.core.held import HeldFragment
+from diloco.core.in_flight import require_whole_numbers
 from diloco.core.layout import digest
 from diloco.core.lineage import Lineage, refusal
 from diloco.core.method import Method
 from diloco.core.update import Update
-from diloco.errors import CheckpointError, StoppedError
+from diloco.errors import AuthError, CheckpointError, StoppedError, translated
 from diloco.exchange.base import Arrived, Opened
 from diloco.learner.boundary import Boundary
+from diloco.learner.rewarm import rewarm_of
+from diloco.plain_json import MALFORMED
 
 KEYS = (
     *("rank", "layout", "method", "core", "anchors", "origins", "parameters", "counters"),
@@ -22,15 +27,17 @@ KEYS = (
 
 
 def learner_state(learner: Boundary) -> dict[str, Any]:
-    """Wait for the updates of scheduled rounds in flight, then return all that the learner needs to continue exactly. A
-    learner that is told to stop waits no longer: what it has not heard of is pending again.
+    """Wait for the updates of scheduled rounds in flight, then return all that the learner needs to continue exactly.
+
+    A learner that is told to stop, or that the syncer refuses, waits no longer: what it has not heard of is pending
+    again.
 
     The parameters are part of it: joining a run overwrites those that the caller has loaded into the model before.
     """
-    learner.receive()
     try:
+        learner.receive()
         learner.wait_while(lambda: _unanswered(learner))
-    except StoppedError:
+    except (StoppedError, AuthError):
         learner.take_back()
     return {
         "rank": list(learner.exchange.rank),
@@ -52,12 +59,22 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
 
     Raises:
         CheckpointError: the state belongs to another run, model, method, number of ranks or parallelism, or the syncer
-            serves an older state of the run.
+            serves an older state of the run; or it is damaged. The learner is as before.
     """
-    _check(learner, state)
-    exchange, core = state["exchange"], learner.core
-    learner.rewarm.load_state_dict(state["rewarm"])
-    if _has_gone_on(opened, state) or not learner.exchange.load_state_dict(exchange):
+    core = learner.core
+    with translated(MALFORMED, CheckpointError, "the learner's state in the checkpoint is damaged", "use another one"):
+        _check(learner, state)
+        _check_tensors(learner, state)
+        core.check_state_dict(state["core"])
+        exchange, rewarm = state["exchange"], rewarm_of(state["rewarm"])
+        has_gone_on = _has_gone_on(opened, state)
+        received = {key: _arrived_in(saved) for key, saved in _by_version(state["received"])}
+        for key, it in received.items():
+            if key != (it.update.fragment, it.update.version):
+                raise ValueError(f"version {it.update.version} of fragment {it.update.fragment} as {key}")
+        has_gone_on = has_gone_on or not learner.exchange.load_state_dict(exchange)
+    learner.rewarm.begin(*rewarm)
+    if has_gone_on:
         learner.rejoin(opened, step=state["core"]["step"])
         learner.tensors.frozen.load_counters(state["counters"])  # the learner's own, wherever the run is
         return False
@@ -70,7 +87,7 @@ def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
     learner.residuals.load_state_dict(state["residuals"])
     if learner.eager is not None:
         learner.eager.load_state_dict(state["eager"])
-    learner.received = {_fragment_and_version(key): _arrived_in(saved) for key, saved in state["received"].items()}
+    learner.received = received
     for fragment, version in learner.received:
         core.received(fragment, version, 0)  # the contribution in flight knows already
     return True
@@ -81,6 +98,7 @@ def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint has no {missing[0]!r}; load what Learner.state_dict of this version of diloco returned."
         )
+    _require_mappings(state, *(key for key in KEYS if key not in ("rank", "layout", "lineage")))
     if state["layout"] != learner.layout.digest():
         raise CheckpointError(
             "the checkpoint is of another model or another cut of it; use the run file it was saved with."
@@ -89,12 +107,44 @@ def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint (there) was saved under another method: {difference}; use the method it was saved with."
         )
-    seen, served = state["lineage"], learner.exchange.lineage
-    error = None if seen is None or served is None else refusal(Lineage(**seen), served)
+    saved, served = state["lineage"], learner.exchange.lineage
+    seen = None if saved is None else Lineage(str(saved["run_id"]), int(saved["epoch"]), int(saved["boot"]))
+    error = None if seen is None or served is None else refusal(seen, served)
     if error is not None:
         raise CheckpointError(f"the checkpoint cannot be continued here: {error}")
     learner.exchange.require_rank(state["rank"], state["core"]["step"])
     learner.tensors.require_pieces(state["parameters"])
+
+
+def _check_tensors(learner: Boundary, state: Mapping[str, Any]) -> None:
+    """Check that the tensors are those of this model. Raises one of `MALFORMED` where they are not."""
+    anchors = learner.tensors.anchors
+    flat = [(int(f), each) for part in ("origins", "residuals") for f, each in state[part].items()]
+    flat += [(f, state["anchors"][str(f)]) for f in range(len(anchors))]
+    flat += [(key[0], saved["held"]["theta"]) for key, saved in _by_version(state["received"])]
+    if learner.eager is not None:
+        flat += [(f, state["eager"]["anchors"][str(f)]) for f in range(len(anchors))]
+        flat += [(_fragment_and_version(key)[0], each) for key, each in state["eager"]["added"].items()]
+        flat += [(f, saved["mean"]) for (f, _), saved in _by_version(state["received"]) if "mean" in saved]
+        for f in range(len(anchors)):
+            _require_tensors(state["eager"]["states"][str(f)].values())
+    for f, each in flat:
+        _require_tensors([each])
+        if not 0 <= f < len(anchors) or each.shape != anchors[f].shape or not each.is_floating_point():
+            raise ValueError(f"a tensor of fragment {f} has the shape {tuple(each.shape)}")
+    own = learner.tensors.frozen.counters()
+    if own.keys() != state["counters"].keys():
+        raise ValueError(f"it has the counters {list(state['counters'])}")
+    for name, each in state["counters"].items():
+        _require_tensors([each])
+        if each.shape != own[name].shape:
+            raise ValueError(f"{name!r} has the shape {tuple(each.shape)}")
+
+
+def _require_tensors(values: Iterable[object]) -> None:
+    for each in values:
+        if not isinstance(each, Tensor):
+            raise TypeError(f"a {type(each).__name__} stands for a tensor")
 
 
 def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:
@@ -123,7 +173,24 @@ def _arrived_out(arrived: Arrived) -> dict[str, Any]:
 def _arrived_in(saved: Mapping[str, Any]) -> Arrived:
     update = Update.from_dict(saved["update"])
     held = HeldFragment.from_state_dict(update.fragment, saved["held"])
-    return Arrived(update, held, saved["merged"], saved.get("mean"))
+    mean = saved.get("mean")
+    require_whole_numbers(update.base, held.version, saved["merged"])
+    if held.version != update.version:
+        raise ValueError(f"version {held.version} as {update.version}")
+    _require_tensors([] if mean is None else [mean])
+    return Arrived(update, held, saved["merged"], mean)
+
+
+def _by_version(received: Mapping[str, Any]) -> list[tuple[tuple[int, int], Mapping[str, Any]]]:
+    for saved in received.values():
+        _require_mappings(saved, "update", "held")
+    return [(_fragment_and_version(key), saved) for key, saved in received.items()]
+
+
+def _require_mappings(values: object, *keys: str) -> None:
+    """A tensor would take a text for a sequence of indices."""
+    if not isinstance(values, Mapping) or not all(isinstance(values[key], Mapping) for key in keys):
+        raise TypeError(f"a {type(values).__name__} stands for names and values")
 
 
 def _fragment_and_version(key: str) -> tuple[int, int]:

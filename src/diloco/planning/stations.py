@@ -83,7 +83,7 @@ class Station:
         got: the newest version that is here.
         pushes: fragment and round of the contributions that are to be sent.
         heard: the newest version of each fragment that it has heard of.
-        pulls: fragments of which it has heard of a newer version than it has, in that order.
+        pulls: fragments of which it has heard of a newer version than it has, those first that have waited longest.
     """
 
     index: int
@@ -203,8 +203,9 @@ class Star:
             self.contributed(station, fragment, number)
             return
         station.got[fragment] = max(station.got[fragment], number)
-        if station.got[fragment] >= station.heard[fragment]:
-            station.pulls.popleft()
+        station.pulls.popleft()
+        if station.got[fragment] < station.heard[fragment]:  # again after the others, as the session does
+            station.pulls.append(fragment)
         if station.pulls:
             self._ask_next(station)
         self.received(station, fragment)

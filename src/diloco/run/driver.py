@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
@@ -41,7 +40,7 @@ from diloco.core.actions import (
     WakeAt,
 )  # fmt: skip
 from diloco.core.contribution import NOT_FINITE, Contribution, Standing
-from diloco.core.healing import HealAnswer, Peer, StateRelay
+from diloco.core.healing import HealAnswer
 from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage, lost, refusal
 from diloco.core.members import Deadlines
@@ -61,7 +60,7 @@ from diloco.run import sense
 from diloco.run.assembly import Span
 from diloco.run.connections import Connections
 from diloco.run.global_model import Fetched
-from diloco.run.inner_rooms import InnerRooms
+from diloco.run.inner_relay import InnerRelay
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
 from diloco.run.recorded import event
 from diloco.run.run_state import RunState
@@ -121,8 +120,9 @@ class Driver(Generic[H, S, P]):
         self._no_room: tuple[float, str] = (-math.inf, "")
         self._data_news = (0, 0)  # passes done, and units that came back
         self._is_stopping = False
-        self._relay = StateRelay(boot)
-        self._inner: InnerRooms[S] = InnerRooms()
+        self._inner: InnerRelay[S] = InnerRelay(
+            boot, self.state, self._connections, ports.spool, self._observer, tell=self._tell, wake=self._wake
+        )
         if saved is not None:
             self.state.restore(saved, self._clock.now_s())
             self._clock.wake_at(self._clock.now_s())
@@ -158,7 +158,7 @@ class Driver(Generic[H, S, P]):
             num_live=num_live,
             run_tokens=self.state.run_tokens,
             order=self._num_standings,
-            inner_wanted=self._relay.number_for(learner, self.core.members[learner].incarnation),
+            inner_wanted=self._inner.relay.number_for(learner, self.core.members[learner].incarnation),
         )
 
     def fetch(
@@ -254,31 +254,34 @@ class Driver(Generic[H, S, P]):
     @event
     def join(
         self, learner: str, layout: ModelLayout, done: Callable[[int], None], *, process: int = 0, again: bool = False,
-        ready: bool = False, overlap: int | None = None, seen: Lineage | None = None,
+        ready: bool = False, overlap: int | None = None, tokens_per_step: int | None = None,
+        seen: Lineage | None = None,
     ) -> None:  # fmt: skip
         """A learner joins as a new incarnation. `done`: called with its number once that is durable.
 
         Arguments:
-            process, again, ready, overlap: as in `SyncerCore.joined`.
+            process, again, ready, overlap, tokens_per_step: as in `SyncerCore.joined`.
             seen: what the learner has followed; None: nothing yet.
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
-            LineageError, UnknownRunError: as `core.lineage.refusal`.
+            LineageError, UnknownRunError: as `core.lineage.refusal`. PayloadError: no such step size can be.
             StaleIncarnationError: it joins again, but a newer process has its place.
             ConfigError: the run's method gives learners no overlap of their own, or not this one.
             NoRoomError: the run's pool has no place for it now. DrainedError: nor will it have one.
         """
         core = self.core
         sense.check_name(learner)
+        sense.check_step_size(learner, tokens_per_step)
         self._require_line(seen)
         if overlap is not None:
             self.state.method.with_own_overlap(overlap)
         if difference := layout.first_difference(self.state.model.layout):
             raise LayoutError(f"learner {learner!r} (here) does not hold the run's model (there): {difference}.")
         incarnation, actions = core.joined(
-            self._clock.now_s(), learner, process=process, again=again, ready=ready, overlap=overlap
-        )
+            self._clock.now_s(), learner, process=process, again=again, ready=ready, overlap=overlap,
+            tokens_per_step=tokens_per_step,
+        )  # fmt: skip
         self._observer.joined(learner, incarnation, core.step)
         self._writes.record(self._clock.now_s(), partial(done, incarnation))
         self._execute(actions)
@@ -327,6 +330,7 @@ class Driver(Generic[H, S, P]):
         sense.check_heartbeat(
             learner, step=step, steps=steps, tokens=tokens, step_s=step_s, num_versions=len(versions),
             num_confirmed=len(confirmed), num_fragments=len(self.state.versions), run_step=core.step,
+            tokens_per_step=core.members[learner].tokens_per_step,
         )  # fmt: skip
         self._require_line(seen, versions)
         sense.check_forward(learner, steps, self._heard_steps.get((learner, incarnation), 0))
@@ -347,7 +351,7 @@ class Driver(Generic[H, S, P]):
             StaleIncarnationError: the incarnation is out. PayloadError: its tokens make no sense.
         """
         self.core.check(learner, incarnation)
-        sense.check_tokens(learner, tokens)
+        sense.check_tokens(learner, tokens, self.core.step, self.core.members[learner].tokens_per_step)
         actions = self.core.left(self._clock.now_s(), learner, incarnation, tokens=tokens)
         self._observer.left(learner, incarnation, tokens)
         self._end(learner, incarnation)
@@ -430,7 +434,7 @@ class Driver(Generic[H, S, P]):
             raise RestartedError(
                 "the syncer was started again; what it has not given a verdict on is sent again, the oldest first."
             )
-        sense.check_contribution(c, self.core.step)
+        sense.check_contribution(c, self.core.step, self.core.members[c.learner].tokens_per_step)
         self.state.model.held(c.fragment)
         fragment = self.state.model.layout.fragments[c.fragment]
         sense.check_size(c, num_bytes, self._ports.jobs.contribution_bytes(fragment.numel), len(fragment.tensors))
@@ -519,7 +523,7 @@ class Driver(Generic[H, S, P]):
 
     def inner_slot(self, number: int) -> S:
         """The room of an inner state, for a transfer that has begun and not ended."""
-        return self._inner.slot(number)
+        return self._inner.rooms.slot(number)
 
     @event
     def heal(self, learner: str, *, process: int, digest: str) -> HealAnswer:
@@ -535,14 +539,14 @@ class Driver(Generic[H, S, P]):
         sense.check_healing(learner, digest)
         if not self.state.is_initialised or not any(self.state.versions):
             return HealAnswer("none")
-        with self._relaying():
-            return self._relay.wanted(self._clock.now_s(), learner, process, digest, self._peers())
+        with self._inner.event() as relay:
+            return relay.wanted(self._clock.now_s(), learner, process, digest, self._inner.peers())
 
     @event
     def healed(self, learner: str, *, process: int, number: int) -> None:
         """The joiner has the state, or does without it."""
-        with self._relaying():
-            self._relay.took(self._clock.now_s(), learner, process, number)
+        with self._inner.event() as relay:
+            relay.took(self._clock.now_s(), learner, process, number)
 
     @event
     def begin_share(self, learner: str, incarnation: int, *, number: int, digest: str, num_bytes: int) -> None:
@@ -554,15 +558,7 @@ class Driver(Generic[H, S, P]):
         """
         self.core.check(learner, incarnation)
         sense.check_healing(learner, digest)
-        now_s, most_bytes = self._clock.now_s(), sense.most_inner_bytes(self.state.model.layout)
-        with self._relaying():
-            self._relay.began(now_s, learner, incarnation, number, digest, num_bytes, most_bytes)
-            try:
-                self._inner.require_place()
-                self._inner.add(number, self._ports.spool.allocate(num_bytes))
-            except NoRoomError:
-                self._relay.cut(now_s, learner, incarnation, number)
-                raise
+        self._inner.began(self._clock.now_s(), learner, incarnation, number, digest, num_bytes)
 
     @event
     def end_share(self, learner: str, incarnation: int, *, number: int, sha256: str | None) -> None:
@@ -571,12 +567,12 @@ class Driver(Generic[H, S, P]):
         Raises:
             PayloadError: the joiner has given up meanwhile.
         """
-        self._inner.leave(number)
-        with self._relaying():
+        self._inner.rooms.leave(number)
+        with self._inner.event() as relay:
             if sha256 is None:
-                self._relay.cut(self._clock.now_s(), learner, incarnation, number)
+                relay.cut(self._clock.now_s(), learner, incarnation, number)
             else:
-                self._relay.completed(self._clock.now_s(), learner, incarnation, number, sha256)
+                relay.completed(self._clock.now_s(), learner, incarnation, number, sha256)
 
     @event
     def decline_share(self, learner: str, incarnation: int, *, number: int, reason: str) -> None:
@@ -587,44 +583,21 @@ class Driver(Generic[H, S, P]):
         """
         self.core.check(learner, incarnation)
         sense.check_refusal(learner, reason)
-        with self._relaying():
-            self._relay.declined(self._clock.now_s(), learner, incarnation, number, reason)
+        with self._inner.event() as relay:
+            relay.declined(self._clock.now_s(), learner, incarnation, number, reason)
 
     @event
     def begin_take(self, learner: str, *, process: int, number: int) -> None:
         """The joiner fetches the state that is ready. Raises PayloadError: there is none."""
-        self._relay.fetches(self._clock.now_s(), learner, process, number)
-        self._inner.use(number)
+        self._inner.relay.fetches(self._clock.now_s(), learner, process, number)
+        self._inner.rooms.use(number)
 
     @event
     def end_take(self, learner: str, *, process: int, number: int) -> None:
         """The joiner's download has ended."""
-        self._inner.leave(number)
-        with self._relaying():
-            self._relay.fetch_ended(self._clock.now_s(), learner, process, number)
-
-    @contextmanager
-    def _relaying(self) -> Iterator[None]:
-        """An event of the relay. After it, rooms that are not needed are given back, and who is asked is told."""
-        before = self._relay.asks
-        try:
-            yield
-        finally:
-            for slot in self._inner.unused(keep=self._relay.held):
-                self._ports.spool.release(slot)
-            if (now := self._relay.asks) != before:
-                self._tell({each[0] for each in (before, now) if each is not None})
-            for relayed in self._relay.ended():
-                self._observer.healed(relayed)
-            self._wake()
-
-    def _peers(self) -> list[Peer]:
-        """Learners whose inner state may be had."""
-        return [
-            Peer(it.learner, it.incarnation, it.tokens, it.step_s)
-            for it in self.core.members.values()
-            if it.healthy and not it.finished and self._connections.of(it.learner, it.incarnation) is not None
-        ]
+        self._inner.rooms.leave(number)
+        with self._inner.event() as relay:
+            relay.fetch_ended(self._clock.now_s(), learner, process, number)
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -701,8 +674,8 @@ class Driver(Generic[H, S, P]):
         if late_s > STOOD_STILL_S:  # suspended, or starved: what learners said meanwhile has not been heard yet
             self._observer.stood_still(late_s)
             core.stood_still(late_s)
-        with self._relaying():
-            self._relay.tick(self._clock.now_s(), self._peers())
+        with self._inner.event() as relay:
+            relay.tick(self._clock.now_s(), self._inner.peers())
         self._uploads.tick(self._clock.now_s())
         self._execute(core.tick(self._clock.now_s()))
         self._observer.stands(core)
@@ -751,7 +724,7 @@ class Driver(Generic[H, S, P]):
         self._wake()
 
     def _wake(self) -> None:
-        self._clock.wake_at(min(self._wake_at_s, self._writes.next_s, self._relay.wake_at))
+        self._clock.wake_at(min(self._wake_at_s, self._writes.next_s, self._inner.relay.wake_at))
 
     def _look_at_data(self) -> None:
         leases = self.core.leases

@@ -59,6 +59,11 @@ class MemoryStore(Generic[H, P]):
         self._at = at
         self._saved = saved
 
+    @property
+    def is_initialised(self) -> bool:
+        """Whether the run has a model."""
+        return self._saved is not None
+
     def load(self) -> SavedRun[H] | None:
         """The run as it was last made durable; None before `initialise`."""
         return None if self._saved is None else replace(self._saved, fragments=deepcopy(self._saved.fragments))

@@ -20,12 +20,16 @@ _MARK = "is_event"
 def event(method: Callable[Concatenate[D, Q], R]) -> Callable[Concatenate[D, Q], R]:
     """An event of a driver, which knows its recorder as `_recorder`, and is given it with its ports."""
     signature = inspect.signature(method)
+    gives_ports = "ports" in signature.parameters
 
     @functools.wraps(method)
     def happens(self: D, *args: Q.args, **kwargs: Q.kwargs) -> R:
+        recorder = None if gives_ports else getattr(self, "_recorder")  # noqa: B009
+        if recorder is None and not gives_ports:
+            return method(self, *args, **kwargs)
         arguments: dict[str, Any] = dict(signature.bind(self, *args, **kwargs).arguments)
         del arguments["self"]
-        recorder = arguments["ports"].recorder if "ports" in arguments else getattr(self, "_recorder")  # noqa: B009
+        recorder = arguments["ports"].recorder if gives_ports else recorder
         if recorder is None:
             return method(self, *args, **kwargs)
         answer: R = recorder.event(method.__name__, functools.partial(method, self), arguments)

@@ -58,15 +58,21 @@ def check_name(learner: str) -> None:
         )
 
 
+def check_step_size(learner: str, tokens_per_step: int | None) -> None:
+    """Check the step size that a learner declares when it joins; None: it declares none."""
+    _within(learner, "tokens in an inner step", tokens_per_step or 0, MAX_TOKENS)
+
+
 def check_heartbeat(
     learner: str, *, step: int, steps: int, tokens: int, step_s: float | None, num_versions: int,
-    num_confirmed: int, num_fragments: int, run_step: int,
+    num_confirmed: int, num_fragments: int, run_step: int, tokens_per_step: int | None,
 ) -> None:  # fmt: skip
     """`run_step`: the highest inner step known. Versions newer than the run's are those of a syncer that was put back
-    to an earlier state; they are shown and no more."""
+    to an earlier state; they are shown and no more. `tokens_per_step`: as the learner declared; None: it did not."""
     _within(learner, "inner steps", step, run_step + MAX_AHEAD)
     _within(learner, "inner steps of its own", steps, step)
     _within(learner, "trained tokens", tokens, MAX_TOKENS)
+    _within_steps(learner, tokens, steps, tokens_per_step)
     if step_s is not None and not (math.isfinite(step_s) and 0 <= step_s <= MAX_STEP_S):
         raise PayloadError(f"{learner!r} says that an inner step takes {step_s} s, which is no duration of a step.")
     check_versions(learner, num_versions, num_fragments)
@@ -96,8 +102,9 @@ def check_versions(learner: str, num_versions: int, num_fragments: int) -> None:
         raise PayloadError(f"{learner!r} has versions of {num_versions} fragments, and the run has {num_fragments}.")
 
 
-def check_contribution(c: Contribution, run_step: int) -> None:
-    """Check a contribution by itself; `SyncerCore` checks its round and base."""
+def check_contribution(c: Contribution, run_step: int, tokens_per_step: int | None) -> None:
+    """Check a contribution by itself; `SyncerCore` checks its round and base. `tokens_per_step`: as in
+    `check_heartbeat`."""
     if c.number < 1:
         raise PayloadError(
             f"{c.learner!r} numbers a contribution {c.number}; number those to each fragment 1, 2, 3, ..."
@@ -106,6 +113,8 @@ def check_contribution(c: Contribution, run_step: int) -> None:
     _within(c.learner, "steps of work", c.steps, c.step)
     _within(c.learner, "trained tokens", c.trained, MAX_TOKENS)
     _within(c.learner, "tokens, those discarded included", c.accounted, c.trained)
+    _within_steps(c.learner, c.tokens, c.steps, tokens_per_step)
+    _within_steps(c.learner, c.trained, c.step, tokens_per_step)
     reasons = [reason for reason, _ in c.discarded]
     if reasons not in ([], [OVERLAP]):
         raise PayloadError(
@@ -195,9 +204,10 @@ def most_inner_bytes(layout: ModelLayout) -> int:
     )
 
 
-def check_tokens(learner: str, tokens: int) -> None:
-    """Check the tokens of a goodbye."""
+def check_tokens(learner: str, tokens: int, run_step: int, tokens_per_step: int | None) -> None:
+    """Check the tokens of a goodbye. It may come before a heartbeat that says of how many steps they are."""
     _within(learner, "trained tokens", tokens, MAX_TOKENS)
+    _within_steps(learner, tokens, run_step + MAX_AHEAD, tokens_per_step)
 
 
 def check_initial(model: InitialModel[Any]) -> None:
@@ -223,6 +233,14 @@ def check_word(learner: str, word: Word, most_epoch: int) -> None:
 def check_epoch(who: str, epoch: int, most_epoch: int) -> None:
     """Check an epoch that a learner or a second syncer names."""
     _within(who, "as an epoch of the run", epoch, most_epoch)
+
+
+def _within_steps(learner: str, tokens: int, steps: int, tokens_per_step: int | None) -> None:
+    if tokens_per_step is not None and tokens > steps * tokens_per_step:
+        raise PayloadError(
+            f"{learner!r} says {tokens} tokens in {steps} inner steps, and declared at most {tokens_per_step} a step "
+            "when it joined; nothing of it was counted."
+        )
 
 
 def _within(who: str, what: str, number: int, most: int) -> None:

@@ -72,6 +72,7 @@ class RunStatus:
             "waiting": member.waiting,
             "drained": learner in core.drained,
             "step_s": member.step_s,
+            "tokens_per_step": member.tokens_per_step,
             "silent_s": max(0.0, now_s - member.seen_at),
             "given_up_in_s": max(0.0, core.deadlines.ends_at(member) - now_s),
             "merged": sum(learner in contributors for contributors in model.contributors),

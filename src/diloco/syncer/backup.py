@@ -161,8 +161,9 @@ def restore(target: Target, state_dir: Path, name: str | None = None) -> Snapsho
     names = target.names(SNAPSHOTS)
     chosen = name if name is not None else next(reversed(names), None)
     if chosen not in names:
-        there = f"it has {', '.join(names[-3:])}" if names else "it has none"
-        raise StoreError(f"there is no snapshot {name or ''} in {target.name}; {there}.")
+        if not names:
+            raise StoreError(f"there is no snapshot in {target.name}; name the place that backups went to.")
+        raise StoreError(f"there is no snapshot {name} in {target.name}; it has {', '.join(names[-3:])}.")
     staging = state_dir.with_name(hidden_name(state_dir.name))
     before = names[: names.index(chosen)]
     try:

@@ -8,11 +8,13 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -132,11 +134,39 @@ def read_tensors(path: Path, digest_of: DigestOf) -> tuple[str, dict[str, Tensor
         OSError: unreadable.
     """
     try:
-        # clones: mapped tensors would lean on a file that is deleted two versions later
-        tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
+        mapped = safetensors.torch.load_file(path)  # the header is checked; no tensor's bytes are read
     except SafetensorError:
         return None
-    return _hash_of(path, tensors, digest_of), tensors
+    # Read in order, not page by page, and a tensor is hashed while the next one is read.
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        num_header_bytes, header = _header_of(file)
+        tensors, hashes = dict[str, Tensor](), dict[str, Future[str]]()
+        for name in header:
+            first, _ = header[name]["data_offsets"]
+            tensors[name] = _read_like(mapped[name], file, 8 + num_header_bytes + first)
+            hashes[name] = hasher.submit(digest_of, name, tensors[name])
+    return _hash_of(path, tensors, lambda name, _: hashes[name].result()), tensors
+
+
+def _read_like(mapped: Tensor, file: IO[bytes], place: int) -> Tensor:
+    """A tensor as large as `mapped`, in memory of its own: a mapped one leans on a file that is deleted later."""
+    tensor = torch.empty_like(mapped)
+    data = bytes_of(tensor)
+    file.seek(place)
+    while data:
+        num_bytes = file.readinto(data)  # type: ignore[attr-defined] # of a raw file
+        if not num_bytes:
+            raise OSError(f"{file.name} has become shorter while it was read")
+        data = data[num_bytes:]
+    return tensor
+
+
+def _header_of(file: IO[bytes]) -> tuple[int, dict[str, Any]]:
+    """The length of a safetensors file's header, and its tensors in order."""
+    num_bytes = int.from_bytes(file.read(8), "little")
+    header: dict[str, Any] = json.loads(file.read(num_bytes))
+    header.pop("__metadata__", None)
+    return num_bytes, header
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:

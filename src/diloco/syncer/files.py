@@ -181,8 +181,8 @@ class TensorFiles:
             return None
         return Recognised(name, sha256, described, path.stat().st_mtime, tensors["theta"].numel())
 
-    def receive(self, name: str, sha256: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Write a file that another store has, as it is.
+    def receive(self, name: str, sha256: str, chunks: Iterable[bytes | memoryview]) -> str:
+        """Write a file that another store has, as it is; returns the digest of its version, "" of the frozen state.
 
         Raises:
             CorruptPayloadError: it is not what `name` and `sha256` say; nothing is left. OSError: the disk refuses.
@@ -197,20 +197,24 @@ class TensorFiles:
                 self._at("received")
                 file.flush()
                 os.fsync(file.fileno())
-            self._require_content(temporary, name, sha256)
+            published = self._digest_of_content(temporary, name, sha256)
             temporary.replace(self.directory / name)
         finally:
             temporary.unlink(missing_ok=True)
         sync_directory(self.directory)
+        return published
 
-    def _require_content(self, path: Path, name: str, sha256: str) -> None:
+    def _digest_of_content(self, path: Path, name: str, sha256: str) -> str:
+        published = ""
         if name.startswith(STATIC):
             is_right = file_sha256(path) == sha256 and name == f"{STATIC}-{sha256[:NAMED_DIGITS]}.safetensors"
         else:
             found = self._recognised(path, name)
             is_right = found is not None and found.sha256 == sha256
+            published = "" if found is None else found.update.digest
         if not is_right:
             raise CorruptPayloadError(f"what came as {name[:80]!r} has another content than its digest says.")
+        return published
 
     def read_static(self, file: str, sha256: str) -> bytes:
         """What `write_static` has written; raises as `read`."""

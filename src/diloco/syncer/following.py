@@ -25,6 +25,9 @@ CHANNEL = "standby"
 DIAL_S = 1.0
 """Between two tries to reach the first."""
 
+FENCED_DIAL_S = 5.0
+"""Between two words to a syncer that has lost the run."""
+
 WORD_S = 0.5
 """Between two words while there is nothing to confirm."""
 
@@ -112,12 +115,14 @@ class Following:
         """Hang up."""
         self._closing.set()
         self._connection.close()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _dial(self) -> None:
         while not self._closing.is_set():
+            wait_s = DIAL_S
             try:
-                self._once()
+                wait_s = FENCED_DIAL_S if self.once() else DIAL_S
                 self._said = ""
             except DilocoError as error:
                 if not self._closing.is_set() and str(error) != self._said:
@@ -128,10 +133,14 @@ class Following:
                 self._failed(error)
                 return
             self._connection.close_channel(CHANNEL)
-            self._closing.wait(DIAL_S)
+            self._closing.wait(wait_s)
 
-    def _once(self) -> None:
-        """One connection."""
+    def once(self) -> bool:
+        """One connection, until it ends; returns whether the other one has heard that this one serves the run.
+
+        Raises:
+            DilocoError: why it has ended.
+        """
         pairing = self._pairing
         hello, contents = pairing.hello(self._run_name)
         words = _Words(hello)
@@ -139,12 +148,12 @@ class Following:
             with closing(self._connection.follow(CHANNEL, iter(words))) as stream:
                 first = _part(stream)
                 if first is None:
-                    return
+                    return False
                 if first.fenced:
                     self.has_fenced.set()
-                    self._closing.wait(5 * DIAL_S)
-                    return
+                    return True
                 pairing.concede(hello.base)
+                pairing.knows_of(first.epoch)
                 self._let_go()
                 link = StandbyLink(contents, first.boot, first.boot)
                 pairing.linked_to(link)
@@ -152,6 +161,7 @@ class Following:
                     self._follow(link, stream, words)
                 finally:
                     pairing.unlink(link)
+                return False
         finally:
             words.end()
 

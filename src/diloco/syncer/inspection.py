@@ -36,7 +36,7 @@ NO_STATIC = safetensors.torch.save({})
 _TEXTS = ("run", "source", "static_file", "static_sha256", "run_id")
 """Columns of a run's row."""
 
-_NONSENSE = (DilocoError, *MALFORMED)
+NONSENSE = (DilocoError, *MALFORMED)
 """What values that make no sense end in."""
 
 
@@ -184,8 +184,10 @@ class _Inspection:
         described = read_description(self._path)
         if described is None:
             what = "is damaged" if (self._path / DESCRIPTION).exists() else "is missing"
-            self.found.notes.append(Problem(DESCRIPTION, f"{what}; a start writes it again from the database"))
-        usable = None if described is None or _unreadable(described) else described
+            self.found.notes.append(
+                Problem(DESCRIPTION, f"{what}; it is written again from the database, if that is whole")
+            )
+        usable = None if described is None or unreadable(described) else described
         with _database_copy(self._path) as database:
             if isinstance(database, str):
                 self._problem(DATABASE, database)
@@ -197,7 +199,7 @@ class _Inspection:
                 self._problem(DATABASE, f"is damaged: the run in it cannot be read ({first_line(error)})")
                 self.found.row = usable
                 return {}, None
-            reason = _unreadable(row)
+            reason = unreadable(row)
             if described is not None and described != row:
                 self._problem(DATABASE, f"describes the run otherwise than {DESCRIPTION}, which has its own hash")
             elif reason is not None:
@@ -208,7 +210,7 @@ class _Inspection:
             try:
                 stored = stored_versions(database)
                 epochs_of(database)[-1]
-            except _NONSENSE as error:
+            except NONSENSE as error:
                 self._problem(DATABASE, f"is damaged: the versions in it cannot be read ({error!r})")
                 self.found.has_database = False
                 return {}, record
@@ -289,7 +291,7 @@ class _Inspection:
                 self._restore(self.found.record)
                 self.found.has_record = True
                 return
-            except _NONSENSE as error:
+            except NONSENSE as error:
                 self._problem(DATABASE, f"is damaged: its record of members and tokens cannot be read ({error!r})")
         described = [each.described for name, each in self._whole.items() if self._is_of_run(name)]
         self.found.record = self._newest_record(described)
@@ -298,19 +300,14 @@ class _Inspection:
         for each in sorted(described, key=lambda it: it.serial, reverse=True):
             try:
                 self._restore(each.record)
-            except _NONSENSE:
+            except NONSENSE:
                 continue
             return each.record
         return None
 
     def _restore(self, record: Mapping[str, Any] | None) -> None:
-        """As a start does."""
         assert self.found.row is not None
-        method = Method.from_dict(json.loads(self.found.row["method"]))
-        versions = [each.serves or 0 for each in self.found.fragments]
-        core = SyncerCore(method.rules(len(versions)), versions, step=int(self.found.row["step"]))
-        if record is not None:
-            core.restore(0.0, record)
+        require_record(self.found.row, [each.serves or 0 for each in self.found.fragments], record)
 
 
 @contextmanager
@@ -336,13 +333,21 @@ def _database_copy(path: Path) -> Iterator[sqlite3.Connection | str]:
             yield database
 
 
-def _unreadable(row: Row) -> str | None:
+def require_record(row: Row, versions: Sequence[int], record: Mapping[str, Any] | None) -> None:
+    """Restore a record as a start does, at these versions. Raises one of `NONSENSE` where it is none."""
+    method = Method.from_dict(json.loads(row["method"]))
+    core = SyncerCore(method.rules(len(versions)), versions, step=int(row["step"]))
+    if record is not None:
+        core.restore(0.0, record)
+
+
+def unreadable(row: Row) -> str | None:
     """Why this is no row of a run; None: it is one."""
     try:
         Method.from_dict(json.loads(row["method"]))
         Layout.from_dict(json.loads(row["layout"]))
         numbers, texts = [row[key] for key in ("step", "tokens")], [row[key] for key in _TEXTS]
-    except _NONSENSE as error:
+    except NONSENSE as error:
         return repr(error)
     if not all(type(each) is int and each >= 0 for each in numbers) or not all(type(each) is str for each in texts):
         return "a text or a number is of another kind"

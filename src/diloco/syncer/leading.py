@@ -63,7 +63,7 @@ class Leading:
             end()
         reader.start()
         try:
-            yield pb.FollowPart(boot=link.boot).SerializeToString()
+            yield pb.FollowPart(boot=link.boot, epoch=pairing.succession.highest).SerializeToString()
             yield from self._parts(link, hello.epoch)
         finally:
             end()

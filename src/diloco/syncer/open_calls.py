@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from diloco.errors import AuthError
+from diloco.errors import AuthError, UnreachableError
 from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator
 from diloco.syncer.callers import Caller
@@ -71,7 +71,7 @@ class OpenCalls:
         for call in calls:
             try:
                 self._auth.check(call.caller)
-            except AuthError as error:
+            except (AuthError, UnreachableError) as error:
                 log.warning("ended a call (%s) of %s: %s", call.name, call.caller.name, error)
                 self._audit.refused(call.name, call.caller, call.context.peer(), error)
                 call.context.cancel()

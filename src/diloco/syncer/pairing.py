@@ -6,7 +6,6 @@ Its lock is taken before those of the driver and of the store, never while one o
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import threading
 import time
@@ -18,7 +17,7 @@ from diloco.core.lineage import Epoch
 from diloco.core.succession import Place, Proposal, Standing, Succession, Word, elector, next_electorate
 from diloco.errors import ConfigError, NotInitialisedError, StandbyError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.run.sense import check_word
+from diloco.run.sense import check_epoch, check_word
 from diloco.syncer.position import Position, read_position, write_position
 from diloco.syncer.replica import Contents, Lacking, Replica, ReplicatedState
 
@@ -145,7 +144,6 @@ class Pairing:
         self._store, self._observer = store, observer
         self._refused_s = patience_s + REFUSED_S
         self._is_over = False
-        self._raised_at = -math.inf
         self._told: tuple[Standing, int] | None = None
         self._members: frozenset[str] | None = None  # processes of the run's learners; None: not known yet
         self.had_position = (found := read_position(store.path)) is not None
@@ -435,6 +433,16 @@ class Pairing:
             self._tell(f"follows {self.other}")
             self.changed.notify_all()
 
+    def knows_of(self, epoch: int) -> None:
+        """The first knows of this epoch: one that this syncer begins is later, also before it is brought up to date.
+
+        Raises:
+            PayloadError: it makes no sense.
+        """
+        with self.changed:
+            check_epoch("the first", epoch, self.most_epoch)
+            self.succession.next_epoch_is_after(epoch)
+
     def take(self, link: StandbyLink, state: ReplicatedState, epoch: int) -> None:
         """A state of the run from the first. `epoch`: that it agrees on with this; 0: none.
 
@@ -528,10 +536,9 @@ class Pairing:
 
     def _begin_later_epoch(self) -> None:
         """Where a learner refuses this one."""
-        now, it = time.monotonic(), self.succession
-        if not it.is_refused or now - self._raised_at < self.patience_s:
+        it = self.succession
+        if not it.raises():
             return
-        self._raised_at = now
         if self.standing == "alone":
             epoch = it.next_epoch(0)
             self._store.begin_epoch(Epoch(epoch, self._store.versions()), time.time())

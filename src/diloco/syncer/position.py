@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.core.succession import Place
-from diloco.errors import StoreError
+from diloco.errors import StoreError, first_line
+from diloco.plain_json import MALFORMED
 from diloco.syncer.durable import sync_directory
 from diloco.whole_files import write_whole
 
@@ -40,16 +41,18 @@ def read_position(state_dir: Path) -> Position | None:
     path = state_dir / FILE
     try:
         plain = json.loads(path.read_bytes())
-        place, is_paired = plain["place"], plain["is_paired"]
-        if place not in ("first", "standby") or not isinstance(is_paired, bool):
-            raise ValueError(f"place {place!r}")
-        return Position(place, is_paired, int(plain["base"]), frozenset(map(str, plain["electorate"])))
+        place, is_paired, base, electorate = (plain[name] for name in ("place", "is_paired", "base", "electorate"))
+        if place not in ("first", "standby") or type(is_paired) is not bool or type(base) is not int or base < 0:
+            raise ValueError(f"place {place!r}, base {base!r}")
+        if type(electorate) is not list or not all(type(each) is str for each in electorate):
+            raise ValueError("the electorate")
+        return Position(place, is_paired, base, frozenset(electorate))
     except FileNotFoundError:
         return None
-    except (LookupError, RecursionError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise StoreError(
-            f"{path} is damaged ({error}), and says whether this syncer may serve the run; start it as the standby of "
-            "the other one in an empty directory, or remove the file if there is no other one."
+            f"{path} is damaged ({first_line(error)}), and says whether this syncer may serve the run; start it as "
+            "the standby of the other one in an empty directory, or remove the file if there is no other one."
         ) from error
 
 

@@ -39,7 +39,10 @@ def repair(path: Path) -> tuple[Found, list[Path]]:
             if found.starts:
                 return found, []
             if not found.can_be_repaired:
-                raise StoreError(f"{path} cannot be repaired ({_missing(found)}); put it back from a backup.")
+                raise StoreError(
+                    f"{path} cannot be repaired ({_missing(found)}); `diloco syncer restore` makes it anew from a "
+                    "backup."
+                )
             aside = _make_database(found)
             aside += [set_aside(path, path / file) for file in _damaged(found) if (path / file).exists()]
             if not found.has_static:

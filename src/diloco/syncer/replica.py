@@ -10,6 +10,7 @@ set aside.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +20,12 @@ from typing import IO, Any
 from diloco.core.lineage import Epoch
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, StoreError
+from diloco.escaping import MAX_REASON
+from diloco.plain_json import MALFORMED
+from diloco.run.ports import Json
 from diloco.syncer.durable import ignore_point
 from diloco.syncer.files import is_static, version_of
+from diloco.syncer.inspection import NONSENSE, require_record, unreadable
 from diloco.syncer.position import read_position
 from diloco.syncer.records import (
     StoredVersion,
@@ -32,7 +37,7 @@ from diloco.syncer.records import (
     put_version,
     versions_after,
 )
-from diloco.syncer.run_description import RUN_COLUMNS, insert_run, run_row, write_description
+from diloco.syncer.run_description import RUN_COLUMNS, Row, insert_run, run_row, write_description
 from diloco.syncer.store import KEPT_VERSIONS, Store
 
 
@@ -90,19 +95,32 @@ class ReplicatedState:
         """
         try:
             plain = json.loads(text)
-            epochs = tuple((Epoch(int(it["number"]), tuple(it["versions"])), float(at)) for it, at in plain["epochs"])
-            versions = tuple(
-                StoredVersion(**{**each, "update": Update.from_dict(each["update"])}) for each in plain["versions"]
+            epochs = tuple(
+                (Epoch(int(it["number"]), tuple(map(int, it["versions"]))), float(at)) for it, at in plain["epochs"]
             )
+            versions = tuple(map(_version, plain["versions"]))
             since = {int(fragment): int(version) for fragment, version in plain["since"]}
-            for each in versions:
-                if version_of(each.file) != (each.update.fragment, each.update.version):
-                    raise ValueError(f"{each.file!r} as a version of fragment {each.update.fragment}")
             if set(plain["row"]) != RUN_COLUMNS or not is_static(str(plain["row"]["static_file"])):
                 raise ValueError("the description of the run")
             return cls(plain["row"], plain["record"], epochs, since, versions, tuple(map(str, plain["electorate"])))
-        except (LookupError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptPayloadError(f"what the first syncer has sent is no state of a run ({error!r}).") from error
+        except MALFORMED as error:
+            raise _no_state(error) from error
+
+
+def _version(plain: Mapping[str, Any]) -> StoredVersion:
+    """A version of a state. Raises one of `MALFORMED` for values that a database has none of."""
+    found = StoredVersion(**{**plain, "update": Update.from_dict(plain["update"])})
+    it = found.update
+    numbers, texts = (it.base, found.tokens), (it.digest, found.sha256, *it.contributors)
+    reals = it.scale, found.published_at, *it.weights
+    if (
+        version_of(found.file) != (it.fragment, it.version)
+        or not all(type(each) is int and 0 <= each < 2**63 for each in numbers)
+        or not all(type(each) in (int, float) and math.isfinite(each) for each in reals)
+        or not all(type(each) is str for each in texts)
+    ):
+        raise ValueError(f"{found.file!r} as a version of fragment {it.fragment}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -131,7 +149,7 @@ class Replica(Store):
 
     def __init__(self, path: str | os.PathLike[str], *, at: Callable[[str], None] = ignore_point) -> None:
         super().__init__(path, at=at)
-        self._verified = set[str]()  # files that this process has received
+        self._verified: dict[str, tuple[str, str]] = {}  # files that this process has received: SHA-256 and digest
 
     def _require_no_run(self, *, is_new: bool) -> None:
         """A copy has files before it has the first state that names them."""
@@ -223,18 +241,18 @@ class Replica(Store):
     def receive(self, name: str, sha256: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Take a file. Raises as `TensorFiles.receive`, and StoreError where the disk refuses."""
         with self._mapped(f"completed by {name[:80]!r}"):
-            self._files.receive(name, sha256, chunks)
-            self._verified.add(name)
+            self._verified[name] = sha256, self._files.receive(name, sha256, chunks)
 
     def take(self, state: ReplicatedState) -> None:
         """Become this state of the run, whose files are here.
 
         Raises:
             StoreError: the disk refused, and the state before still is; or a file is missing or damaged.
+            CorruptPayloadError: no syncer could start with it; the state before still is.
         """
         for each in {each.update.fragment: each for each in state.versions}.values():  # the newest ones
             it = each.update
-            if each.file not in self._verified:
+            if self._verified.get(each.file) != (each.sha256, it.digest):
                 self._files.read(it.fragment, it.version, each.file, each.sha256, it.digest)
         with self._writing, self._mapped("brought to the state of the first syncer"):
             with self._using:
@@ -245,12 +263,18 @@ class Replica(Store):
                     f"another one (id {state.row['run_id']}); use an empty directory."
                 )
             if not known:
+                if (reason := unreadable(state.row)) is not None:
+                    raise _no_state(reason)
                 self._files.read_static(str(state.row["static_file"]), str(state.row["static_sha256"]))
                 write_description(self.path, state.row)
             with self._transaction() as db:
-                if not known:
-                    insert_run(db, state.row)
-                _replace(db, state)
+                try:
+                    if not known:
+                        insert_run(db, state.row)
+                    _replace(db, state)
+                    _require_startable(db, known or state.row, state.record)
+                except NONSENSE as error:
+                    raise _no_state(error) from error
                 self._at("inserted")
             self._at("committed")
             self._verified.clear()
@@ -282,3 +306,17 @@ def _replace(db: sqlite3.Connection, state: ReplicatedState) -> None:
         put_epoch(db, epoch, started_at)
     for each in state.versions:
         put_version(db, each.update, each.file, each.sha256, each.tokens, each.published_at)
+
+
+def _require_startable(db: sqlite3.Connection, row: Row, record: Json | None) -> None:
+    """A start must be able to begin with what the transaction leaves. Raises one of `NONSENSE` where it cannot."""
+    newest = [each.update for each in newest_versions(db)]
+    num_fragments = len(json.loads(row["layout"])["fragments"])
+    if [each.fragment for each in newest] != list(range(num_fragments)) or not epochs_of(db):
+        raise ValueError(f"versions of {len(newest)} of {num_fragments} fragments")
+    require_record(row, [each.version for each in newest], record)
+
+
+def _no_state(reason: object) -> CorruptPayloadError:
+    said = reason if isinstance(reason, str) else repr(reason)
+    return CorruptPayloadError(f"what the first syncer has sent is no state of a run ({said[:MAX_REASON]}).")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from diloco.errors import AuthError, ConfigError
+from diloco.errors import ConfigError, UnreachableError
 
 T = TypeVar("T")
 
@@ -42,9 +42,10 @@ class Reread(Generic[T]):
         """As `get`, for a call: a file that has become unreadable admits no caller.
 
         Raises:
-            AuthError: the file cannot be read.
+            UnreachableError: the file cannot be read. That is no fault of the caller, which tries again: a file is
+                short for a moment where it is copied over the one before.
         """
         try:
             return self.get()
         except ConfigError as error:
-            raise AuthError(f"no caller can be admitted: {error}") from error
+            raise UnreachableError(f"no caller can be admitted: {error}") from error

@@ -10,8 +10,9 @@ import secrets
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import wait
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -21,6 +22,7 @@ from safetensors.torch import save
 
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
+from diloco.core.held import HeldFragment
 from diloco.core.leases import Grant
 from diloco.core.lineage import Lineage
 from diloco.core.memory import room
@@ -42,6 +44,7 @@ from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import abort
 from diloco.plain_json import read_json
 from diloco.run import sense
+from diloco.run.ports import InitialModel
 from diloco.run.run_state import require_run
 from diloco.run.uploads import Upload
 from diloco.syncer.admission import Admission, Call, Kind, Shares
@@ -64,7 +67,7 @@ from diloco.syncer.messages import (
 from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.pair_calls import PairCalls
 from diloco.syncer.probe import Prober
-from diloco.syncer.receiving import receiving
+from diloco.syncer.receiving import IncomingModel, resumed_at
 from diloco.syncer.sockets import SocketLedger
 from diloco.syncer.spool import Slot
 from diloco.syncer.transfers import Transfers
@@ -119,7 +122,7 @@ class Service:
         self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
         self._status_extra = status_extra
         self._prober = Prober()
-        self._initialising = threading.Lock()
+        self._initialising, self._incoming = threading.Lock(), IncomingModel()
         self._healing = HealingService(self._host, self._admit)
 
     def handlers(self) -> Admission:
@@ -176,7 +179,7 @@ class Service:
             overlap = request.overlap if request.HasField("overlap") else None
             driver.join(
                 request.learner, layout, joined, process=request.process, again=request.again, overlap=overlap,
-                seen=seen_of(request),
+                tokens_per_step=request.tokens_per_step or None, seen=seen_of(request),
             )  # fmt: skip
 
         reply = self._driver.wait_for(join)
@@ -256,21 +259,40 @@ class Service:
         self._admit(context, caller, header.run, "learner", header.learner, "joins")
         layout, seen = _layout(header.layout), seen_of(header)
         _check_sizes(list(header.part_bytes), layout)
-        self._driver.ask(_check_has_no_model)
-        if not self._initialising.acquire(blocking=False):
-            raise BusyError("another learner gives the run its model; the same call is taken if that one breaks off.")
-        try:
-            yield from self._initialise(caller, header, layout, seen, stream, context)
-        finally:
-            self._initialising.release()
+        with self._transfers.open(header.learner, None, "Initialise", context):  # this learner's own, over a dead link
+            if not self._initialising.acquire(blocking=False):
+                raise BusyError(
+                    "another learner gives the run its model; the same call is taken if that one breaks off."
+                )
+            try:
+                self._driver.ask(_check_has_no_model)
+                yield from self._initialise(caller, header, layout, seen, stream, context)
+            finally:
+                self._initialising.release()
 
     def _initialise(
         self, caller: Caller, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None,
         stream: Iterator[bytes], context: grpc.ServicerContext,
     ) -> Iterator[pb.InitialiseReply]:  # fmt: skip
-        buffer = _room_for_model(sum(header.part_bytes))  # the system gives it page by page, as bytes arrive
-        for received in receiving(stream, buffer):
-            yield pb.InitialiseReply(received=received)
+        resumed = partial(self._resumed, header.learner, "joins")
+        buffer = yield from _replying(self._incoming.receive(header, stream, _room_for_model, resumed))
+        all_here = pb.Received(num_bytes=len(buffer), all=True)
+        with ThreadPoolExecutor(1, thread_name_prefix="diloco-initialise") as worker:
+            making = worker.submit(self._initial_model, header, layout, seen, buffer)
+            yield from (pb.InitialiseReply(received=all_here) for _ in while_waiting(making))
+            model = making.result()
+
+        def initialise(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
+            driver.initialise(model, done)
+
+        yield from (pb.InitialiseReply(received=all_here) for _ in self._until_done(initialise))
+        self._audit.admitted("Initialise", caller, header.learner, context.peer())
+        yield pb.InitialiseReply()
+
+    def _initial_model(
+        self, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None, buffer: memoryview
+    ) -> InitialModel[HeldFragment]:
+        """What has come, checked and with its digests: seconds for each GB."""
         thetas, start = [], 0
         for num_bytes in header.part_bytes[:-1]:
             thetas.append(tensor_of(buffer[start : start + num_bytes], torch.float32))
@@ -282,19 +304,11 @@ class Service:
                     f"fragment {fragment.index} of the initial model is not finite; start from other weights."
                 )
         _check_static(layout, static)
-        model = self._driver.jobs.initial(
+        return self._driver.jobs.initial(
             layout, thetas, static, learner=header.learner, source=header.source, step=header.step,
             tokens=header.tokens, run_id=secrets.token_hex(16) if seen is None else seen.run_id,
             epoch=1 if seen is None else seen.epoch + 1,
         )  # fmt: skip
-
-        def initialise(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
-            driver.initialise(model, done)
-
-        all_here = pb.Received(num_bytes=len(buffer), all=True)
-        yield from (pb.InitialiseReply(received=all_here) for _ in self._until_done(initialise))
-        self._audit.admitted("Initialise", caller, header.learner, context.peer())
-        yield pb.InitialiseReply()
 
     def push(
         self, caller: Caller, header: pb.PushHeader, stream: Iterator[bytes], context: grpc.ServicerContext
@@ -331,7 +345,7 @@ class Service:
                 filled = push.received
                 checksum = zlib.crc32(buffer[:filled])
                 yield pb.PushReply(received=pb.Received(num_bytes=filled, checksum=checksum))
-                filled = _resumed_at(read_header(stream, pb.Resume).start, filled)
+                filled = resumed_at(read_header(stream, pb.Resume).start, filled)
             if filled:
                 self._resumed(header.learner, "contributions", filled)
             progress, kept = Progress(), filled
@@ -358,9 +372,7 @@ class Service:
         """Gives now and then until an event is answered: its caller must hear that it is not forgotten. Raises the
         answer, if it is a refusal."""
         with self._driver.asking(event) as answer:
-            yield
-            while not wait([answer], SAY_EVERY_S).done:
-                yield
+            yield from while_waiting(answer)
             refusal = answer.result()
         if refusal is not None:
             raise refusal
@@ -490,6 +502,8 @@ class Service:
         try:
             caller = self._auth.caller(context)
             self._auth.check(caller)
+            if kind == "standby":  # its few threads do not wait for a message of another role
+                caller.may("standby")
             with self._shares.take(kind, caller):
                 yield caller
         except DilocoError as error:
@@ -512,13 +526,6 @@ class Service:
         require_run(self._run, run)
         if self._sockets is not None:
             self._sockets.label(context.peer(), kind, learner or "viewers")
-
-
-def _resumed_at(start: int, received: int) -> int:
-    """Where an upload goes on, of which so many bytes are here."""
-    if start not in (0, received):
-        raise CorruptPayloadError(f"{received} bytes are here and the upload goes on at byte {start}; send it again.")
-    return start
 
 
 def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
@@ -563,7 +570,29 @@ def _check_has_no_model(driver: SyncerDriver) -> None:
         raise driver.state.already_initialised()
 
 
+def while_waiting(answer: Future[Any]) -> Iterator[None]:
+    """Gives at once, and now and then until there is an answer: a sender hears that it is not forgotten."""
+    yield
+    while not wait([answer], SAY_EVERY_S).done:
+        yield
+
+
+def _replying(
+    arriving: Generator[pb.Received, None, memoryview],
+) -> Generator[pb.InitialiseReply, None, memoryview]:
+    """What has arrived, as replies."""
+    with closing(arriving):
+        while True:
+            try:
+                received = next(arriving)
+            except StopIteration as ended:
+                whole: memoryview = ended.value
+                return whole
+            yield pb.InitialiseReply(received=received)
+
+
 def _room_for_model(num_bytes: int) -> memoryview:
+    """The system gives it page by page, as bytes arrive."""
     try:
         return room(num_bytes)
     except (MemoryError, OSError, OverflowError) as error:

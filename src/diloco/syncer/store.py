@@ -28,6 +28,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -70,6 +71,9 @@ from diloco.syncer.run_description import DESCRIPTION, insert_run, read_descript
 log = logging.getLogger("diloco.syncer")
 
 KEPT_VERSIONS = 2  # files of a fragment: the newest and the one before it
+
+READERS = 4
+"""Fragments that are read and hashed at a time: a start waits for the disk, or for one processor's hashes."""
 
 
 class Store:
@@ -256,7 +260,9 @@ class Store:
             self._require_as_described()
             name, method, layout_text, source, step, tokens, static_file, static_sha256, record, run_id = run
             layout = Layout.from_dict(json.loads(layout_text))
-            fragments = {row[0]: self._files.read(*row) for row in newest}
+            with ThreadPoolExecutor(READERS) as readers:
+                read = readers.map(lambda row: self._files.read(*row), newest)
+                fragments = {row[0]: fragment for row, fragment in zip(newest, read, strict=True)}
             return SavedRun(
                 name,
                 Method.from_dict(json.loads(method)),

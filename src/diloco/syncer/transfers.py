@@ -22,7 +22,7 @@ LOOK_EVERY_S = 1.0
 @dataclass(frozen=True, eq=False)
 class _Transfer:
     learner: str
-    incarnation: int
+    incarnation: int | None
     what: Hashable
     context: Any  # of gRPC, whose `cancel` has no types
     ended: threading.Event = field(default_factory=threading.Event)
@@ -53,12 +53,13 @@ class Transfers:
 
     @contextmanager
     def open(
-        self, learner: str, incarnation: int, what: Hashable, context: grpc.ServicerContext
+        self, learner: str, incarnation: int | None, what: Hashable, context: grpc.ServicerContext
     ) -> Iterator[None]:  # fmt: skip
         """Inside, the transfer is cancelled once the incarnation is not part of the run, or opens it again. An earlier
         one of the same is over before the inside begins.
 
         Arguments:
+            incarnation: None: the learner is no member yet, and may go on.
             what: tells the transfers of an incarnation apart.
         """
         mine = _Transfer(learner, incarnation, what, context)
@@ -92,6 +93,8 @@ class Transfers:
         with self._lock:
             transfers = list(self._open)
         for it in transfers:
+            if it.incarnation is None:
+                continue
             try:
                 self._host().ask(lambda driver, it=it: driver.check(it.learner, it.incarnation))  # type: ignore[misc]
             except DilocoError as error:

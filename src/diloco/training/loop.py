@@ -9,7 +9,7 @@ from torch import nn
 
 from diloco import events as ev
 from diloco.config import RunConfig, dump_config
-from diloco.errors import CheckpointError, ConfigError, StoppedError, StoreError, translated
+from diloco.errors import AuthError, CheckpointError, ConfigError, StoppedError, StoreError, translated
 from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.clock import Clock, Shared
@@ -80,7 +80,7 @@ class Trainer:
         self._everyone = self._job if together is None else together.everyone
         self._progress = progress or Progress()
         self._stopping = stopping or Stopping()
-        self._joined = False
+        self._joined = self._has_begun = False
         self._save_again_at: int | None = None  # the step; on every rank the same
         self._check_batches()
         if config.data.deal == "leases" and (together is not None or part.role != "learner"):
@@ -137,10 +137,15 @@ class Trainer:
                 try:
                     self._prepare()
                     self._reporter.begins(self._island.tokens)
+                    self._has_begun = True
                     started = self._clock.seconds()
                     reason = self._loop()
+                except AuthError:  # the syncer lets this part in no more; what it has trained is kept
+                    if self._has_news:
+                        self._save()
+                    raise
                 except StoppedError as error:
-                    if not self._stopping.is_asked:
+                    if not self._job.any(self._stopping.is_asked):
                         raise
                     self._reporter.say(f"stops: {error}")
                     reason, waited = "stopped", True
@@ -213,7 +218,7 @@ class Trainer:
             steps = island.step
             try:
                 island.connect(self._attach)
-            except StoppedError:
+            except (AuthError, StoppedError):
                 self._joined = False
                 raise
             if island.step < steps and not resumed:
@@ -240,7 +245,7 @@ class Trainer:
     @property
     def _has_news(self) -> bool:
         """Whether a checkpoint would say more than the one that this part came from, if any."""
-        return self._joined or (self.part.resume_from is None and self._island.step > 0)
+        return (self._joined and self._has_begun) or (self.part.resume_from is None and self._island.step > 0)
 
     # --- beginnings
 

@@ -68,14 +68,7 @@ class Reporter:
 
     def healed(self, step: int, healed: Healed) -> None:
         """The learner begins in a run under way."""
-        if healed.source == "peer":
-            how = f"with the inner optimizer's state of {healed.peer}"
-        elif healed.rewarm_steps:
-            how = f"with a fresh inner optimizer and a re-warm-up of {healed.rewarm_steps} steps"
-        else:
-            how = "with a fresh inner optimizer"
-        why = f" (it has no peer's state: {healed.reason})" if healed.reason else ""
-        self.say(f"heals at step {step}: the run's model, {how}{why}")
+        self.say(f"heals at step {step}: {healed.words}")
         self.append(ev.Healed(step=step, **asdict(healed)))
 
     def waited(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -1,11 +1,13 @@
 """`diloco syncer`: serve one run; and one file for each command that looks after a run's state."""
 
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from diloco.cli.syncer import backup, check, promote, restore, serve
+from diloco.errors import ConfigError
 
 
 class _ServesUnlessTold(TyperGroup):
@@ -14,6 +16,9 @@ class _ServesUnlessTold(TyperGroup):
     allow_interspersed_args = True  # of the command's own arguments: diloco syncer RUN_FILE --port-file FILE
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].isidentifier() and args[0] not in self.commands and not Path(args[0]).exists():
+            known = ", ".join(self.commands)
+            raise ConfigError(f"there is no run file and no command {args[0]!r} of `diloco syncer`; commands: {known}.")
         if not args or args[0] not in self.commands:
             return super(TyperGroup, self).parse_args(ctx, args)
         ctx._protected_args, ctx.args = args[:1], args[1:]

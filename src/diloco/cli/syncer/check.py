@@ -41,7 +41,11 @@ def command(
     else:
         typer.echo("\n".join([*_lines(found), *(f"set aside: {each}" for each in aside)]))
     if not found.starts:
-        can = f"--repair goes back to {_versions(found)}" if found.can_be_repaired else "put it back from a backup"
+        can = (
+            f"--repair goes back to {_versions(found)}"
+            if found.can_be_repaired
+            else "`diloco syncer restore` makes it anew from a backup"
+        )
         raise StoreError(f"no syncer starts on {state_dir} as it is; {can}.")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from diloco.core.contribution import Contribution
-from diloco.core.in_flight import FragmentWork
+from diloco.core.in_flight import FragmentWork, require_whole_numbers
 from diloco.core.members import Member
 from diloco.core.rounds.base import Answers, ClosedRound, Decision, RunView
 from diloco.core.weights import weights_of
@@ -157,6 +157,7 @@ class LastContributions:
 
     def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:
         """Continue from `saved_of`."""
+        require_whole_numbers(*(number for each in values["last"] for number in each))
         self._last[learner] = [LastSent(*each) for each in values["last"]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from diloco.core.session import requests
-from diloco.errors import BusyError, DilocoError, LineageError, NoRoomError, UnreachableError
+from diloco.errors import AuthError, BusyError, DilocoError, LineageError, NoRoomError, UnreachableError
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
 """Pauses between tries. They must be shorter than a restarted syncer's shortest deadline."""
@@ -15,6 +15,10 @@ STALL_FACTOR = 8.0
 
 STALL_DECAY = 0.9
 """What a long pause counts for after each later one."""
+
+
+Repeated = UnreachableError | NoRoomError | LineageError | AuthError
+"""After these a request is repeated; after the last one where another syncer than the one that is followed refuses."""
 
 
 class StallTimeout:
@@ -75,7 +79,7 @@ class Lane:
         """The next request waits, longer after each time."""
         self.ready_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, LAST_RETRY_S)
 
-    def failed(self, now: float, error: UnreachableError | NoRoomError | LineageError) -> str | None:
+    def failed(self, now: float, error: Repeated) -> str | None:
         """The request is repeated; returns what to warn of, once for each kind of error."""
         self.is_away = not isinstance(error, NoRoomError)
         self.pause(now)
@@ -87,6 +91,8 @@ class Lane:
             why = "is still busy"
         elif isinstance(error, LineageError):
             why = "is not the one to follow"
+        elif isinstance(error, AuthError):
+            why = "at one of the addresses refuses this learner"
         return f"the syncer {why}, trying again: {error}"
 
 
@@ -116,6 +122,10 @@ class ControlConnection:
     def is_answered(self) -> bool:
         """Whether the one to use has carried an answer."""
         return self._answered == self.number
+
+    def is_followed(self, connection: int) -> bool:
+        """Whether it goes to the address of the syncer that has answered last."""
+        return address_of(connection, self._num_addresses) == self._dialled
 
     def failed(self, connection: int) -> list[requests.HangUp]:
         """A request over it failed."""
@@ -167,17 +177,15 @@ class Lanes:
             self.watch.reset()
         return self.connection.answered(request.connection)
 
-    def failed(
-        self, now: float, request: requests.Request, error: UnreachableError | NoRoomError | LineageError
-    ) -> list[requests.SessionAction]:
+    def failed(self, now: float, request: requests.Request, error: Repeated) -> list[requests.SessionAction]:
         """A request is to be repeated."""
         text = self.of(request).failed(now, error)
         # A stream of notices breaks with its connection, of which the heartbeats say enough.
         actions = list[requests.SessionAction]()
         if text is not None and not isinstance(request, requests.Watch):
             actions.append(requests.Warn(text))
-        if isinstance(request, requests.Describe | requests.Beat | requests.Vote | requests.Watch) and isinstance(
-            error, UnreachableError | LineageError
+        if isinstance(request, requests.Describe | requests.Beat | requests.Vote | requests.Watch) and not isinstance(
+            error, NoRoomError
         ):
             actions += self.connection.failed(request.connection)
         return actions

@@ -20,7 +20,7 @@ class ModelCache:
     def __init__(self, num_fragments: int) -> None:
         self.held = [NOTHING] * num_fragments
         self._published = [NOTHING] * num_fragments
-        self._behind: list[int] = []  # fragments with newer versions, in the order of the news
+        self._behind: list[int] = []  # fragments with newer versions: those first that have waited longest for a fetch
         self._whole: set[int] = set()  # fragments whose next update led to a wrong digest
         self._calls = set[tuple[int, int]]()
         self._has_static = False
@@ -60,9 +60,12 @@ class ModelCache:
         """A fetch brought this version."""
         if fetch.fragment is None:
             self._has_static = True
-        else:
-            self.held[fetch.fragment] = version
-            self._whole.discard(fetch.fragment)
+            return
+        self.held[fetch.fragment] = version
+        self._whole.discard(fetch.fragment)
+        if fetch.fragment in self._behind:  # with a newer version still it is fetched again after the others
+            self._behind.remove(fetch.fragment)
+            self._behind.append(fetch.fragment)
 
     def restored(self, versions: Sequence[int]) -> None:
         """The learner holds these versions, from a checkpoint."""

@@ -40,6 +40,7 @@ from diloco.core.session.votes import Votes
 from diloco.core.succession import Proposal, Witness, Word, elector
 from diloco.errors import (
     AlreadyInitialisedError,
+    AuthError,
     CorruptPayloadError,
     DigestError,
     DilocoError,
@@ -211,17 +212,20 @@ class SessionCore:
     def _start(self) -> Actions:
         """Start once the syncer counts on the learner and enough learners are there.
 
-        The learner starts from where it was welcome: by the time that it hears of the others, they may have begun.
+        The learner starts from where it was welcome: by the time that it hears of the others, they may have begun. One
+        that a round of others waits for starts at once: those that have finished since do not come back.
         """
         welcome, standing = self._welcome, self.standing
         if self.phase != "starting" or welcome is None or standing is None:
             return []
-        if not self._has_started and standing.num_live < self._at_least:
+        is_awaited = welcome.start_step < welcome.step
+        is_missed = is_awaited and standing.num_live > 1
+        if not self._has_started and standing.num_live < self._at_least and not is_missed:
             text = f"{standing.num_live} of at least {self._at_least} learners are here; waiting for the others"
             return self._warn_once("quorum", text)
         reason = self._reason if self._has_started else None
         self.phase, self._has_started = "running", True
-        is_awaited, versions = welcome.start_step < welcome.step or self._has_run_gone_back, tuple(self._cache.held)
+        is_awaited, versions = is_awaited or self._has_run_gone_back, tuple(self._cache.held)
         self._started_in = self.seen
         return [
             requests.TellStart(self.who, welcome.start_step, is_awaited, versions, standing.run_tokens, reason),
@@ -428,6 +432,12 @@ class SessionCore:
             case requests.Vote(), UnreachableError():
                 self._votes.end()
                 return self._lanes.failed(now, request, error)
+            case (
+                requests.Describe() | requests.Beat() | requests.Vote() | requests.Watch() | requests.Lease(),
+                AuthError(),
+            ) if not self._lanes.connection.is_followed(request.connection):
+                self._votes.end()  # another syncer refuses; the one that is followed may be back
+                return self._lanes.failed(now, request, error)
             case _, UnreachableError() | NoRoomError() | LineageError():
                 if isinstance(error, UnreachableError):  # it may have reached the syncer all the same
                     if isinstance(request, requests.Initialise):
@@ -519,8 +529,10 @@ class SessionCore:
         """The content of a heartbeat. A learner has finished once the syncer has all its contributions: a round would
         be closed without one that is in flight."""
         report = self._heartbeat.report
+        if not report.finished:
+            return report
         is_sending = self.seen is not None and self._outbox.next(self.seen.boot) is not None
-        return replace(report, finished=report.finished and not is_sending)
+        return replace(report, finished=not is_sending)
 
     def _watch_request(self, now: float) -> requests.Request | None:
         """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""
@@ -560,7 +572,8 @@ class SessionCore:
     def _part(self, now: float) -> Actions:
         """Leave once all is acknowledged, or there is no time left, or the syncer does not answer."""
         departure, is_sending = self._departure, self._is_sending(now)
-        is_gone = departure.is_silent(now) or self._lanes.is_away
+        # One heartbeat may be late. Where there is work to send, it is what tells whether the syncer is there.
+        is_gone = departure.is_silent(now) or (self._lanes.send if is_sending else self._lanes).is_away
         if is_sending and not is_gone and not departure.is_late(now):
             return []
         self.phase = "parting"

@@ -3,16 +3,19 @@
 Every rank runs the same `Learner` on the same `LearnerCore`, each with its shard of every fragment (`core.shards`): it
 keeps that shard's anchor, encodes it, and adopts it. Only rank 0 touches the wrapped exchange. It gets the encoded
 shards from the others on a thread of its own, and what it hears is broadcast, events and errors alike, as JSON and
-tensors. A step without news costs one all-reduce of twelve numbers: the step's tokens, the size of the news, the tokens
-of the whole run, the number of live learners, this one's pace, whether it is drained, and what each rank calls.
+tensors. A step without news costs one all-reduce of a few numbers: the step's tokens, the size of the news, the tokens
+of the whole run, the number of live learners, this one's pace, whether it is drained, whether a joiner wants its inner
+state, and what each rank calls.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, TypeVar, cast, get_args
 
 import torch
@@ -23,14 +26,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from diloco.core.codecs import Codec
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
+from diloco.core.healing import Heal
 from diloco.core.leases import Ask
 from diloco.core.lineage import Lineage
 from diloco.core.method import Method
 from diloco.core.session.requests import Report
 from diloco.core.shards import Shards, dealt
 from diloco.errors import CheckpointError, ConfigError, DilocoError
-from diloco.exchange.base import Call, Event, Exchange, Model, Opened, Overview, ShardedExchange, wrong_rank
+from diloco.exchange.base import (
+    Call,
+    Event,
+    Exchange,
+    Interrupted,
+    Model,
+    Opened,
+    Overview,
+    PeerState,
+    ShardedExchange,
+    wrong_rank,
+)
 from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, error_of
+from diloco.exchange.island.inner_states import Pieces
 from diloco.exchange.island.messages import Fetched, Message, collect, share
 from diloco.exchange.lanes import Lane, Lanes
 
@@ -40,9 +56,12 @@ TIMEOUT_S = 24 * 3600.0
 """How long ranks wait for rank 0, which may itself wait for the slowest learner. A dead rank is noticed at once.
 """
 
+LOOK_EVERY_S = 0.2
+"""Between two looks of waiting ranks at each other: another one than rank 0 may have been told to stop."""
+
 CALLS: tuple[Call, ...] = get_args(Call)
 
-NUM_SUMS = 6
+NUM_SUMS = 7
 """Numbers that are summed over the ranks at a step."""
 
 _ASKED = -1
@@ -69,7 +88,7 @@ class Ranks(Exchange):
         self._first = self.group.rank == 0
         self._exchange = exchange
         self.gradients, self.remind_after_s = exchange.gradients, exchange.remind_after_s
-        self.leases = exchange.leases
+        self.leases, self.relays = exchange.leases, exchange.relays
         self._background = [Group(ranks, timeout_s=TIMEOUT_S) for _ in range(2)]
         self._sharded = exchange if isinstance(exchange, ShardedExchange) else None
         if self._sharded is not None:
@@ -81,6 +100,7 @@ class Ranks(Exchange):
         self._failure: DilocoError | None = None
         self._message = Message()  # the news as they will be broadcast
         self._announced: int | None = None  # size of the message, where all ranks know it already
+        self._is_interrupted = False  # this rank is
         self._overview = Overview()
         self._closed = False
 
@@ -149,6 +169,46 @@ class Ranks(Exchange):
             fragments.append(joined.view(torch.float32))
         return Model(tuple(fragments), mine.static)
 
+    def require_heal(self, heal: Heal | None) -> None:
+        """Raises the same error on every rank, if one is to heal in another way than rank 0."""
+        told = self.group.gather_values(None if heal is None else asdict(heal), "how each rank heals")
+        for rank, values in enumerate(told):
+            if values != told[0]:
+                raise ConfigError(
+                    f"rank {rank} of this learner heals otherwise than rank 0 ({values}, {told[0]}); give all ranks "
+                    "the same heal=, and all or none a checkpoint."
+                )
+
+    # --- the inner optimizer's state ----------------------------------------------------------------------------------
+
+    def peer_state(self, digest: str, most_bytes: int, timeout_s: float) -> PeerState | str:
+        pieces = Pieces.of(self.group, digest)
+        [most_bytes] = self.group.sum([most_bytes], "the size of the inner state")
+
+        def ask() -> PeerState | str:
+            return self._exchange.peer_state(pieces.digest, most_bytes, timeout_s) if self._first else ""
+
+        return pieces.dealt(self.group, self.each("a peer's inner state", ask))
+
+    def share(self, number: int, digest: str, encode: Callable[[], bytes]) -> None:
+        """The ranks' states cross to rank 0 here, which uploads them on a thread."""
+        if not self._declined(number, ""):
+            pieces = Pieces.of(self.group, digest)
+            joined = pieces.joined(self.group, encode())
+            self._on_first(lambda: self._exchange.share(number, pieces.digest, lambda: joined))
+
+    def decline(self, number: int, reason: str) -> None:
+        self._declined(number, reason)
+
+    def _declined(self, number: int, reason: str) -> bool:
+        """Whether a rank cannot give its state, and so this learner cannot."""
+        told = self.group.gather_values(reason, "the inner state of each rank")
+        for rank, why in enumerate(told):
+            if why:
+                self._on_first(partial(self._exchange.decline, number, f"rank {rank}: {why}"))
+                return True
+        return False
+
     # --- one boundary -------------------------------------------------------------------------------------------------
 
     def sum_tokens(self, tokens: int) -> int:
@@ -156,9 +216,11 @@ class Ranks(Exchange):
         it = self._exchange.overview if self._first else Overview(num_live=0)
         run_tokens_plus_1 = 0 if it.run_tokens is None else it.run_tokens + 1
         numbers = [tokens, len(self._message.raw), run_tokens_plus_1, it.num_live, it.sync_every or 0, int(it.drained)]
-        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained = self._meet("step", numbers)
+        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained, inner_wanted = self._meet(
+            "step", [*numbers, it.inner_wanted]
+        )
         run_tokens = run_tokens_plus_1 - 1 if run_tokens_plus_1 else None
-        self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained))
+        self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained), inner_wanted)
         return total
 
     def meet(self, call: Call) -> None:
@@ -201,27 +263,38 @@ class Ranks(Exchange):
         return collect(self._background[0], part, self._shards[c.fragment].sizes_bytes(self._codec), what)
 
     def poll(self) -> Sequence[Event]:
+        interrupted: list[Event] = []
         if self._announced is None:
             self._collect_news()
-            [self._announced] = self.group.sum([len(self._message.raw)], "the size of the news")
+            sizes = [len(self._message.raw), int(self._is_interrupted)]
+            self._announced, num_interrupted = self.group.sum(sizes, "the size of the news")
+            interrupted = [Interrupted()] if num_interrupted else []
         num_bytes, self._announced = self._announced, None
         if num_bytes == 0:
-            return ()
+            return interrupted
         message, self._message, self._news = self._message, Message(), []
         events: Sequence[Event] = share(
             self.group, message, num_bytes, self._shards, "the news", self._failure, self._fetched
         )
-        return events
+        return [*events, *interrupted]
 
     def ask(self, ask: Ask) -> None:
         self._on_first(lambda: self._exchange.ask(ask))
 
     def wait(self, timeout_s: float) -> None:
-        if not self._news:
-            self._on_first(lambda: self._exchange.wait(timeout_s))  # the other ranks wait in the next poll
+        if not self._news:  # the other ranks wait in the next poll
+            self._on_first(lambda: self._exchange.wait(min(timeout_s, LOOK_EVERY_S)))
 
     def interrupt(self, after_s: float) -> None:
-        self._exchange.interrupt(after_s)
+        if self._first:
+            self._exchange.interrupt(after_s)
+            return
+        timer = threading.Timer(after_s, self._interrupt)
+        timer.daemon = True
+        timer.start()
+
+    def _interrupt(self) -> None:
+        self._is_interrupted = True
 
     def report(self, report: Report) -> None:
         self._on_first(lambda: self._exchange.report(report))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from diloco.core.fragments import Layout
 from diloco.core.lineage import Lineage
 from diloco.core.session import requests
 from diloco.core.session.lanes import Lane
-from diloco.errors import NoRoomError, UnreachableError
+from diloco.errors import AuthError, DilocoError, NoRoomError, StandbyError, UnreachableError
 from diloco.exchange.base import Model
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.messages import lineage_message
@@ -46,16 +47,22 @@ def describe(dialler: Dialler, run: str, timeout_s: float | None) -> pb.Describe
 
     Raises:
         UnreachableError: none did within `timeout_s` (None: as long as it takes), or the connection is being closed.
+        AuthError: every syncer that does not follow another one refuses this learner.
     """
     lane, began_at = Lane(), time.monotonic()
+    last_round: deque[DilocoError] = deque(maxlen=dialler.num_addresses)
     while True:
         try:
             reply = dialler.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
             dialler.expect_answers_within(reply.lost_floor_s)
             dialler.start_here()
             return reply
-        except (UnreachableError, NoRoomError) as error:
+        except (UnreachableError, NoRoomError, AuthError) as error:
             now = time.monotonic()
+            last_round.append(error)
+            refusal = next((each for each in last_round if isinstance(each, AuthError)), None)
+            if refusal and sum(isinstance(it, AuthError | StandbyError) for it in last_round) == dialler.num_addresses:
+                raise refusal from None
             if dialler.closing.is_set() or (timeout_s is not None and now - began_at >= timeout_s):
                 raise
             if (text := lane.failed(now, error)) is not None:
@@ -73,25 +80,29 @@ class Entry:
         parts: with a model, gives its bytes, fragment by fragment, and then those of the static tensors, which it is
             given.
         overlap: the learner's own τ; None: the method's.
+        tokens_per_step: as `connect` was given.
 
     Attributes:
         num_bytes: sent.
+        resumed_bytes: of the model that were not sent again after a cut.
     """
 
     def __init__(
-        self, dialler: Dialler, layout: Layout, initial: Initial | None, model: Model | None, overlap: int | None,
-        parts: Callable[[Model, memoryview], Iterator[memoryview]],
+        self, dialler: Dialler, layout: Layout, initial: Initial | None, model: Model | None,
+        parts: Callable[[Model, memoryview], Iterator[memoryview]], *, overlap: int | None,
+        tokens_per_step: int | None,
     ) -> None:  # fmt: skip
-        self.num_bytes = 0
-        self._parts = parts
+        self.num_bytes = self.resumed_bytes = 0
+        self._parts, self._has_uploaded = parts, False
         self._dialler, self._layout, self._initial, self._model = dialler, layout, initial, model
-        self._overlap = overlap
+        self._overlap, self._tokens_per_step = overlap, tokens_per_step
 
     def initialise(self, call: requests.Initialise) -> None:
         """Give the run its model. Raises as `Connection.upload`, and AlreadyInitialisedError."""
         assert self._initial is not None
-        assert self._model is not None
-        static = memoryview(save(dict(self._model.static)))
+        model = self._model
+        assert model is not None
+        static = memoryview(save(dict(model.static)))
         sizes = [*(4 * fragment.numel for fragment in self._layout.fragments), len(static)]
         header = pb.InitialiseHeader(
             run=call.who.run,
@@ -102,9 +113,14 @@ class Entry:
             tokens=self._initial.tokens,
             part_bytes=sizes,
             seen=lineage_message(self._initial.seen),
+            resumes=self._has_uploaded,
         )
-        with Upload(header, self._parts(self._model, static)) as upload:
-            self._dialler.upload("joins", "Initialise", upload.messages(), pb.InitialiseReply, heard=upload.heard)
+        self._has_uploaded = True
+        with Upload(header, lambda: self._parts(model, static)) as upload:
+            try:
+                self._dialler.upload("joins", "Initialise", upload.messages(), pb.InitialiseReply, heard=upload.heard)
+            finally:
+                self.resumed_bytes += upload.resumed_bytes
         self.num_bytes, self._model = sum(sizes), None
 
     def join(self, call: requests.Join) -> pb.JoinReply:
@@ -116,6 +132,7 @@ class Entry:
             process=call.who.process,
             again=call.again,
             overlap=self._overlap,
+            tokens_per_step=self._tokens_per_step or 0,
             seen=lineage_message(call.seen),
         )
         try:

@@ -89,7 +89,7 @@ class Sharer:
         def send() -> None:
             content = encode()
             header = self._header(number, digest=digest, num_bytes=len(content))
-            with Upload(header, [memoryview(content)]) as upload:
+            with Upload(header, lambda: [memoryview(content)]) as upload:
                 self._syncers.upload(CHANNEL, "ShareInner", upload.messages(), pb.ShareReply, heard=upload.heard)
 
         self._start(number, send)

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from diloco.core.choices import whole_number
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced
@@ -60,6 +61,7 @@ def connect(
     source: str = "learner",
     lineage: Mapping[str, Any] | None = None,
     join_timeout_s: float | None = None,
+    tokens_per_step: int | None = None,
 ) -> Remote:
     """An exchange with the syncer of a run. Nothing is dialled before a `Learner` takes it.
 
@@ -83,10 +85,14 @@ def connect(
             goes on from that model under its old id, so that the other learners follow. None: a new run.
         join_timeout_s: how long to wait for a syncer to answer, and for the run to have a model; None: as long as it
             takes.
+        tokens_per_step: the most that this learner trains in an inner step, over all of its ranks: the syncer refuses
+            a message that says more, with a sentence. None: only a bound beyond any training holds.
 
     Raises:
         ConfigError: an address or a combination that cannot be, or keys that cannot be used.
     """
+    if tokens_per_step is not None:
+        whole_number("tokens_per_step", tokens_per_step, 1)
     seen = None if lineage is None else Lineage(**lineage)
     if learner is None and keys is not None:
         learner = learner_of(Path(keys))
@@ -96,6 +102,7 @@ def connect(
         learner=learner or socket.gethostname(),
         initial=Initial(initial_step, initial_tokens, source, seen) if initialise else None,
         join_timeout_s=join_timeout_s,
+        tokens_per_step=tokens_per_step,
     )
 
 
@@ -114,7 +121,9 @@ class Remote(ShardedExchange):
         learner: str,
         initial: Initial | None = None,
         join_timeout_s: float | None = None,
+        tokens_per_step: int | None = None,
     ) -> None:
+        self._tokens_per_step = tokens_per_step
         self._dialler, self._initial, self._join_timeout_s = dialler, initial, join_timeout_s
         self._who = Identity(run, learner, process=secrets.randbits(64))
         self._incarnation = 0  # as which the training thread speaks
@@ -166,7 +175,9 @@ class Remote(ShardedExchange):
             sender = LeadingSender(dialler, spans, lanes.send)
             receiver = LeadingReceiver(dialler, layout, method, shards, lanes.receive)
             parts = partial(sharded_parts, lanes=lanes)
-        entry = Entry(dialler, layout, self._initial, model, overlap, parts)
+        entry = Entry(
+            dialler, layout, self._initial, model, parts, overlap=overlap, tokens_per_step=self._tokens_per_step
+        )
         self._session = Session(core, dialler, entry, sender, receiver)
         self._session.begin()
         with ExitStack() as undo:
@@ -242,8 +253,9 @@ class Remote(ShardedExchange):
 
     @property
     def resumed_bytes(self) -> int:
-        end = self._follower or self._opened
-        return end.sender.resumed_bytes + end.receiver.resumed_bytes
+        if self._follower is not None:
+            return self._follower.sender.resumed_bytes + self._follower.receiver.resumed_bytes
+        return self._opened.resumed_bytes
 
     @property
     def _opened(self) -> Session:
@@ -260,10 +272,10 @@ class Remote(ShardedExchange):
 
     def _interrupt(self) -> None:
         self._is_interrupted = True
-        if self._session is None:
-            self._dialler.close()
-        else:
+        if self._session is not None:
             self._session.inbox.interrupt()
+        elif self._lanes is None or self._lanes.rank == 0:  # the other ranks of a learner wait for rank 0
+            self._dialler.close()
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:

@@ -100,6 +100,11 @@ class Session:
         sent = num_bytes_of(self.sender, self.receiver)
         return {**sent, "joins": sent["joins"] + self._entry.num_bytes}
 
+    @property
+    def resumed_bytes(self) -> int:
+        """Payload bytes that did not cross the link again after a cut."""
+        return self.sender.resumed_bytes + self.receiver.resumed_bytes + self._entry.resumed_bytes
+
     def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
         """Leave the run, as far as the syncer answers in time, and end the threads.
 

@@ -130,7 +130,7 @@ class Sender:
             header.resumes = True
         else:  # Counted before it goes out: its version may be here, and the run over, before the acknowledgement is.
             payload.boot, self.num_bytes = header.boot, self.num_bytes + encoded.numel()
-        with Upload(header, [bytes_of(encoded)]) as upload:
+        with Upload(header, lambda: [bytes_of(encoded)]) as upload:
             try:
                 self._dialler.upload("contributions", "Push", upload.messages(), pb.PushReply, heard=upload.heard)
             finally:

@@ -32,6 +32,9 @@ log = logging.getLogger("diloco")
 News = requests.TellStart | Arrived | CallForWork | Rejected | Grant | Drained | requests.Fail
 """What a learner is told."""
 
+_TIMED = (requests.Describe, requests.Beat, requests.Lease, requests.Leave)
+_CONTROL = (*_TIMED, requests.Watch)
+
 SimulatedDriver = Driver[HeldFragment, MemorySlot, Tensor]
 Reply = Callable[..., None]
 """Called with the answer to a request, or with a DilocoError; then with the bytes of it, where those are not few."""
@@ -175,8 +178,7 @@ class SessionClient:
         self._clock.wake_at(math.inf if self.is_closed else min(timeout_s, self.core.wake_at))
 
     def _call(self, call: requests.Request) -> None:
-        timed = requests.Describe | requests.Beat | requests.Lease | requests.Leave
-        timeout_s = call.timeout_s if isinstance(call, timed) else math.inf
+        timeout_s = call.timeout_s if isinstance(call, _TIMED) else math.inf
         open_ = _Open(call, self._now + timeout_s)
         self._open.append(open_)
         match call:
@@ -373,8 +375,4 @@ class _Stream:
 
 def _connection_of(call: requests.Request) -> int | None:
     """The control connection of a call; None: it goes over another one."""
-    return (
-        call.connection
-        if isinstance(call, requests.Describe | requests.Watch | requests.Beat | requests.Lease | requests.Leave)
-        else None
-    )
+    return call.connection if isinstance(call, _CONTROL) else None

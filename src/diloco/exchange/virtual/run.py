@@ -172,7 +172,7 @@ class VirtualRun:
         assert saved is not None
         record = rewound(core.saved().values, name, state["core"], with_run=not self.has_trained)
         fragments = tuple(
-            model.held(f) if self.has_trained else HeldFragment.from_state_dict(f, state["fragments"][str(f)])
+            model.held(f) if self.has_trained else _held(model.held(f), state["fragments"][str(f)])
             for f in range(len(model.versions))
         )
         contributors = tuple(model.contributors)
@@ -212,6 +212,18 @@ class VirtualRun:
         while self.delivery.next_s < math.inf:
             self.time.now = max(self.time.now, self.delivery.next_s)
             self.delivery.happen(self.time.now)
+
+
+def _held(own: HeldFragment, saved: Mapping[str, Any]) -> HeldFragment:
+    """A fragment of a checkpoint, of the same model and method as the run's own."""
+    found = HeldFragment.from_state_dict(own.fragment, saved)
+    shapes = [
+        {"": each.theta.shape, **{name: value.shape for name, value in each.outer_state.items()}}
+        for each in (found, own)
+    ]
+    if shapes[0] != shapes[1] or (found.residual is not None and found.residual.shape != own.theta.shape):
+        raise ValueError(f"fragment {own.fragment} has {shapes[0]}, and the model's {shapes[1]}")
+    return found
 
 
 class Line:

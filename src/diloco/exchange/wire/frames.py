@@ -99,7 +99,7 @@ def streamed(
     Arguments:
         parts: of the payload, which may be made one after the other.
         pace: waits before a chunk where enough bytes are on their way.
-        start, checksum: the receiver has this many bytes of the first part, with this CRC-32.
+        start, checksum: the receiver has this many bytes, with this CRC-32.
     """
     yield header.SerializeToString()
     for part in parts:
@@ -109,7 +109,7 @@ def streamed(
             checksum = zlib.crc32(chunk, checksum)
             pace.sent(len(chunk))
             yield bytes(chunk)
-        start = 0
+        start -= len(part)
     yield checksum.to_bytes(4, "little")
 
 

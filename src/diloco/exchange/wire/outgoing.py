@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Self
 
 from google.protobuf.message import Message
@@ -14,6 +14,19 @@ from diloco.errors import UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import Pace, parse, streamed
 from diloco.exchange.wire.window import Window
+
+Resumable = pb.PushHeader | pb.InitialiseHeader
+
+
+def _checksum(parts: Iterable[memoryview], num_bytes: int) -> int | None:
+    """CRC-32 of the first bytes of a payload; None: it has fewer."""
+    checksum = 0
+    for part in parts:
+        if num_bytes == 0:
+            break
+        some = part[:num_bytes]
+        checksum, num_bytes = zlib.crc32(some, checksum), num_bytes - len(some)
+    return checksum if num_bytes == 0 else None
 
 
 class Acknowledged(Pace):
@@ -45,13 +58,13 @@ class Upload(Pace):
 
     Arguments:
         header: with `resumes`, what follows waits for what the receiver has kept.
-        parts: of the payload. One that resumes has a single one.
+        parts: makes those of the payload, again where it resumes.
 
     Attributes:
         resumed_bytes: that were not sent again.
     """
 
-    def __init__(self, header: Message, parts: Iterable[memoryview]) -> None:
+    def __init__(self, header: Message, parts: Callable[[], Iterable[memoryview]]) -> None:
         self.resumed_bytes = 0
         self._header, self._parts = header, parts
         self._window = Window()
@@ -62,27 +75,25 @@ class Upload(Pace):
     def messages(self) -> Iterator[bytes]:
         """What is sent. It ends early once the call is over."""
         try:
-            if isinstance(self._header, pb.PushHeader) and self._header.resumes:
+            if isinstance(self._header, Resumable) and self._header.resumes:
                 yield from self._resumed(self._header)
             else:
-                yield from streamed(self._header, self._parts, self)
+                yield from streamed(self._header, self._parts(), self)
         except UnreachableError:  # the call is over, and says why
             return
 
-    def _resumed(self, header: pb.PushHeader) -> Iterator[bytes]:
+    def _resumed(self, header: Message) -> Iterator[bytes]:
         yield header.SerializeToString()
-        [payload] = self._parts
         with self._changed:
             self._changed.wait_for(lambda: self._kept is not None or self._is_over)
             kept = self._kept
         if kept is None:
             return
-        checksum = zlib.crc32(payload[: kept.num_bytes])
-        if kept.num_bytes > len(payload) or checksum != kept.checksum:
+        if (checksum := _checksum(self._parts(), kept.num_bytes)) != kept.checksum:
             checksum = kept.num_bytes = 0
         self.resumed_bytes, self._window = kept.num_bytes, Window(kept.num_bytes)
         resume = pb.Resume(start=kept.num_bytes)
-        yield from streamed(resume, [payload], self, start=kept.num_bytes, checksum=checksum)
+        yield from streamed(resume, self._parts(), self, start=kept.num_bytes, checksum=checksum)
 
     def heard(self, received: pb.Received) -> None:
         """The receiver has this."""
@@ -95,7 +106,7 @@ class Upload(Pace):
 
     @property
     def _header_resumes(self) -> bool:
-        return isinstance(self._header, pb.PushHeader) and self._header.resumes
+        return isinstance(self._header, Resumable) and self._header.resumes
 
     def next_bytes(self) -> int:
         """As `Pace`. Raises UnreachableError: the call is over."""

@@ -28,7 +28,7 @@ _CODES: dict[type[DilocoError], grpc.StatusCode] = {
     errors.RunError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.AuthError: grpc.StatusCode.UNAUTHENTICATED,
     errors.StoreError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.StandbyError: grpc.StatusCode.UNAVAILABLE,
+    errors.UnreachableError: grpc.StatusCode.UNAVAILABLE,
 }
 
 RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)

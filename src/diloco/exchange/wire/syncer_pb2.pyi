@@ -41,7 +41,7 @@ class DescribeReply(_message.Message):
     def __init__(self, method: _Optional[str] = ..., initialised: _Optional[bool] = ..., layout: _Optional[str] = ..., step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., lost_floor_s: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("run", "learner", "layout", "process", "again", "overlap", "seen")
+    __slots__ = ("run", "learner", "layout", "process", "again", "overlap", "seen", "tokens_per_step")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class JoinRequest(_message.Message):
     AGAIN_FIELD_NUMBER: _ClassVar[int]
     OVERLAP_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     layout: str
@@ -56,7 +57,8 @@ class JoinRequest(_message.Message):
     again: bool
     overlap: int
     seen: Lineage
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., process: _Optional[int] = ..., again: _Optional[bool] = ..., overlap: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
+    tokens_per_step: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., process: _Optional[int] = ..., again: _Optional[bool] = ..., overlap: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., tokens_per_step: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("incarnation", "lineage")
@@ -67,7 +69,7 @@ class JoinReply(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class InitialiseHeader(_message.Message):
-    __slots__ = ("run", "learner", "layout", "source", "step", "tokens", "part_bytes", "seen")
+    __slots__ = ("run", "learner", "layout", "source", "step", "tokens", "part_bytes", "seen", "resumes")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +78,7 @@ class InitialiseHeader(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PART_BYTES_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
+    RESUMES_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     layout: str
@@ -84,7 +87,8 @@ class InitialiseHeader(_message.Message):
     tokens: int
     part_bytes: _containers.RepeatedScalarFieldContainer[int]
     seen: Lineage
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., source: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
+    resumes: bool
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., source: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., resumes: _Optional[bool] = ...) -> None: ...
 
 class InitialiseReply(_message.Message):
     __slots__ = ("received",)

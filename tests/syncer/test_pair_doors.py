@@ -1,0 +1,114 @@
+"""What each role may do at a syncer that has a standby, with real certificates: who votes, heals, follows, promotes."""
+
+from __future__ import annotations
+
+import datetime as dt
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.syncer.runs import RUN, Raw, method, start, status_of
+
+from diloco import errors, events
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import frames
+from diloco.syncer.keyring import Keyring
+from diloco.syncer.server import Syncer
+
+NAMES: list[tuple[str, Any]] = [
+    ("site-a", "learner"), ("site-b", "learner"), ("eye", "viewer"), ("me", "admin"), ("second", "standby"),
+]  # fmt: skip
+
+Door = Callable[[Raw, str], object]
+
+LEARNERS_DOORS: dict[str, Door] = {
+    "vote": lambda it, name: it.connection.call(
+        "control", "Vote", pb.VoteRequest(run=RUN, learner=name), pb.VoteReply
+    ),
+    "lease": lambda it, name: it.connection.call(
+        "control", "Lease", pb.LeaseRequest(run=RUN, learner=name), pb.LeaseReply
+    ),
+    "heal": lambda it, name: it.connection.call(
+        "control", "Heal", pb.HealRequest(run=RUN, learner=name, digest="0" * 64), pb.HealReply
+    ),
+    "share": lambda it, name: it.connection.upload(
+        "inner", "ShareInner", frames(pb.ShareHeader(run=RUN, learner=name)), pb.ShareReply
+    ),
+    "take": lambda it, name: it.connection.download(
+        "inner", "PullInner", pb.PullInnerRequest(run=RUN, learner=name), pb.PullInnerHeader
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    Keyring.new(tmp_path / "keys", RUN, ["127.0.0.1"], NAMES, dt.timedelta(days=1))
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def syncer(tmp_path: Path, keys: Path) -> Iterator[Syncer]:
+    with start(tmp_path, method(), keys=keys / "syncer") as it:
+        yield it
+
+
+@pytest.fixture
+def callers(syncer: Syncer, keys: Path) -> Iterator[dict[str, Raw]]:
+    found = {name: Raw(syncer.address, name, keys=keys / name) for name, _ in NAMES}
+    found["site-a"].initialise()
+    found["site-a"].join()
+    yield found
+    for each in found.values():
+        each.connection.close()
+
+
+@pytest.mark.parametrize("door", LEARNERS_DOORS)
+def test_only_a_learner_votes_and_heals_and_as_itself_only(door: str, callers: dict[str, Raw], syncer: Syncer) -> None:
+    call = LEARNERS_DOORS[door]
+    for name in ("eye", "second"):
+        with pytest.raises(errors.AuthError, match="this needs 'learner'"):
+            call(callers[name], "site-a")
+    with pytest.raises(errors.AuthError, match="may speak for learner 'site-b' only"):
+        call(callers["site-b"], "site-a")
+    with pytest.raises(errors.PayloadError, match="a learner cannot be called") as caught:
+        call(callers["site-b"], "[/x]\x1b[2J")
+    assert str(caught.value).isprintable()
+    assert list(status_of(syncer)["learners"]) == ["site-a"]
+
+
+def test_only_an_admin_promotes(callers: dict[str, Raw], syncer: Syncer) -> None:
+    for name in ("site-a", "eye", "second"):
+        with pytest.raises(errors.AuthError, match="this needs 'admin'"):
+            callers[name].connection.call("control", "Promote", pb.PromoteRequest(run=RUN, force=True), pb.PromoteReply)
+    assert syncer.pairing.standing == "alone"
+
+
+def test_a_stream_that_may_not_follow_is_refused_before_it_says_anything(
+    callers: dict[str, Raw], syncer: Syncer
+) -> None:
+    """There are few threads for standbys: streams of learners that say nothing would keep a standby out."""
+    says_nothing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    for name in ("site-a", "site-b", "eye"):
+        for _ in range(3):
+            with pytest.raises(errors.AuthError, match="this needs 'standby'"):
+                next(callers[name].connection.follow("standby", iter(says_nothing.get, None)))
+            says_nothing.put(None)
+    hello = pb.FollowHello(run=RUN, boot=5).SerializeToString()
+    stream = callers["second"].connection.follow("standby", iter([hello]))
+    assert next(stream)
+    stream.close()
+    refused = [it for it in events.read_events(syncer._store.path / "events.jsonl") if isinstance(it, events.Refused)]
+    assert {it.call for it in refused} == {"Follow"}
+
+
+def test_what_a_standby_says_of_itself_is_escaped(callers: dict[str, Raw], syncer: Syncer) -> None:
+    """It reaches the log, the events and the other end."""
+    hello = pb.FollowHello(run=RUN, boot=5, run_id="[/x]\x1b[2J\n" * 500)
+    with pytest.raises(errors.UnknownRunError, match="another run of this name") as caught:
+        next(callers["second"].connection.follow("standby", iter([hello.SerializeToString()])))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 5000
+    log = (syncer._store.path / "events.jsonl").read_text()
+    assert "\x1b" not in log
