@@ -295,33 +295,39 @@ def test_a_learner_that_waits_for_a_lease_stops_with_a_checkpoint(tiny: Tiny, tm
     leased = (SCHEDULED, "data.deal='leases'", "data.lease_steps=1", "train.log_every_s=0.001")
     with serve(tiny(*leased), tmp_path / "state") as syncer:
         config = tiny(*leased, f"syncer.address={syncer.address}", *LONG, "run.learners=1")
-        before = Before(4, lambda: slow_disk(syncer, may_write))
+
+        def wait_before_step_5() -> None:  # the batch of step 4 was asked for ahead, that of step 5 will be
+            until(lambda: status(syncer)["data"]["learners"] == {"a": 4 * config.learner_batch}, "it asked for none")
+            slow_disk(syncer, may_write)
+
+        before = Before(4, wait_before_step_5)
         before.trainer = trainer_of(config, Part("a", initialise=True), before)
         with running(before.trainer) as result:
             try:
-                until(lambda: waits(syncer) or result.done(), "it does not wait")
+                until(lambda: waits(syncer, step=4) or result.done(), "it does not wait")
                 before.trainer.stop()
                 summary = result.result(WAIT_S)
             finally:
                 may_write.set()
-        assert (summary.reason, summary.held_out_loss) == ("stopped", None)
-        assert 3 <= summary.steps < 6
+        assert (summary.reason, summary.held_out_loss, summary.steps) == ("stopped", None, 4)
         checkpoint = newest(config, "a")
         assert told_by(checkpoint) == (summary.steps, summary.tokens)
 
         again, may_write = trainer_of(config, Part("a", resume_from=checkpoint)), threading.Event()
+        has_joined = threading.Event()
         join = again._attach
         assert join is not None
 
         def join_and_wait(*given: Any) -> Any:
             learner = join(*given)
             slow_disk(syncer, may_write)
+            has_joined.set()
             return learner
 
         again._attach = join_and_wait
         with running(again) as result:
             try:
-                until(lambda: waits(syncer) or result.done(), "it does not wait")
+                until(lambda: (has_joined.is_set() and waits(syncer)) or result.done(), "it does not wait")
                 again.stop()
                 assert result.result(WAIT_S).reason == "stopped"
             finally:
@@ -340,5 +346,7 @@ def told_by(checkpoint: Path) -> tuple[int, int]:
     return saved["step"], saved["tokens"]
 
 
-def waits(syncer: Syncer, name: str = "a") -> bool:
-    return bool(syncer.driver.ask(lambda driver: driver.status())["learners"].get(name, {}).get("waiting", False))
+def waits(syncer: Syncer, name: str = "a", *, step: int | None = None) -> bool:
+    """Whether it said that it waits after this step."""
+    said = syncer.driver.ask(lambda driver: driver.status())["learners"].get(name, {})
+    return bool(said.get("waiting", False)) and step in (None, said["step"])
