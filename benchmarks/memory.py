@@ -25,13 +25,13 @@ import torch
 from safetensors.torch import save
 
 import diloco
-from diloco import events
 from diloco.core.codecs import SEGMENT_ELEMENTS
 from diloco.core.contribution import Contribution
 from diloco.core.layout import Fragment, Layout, TensorSpec, place
 from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.errors import DilocoError
+from diloco.event_log import EventLog
 from diloco.exchange.wire.frames import bytes_of
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
@@ -90,7 +90,7 @@ def measure(name: str, num_fragments: int, num_learners: int, num_parameters: in
     before = status_bytes("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        with Store(directory) as store, events.EventLog(directory / "events.jsonl", who="syncer") as log:
+        with Store(directory) as store, EventLog(directory / "events.jsonl", who="syncer") as log:
             journal = Journal(log, SyncerMetrics(RUN))
             spool = Spool(directory, spool_bytes)
             driver = HostedDriver(RUN, method, store, spool, deadlines=_NEVER, journal=journal)

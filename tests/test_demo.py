@@ -22,6 +22,7 @@ from diloco.demo.result_page import write_report
 from diloco.demo.story import DemoState, tell
 from diloco.demo.summary import summarise
 from diloco.errors import ConfigError, RunError
+from diloco.event_log import EventLog, read_events
 from diloco.report.timeline import Follower, Timeline
 
 
@@ -49,7 +50,7 @@ def read(directory: Path) -> Timeline:
 def run(tmp_path: Path) -> Path:
     """A warm start of 100 tokens; from second 10 two learners, from 20 three, from 30 two again; one restart of the
     syncer at 40."""
-    with ev.EventLog(tmp_path / "syncer" / "events.jsonl", who="syncer") as log:
+    with EventLog(tmp_path / "syncer" / "events.jsonl", who="syncer") as log:
         log.append(ev.SyncerStarted(t=1, run="r", address="x"))
         log.append(
             ev.Initialised(t=5, learner="learner-0", source="", layout_digest="", num_parameters=1000, tokens=100)
@@ -68,10 +69,10 @@ def run(tmp_path: Path) -> Path:
         log.append(ev.SyncerStarted(t=40, run="r", address="x"))
         log.append(ev.Traffic(t=41, learner="learner-0", sent_bytes={"updates": 1}, received_bytes={"control": 2}))
         log.append(ev.Finished(t=50, steps=9, tokens=400, seconds=1, reason="stopped"))
-    with ev.EventLog(tmp_path / "learner-0" / "events.jsonl", who="learner-0") as log:
+    with EventLog(tmp_path / "learner-0" / "events.jsonl", who="learner-0") as log:
         for t, number, tokens in ((4, 1, 100), (8, 2, 130), (15, 3, 160), (25, 4, 190), (35, 5, 220)):
             log.append(step(t, number, tokens))
-    with ev.EventLog(tmp_path / "learner-1" / "events.jsonl", who="learner-1") as log:
+    with EventLog(tmp_path / "learner-1" / "events.jsonl", who="learner-1") as log:
         for t, number, tokens in ((15, 3, 30), (25, 4, 60)):
             log.append(step(t, number, tokens))
     return tmp_path
@@ -107,11 +108,11 @@ def test_a_ring_moves_each_value_twice_but_for_ones_own_share() -> None:
 
 
 def test_a_resumed_learner_is_not_paid_for_tokens_it_counts_down(tmp_path: Path) -> None:
-    with ev.EventLog(tmp_path / "syncer" / "events.jsonl", who="syncer") as log:
+    with EventLog(tmp_path / "syncer" / "events.jsonl", who="syncer") as log:
         log.append(ev.Initialised(t=1, learner="x", source="", layout_digest="", num_parameters=1000))
         log.append(ev.Joined(t=1, learner="learner-0", incarnation=1))
         log.append(ev.Joined(t=1, learner="learner-1", incarnation=1))
-    with ev.EventLog(tmp_path / "learner-0" / "events.jsonl", who="learner-0") as log:
+    with EventLog(tmp_path / "learner-0" / "events.jsonl", who="learner-0") as log:
         for t, tokens in ((2, 30), (3, 60), (4, 40), (5, 70)):  # killed after 60 tokens, back at a checkpoint before 40
             log.append(step(t, 1, tokens))
     assert baseline_bytes(read(tmp_path), tokens_per_step=90) == 4 * 1000
@@ -120,18 +121,18 @@ def test_a_resumed_learner_is_not_paid_for_tokens_it_counts_down(tmp_path: Path)
 def test_a_follower_takes_every_event_once(run: Path) -> None:
     follower = Follower(run)
     before = len(follower.read().merges)
-    with ev.EventLog(run / "syncer" / "events.jsonl", who="syncer") as log:
+    with EventLog(run / "syncer" / "events.jsonl", who="syncer") as log:
         log.append(merged(60, 3, "learner-0"))
     with open(run / "syncer" / "events.jsonl", "ab") as file:
         file.write(b'{"t":61,"kind":"mer')  # in the middle of a write
     assert len(follower.read().merges) == len(follower.read().merges) == before + 1
-    with ev.EventLog(run / "syncer" / "events.jsonl", who="syncer") as log:  # cuts the torn line off
+    with EventLog(run / "syncer" / "events.jsonl", who="syncer") as log:  # cuts the torn line off
         log.append(merged(62, 4, "learner-0"))
     assert [merge.t for merge in follower.read().merges] == [25, 35, 60, 62]
 
 
 def test_a_rejoin_ends_the_presence_that_a_killed_syncer_left_open(run: Path) -> None:
-    with ev.EventLog(run / "syncer" / "events.jsonl", who="syncer") as log:
+    with EventLog(run / "syncer" / "events.jsonl", who="syncer") as log:
         log.append(ev.Joined(t=60, learner="learner-1", incarnation=2))
     assert read(run).presence["learner-1"] == [(10, 60), (60, None)]
 
@@ -207,7 +208,7 @@ def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     assert set(killed) == {"syncer", "learner-0"} <= set(summary["killed"])
     assert summary["kills_survived"] == len(summary["killed"])
     assert summary["syncer_restarts"] == 1
-    check_published(ev.read_events(tmp_path / "demo" / "syncer" / "events.jsonl"), summary["versions"])
+    check_published(read_events(tmp_path / "demo" / "syncer" / "events.jsonl"), summary["versions"])
     for books in summary["ledger"]:
         spent = books["merged"] + books["lost"] + books["pending"] + sum(books["discarded"].values())
         assert books["trained"] == spent == summary["tokens"] - summary["initial_tokens"]

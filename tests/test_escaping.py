@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from diloco import errors, events
 from diloco.cli.status import command
 from diloco.escaping import PlainFormatter, printable
+from diloco.event_log import EventLog
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.rpc import ERROR_KEY, MAX_TEXT, from_rpc_error
 from diloco.report.page import numbers, read_run, rows, summary, write_page
@@ -72,7 +73,7 @@ def test_a_hostile_syncer_never_breaks_the_status(
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_name_never_breaks_the_report(name: str, tmp_path: Path) -> None:
-    with events.EventLog(tmp_path / "events.jsonl", who="syncer") as log:
+    with EventLog(tmp_path / "events.jsonl", who="syncer") as log:
         log.append(events.SyncerStarted(run=RUN, address=name, versions=(0,), method={"name": name}))
         log.append(events.Initialised(learner=name, source=name, layout_digest="0", num_parameters=10))
         log.append(events.Joined(learner=name, incarnation=1))

@@ -80,7 +80,7 @@ def test_package_is_typed() -> None:
     "import diloco",
     "import diloco; dir(diloco); diloco.__version__; diloco.errors.DilocoError",
     "import diloco.errors",
-    "import diloco.events",
+    "import diloco.event_log",
     "import diloco.config",
     "import diloco.cli",
     *(f"import diloco.cli.{name}" for name in COMMANDS),

@@ -10,6 +10,7 @@ import pytest
 from diloco import events as ev
 from diloco.cli import main
 from diloco.errors import ConfigError, StoreError
+from diloco.event_log import EventLog
 from diloco.report.page import numbers, read_run, summary, write_page
 
 METHOD = {"name": "DiLoCo", "outer": {"lr": 0.7, "momentum": 0.9}}
@@ -41,14 +42,14 @@ def run(tmp_path: Path) -> Path:
     ]  # fmt: skip
     control = [ev.Evaluated(t=112.0, step=6, tokens=500, loss=1.0, num_sequences=4)]
     for who, written in (("syncer", syncer), ("a", learner), ("baseline", control)):
-        with ev.EventLog(tmp_path / "folders" / f"of-{who}" / "events.jsonl", who=who) as log:
+        with EventLog(tmp_path / "folders" / f"of-{who}" / "events.jsonl", who=who) as log:
             for event in written:
                 log.append(event)
     return tmp_path / "folders"
 
 
 def test_events_that_could_not_be_written_are_counted(run: Path) -> None:
-    with ev.EventLog(run / "of-a" / "events.jsonl", who="a") as log:
+    with EventLog(run / "of-a" / "events.jsonl", who="a") as log:
         log.append(ev.Gap(missing=7))
     found = numbers(read_run([run]))
     assert found["missing_events"] == 7

@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from diloco.events import Merged, Published, read_events
+from diloco.event_log import read_events
+from diloco.events import Merged, Published
 from studies.shaped_links.cases import FRAGMENTS, RUN, STEP_S, Case
 from studies.shaped_links.links import HUB_IP, LEARNERS, Sites
 

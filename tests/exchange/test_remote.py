@@ -23,6 +23,7 @@ from diloco import errors, events
 from diloco.chaos.proxy import Link, Relay
 from diloco.core.members import Deadlines
 from diloco.core.rounds.called import CalledSyncer
+from diloco.event_log import read_events
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote import Remote
@@ -258,7 +259,7 @@ def test_a_learner_that_leaves_is_not_given_up(tmp_path: Path) -> None:
             with diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange) as learner:
                 learner.step(tokens=5)
                 learner.finish()
-    said = events.read_events(tmp_path / "state" / "events.jsonl")
+    said = read_events(tmp_path / "state" / "events.jsonl")
     assert [it.learner for it in said if isinstance(it, events.Joined)] == names
     assert not evictions(tmp_path)
 
@@ -300,7 +301,7 @@ def test_a_run_clock_counts_a_learners_own_steps(tmp_path: Path) -> None:
 
 
 def evictions(directory: Path) -> list[events.Evicted]:
-    return [it for it in events.read_events(directory / "state" / "events.jsonl") if isinstance(it, events.Evicted)]
+    return [it for it in read_events(directory / "state" / "events.jsonl") if isinstance(it, events.Evicted)]
 
 
 def test_tokens_of_an_old_incarnation_are_not_counted_for_the_new_one(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from diloco import events
 from diloco.config import parse_config
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
+from diloco.event_log import EventTail, read_events
 from diloco.exchange.key_pair import CA, CERT, KEY, read_key_pair
 from diloco.planning.site import load_site
 from diloco.report.page import numbers, read_run, rows, summary
@@ -169,7 +170,7 @@ def event_log() -> Target:
 
     def read(data: bytes) -> None:
         with directory_of({"events.jsonl": data}) as path:
-            assert len(events.EventTail(path / "events.jsonl").read()) == len(events.read_events(path / "events.jsonl"))
+            assert len(EventTail(path / "events.jsonl").read()) == len(read_events(path / "events.jsonl"))
             timeline = read_run([path])
             found = numbers(timeline)
             json.dumps(found)

@@ -29,7 +29,7 @@ import diloco
 from diloco.cli.replay import _numbers, _replay
 from diloco.core.members import Deadlines
 from diloco.errors import DilocoError
-from diloco.events import EventLog
+from diloco.event_log import EventLog
 from diloco.run.payloads import ReadPayloads, tensor_formats
 from diloco.run.replay import Replay
 from diloco.syncer.backup import SNAPSHOTS, back_up, restore

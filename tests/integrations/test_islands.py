@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from tests.integrations.harness import SAVE_EVERY, Example, assert_same, end_all, model_of, running, serve, worlds
 
-from diloco.events import Joined, Left, read_events
+from diloco.event_log import read_events
+from diloco.events import Joined, Left
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -31,7 +31,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import diloco
 from diloco import errors
-from diloco.events import Left, read_events
+from diloco.event_log import read_events
+from diloco.events import Left
 from diloco.exchange.remote import fetch_model
 from diloco.syncer.server import Syncer
 

@@ -23,7 +23,8 @@ from tests.integrations.harness import (
 )
 from tests.syncer.runs import versions_of
 
-from diloco.events import Left, Merged, read_events
+from diloco.event_log import read_events
+from diloco.events import Left, Merged
 from diloco.exchange.remote import fetch_model
 from diloco.syncer.server import Syncer
 

@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import diloco
 from diloco.errors import ConfigError
-from diloco.events import Left, read_events
+from diloco.event_log import read_events
+from diloco.events import Left
 from diloco.exchange.remote import fetch_model
 from diloco.syncer.server import Syncer
 

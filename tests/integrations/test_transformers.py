@@ -26,7 +26,8 @@ from transformers import (
 
 import diloco
 from diloco.errors import CheckpointError, ConfigError
-from diloco.events import Left, read_events
+from diloco.event_log import read_events
+from diloco.events import Left
 from diloco.integrations.transformers import DilocoCallback
 from diloco.syncer.server import Syncer
 

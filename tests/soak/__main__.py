@@ -25,7 +25,8 @@ from tests.soak.viewers import EVERY_S, SAID
 from diloco.chaos.plan import ChaosPlan, _tables
 from diloco.demo.plan import free_port
 from diloco.errors import DilocoError
-from diloco.events import EventTail, Published
+from diloco.event_log import EventTail
+from diloco.events import Published
 from diloco.tables import write_toml
 
 FAULTS = ("kill learner", "stop learner", "pause learner", "cut", "half open", "slow link")

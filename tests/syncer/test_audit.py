@@ -9,6 +9,7 @@ import pytest
 
 from diloco import events
 from diloco.errors import AuthError, CorruptPayloadError, NoRoomError, StaleIncarnationError
+from diloco.event_log import EventLog, read_events
 from diloco.syncer.audit import AGAIN_S, MAX_SENDERS, MAX_TEXT, Audit
 from diloco.syncer.callers import UNKNOWN, Caller
 from diloco.syncer.metrics import SyncerMetrics
@@ -22,12 +23,12 @@ class World:
     def __init__(self, path: Path) -> None:
         self.now, self.path = 0.0, path
         self.metrics = SyncerMetrics("demo")
-        self.log = events.EventLog(path, who="syncer")
+        self.log = EventLog(path, who="syncer")
         self.audit = Audit(self.log, self.metrics, clock=lambda: self.now)
 
     @property
     def refused(self) -> list[events.Refused]:
-        return [it for it in events.read_events(self.path) if isinstance(it, events.Refused)]
+        return [it for it in read_events(self.path) if isinstance(it, events.Refused)]
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_who_was_let_in(world: World) -> None:
     world.audit.admitted("Join", Caller("site-a", "learner", "site-a", key="ab" * 20), "site-a", "ipv4:10.0.0.7:5")
-    (event,) = events.read_events(world.path)
+    (event,) = read_events(world.path)
     assert event == events.Admitted(
         t=event.t, who="syncer", call="Join", learner="site-a", name="site-a", role="learner", key="ab" * 8,
         peer="ipv4:10.0.0.7:5",

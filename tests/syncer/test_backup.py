@@ -23,7 +23,8 @@ from tests.syncer.test_store import initialise, merged_of
 import diloco
 from diloco.cli import main
 from diloco.errors import ConfigError, NotInitialisedError, StoreError
-from diloco.events import BackedUp, BackupRefused, Event, read_events
+from diloco.event_log import read_events
+from diloco.events import BackedUp, BackupRefused, Event
 from diloco.syncer.backup import back_up, restore
 from diloco.syncer.backups import BackupPlan
 from diloco.syncer.repair import repair

@@ -25,6 +25,7 @@ from diloco.core.members import Deadlines
 from diloco.core.session import requests
 from diloco.core.session.requests import Identity
 from diloco.errors import AlreadyInitialisedError, CorruptPayloadError, StaleIncarnationError, UnreachableError
+from diloco.event_log import read_events
 from diloco.exchange.base import Model
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
@@ -91,7 +92,7 @@ def received(syncer: Syncer) -> torch.Tensor:
 
 
 def resumed(tmp_path: Path) -> list[tuple[str, int]]:
-    log = events.read_events(tmp_path / "state" / "events.jsonl")
+    log = read_events(tmp_path / "state" / "events.jsonl")
     return [(event.what, event.num_bytes) for event in log if isinstance(event, events.Resumed)]
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import diloco
 from diloco import events
+from diloco.event_log import read_events
 from diloco.syncer.server import Syncer
 
 pytestmark = pytest.mark.timeout(300)  # seven processes that import torch, on whatever cores there are
@@ -123,7 +124,7 @@ def check_books(status: dict[str, Any], results: dict[str, Any]) -> None:
 def check_merges(directory: Path, status: dict[str, Any]) -> None:
     """The syncer called each fragment every H mean steps at most: a fast network does not make it more often."""
     assert max(fragment["version"] for fragment in status["fragments"]) <= status["step"] / H + 1
-    merges = [it for it in events.read_events(directory / "state" / "events.jsonl") if isinstance(it, events.Merged)]
+    merges = [it for it in read_events(directory / "state" / "events.jsonl") if isinstance(it, events.Merged)]
     assert any(it.scale < 1 for it in merges)
     assert all(it.scale <= 1 for it in merges)
     assert {name for it in merges for name in it.contributors} == set(SPEED)

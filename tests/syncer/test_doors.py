@@ -23,6 +23,7 @@ from tests.syncer.test_faults import until
 import diloco
 from diloco import errors, events
 from diloco.cli import main
+from diloco.event_log import read_events
 from diloco.exchange.connection import Connection
 from diloco.exchange.probe import measure_link
 from diloco.exchange.remote import fetch_model, fetch_status
@@ -68,7 +69,7 @@ def refused(it: Raw, kind: type[errors.DilocoError], words: str) -> None:
 
 
 def audit(syncer: Syncer, kind: type[events.Event]) -> list[Any]:
-    return [it for it in events.read_events(syncer._store.path / "events.jsonl") if isinstance(it, kind)]
+    return [it for it in read_events(syncer._store.path / "events.jsonl") if isinstance(it, kind)]
 
 
 # --- let in

@@ -21,6 +21,7 @@ from tests.syncer.runs import RUN, Raw, method, num_live, start, status_of, trai
 import diloco
 from diloco import errors, events
 from diloco.core.members import Deadlines
+from diloco.event_log import read_events
 from diloco.exchange.remote import fetch_model, fetch_status
 
 QUICK = Deadlines(lost_floor_s=2.5, lost_cap_s=2.5, stalled_floor_s=60.0, stalled_cap_s=60.0)
@@ -97,7 +98,7 @@ def published(directory: Path) -> tuple[int, int]:
     """The newest version of each fragment that the syncer's events name."""
     newest = [0, 0]
     path = directory / "state" / "events.jsonl"
-    for event in events.read_events(path) if path.exists() else []:
+    for event in read_events(path) if path.exists() else []:
         if isinstance(event, events.Published):
             newest[event.fragment] = max(newest[event.fragment], event.version)
     return newest[0], newest[1]
@@ -164,7 +165,7 @@ def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Pat
         assert victim.exitcode == -signal.SIGKILL
         versions = versions_of(syncer)
         until(lambda: "victim" not in status_of(syncer)["learners"], "the victim is not given up")
-        seen = events.read_events(tmp_path / "state" / "events.jsonl")
+        seen = read_events(tmp_path / "state" / "events.jsonl")
         assert any("its connection broke" in e.reason for e in seen if isinstance(e, events.Evicted))
         until(lambda: min(versions_of(syncer)) > max(versions) + 2, "the survivor does not go on")
         _, metrics = train(2, diloco.connect(syncer.address, run=RUN, learner="victim"), None, 12)

@@ -20,7 +20,8 @@ from torch import Tensor
 import diloco
 from diloco import Heal
 from diloco.errors import ConfigError, PayloadError
-from diloco.events import InnerState, read_events
+from diloco.event_log import read_events
+from diloco.events import InnerState
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
 from diloco.learner import inner_state

@@ -22,6 +22,7 @@ from diloco import events
 from diloco.core.contribution import Contribution
 from diloco.core.members import Deadlines
 from diloco.errors import DilocoError, RestartedError, UnreachableError
+from diloco.event_log import EventLog, read_events
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire.frames import bytes_of
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
@@ -40,7 +41,7 @@ def driver_in(directory: Path, at: Callable[[str], None] = lambda _: None) -> It
     tells: list[Callable[[str], None]] = []
     with (
         Store(directory, at=lambda point: [tell(point) for tell in tells] and None) as store,
-        events.EventLog(directory / "events.jsonl", who="syncer") as log,
+        EventLog(directory / "events.jsonl", who="syncer") as log,
     ):
         driver = HostedDriver(
             RUN,
@@ -193,7 +194,7 @@ def test_a_full_disk_under_the_event_log_stops_no_decision(tmp_path: Path) -> No
         first.join()
         for raw in (first, second):
             raw.connection.close()
-    told = events.read_events(path)
+    told = read_events(path)
     assert sum(event.missing for event in told if isinstance(event, events.Gap)) >= missing
     assert isinstance(told[-1], events.Finished)
 
@@ -265,7 +266,7 @@ class BrokenMetrics(SyncerMetrics):
 
 
 def test_a_defect_in_what_watches_stops_no_decision(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Store(tmp_path) as store, events.EventLog(tmp_path / "events.jsonl", who="syncer") as log:
+    with Store(tmp_path) as store, EventLog(tmp_path / "events.jsonl", who="syncer") as log:
         driver = HostedDriver(
             RUN, method(), store, Spool(tmp_path, 1 << 20), deadlines=Deadlines(lost_floor_s=1.0),
             journal=Journal(log, BrokenMetrics(RUN)),

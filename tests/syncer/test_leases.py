@@ -25,7 +25,8 @@ import diloco
 from diloco.cli import main
 from diloco.core.permutation import place_of_unit
 from diloco.errors import ConfigError, PayloadError, StaleIncarnationError
-from diloco.events import Data, Merged, read_events
+from diloco.event_log import read_events
+from diloco.events import Data, Merged
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.files import version_of

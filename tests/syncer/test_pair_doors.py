@@ -12,6 +12,7 @@ import pytest
 from tests.syncer.runs import RUN, Raw, method, start, status_of
 
 from diloco import errors, events
+from diloco.event_log import read_events
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
 from diloco.syncer.keyring import Keyring
@@ -99,7 +100,7 @@ def test_a_stream_that_may_not_follow_is_refused_before_it_says_anything(
     stream = callers["second"].connection.follow("standby", iter([hello]))
     assert next(stream)
     stream.close()
-    refused = [it for it in events.read_events(syncer._store.path / "events.jsonl") if isinstance(it, events.Refused)]
+    refused = [it for it in read_events(syncer._store.path / "events.jsonl") if isinstance(it, events.Refused)]
     assert {it.call for it in refused} == {"Follow"}
 
 

@@ -26,6 +26,7 @@ from diloco import events
 from diloco.chaos.proxy import Relay
 from diloco.cli import main
 from diloco.errors import AuthError, ConfigError, CorruptPayloadError, PayloadError, StandbyError, StoreError
+from diloco.event_log import read_events
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.following import Shown
@@ -324,9 +325,9 @@ def test_a_standby_shows_its_own_certificate_and_says_how_it_stands(
             assert json.loads(told(capsys, *promoting, "--force")) == {
                 "address": second.address, "epoch": 2, "versions": [0, 0], "fenced": True
             }  # fmt: skip
-        admitted = [it.call for it in events.read_events(tmp_path / "a" / "events.jsonl") if it.kind == "admitted"]
+        admitted = [it.call for it in read_events(tmp_path / "a" / "events.jsonl") if it.kind == "admitted"]
         assert "Follow" in admitted
-    stands = [it for it in events.read_events(tmp_path / "b" / "events.jsonl") if isinstance(it, events.Stands)]
+    stands = [it for it in read_events(tmp_path / "b" / "events.jsonl") if isinstance(it, events.Stands)]
     assert [it.standing for it in stands][-1] == "alone"
 
 

@@ -15,6 +15,7 @@ from tests.syncer.runs import RUN, Net, Raw, layout, method, start, status_of, v
 import diloco
 from diloco import events
 from diloco.errors import ConfigError, PayloadError
+from diloco.event_log import read_events
 from diloco.exchange.remote import fetch_status
 from diloco.syncer.server import Syncer
 
@@ -52,7 +53,7 @@ def test_more_tokens_than_the_declared_step_has_are_refused(lie: Callable[[Raw],
             with pytest.raises(PayloadError, match=SAID):
                 lie(liar)
             assert ledgers(syncer) == before
-    log = events.read_events(tmp_path / "state" / "events.jsonl")
+    log = read_events(tmp_path / "state" / "events.jsonl")
     [refused] = [each for each in log if isinstance(each, events.Refused)]
     assert refused.reason == "PayloadError"
     assert re.search(SAID, refused.text)

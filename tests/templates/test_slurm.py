@@ -16,7 +16,8 @@ from benchmarks import processes
 
 from diloco.config import load_config
 from diloco.core.presets import method_from_table
-from diloco.events import Initialised, Joined, Stepped, read_events
+from diloco.event_log import read_events
+from diloco.events import Initialised, Joined, Stepped
 from diloco.syncer.server import Options, Syncer
 
 BATCH = Path(__file__).parents[2] / "templates" / "slurm" / "learner.sbatch"

@@ -17,7 +17,8 @@ from diloco.cli.train import _connector
 from diloco.config import RunConfig
 from diloco.core.presets import method_from_table
 from diloco.errors import AlreadyInitialisedError, CheckpointError, ConfigError
-from diloco.events import Initialised, RunStarted, Stepped, read_events
+from diloco.event_log import read_events
+from diloco.events import Initialised, RunStarted, Stepped
 from diloco.exchange.base import Exchange
 from diloco.exchange.remote import fetch_model
 from diloco.syncer.server import Options, Syncer

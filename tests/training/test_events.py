@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import StoreError
-from diloco.events import Evaluated, EventLog, Gap, Merged, Sampled, Stepped, event_types, read_events
+from diloco.event_log import EventLog, read_events
+from diloco.events import Evaluated, Gap, Merged, Sampled, Stepped, event_types
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "events.md"
@@ -114,7 +115,8 @@ def test_a_gap_says_how_many_events_the_disk_refused_and_no_line_is_torn(tmp_pat
     """The kernel takes a part of a line, as a disk that becomes full, and everything again later."""
     script = """
 import resource, sys
-from diloco.events import EventLog, Sampled
+from diloco.event_log import EventLog
+from diloco.events import Sampled
 def limit(num_bytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 with EventLog(sys.argv[1], who="a") as log:

@@ -13,7 +13,8 @@ from diloco.cli import main
 from diloco.cli.train import _connector
 from diloco.config import RunConfig, dump_config
 from diloco.core.presets import method_from_table
-from diloco.events import CheckpointUnusable, Event, Healed, RunStarted, Stepped, read_events
+from diloco.event_log import read_events
+from diloco.events import CheckpointUnusable, Event, Healed, RunStarted, Stepped
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, newest_usable, save_checkpoint
 from diloco.training.learning_rate import learning_rate

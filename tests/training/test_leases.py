@@ -16,7 +16,8 @@ from diloco.cli.train import _connector
 from diloco.config import RunConfig
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
-from diloco.events import Data, Merged, read_events
+from diloco.event_log import read_events
+from diloco.events import Data, Merged
 from diloco.exchange.base import Exchange
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.virtual.delivery import Fault

@@ -14,7 +14,8 @@ import diloco
 from diloco.config import RunConfig
 from diloco.core.presets import method_from_table
 from diloco.errors import CheckpointError, ConfigError, StoreError
-from diloco.events import Adopted, CheckpointRefused, Evaluated, Finished, RunStarted, Stepped, read_events
+from diloco.event_log import read_events
+from diloco.events import Adopted, CheckpointRefused, Evaluated, Finished, RunStarted, Stepped
 from diloco.exchange.base import Exchange
 from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint

@@ -14,20 +14,8 @@ from diloco.config import RunConfig, dump_config
 from diloco.core.pool import Pool
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
-from diloco.events import (
-    EventLog,
-    Evicted,
-    Finished,
-    Initialised,
-    Joined,
-    Left,
-    Merged,
-    Published,
-    RunStarted,
-    Stepped,
-    Waited,
-    read_events,
-)
+from diloco.event_log import EventLog, read_events
+from diloco.events import Evicted, Finished, Initialised, Joined, Left, Merged, Published, RunStarted, Stepped, Waited
 from diloco.exchange.base import Exchange
 from diloco.exchange.virtual.delivery import Fault
 from diloco.planning.network import Network

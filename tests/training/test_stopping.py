@@ -23,7 +23,8 @@ from diloco.cli.train import _connector
 from diloco.config import RunConfig, dump_config
 from diloco.core.members import Deadlines
 from diloco.core.presets import method_from_table
-from diloco.events import Merged, read_events
+from diloco.event_log import read_events
+from diloco.events import Merged
 from diloco.exchange.remote import fetch_status
 from diloco.secret_files import write_secret
 from diloco.syncer.server import Options, Syncer

@@ -22,7 +22,8 @@ import diloco
 from diloco.cli.train import _connector
 from diloco.config import RunConfig, dump_config
 from diloco.core.presets import method_from_table
-from diloco.events import Stepped, read_events
+from diloco.event_log import read_events
+from diloco.events import Stepped
 from diloco.exchange.base import Exchange
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint

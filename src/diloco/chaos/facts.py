@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.core.lineage import Epoch
-from diloco.events import Adopted, Event, Gap, read_events
+from diloco.event_log import read_events
+from diloco.events import Adopted, Event, Gap
 from diloco.syncer.records import epochs_of
 
 STORE = "store.sqlite"

@@ -21,7 +21,8 @@ from diloco.config import RunConfig
 from diloco.demo.plan import free_port
 from diloco.demo.processes import Family
 from diloco.errors import DilocoError, RunError
-from diloco.events import Event, EventTail, Stands, SyncerStarted, read_events
+from diloco.event_log import EventTail, read_events
+from diloco.events import Event, Stands, SyncerStarted
 
 POLL_S = 0.05
 OPERATOR = "operator"

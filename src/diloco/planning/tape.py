@@ -11,6 +11,7 @@ from pathlib import Path
 
 from diloco import events as ev
 from diloco.errors import ConfigError
+from diloco.event_log import read_events
 
 SIMULATED = "simulated"
 """The syncer's address in the events of a run in virtual time."""
@@ -60,7 +61,7 @@ def read_tape(directory: Path) -> list[Recorded]:
         StoreError: an events file that cannot be read.
     """
     files = sorted(directory.glob("*/events.jsonl"))
-    logs = {file.parent.name: ev.read_events(file) for file in files}
+    logs = {file.parent.name: read_events(file) for file in files}
     learners = {name: log for name, log in logs.items() if _shard(log) is not None}
     if not learners:
         raise ConfigError(f"{directory} holds no learner's events.jsonl; name the directory of a run.")
@@ -77,7 +78,7 @@ def read_tape(directory: Path) -> list[Recorded]:
 def is_simulation(directory: Path) -> bool:
     """Whether this is the directory of a run in virtual time, ended or broken off, and not of a real one."""
     log = directory / "syncer" / "events.jsonl"
-    events = ev.read_events(log) if log.is_file() else []
+    events = read_events(log) if log.is_file() else []
     return any(isinstance(each, ev.SyncerStarted) and each.address == SIMULATED for each in events)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError, StoreError, translated
-from diloco.events import read_events
+from diloco.event_log import read_events
 from diloco.planning.pages import page, plain, table, values_table
 from diloco.report.charts import losses_chart, timeline_chart, training_chart
 from diloco.report.timeline import Timeline

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco import events as ev
+from diloco.event_log import EventTail
 
 Span = tuple[float, float | None]
 Counts = dict[str, int]
@@ -160,14 +161,14 @@ class Follower:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._tails: dict[str, ev.EventTail] = {}
+        self._tails: dict[str, EventTail] = {}
         self.timeline = Timeline()
 
     def read(self) -> Timeline:
         """Take in what is new. Returns the one timeline, grown."""
         for path in sorted(self._directory.glob("*/events.jsonl")):
             process = path.parent.name
-            tail = self._tails.setdefault(process, ev.EventTail(path))
+            tail = self._tails.setdefault(process, EventTail(path))
             for event in tail.read():
                 self.timeline.take(process, event)
         return self.timeline

@@ -24,6 +24,7 @@ from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, DrainedError, ExchangeError
+from diloco.event_log import EventLog, read_events
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.learner import Learner
@@ -162,7 +163,7 @@ class _Stage:
         run = self._configs[0].run.name
         starts_s = self._scenario.starts_s or [0.0] * len(self._names)
         path = self._directory / "syncer" / "events.jsonl"
-        with events.EventLog(path, "syncer", clock=lambda: self._run.time.now) as log:
+        with EventLog(path, "syncer", clock=lambda: self._run.time.now) as log:
             journal = Journal(log, SyncerMetrics(run))
             self._run = VirtualRun(
                 World(
@@ -185,7 +186,7 @@ class _Stage:
             self._account(done)
             self._log_end(log, done)
         told = self._directory / self._names[0] / "events.jsonl"
-        done.losses = [(e.t, e.loss) for e in events.read_events(told) if isinstance(e, events.Evaluated)]
+        done.losses = [(e.t, e.loss) for e in read_events(told) if isinstance(e, events.Evaluated)]
         return done
 
     def _lives(self) -> list[Summary | Lost]:
@@ -251,7 +252,7 @@ class _Stage:
                 return
         spans.append(Span(began_s, ended_s, kind))
 
-    def _log_traffic(self, log: events.EventLog, done: Simulated) -> None:
+    def _log_traffic(self, log: EventLog, done: Simulated) -> None:
         for name, summary in done.summaries.items():
             if summary is not None:
                 sent = summary.metrics["num_bytes"]
@@ -264,7 +265,7 @@ class _Stage:
                     )
                 )
 
-    def _log_end(self, log: events.EventLog, done: Simulated) -> None:
+    def _log_end(self, log: EventLog, done: Simulated) -> None:
         driver = self._run.driver
         steps = 0 if driver is None else driver.state.step
         log.append(events.Finished(steps=steps, tokens=done.tokens, seconds=done.duration_s, reason="stopped"))

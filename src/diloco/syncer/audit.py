@@ -17,6 +17,7 @@ from diloco.errors import (
     PayloadError,
     UnknownRunError,
 )
+from diloco.event_log import EventLog
 from diloco.syncer.callers import UNKNOWN, Caller
 from diloco.syncer.metrics import SyncerMetrics
 
@@ -49,9 +50,7 @@ class Audit:
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self, log: events.EventLog, metrics: SyncerMetrics, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, log: EventLog, metrics: SyncerMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._metrics, self._clock = log, metrics, clock
         self._lock = threading.Lock()
         self._senders: dict[str, _Sender] = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from diloco import events
 from diloco.errors import NotInitialisedError, StoreError
+from diloco.event_log import EventLog
 from diloco.syncer.backup import back_up
 from diloco.syncer.targets import open_target
 
@@ -32,7 +33,7 @@ class Backups:
         ConfigError: the place cannot be used.
     """
 
-    def __init__(self, plan: BackupPlan, state_dir: Path, events_log: events.EventLog) -> None:
+    def __init__(self, plan: BackupPlan, state_dir: Path, events_log: EventLog) -> None:
         self._plan, self._state_dir, self._events = plan, state_dir, events_log
         self._target = open_target(plan.place)
         self._is_closing = threading.Event()

@@ -15,6 +15,7 @@ from diloco.core.leases import Leases
 from diloco.core.ranges import count, union
 from diloco.core.syncer import SyncerCore
 from diloco.errors import NoRoomError, PayloadError, StoreError
+from diloco.event_log import EventLog
 from diloco.run.ports import InitialModel, MergedRound, Observer
 from diloco.syncer.metrics import LearnerSample, SyncerMetrics
 
@@ -29,7 +30,7 @@ class Journal(Observer):
         metrics: what Prometheus reads.
     """
 
-    def __init__(self, events_log: events.EventLog, metrics: SyncerMetrics) -> None:
+    def __init__(self, events_log: EventLog, metrics: SyncerMetrics) -> None:
         self._events = events_log
         self._metrics = metrics
         self._lacking: dict[int, int] = {}  # by fragment, the newest round that was said to lack learners

@@ -12,6 +12,7 @@ from diloco import events
 from diloco.core.lineage import Lineage
 from diloco.core.method import Method
 from diloco.core.succession import Ballot, Proposal, Standing, Word, elector
+from diloco.event_log import EventLog
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.following import Following
 from diloco.syncer.leading import Leading
@@ -87,7 +88,7 @@ class PairCalls:
 class StandingJournal:
     """Logs how a syncer stands, in its log, its events and its metrics."""
 
-    def __init__(self, events_log: events.EventLog, metrics: SyncerMetrics) -> None:
+    def __init__(self, events_log: EventLog, metrics: SyncerMetrics) -> None:
         self._events, self._metrics = events_log, metrics
 
     def stands_as(self, standing: Standing, epoch: int, why: str) -> None:

@@ -21,6 +21,7 @@ from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.session.heartbeat import HEARTBEAT_S
 from diloco.errors import ConfigError, StoreError
+from diloco.event_log import EventLog
 from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.run.payloads import TensorPayloads
@@ -132,7 +133,7 @@ class Syncer:
         self._failure: BaseException | None = None
         with ExitStack() as refused:  # a directory that cannot be served is let go
             self._store = refused.enter_context(Replica(options.state_dir))
-            self._events = refused.enter_context(events.EventLog(options.state_dir / "events.jsonl", who="syncer"))
+            self._events = refused.enter_context(EventLog(options.state_dir / "events.jsonl", who="syncer"))
             backup = options.backup
             self._backups = None if backup is None else Backups(backup, options.state_dir, self._events)
             self._observer = Journal(self._events, self._metrics)

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from diloco import events as ev
 from diloco.core.healing import Healed
+from diloco.event_log import EventLog
 from diloco.training.checkpoint import UnusableCheckpoint
 from diloco.training.clock import Clock
 from diloco.training.progress import Progress, StepStatus
@@ -18,7 +19,7 @@ class Reporter:
     def __init__(self, path: Path | None, who: str, progress: Progress, clock: Clock | None = None) -> None:
         self.who = who
         self._clock = clock or Clock()
-        self._log = None if path is None else ev.EventLog(path, who=who, clock=self._clock.stamp)
+        self._log = None if path is None else EventLog(path, who=who, clock=self._clock.stamp)
         self._progress = progress if path is not None else Progress()
         self._last_step = (self._clock.seconds(), 0)
         self._waits = (0.0, 0)

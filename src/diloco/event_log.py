@@ -1,0 +1,207 @@
+"""Writing and reading a file of events (`diloco.events`).
+
+A process that is killed leaves at most one torn line, the last one: readers skip it and the next writer cuts it off. A
+disk that refuses events costs events and nothing else: a `Gap` says how many.
+"""
+
+import errno
+import functools
+import logging
+import operator
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, Self, TypeVar, cast
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from diloco.errors import StoreError, translated
+from diloco.events import Event, Gap, event_types
+
+log = logging.getLogger("diloco")
+
+MAX_LINE_BYTES = 1 << 24
+"""An event is shorter."""
+
+_LINE = b'{"t":'
+"""How the line of an event begins."""
+
+_KINDS: Any = functools.reduce(operator.or_, event_types().values())
+_READER: TypeAdapter[Event] = TypeAdapter(cast("Any", Annotated)[_KINDS, Field(discriminator="kind")])
+
+E = TypeVar("E", bound=Event)
+
+
+class EventLog:
+    """Appends events to a file, one line each, handed to the operating system before `append` returns. Any thread may
+    append.
+
+    A log only watches: a disk that refuses an event never stops who tells it. What could not be written is counted,
+    said once in the process's log, and told by a `Gap` when the disk takes events again.
+
+    Raises StoreError when the file cannot be opened.
+
+    Attributes:
+        num_missing: events that could not be written since the file was opened.
+    """
+
+    def __init__(self, path: str | Path, who: str, clock: Callable[[], float] = time.time) -> None:
+        self.path = Path(path)
+        self.who = who
+        self.num_missing = 0
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._gap = 0  # events that are missing since the last one that was written
+        self._torn_at: int | None = None  # where a line begins that the disk took only a part of
+        with translated(OSError, StoreError, f"cannot open the event log {self.path}", "choose a writable directory"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not _cut_torn_line(self.path):
+                aside = _unused(self.path)
+                self.path.rename(aside)
+                log.warning("%s does not end like a log of events: set aside as %s, and begun anew", self.path, aside)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+
+    def append(self, event: E) -> E:
+        """Stamp `event` with time and author where they are missing, write it, and return it as stamped."""
+        stamped = self._stamped(event)
+        with self._lock:
+            try:
+                self._write(stamped)
+            except OSError as error:
+                self._miss(error)
+        return stamped
+
+    def _stamped(self, event: E) -> E:
+        stamp: dict[str, Any] = {}
+        if not event.t:
+            stamp["t"] = round(self._clock(), 6)
+        if not event.who:
+            stamp["who"] = self.who
+        return event.model_copy(update=stamp)
+
+    def _write(self, event: Event) -> None:
+        """The event, after a gap if there is one; nothing of it where the disk does not take all."""
+        events = [self._stamped(Gap(missing=self._gap)), event] if self._gap else [event]
+        data = b"".join(each.model_dump_json().encode() + b"\n" for each in events)
+        self._cut()
+        written = self._file.write(data)
+        if written != len(data):
+            self._torn_at = os.fstat(self._file.fileno()).st_size - written
+            self._cut()
+            raise OSError(errno.ENOSPC, f"the disk took {written} of {len(data)} bytes")
+        if self._gap:
+            log.warning("%s is written again; %d events are missing from it", self.path, self._gap)
+            self._gap = 0
+
+    def _cut(self) -> None:
+        """Remove what there is of a torn line, so that the next one starts on its own."""
+        if self._torn_at is not None:
+            os.ftruncate(self._file.fileno(), self._torn_at)
+            self._torn_at = None
+
+    def _miss(self, error: OSError) -> None:
+        if not self._gap:
+            log.error(
+                "events cannot be written to %s (%s); the run goes on without them, free disk space", self.path, error
+            )
+        self._gap += 1
+        self.num_missing += 1
+
+    def close(self) -> None:
+        """Close the file; appending afterwards is a programming error."""
+        if self._gap:
+            log.error("the last %d events are missing from %s", self._gap, self.path)
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_events(path: str | Path) -> list[Event]:
+    """All events of a file in the order they were written; a torn last line is skipped.
+
+    Raises StoreError when the file cannot be read, or when a complete line is not an event of the schema (with its
+    number).
+    """
+    with translated(OSError, StoreError, f"cannot read the event log {path}", "check the path"):
+        content = Path(path).read_bytes()
+    return _parse(content, path, first_line=1)
+
+
+class EventTail:
+    """Follows an event log while it grows: each `read` returns the events that were completed since the last one.
+
+    A file that is not there yet has no events. Raises StoreError as `read_events`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._offset = 0
+        self._next_line = 1
+
+    def read(self) -> list[Event]:
+        """Whole lines only: what is being written, or was torn by a kill and will be cut off, waits."""
+        with translated(OSError, StoreError, f"cannot read the event log {self.path}", "check the path"):
+            try:
+                with open(self.path, "rb") as file:
+                    file.seek(self._offset)
+                    content = file.read()
+            except FileNotFoundError:
+                return []
+        content = content[: content.rfind(b"\n") + 1]
+        events = _parse(content, self.path, first_line=self._next_line)
+        self._offset += len(content)
+        self._next_line += len(events)
+        return events
+
+
+def _parse(content: bytes, path: str | Path, first_line: int) -> list[Event]:
+    lines = content.split(b"\n")
+    del lines[-1]  # empty, or what a killed writer left behind
+    events = []
+    for number, line in enumerate(lines, start=first_line):
+        try:
+            events.append(_READER.validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise StoreError(
+                f"line {number} of {path} is not an event of this version of diloco ({where}: {first['msg']}); "
+                "read it with the version that wrote it"
+            ) from error
+    return events
+
+
+def _cut_torn_line(path: Path) -> bool:
+    """Remove what a killed writer, or a power cut, has left of a line after the last newline, so that the next line
+    starts on its own. False: what is there is no such thing, and was left alone."""
+    if not path.exists():
+        return True
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = max(0, end - MAX_LINE_BYTES)
+        file.seek(start)
+        tail = file.read(end - start)
+        keep = tail.rfind(b"\n") + 1
+        torn = tail[keep:].rstrip(b"\0")
+        if (keep == 0 and start > 0) or not (torn.startswith(_LINE) or _LINE.startswith(torn)):
+            return False
+        if start + keep < end:
+            file.truncate(start + keep)
+    return True
+
+
+def _unused(path: Path) -> Path:
+    """A name beside a file that nothing has."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
+        number += 1
+    return aside
