@@ -22,6 +22,7 @@ from tests.fuzz.states import healthy
 from tests.syncer.pairs import DEADLINES
 from tests.syncer.runs import RUN, method
 
+from diloco.core.pair.values import Contents, Position
 from diloco.core.succession import Standing
 from diloco.errors import UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -29,8 +30,8 @@ from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
 from diloco.syncer.following import Following, Shown
 from diloco.syncer.inspection import inspect
 from diloco.syncer.pairing import Pairing
-from diloco.syncer.position import FILE, Position, read_position, write_position
-from diloco.syncer.replica import Contents, Replica
+from diloco.syncer.position import FILE, read_position, write_position
+from diloco.syncer.replica import Replica
 from diloco.syncer.server import Options, Syncer
 
 CALL_S = 20.0

@@ -25,13 +25,14 @@ import diloco
 from diloco import events
 from diloco.chaos.proxy import Relay
 from diloco.cli import main
+from diloco.core.pair.values import Contents
 from diloco.errors import AuthError, ConfigError, CorruptPayloadError, PayloadError, StandbyError, StoreError
 from diloco.event_log import read_events
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.following import Shown
 from diloco.syncer.keyring import Keyring
-from diloco.syncer.replica import Contents, ReplicatedState
+from diloco.syncer.replica import ReplicatedState
 from diloco.syncer.server import Syncer
 from diloco.syncer.tokens import TokenEntry, new_token, token_sha256, write_tokens
 

@@ -11,11 +11,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.core.pair.link import Link
+from diloco.core.pair.standby_end import StandbyEnd
+from diloco.core.pair.values import Hello
 from diloco.errors import CorruptPayloadError, DilocoError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import parse, verified
-from diloco.syncer.pairing import Pairing, StandbyLink
+from diloco.syncer.pairing import Pairing
 from diloco.syncer.replica import Replica, ReplicatedState
 
 log = logging.getLogger("diloco.syncer")
@@ -85,7 +88,7 @@ class Following:
 
     Arguments:
         run: its name.
-        pairing: decides; its `other` is the address.
+        pairing: hosts what decides; its `other` is the address.
         let_go: called before a syncer that has served the run becomes a standby: ends its driver.
         failed: told what the thread failed with that it should not have.
     """
@@ -96,6 +99,7 @@ class Following:
     ) -> None:  # fmt: skip
         assert pairing.other is not None
         self._run_name, self._store, self._pairing = run, store, pairing
+        self._end = StandbyEnd(pairing.core)
         self._let_go, self._failed = let_go, failed
         self._connection = Connection(
             pairing.other, keys=shown.keys, token=shown.token, ca=shown.ca, insecure=shown.insecure,
@@ -142,8 +146,8 @@ class Following:
             DilocoError: why it has ended.
         """
         pairing = self._pairing
-        hello, contents = pairing.hello(self._run_name)
-        words = _Words(hello)
+        hello = pairing.event(lambda _: self._end.hello())
+        words = _Words(_message(self._run_name, hello))
         try:
             with closing(self._connection.follow(CHANNEL, iter(words))) as stream:
                 first = _part(stream)
@@ -152,11 +156,10 @@ class Following:
                 if first.fenced:
                     self.has_fenced.set()
                     return True
-                pairing.concede(hello.base)
+                pairing.event(lambda now: self._end.concede(now, hello.base))
                 pairing.knows_of(first.epoch)
                 self._let_go()
-                link = StandbyLink(contents, first.boot, first.boot)
-                pairing.linked_to(link)
+                link = pairing.event(lambda now: self._end.linked(now, hello.contents, first.boot))
                 try:
                     self._follow(link, stream, words)
                 finally:
@@ -165,9 +168,9 @@ class Following:
         finally:
             words.end()
 
-    def _follow(self, link: StandbyLink, stream: Iterator[bytes], words: _Words) -> None:
+    def _follow(self, link: Link, stream: Iterator[bytes], words: _Words) -> None:
         while not link.is_over and (part := _part(stream)) is not None:
-            self._pairing.heard_first(link, part.lag_versions, part.lag_bytes)
+            self._heard(link, part)
             if part.file:
                 words.is_waiting, words.moved_at = False, time.monotonic()
                 self._store.receive(part.file, part.sha256, self._moving(link, words, part, stream))
@@ -176,21 +179,39 @@ class Following:
                     raise CorruptPayloadError(f"a state of {part.num_bytes} bytes is none.")
                 text = b"".join(verified(stream, part.num_bytes))
                 words.is_waiting, words.moved_at = False, time.monotonic()
-                self._pairing.take(link, ReplicatedState.from_json(text), part.epoch)
+                self._take(link, ReplicatedState.from_json(text), part.epoch)
                 words.confirm(part.serial)
             words.is_waiting = True
         if not link.is_over:
             raise UnreachableError("the first has ended the connection; dialling again.")
 
-    def _moving(
-        self, link: StandbyLink, words: _Words, part: pb.FollowPart, stream: Iterator[bytes]
-    ) -> Iterator[bytes]:
+    def _heard(self, link: Link, part: pb.FollowPart) -> None:
+        self._pairing.event(lambda now: self._end.heard(now, link, part.lag_versions, part.lag_bytes))
+
+    def _take(self, link: Link, state: ReplicatedState, epoch: int) -> None:
+        electorate = frozenset(state.electorate)
+        self._pairing.event(lambda now: self._end.take(now, link, electorate, epoch, lambda: self._store.take(state)))
+
+    def _moving(self, link: Link, words: _Words, part: pb.FollowPart, stream: Iterator[bytes]) -> Iterator[bytes]:
         for chunk in verified(stream, part.num_bytes):
             words.moved_at = time.monotonic()
-            self._pairing.heard_first(link, part.lag_versions, part.lag_bytes)
+            self._heard(link, part)
             yield chunk
 
 
 def _part(stream: Iterator[bytes]) -> pb.FollowPart | None:
     message = next(stream, None)
     return None if message is None else parse(pb.FollowPart, message)
+
+
+def _message(run: str, hello: Hello) -> pb.FollowHello:
+    it = hello.contents
+    held = [
+        pb.HeldFile(fragment=fragment, version=version, sha256=sha256)
+        for fragment, (version, sha256) in sorted(it.held.items())
+    ]
+    return pb.FollowHello(
+        run=run, boot=hello.boot, is_first=hello.is_first, epoch=hello.epoch, base=hello.base,
+        num_published=it.num_published, stays=hello.stays, run_id=it.run_id, held=held, files=sorted(it.files),
+        serves=hello.serves,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`standby.json`: what a syncer's state directory says of its part in a pair of syncers (`core.succession`).
+"""`standby.json`: what a syncer's state directory says of its part in a pair of syncers (`core.pair`).
 
 A directory without it is that of a syncer that never had a second one. Its epoch is in the database.
 """
@@ -6,30 +6,15 @@ A directory without it is that of a syncer that never had a second one. Its epoc
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.core.succession import Place
+from diloco.core.pair.values import Position
 from diloco.errors import StoreError, first_line
 from diloco.plain_json import MALFORMED
 from diloco.syncer.durable import sync_directory
 from diloco.whole_files import write_whole
 
 FILE = "standby.json"
-
-
-@dataclass(frozen=True)
-class Position:
-    """What is durable of a syncer's part.
-
-    Attributes:
-        place, is_paired, base, electorate: as in `Succession`.
-    """
-
-    place: Place
-    is_paired: bool
-    base: int
-    electorate: frozenset[str]
 
 
 def read_position(state_dir: Path) -> Position | None:

@@ -14,10 +14,11 @@ import math
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 from diloco.core.lineage import Epoch
+from diloco.core.pair.values import Contents
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, StoreError
 from diloco.escaping import MAX_REASON
@@ -39,28 +40,6 @@ from diloco.syncer.records import (
 )
 from diloco.syncer.run_description import RUN_COLUMNS, Row, insert_run, run_row, write_description
 from diloco.syncer.store import KEPT_VERSIONS, Store
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a store has.
-
-    Attributes:
-        run_id: of its run; "": it has none.
-        epoch: the highest that is durable.
-        held: by fragment, the newest version and its file's SHA-256.
-        files: whole files of tensors besides, which no version names yet.
-    """
-
-    run_id: str = ""
-    epoch: int = 0
-    held: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-    files: frozenset[str] = frozenset()
-
-    @property
-    def num_published(self) -> int:
-        """Versions, of all fragments."""
-        return sum(version for version, _ in self.held.values())
 
 
 @dataclass(frozen=True)
@@ -230,6 +209,12 @@ class Replica(Store):
         with self._mapped("read"), self._using:
             found: int = self._db.execute("SELECT COALESCE(MAX(epoch), 0) FROM epochs").fetchone()[0]
             return found
+
+    def record(self) -> Json | None:
+        """The run's; None: there is none yet."""
+        with self._mapped("read"), self._using:
+            row = self._db.execute("SELECT record FROM run").fetchone()
+            return None if row is None or row[0] is None else json.loads(row[0])
 
     def versions(self) -> tuple[int, ...]:
         """The newest of each fragment."""
