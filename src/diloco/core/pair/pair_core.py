@@ -226,8 +226,8 @@ class PairCore:
 
     def is_in_sync(self, link: Link) -> bool:
         """Whether the two ends of a connection stand as they have agreed."""
-        is_current = link is self.link and not link.is_over and link.epoch == self.succession.epoch
-        return is_current and self.standing in ("paired", "proposing", "following")
+        is_agreed = link is self.link and not link.is_over and link.epoch == self.succession.epoch
+        return is_agreed and self.standing in ("paired", "proposing", "following")
 
     # --- by hand, and time --------------------------------------------------------------------------------------------
 
@@ -270,8 +270,8 @@ class PairCore:
             self.keep(place="first", is_paired=False, base=it.epoch)
             it.alone()
         self._begin_later_epoch()
-        if self.link is not None and not self._is_wanted(self.link, now):
-            self.link.is_over = True
+        if (link := self.link) is not None:
+            link.is_over |= not self.is_heard(link, now) or (link.epoch is not None and not self.is_in_sync(link))
         self.tell(_WHY.get(self.standing, "as before"))
         self.observer.lags(self.lag.versions, self.lag.num_bytes, self.lag.seconds(now))
 
@@ -298,6 +298,3 @@ class PairCore:
             it.raised(epoch)
         elif self.link is not None:
             self.link.is_over = True  # the two agree anew
-
-    def _is_wanted(self, link: Link, now: float) -> bool:
-        return self.is_heard(link, now) and (link.epoch is None or self.is_in_sync(link))
