@@ -1,12 +1,13 @@
 """Hostile senders beside a real run: what each flood takes from it, and from the syncer's memory.
 
-    python -m benchmarks.floods [--only FLOOD] [--seconds S] [--tenth] [--json]
+    python -m benchmarks.floods [--only FLOOD] [--seconds S] [--tenth] [--same-address] [--json]
 
 A syncer with mutual TLS and two learners that wait for each other train without a pause. Each flood runs beside them,
 from a sender without a certificate and from one with a learner's; before and after it the run is measured alone. A row
 says how many inner steps the learners took under the flood, for each that they take alone; by how much the syncer's
 memory, threads and open files rose; and what the flood itself came to. Goals: 2 % and 200 MB.
 
+The sender dials from an address of its own, or, with --same-address, from that of the learners, as behind one router.
 Learners and senders are on machines of their own in life. Here the learners have half of the processors, and the
 syncer and the sender, a process of lower priority, the other half: a sender's own work is still taken from the syncer.
 """
@@ -48,6 +49,7 @@ SIZES = {
 """Ten times what brought a syncer down or to gigabytes once: calls, connections, MB a second, calls, calls."""
 
 MOST_LOST, MOST_MB = 0.02, 200.0
+SOURCE, LEARNERS_SOURCE = "127.0.0.2", "127.0.0.1"
 LEARNERS = ("first", "second")
 H, STEP_S = 5, 0.02
 RUN_FILE = f"""
@@ -89,8 +91,10 @@ class Row:
     survived: bool
 
 
-def run(directory: Path, floods: Sequence[str], sizes: dict[str, int], seconds: float) -> list[Row]:
-    """A row for each flood, without and with a certificate. Each has a syncer of its own."""
+def run(
+    directory: Path, floods: Sequence[str], sizes: dict[str, int], seconds: float, source: str = SOURCE
+) -> list[Row]:
+    """A row for each flood, without and with a certificate, from `source`. Each has a syncer of its own."""
     rows = []
     for flood in floods:
         for certificate in (False, True):
@@ -98,7 +102,9 @@ def run(directory: Path, floods: Sequence[str], sizes: dict[str, int], seconds: 
             where = directory / f"{flood.replace(' ', '-')}-{certificate}"
             where.mkdir(parents=True)
             with _besieged(where) as (syncer, keys):
-                rows.append(_measure(where, syncer, keys, flood, sizes[flood], seconds, certificate=certificate))
+                rows.append(
+                    _measure(where, syncer, keys, flood, sizes[flood], seconds, source, certificate=certificate)
+                )
     return rows
 
 
@@ -138,13 +144,14 @@ def _steps(where: Path) -> int:
 
 
 def _measure(
-    where: Path, syncer: SyncerProcess, keys: Path, flood: str, size: int, seconds: float, *, certificate: bool
-) -> Row:
+    where: Path, syncer: SyncerProcess, keys: Path, flood: str, size: int, seconds: float, source: str,
+    *, certificate: bool,
+) -> Row:  # fmt: skip
     process = Path(f"/proc/{syncer.process.pid}")
     before = _rate(where, process, seconds)
     command = [
         sys.executable, "-m", "benchmarks.hostile", syncer.address, flood, str(size), "--tls",
-        "--seconds", str(seconds), *(["--keys", str(keys / VILLAIN)] if certificate else []),
+        "--seconds", str(seconds), "--source", source, *(["--keys", str(keys / VILLAIN)] if certificate else []),
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE) as sender:
         os.setpriority(os.PRIO_PROCESS, sender.pid, 10)
@@ -227,14 +234,26 @@ def learn(address: str, name: str, where: Path) -> None:
 def show(rows: Sequence[Row], console: Console) -> None:
     """One line a flood."""
     table = Table("flood", "certificate", box=None, pad_edge=False)
-    numbers = "size", "open", "dialled", "hung up on", "goodput", "noise", "processor", "memory", "threads", "files"
+    numbers = (
+        "size",
+        "open",
+        "dialled",
+        "hung up on",
+        "unanswered",
+        "goodput",
+        "noise",
+        "processor",
+        "memory",
+        "threads",
+        "files",
+    )
     for title in (*numbers, "run"):
         table.add_column(title, justify="right")
     for row in rows:
         good, small = row.goodput >= 1 - MOST_LOST, row.memory_mb <= MOST_MB
         table.add_row(
             row.flood, "yes" if row.certificate else "no", f"{row.size:,}",
-            *(f"{row.outcome.get(key, 0):,}" for key in ("most_open", "num_dialled", "num_ended")),
+            *(f"{row.outcome.get(key, 0):,}" for key in ("most_open", "num_dialled", "num_ended", "num_unanswered")),
             f"[{'green' if good else 'red'}]{row.goodput:.1%}[/]",
             f"{row.noise:.1%}", "{:.2f} ({:.2f})".format(*row.processor),
             f"[{'green' if small else 'red'}]{row.memory_mb:+.0f} MB[/]",
@@ -248,6 +267,7 @@ def main() -> None:
     parser.add_argument("--only", choices=tuple(FLOODS), action="append", help="this flood; repeat for more")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement; default %(default)g")
     parser.add_argument("--tenth", action="store_true", help="a tenth of each flood")
+    parser.add_argument("--same-address", action="store_true", help="the sender has the learners' address")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--learner", nargs=3, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -256,8 +276,9 @@ def main() -> None:
         learn(address, name, Path(where))
         return
     sizes = {flood: size // 10 if chosen.tenth else size for flood, size in SIZES.items()}
+    source = LEARNERS_SOURCE if chosen.same_address else SOURCE
     with tempfile.TemporaryDirectory() as directory:
-        rows = run(Path(directory), chosen.only or tuple(FLOODS), sizes, chosen.seconds)
+        rows = run(Path(directory), chosen.only or tuple(FLOODS), sizes, chosen.seconds, source)
     if chosen.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:

@@ -1,6 +1,6 @@
 """Senders that mean harm, written on bare sockets: what a client library would not do.
 
-    python -m benchmarks.hostile ADDRESS FLOOD SIZE [--keys DIR] [--token TOKEN] [--seconds S]
+    python -m benchmarks.hostile ADDRESS FLOOD SIZE [--keys DIR] [--token TOKEN] [--source ADDRESS] [--seconds S]
 
 Each flood keeps its size up for as long as it lasts: a connection that the syncer ends is dialled again. Prints one
 line of JSON: how much was open or sent, and how often the syncer hung up.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import select
 import selectors
 import socket
 import ssl
@@ -37,6 +38,11 @@ STREAMS_OF_A_CONNECTION = 100
 DIALS_PER_S, SILENT_DIALS_PER_S = 100, 2000
 """New connections a second at most, and of those that shake no hands: a sender's own processor time is not the
 syncer's."""
+
+UNANSWERED_S = 0.5
+"""After so long a sender dials another connection for one that is not there."""
+
+_BIND_ADDRESS_NO_PORT = 24  # <linux/in.h>: the port is chosen when it dials
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -69,22 +75,43 @@ class Target:
 
     Attributes:
         tls: whether the port speaks TLS.
+        source: the address that the sender dials from; "": as the system chooses.
     """
 
     address: str
     tls: bool = False
     keys: Path | None = None
     token: str | None = None
+    source: str = ""
 
     def dial(self) -> socket.socket:
-        """A connection; with TLS, after the handshake.
+        """A connection that begins; it is there once it can be written to.
+
+        Raises:
+            OSError: the system cannot.
+        """
+        host, _, port = self.address.rpartition(":")
+        plain = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.setblocking(False)
+        try:
+            if self.source:
+                plain.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
+                plain.bind((self.source, 0))
+            with suppress(BlockingIOError):
+                plain.connect((host.strip("[]"), int(port)))
+        except OSError:
+            plain.close()
+            raise
+        return plain
+
+    def greet(self, plain: socket.socket) -> socket.socket:
+        """What speaks over a connection; with TLS, after the handshake.
 
         Raises:
             OSError: refused.
         """
-        host, _, port = self.address.rpartition(":")
-        plain = socket.create_connection((host, int(port)), timeout=5.0)
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.settimeout(5.0)
         if not self.tls:
             return plain
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -100,10 +127,17 @@ class Target:
 
 
 class Http2:
-    """One HTTP/2 connection that answers settings and pings, so that the syncer has no reason to hang up."""
+    """One HTTP/2 connection that answers settings and pings, so that the syncer has no reason to hang up.
 
-    def __init__(self, target: Target) -> None:
-        self.socket = target.dial()
+    Arguments:
+        plain: a connection that is there; None: it is dialled.
+    """
+
+    def __init__(self, target: Target, plain: socket.socket | None = None) -> None:
+        if plain is None:
+            plain = target.dial()
+            select.select([], [plain], [], 5.0)
+        self.socket = target.greet(plain)
         self._received = bytearray()
         self._is_mid_headers = False
         try:
@@ -163,12 +197,13 @@ class Http2:
 @dataclass
 class Outcome:
     """What a flood came to: connections and streams open at once at most, bytes sent, connections that were dialled,
-    and that the syncer ended or refused."""
+    that the syncer ended or refused, and that nothing answered."""
 
     most_open: int = 0
     sent_bytes: int = 0
     num_dialled: int = 0
     num_ended: int = 0
+    num_unanswered: int = 0
 
 
 class Flood:
@@ -185,6 +220,7 @@ class Flood:
         self._target, self._wanted, self._speaks = target, num_connections, speaks
         self._opened, self._pressed = opened, pressed
         self._selector = selectors.DefaultSelector()
+        self._dialling: dict[socket.socket, float] = {}  # since when
         self._open: dict[socket.socket, Http2 | None] = {}
         self.outcome = Outcome()
 
@@ -197,32 +233,51 @@ class Flood:
             if due > 0:
                 dialled_at = now
             for _ in range(due):
-                self._dial()
+                self._dial(now)
                 if time.monotonic() > ends_at:
                     break
-            self._hear(0.0 if self._pressed else 0.02)
+            self._give_up(now)
+            self._hear(0.0 if self._pressed and self._open else 0.005)
             if self._pressed is not None:
                 for connection in [it for it in self._open.values() if it is not None]:
                     self._press(connection)
             self.outcome.most_open = max(self.outcome.most_open, len(self._open))
-        for each in list(self._open):
+        for each in [*self._open, *self._dialling]:
             each.close()
         return self.outcome
 
-    def _dial(self) -> None:
+    def _dial(self, now: float) -> None:
         self.outcome.num_dialled += 1
-        connection = None
         try:
-            if self._speaks:
-                connection = Http2(self._target)
-                self.outcome.sent_bytes += self._opened(connection)
-                plain = connection.socket
-            else:
-                host, _, port = self._target.address.rpartition(":")
-                plain = socket.create_connection((host, int(port)), timeout=5.0)
-                plain.settimeout(0.0)
+            plain = self._target.dial()
         except OSError:
             self.outcome.num_ended += 1
+            return
+        self._dialling[plain] = now
+        self._selector.register(plain, selectors.EVENT_WRITE)
+
+    def _give_up(self, now: float) -> None:
+        """Connections that do not come."""
+        for plain in [plain for plain, since in self._dialling.items() if now - since > UNANSWERED_S]:
+            self.outcome.num_unanswered += 1
+            self._selector.unregister(plain)
+            del self._dialling[plain]
+            plain.close()
+
+    def _dialled(self, plain: socket.socket) -> None:
+        del self._dialling[plain]
+        self._selector.unregister(plain)
+        connection = None
+        try:
+            if error := plain.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(error, "refused")
+            if self._speaks:
+                connection = Http2(self._target, plain)
+                self.outcome.sent_bytes += self._opened(connection)
+                plain = connection.socket
+        except OSError:
+            self.outcome.num_ended += 1
+            plain.close()
             if connection is not None:
                 connection.close()
             return
@@ -233,6 +288,9 @@ class Flood:
         for key, _ in self._selector.select(timeout_s):
             plain = key.fileobj
             assert isinstance(plain, socket.socket)
+            if plain in self._dialling:
+                self._dialled(plain)
+                continue
             connection = self._open[plain]
             if connection is None:
                 with suppress(BlockingIOError):
@@ -356,9 +414,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--tls", action="store_true")
     parser.add_argument("--keys", type=Path)
     parser.add_argument("--token")
+    parser.add_argument("--source", default="", help="the address to dial from")
     parser.add_argument("--seconds", type=float, default=10.0)
     chosen = parser.parse_args(None if arguments is None else list(arguments))
-    target = Target(chosen.address, chosen.tls, chosen.keys, chosen.token)
+    target = Target(chosen.address, chosen.tls, chosen.keys, chosen.token, chosen.source)
     print(flush=True)  # it begins
     print(json.dumps(asdict(FLOODS[chosen.flood](target, chosen.size).run(chosen.seconds))), flush=True)
 

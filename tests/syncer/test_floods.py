@@ -27,8 +27,10 @@ from diloco.exchange.wire.frames import frames
 from diloco.syncer.admission import Limits, Shares
 from diloco.syncer.call_deadlines import CallDeadlines
 from diloco.syncer.callers import UNKNOWN, Caller
+from diloco.syncer.guard import Guard
 from diloco.syncer.handles import RESERVE, connections_for
-from diloco.syncer.sockets import Guard, SocketLedger, is_available
+from diloco.syncer.sockets import SocketLedger
+from diloco.syncer.tcp import is_available
 
 ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
 needs_counts = pytest.mark.skipif(not is_available(), reason="the kernel's byte counts are read on Linux only")

@@ -23,7 +23,8 @@ import pytest
 from diloco.errors import ConfigError
 from diloco.exchange.key_pair import KeyPair
 from diloco.syncer.certificates import Authority
-from diloco.syncer.sockets import UNLABELLED, SocketLedger, defer_accepts, is_available, parse_peer
+from diloco.syncer.sockets import UNLABELLED, SocketLedger
+from diloco.syncer.tcp import defer_accepts, is_available, parse_peer
 
 CHUNK_BYTES = 1 << 20
 PUSH_BYTES = 10 * CHUNK_BYTES

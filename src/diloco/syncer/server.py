@@ -31,6 +31,7 @@ from diloco.syncer.auth import Authenticator, check_binding
 from diloco.syncer.backups import BackupPlan, Backups
 from diloco.syncer.call_deadlines import CallDeadlines
 from diloco.syncer.following import Following, Shown
+from diloco.syncer.guard import Guard
 from diloco.syncer.handles import connections_for, raise_file_limit
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
@@ -43,8 +44,9 @@ from diloco.syncer.pairing import TICK_S, Pairing
 from diloco.syncer.replica import Replica
 from diloco.syncer.replicated import ReplicatedStore
 from diloco.syncer.service import Service
-from diloco.syncer.sockets import Guard, SocketLedger, defer_accepts, is_available
+from diloco.syncer.sockets import SocketLedger
 from diloco.syncer.spool import Slot, Spool
+from diloco.syncer.tcp import defer_accepts, is_available
 from diloco.syncer.tls import server_credentials
 from diloco.syncer.transfers import Transfers
 
@@ -110,7 +112,10 @@ class Syncer:
             options.address, keys=options.keys is not None, client_certificates=asks,
             tokens=options.tokens_file is not None, insecure=options.insecure,
         )  # fmt: skip
-        credentials = None if options.keys is None else server_credentials(options.keys, client_certificates=asks)
+        self._sockets: SocketLedger | None = None
+        credentials = None
+        if options.keys is not None:
+            credentials = server_credentials(options.keys, client_certificates=asks, begins=self._dialled)
         auth = Authenticator(run, keys=options.keys if asks else None, tokens_file=options.tokens_file)
         if method.exchanged == "gradients":
             raise ConfigError(
@@ -152,7 +157,8 @@ class Syncer:
         self.port = _bind(self._server, options.address, credentials)
         path = socket_path(options.address)
         self.address = options.address if path else f"{split_address(options.address)[0]}:{self.port}"
-        self._sockets = SocketLedger(self.port, Guard()) if path is None and is_available() else None
+        if path is None and is_available():
+            self._sockets = SocketLedger(self.port, Guard(thins=asks))
         audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
         self._deadlines = CallDeadlines()
@@ -218,6 +224,11 @@ class Syncer:
             recorder=self._recorder(options), writes=ReplicatedStore(self._store, self.pairing),
             boot=self.pairing.boot, is_begun=is_begun,
         )  # fmt: skip
+
+    def _dialled(self) -> None:
+        """A TLS handshake begins."""
+        if self._sockets is not None:
+            self._sockets.dialled()
 
     def _host_as_it_stands(self) -> None:
         """Have a driver where this syncer serves the run, at its epoch, and none where it does not."""

@@ -463,7 +463,7 @@ class Service:
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._known(name, "control", context) as caller:
-                request = read_header(self._messages(stream, context), kind)
+                request = read_header(self._messages(stream, caller, context), kind)
                 yield handler(caller, request, context).SerializeToString()
 
         return call
@@ -475,7 +475,7 @@ class Service:
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._known(name, kind, context) as caller, self._calls.open(name, caller, context):
-                found = read_header(self._messages(stream, context), request)
+                found = read_header(self._messages(stream, caller, context), request)
                 yield from self._deadlines.replies(_serialized(handler(caller, found, context)), context)
 
         return call
@@ -488,7 +488,7 @@ class Service:
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._known(name, kind, context) as caller, self._calls.open(name, caller, context):
-                messages = self._messages(stream, context)
+                messages = self._messages(stream, caller, context)
                 replies = handler(caller, read_header(messages, header), messages, context)
                 yield from self._deadlines.replies(_serialized(replies), context)
 
@@ -511,10 +511,12 @@ class Service:
                 self._sockets.refused(context.peer())
             abort(context, error)
 
-    def _messages(self, stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _messages(self, stream: Iterator[bytes], caller: Caller, context: grpc.ServicerContext) -> Iterator[bytes]:
         """What a known caller sends, each message in time."""
         messages = self._deadlines.messages(stream, context)
-        return messages if self._sockets is None else self._sockets.taken(messages, context.peer())
+        if self._sockets is None:
+            return messages
+        return self._sockets.taken(messages, context.peer(), "" if caller.is_shared else caller.name)
 
     def _admit(
         self, context: grpc.ServicerContext, caller: Caller, run: str, role: Role, learner: str, kind: str

@@ -12,91 +12,51 @@ and lets go.
 
 With the duplicate a connection can also be ended, which gRPC lets no program do. `Guard` says when: a connection on
 which no caller has become known in time, the oldest of too many of those, one that brings bytes which no call takes,
-such as a header without an end, and one with many refused calls.
+such as a header without an end, and one with many refused calls. Fewer new ones are taken from where those come.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-import os
 import socket
-import stat
-import struct
-import sys
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from diloco.errors import ConfigError
+from diloco.syncer.guard import Guard, Strikes
+from diloco.syncer.syn_filter import SynFilter
+from diloco.syncer.tcp import (
+    CLOSED,
+    ESTABLISHED,
+    Peer,
+    TcpCounts,
+    duplicate_of,
+    is_available,
+    open_sockets,
+    parse_peer,
+    peer_on,
+    tcp_counts,
+)
 
 Direction = Literal["received", "sent"]  # as this process sees it
 Label = tuple[str, str]  # learner, kind
-Peer = tuple[str, int]
 UNLABELLED: Label = ("", "unlabelled")  # failed handshakes, strangers
 
-_ESTABLISHED, _CLOSE = 1, 7  # tcpi_state
-_U64 = struct.Struct("=Q")
-_BYTES_ACKED, _BYTES_RECEIVED, _BYTES_SENT = (
-    120,
-    128,
-    200,
-)  # offsets in struct tcp_info; the first two since Linux 4.1, the last since 4.19
-_TCP_INFO_BYTES = 256
 ACKNOWLEDGING = 16
 """A peer that only receives sends less than one byte for so many: window updates and the framing of TLS."""
 
+SAMPLE_S, LOOK_S, NEW_S = 0.25, 0.02, 1.0
+"""Between two samples; between two looks at connections of which no call has taken a message, while one of them is new
+or brings bytes: in a quarter of a second a hundred megabytes may come; and how long a connection is new."""
+
+SAMPLING_SHARE = 0.05
+"""Of the time, at most, goes into listing descriptors."""
+
 log = logging.getLogger("diloco.syncer")
-
-
-@dataclass(frozen=True)
-class TcpCounts:
-    """What the kernel says of a connection."""
-
-    state: int
-    sent: int
-    received: int
-
-
-def tcp_counts(connection: socket.socket) -> TcpCounts:
-    """Read a TCP socket's counters. Where the kernel has no `bytes_sent`, what the peer acknowledged stands for it.
-
-    Raises:
-        OSError: not a TCP socket, or a system without TCP_INFO.
-    """
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    if len(info) < _BYTES_RECEIVED + 8:
-        raise OSError(f"TCP_INFO has {len(info)} bytes and holds no byte counts; Linux 4.1 or newer has them")
-    sent_at = _BYTES_SENT if len(info) >= _BYTES_SENT + 8 else _BYTES_ACKED
-    return TcpCounts(info[0], _U64.unpack_from(info, sent_at)[0], _U64.unpack_from(info, _BYTES_RECEIVED)[0])
-
-
-def is_available() -> bool:
-    """Whether this system can count: Linux, with /proc."""
-    return sys.platform == "linux" and os.access("/proc/self/fd", os.R_OK | os.X_OK)
-
-
-@dataclass(frozen=True)
-class Guard:
-    """When connections are ended.
-
-    Attributes:
-        unknown_s: after so long without a known caller.
-        num_unknown: connections without a known caller at most; beyond, the oldest of the host that has most is ended.
-        unknown_bytes: received on a connection without a known caller, at most.
-        untaken_bytes: received since a call took a message last, at most: more than gRPC receives ahead.
-        num_refused: calls of one connection that were refused for what their sender did, at most.
-    """
-
-    unknown_s: float = 20.0
-    num_unknown: int = 256
-    unknown_bytes: int = 1 << 20
-    untaken_bytes: int = 32 << 20
-    num_refused: int = 64
 
 
 @dataclass(eq=False)
@@ -104,8 +64,10 @@ class _Connection:
     """A duplicate of one connection's socket, what was counted of it so far, and whose it is.
 
     Attributes:
-        is_known: a caller on it is known. has_taken: a call has taken a message since the last sample.
+        is_known: a caller on it is known. caller: as in `taken`. is_used: a call has taken a message of it.
+        has_taken: since it was looked at last.
         untaken_from: bytes (sent, received) when a call took a message last.
+        looked_bytes: received when it was looked at last.
     """
 
     socket: socket.socket
@@ -115,9 +77,12 @@ class _Connection:
     sent: int = 0
     received: int = 0
     is_known: bool = False
+    caller: str = ""
+    is_used: bool = False
     has_taken: bool = False
     untaken_from: tuple[int, int] = (0, 0)
     num_refused: int = 0
+    looked_bytes: int = 0
     is_ended: bool = False
 
 
@@ -126,7 +91,7 @@ class SocketLedger:
 
     One connection carries one kind; `label` says whose and which, and may come late: what was counted before belongs to
     the first label. Totals never fall and outlive their connections. Any thread may call any method. `start` samples
-    four times a second, which is what limits how long a duplicate outlives its owner; without it call `sample`.
+    every quarter of a second, which is what limits how long a duplicate outlives its owner; without it call `sample`.
 
     Arguments:
         port: the local port that the server listens on.
@@ -149,9 +114,13 @@ class SocketLedger:
         self._connections: dict[int, _Connection] = {}  # by inode, which names a socket for as long as it lives
         self._by_peer: dict[Peer, _Connection] = {}
         self._others: set[int] = set()  # inodes of sockets that are not the port's
+        self._suspects: list[_Connection] = []
+        self._strikes = Strikes()
+        self._filter: SynFilter | None = None
         self._totals: dict[tuple[str, str, Direction], int] = {}
-        self._is_closed = False
-        self._stop = threading.Event()
+        self._sampled_at, self._sampling_s = -1.0, 0.0  # monotonic; and how long it took
+        self._is_closed = self._is_stopping = False
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
     def label(self, peer: str, kind: str, learner: str) -> None:
@@ -167,7 +136,7 @@ class SocketLedger:
             return
         with self._lock:
             connection = self._by_peer.get(key)
-            if connection is None or tcp_counts(connection.socket).state != _ESTABLISHED:
+            if connection is None or tcp_counts(connection.socket).state != ESTABLISHED:
                 self._sample()  # it is new, or a closed one had the same address
                 connection = self._by_peer.get(key)
             if connection is not None and connection.label != (learner, kind):
@@ -175,19 +144,31 @@ class SocketLedger:
                     self._count(connection)  # up to here it was another's
                 connection.label = (learner, kind)
 
-    def taken(self, messages: Iterator[bytes], peer: str) -> Iterator[bytes]:
-        """The messages of a call of a known caller; what the peer sends is seen to be taken."""
+    def taken(self, messages: Iterator[bytes], peer: str, caller: str = "") -> Iterator[bytes]:
+        """The messages of a call of a known caller; what the peer sends is seen to be taken.
+
+        Arguments:
+            caller: the name that its limits go by; "": of no one in particular.
+        """
         key = parse_peer(peer)
         with self._lock:
             if key is not None and key not in self._by_peer and self.available:
                 self._sample()
             connection = None if key is None else self._by_peer.get(key)
             if connection is not None:
-                connection.is_known = True
+                connection.is_known, connection.caller = True, caller
         for message in messages:
             if connection is not None:
-                connection.has_taken = True
+                self._takes(connection)
             yield message
+
+    def _takes(self, connection: _Connection) -> None:
+        """A call takes a message."""
+        connection.has_taken = True
+        if not connection.is_used:
+            connection.is_used = True
+            with self._lock:
+                self._strikes.known(self._clock(), connection.peer[0])
 
     def refused(self, peer: str) -> None:
         """A call was refused for what its sender did; a connection with many of them is ended."""
@@ -196,21 +177,42 @@ class SocketLedger:
             connection = None if key is None else self._by_peer.get(key)
             if connection is not None and self._guard is not None:
                 connection.num_refused += 1
-                if connection.num_refused > self._guard.num_refused:
+                most = self._guard.num_refused if self._has_credit(connection) else self._guard.few_refused
+                if connection.num_refused > most:
                     self._end(connection)
 
+    def _has_credit(self, connection: _Connection) -> bool:
+        """Whether no connection of the same caller was ended lately for what it brought."""
+        return not (connection.caller and self._strikes.of_caller(self._clock(), connection.caller))
+
+    def dialled(self) -> None:
+        """A handshake begins. One that fails is over within milliseconds, so that its connection is taken up now, while
+        that does not take too much of the time."""
+        if self.available and time.monotonic() - self._sampled_at >= self._sampling_s / SAMPLING_SHARE:
+            with self._lock:
+                self._sample()
+            self._wake.set()
+
     def sample(self) -> None:
-        """Take up new connections, count all, and let go of those that their owner has closed."""
+        """Take up new connections, count all, let go of those that their owner has closed, and have the kernel leave
+        out new ones of hosts that sent too many without a call."""
         if self.available:
             with self._lock:
                 self._sample()
+                self._thin()
+
+    def look(self) -> None:
+        """End connections that are new, or bring bytes of which no call has taken any, and are over a limit. Cheap."""
+        with self._lock:
+            now = self._clock()
+            self._suspects = [each for each in self._suspects if self._is_suspect(each, now)]
 
     def totals(self) -> dict[tuple[str, str, Direction], int]:
         """Bytes by (learner, kind, direction), as of the last sample."""
         with self._lock:
             return dict(self._totals)
 
-    def start(self, interval_s: float = 0.25) -> None:
+    def start(self, interval_s: float = SAMPLE_S) -> None:
         """Sample from a thread until `close`."""
         if self.available and self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(interval_s,), name="socket-ledger", daemon=True)
@@ -218,7 +220,8 @@ class SocketLedger:
 
     def close(self) -> None:
         """Count a last time and let go of everything. Totals stay readable."""
-        self._stop.set()
+        self._is_stopping = True
+        self._wake.set()
         if self._thread is not None:
             self._thread.join()
         self.sample()
@@ -234,24 +237,40 @@ class SocketLedger:
         self.close()
 
     def _run(self, interval_s: float) -> None:
-        while not self._stop.wait(interval_s):
-            self.sample()
+        due_at = 0.0
+        while not self._is_stopping:
+            if (now := time.monotonic()) >= due_at:
+                self.sample()
+                due_at = time.monotonic() + max(interval_s, self._sampling_s / SAMPLING_SHARE)
+            else:
+                self.look()
+            self._wake.wait(LOOK_S if self._suspects else max(0.0, due_at - now))
+            self._wake.clear()
 
     def _sample(self) -> None:
         if self._is_closed:
             return
+        began = time.monotonic()
         duplicates = {connection.socket.fileno() for connection in self._connections.values()}
         try:
-            present = {inode: fd for fd, inode in _sockets() if fd not in duplicates}
+            present = {inode: fd for fd, inode in open_sockets() if fd not in duplicates}
         except OSError as error:  # no descriptor is left to list them with; what is counted stays, and is read later
             log.warning("the open sockets cannot be listed: %s", error)
             return
+        self._update(present)
+        self._sampled_at = time.monotonic()
+        self._sampling_s = self._sampled_at - began
+
+    def _update(self, present: dict[int, int]) -> None:
+        """To the sockets that are open now: their inodes and descriptors."""
         for inode, connection in list(self._connections.items()):
             counts = self._count(connection)
-            if inode not in present or counts.state == _CLOSE:
+            if inode not in present or counts.state == CLOSED:
                 self._release(inode)
             elif self._guard is not None:
                 self._check(connection, counts, self._guard)
+                if counts.received > connection.looked_bytes and not connection.is_used:
+                    self._suspects.append(connection)
         if self._guard is not None:
             self._end_unknown(self._guard.num_unknown)
         self._others &= present.keys()
@@ -260,31 +279,59 @@ class SocketLedger:
                 self._take_up(inode, fd)
 
     def _take_up(self, inode: int, fd: int) -> None:
-        try:
-            duplicate = socket.socket(fileno=os.dup(fd))
-        except OSError:  # closed since it was listed
+        duplicate = duplicate_of(fd, inode)
+        if duplicate is None:  # closed since it was listed
             return
-        peer = _peer_on(duplicate, self.port) if os.fstat(duplicate.fileno()).st_ino == inode else None
+        peer = peer_on(duplicate, self.port)
         if peer is None:
             self._others.add(inode)
             duplicate.close()
             return
         connection = _Connection(duplicate, peer, self._clock())
         self._connections[inode] = self._by_peer[peer] = connection
+        if self._guard is not None:
+            self._suspects.append(connection)
+
+    def _is_suspect(self, connection: _Connection, now: float) -> bool:
+        """Whether it is to be looked at soon again, after this look."""
+        if connection.is_ended or self._guard is None or (connection.is_used and self._has_credit(connection)):
+            return False
+        counts = tcp_counts(connection.socket)
+        self._check(connection, counts, self._guard)
+        before, connection.looked_bytes = connection.looked_bytes, counts.received
+        return now - connection.seen_at < NEW_S or counts.received > before
+
+    def _thin(self) -> None:
+        """Leave out new connections where they are mostly such as bring no call."""
+        if self._guard is None or not self._guard.thins:
+            return
+        thinned = self._strikes.thinned(self._clock())
+        try:
+            if self._filter is None and thinned:
+                self._filter = SynFilter(self.port)
+            if self._filter is not None:
+                self._filter.thin(thinned)
+        except OSError as error:
+            log.warning("new connections cannot be left out by where they come from: %s", error)
+            self._guard = replace(self._guard, thins=False)
 
     def _check(self, connection: _Connection, counts: TcpCounts, guard: Guard) -> None:
         """End a connection that is over a limit."""
-        if not connection.is_known:
-            if counts.received > guard.unknown_bytes or self._clock() - connection.seen_at > guard.unknown_s:
-                self._end(connection)
-            return
+        if not connection.is_known and self._clock() - connection.seen_at > guard.unknown_s:
+            self._end(connection)
         if connection.has_taken:
             connection.has_taken, connection.untaken_from = False, (counts.sent, counts.received)
         sent, received = (now - then for now, then in zip(
             (counts.sent, counts.received), connection.untaken_from, strict=True
         ))  # fmt: skip
-        if received - sent // ACKNOWLEDGING > guard.untaken_bytes:
+        if received - sent // ACKNOWLEDGING > self._most_untaken(connection, guard):
             self._end(connection)
+
+    def _most_untaken(self, connection: _Connection, guard: Guard) -> int:
+        """Bytes that a connection may bring before a call takes a message."""
+        if not connection.is_known or not self._has_credit(connection):
+            return guard.unknown_bytes
+        return guard.untaken_bytes if connection.is_used else guard.first_bytes
 
     def _end_unknown(self, most: int) -> None:
         """End connections without a known caller until there are not too many."""
@@ -300,6 +347,8 @@ class SocketLedger:
         if not connection.is_ended:
             connection.is_ended = True
             self.num_ended += 1
+            untaken = tcp_counts(connection.socket).received - connection.untaken_from[1]
+            self._strikes.add(self._clock(), connection.peer[0], untaken, connection.caller)
             with suppress(OSError):  # the peer was quicker
                 connection.socket.shutdown(socket.SHUT_RDWR)
 
@@ -317,6 +366,9 @@ class SocketLedger:
         if connection.label is None:
             connection.label = UNLABELLED
             self._count(connection)
+        if not (connection.is_known or connection.is_ended):  # it came and went
+            self._strikes.add(self._clock(), connection.peer[0], tcp_counts(connection.socket).received)
+        connection.is_ended = True
         connection.socket.close()
         self._others.add(inode)  # its owner may hold a dead socket a little longer
 
@@ -325,62 +377,3 @@ class SocketLedger:
         for direction, num_bytes in directions:
             key = (*label, direction)
             self._totals[key] = self._totals.get(key, 0) + num_bytes
-
-
-def defer_accepts(port: int, seconds: int) -> None:
-    """Have the kernel keep connections to a port of this process to itself until the peer has said something, which
-    every client does first, or `seconds` have passed: one that is silent costs this process nothing.
-
-    Raises:
-        OSError: the system cannot.
-    """
-    for fd, _ in _sockets():
-        with socket.socket(fileno=os.dup(fd)) as duplicate:
-            if _listens_at(duplicate, port):
-                duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, seconds)
-
-
-def _listens_at(it: socket.socket, port: int) -> bool:
-    if it.family not in (socket.AF_INET, socket.AF_INET6) or it.type != socket.SOCK_STREAM:
-        return False
-    return bool(it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and it.getsockname()[1] == port
-
-
-def parse_peer(peer: str) -> Peer | None:
-    """gRPC's name of a peer as (IP address, port); None where it is not TCP."""
-    family, _, rest = peer.partition(":")
-    if family not in ("ipv4", "ipv6"):
-        return None
-    host, _, port = urllib.parse.unquote(rest).rpartition(":")
-    return _plain(host.strip("[]")), int(port)
-
-
-def _plain(host: str) -> str:
-    """One spelling of an address: no scope, and IPv4 where it is only wrapped in IPv6."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)
-
-
-def _peer_on(connection: socket.socket, port: int) -> Peer | None:
-    """The other end, if this is a TCP connection of the local port."""
-    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-        return None
-    try:
-        if connection.getsockname()[1] != port:
-            return None
-        host, peer_port, *_ = connection.getpeername()
-    except OSError:  # it listens, or is closed already
-        return None
-    return _plain(host), peer_port
-
-
-def _sockets() -> Iterator[tuple[int, int]]:
-    """Descriptor and inode of every socket this process has open."""
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a hundred times a minute, and names are all it takes
-        try:
-            status = os.fstat(int(name))
-        except OSError:  # closed since it was listed
-            continue
-        if stat.S_ISSOCK(status.st_mode):
-            yield int(name), status.st_ino

@@ -10,24 +10,34 @@ from typing import cast
 import grpc
 
 from diloco.errors import ConfigError
-from diloco.exchange.key_pair import CERT, KeyPair, check_valid_now, read_key_pair
+from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, check_valid_now, read_key_pair
 from diloco.syncer.certificates import hosts_of
 
 log = logging.getLogger("diloco.syncer")
 
 
-def server_credentials(directory: Path, *, client_certificates: bool) -> grpc.ServerCredentials:
+def server_credentials(
+    directory: Path, *, client_certificates: bool, begins: Callable[[], None] = lambda: None
+) -> grpc.ServerCredentials:
     """TLS with the keys in `directory`; with `client_certificates` a connection that shows none of the run's ends.
 
     The files are looked at in every handshake, so that a renewed certificate needs no restart.
 
+    Arguments:
+        begins: called at the beginning of each handshake.
+
     Raises:
         ConfigError: they cannot be used, or are those of a learner. AuthError: the certificate is not valid now.
     """
+    looked = _marks(directory)
     known = read_syncer_keys(directory)
 
     def newest() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal known
+        nonlocal known, looked
+        begins()
+        if (marks := _marks(directory)) == looked:
+            return None
+        looked = marks
         try:
             found = read_key_pair(directory)
         except ConfigError as error:
@@ -42,6 +52,19 @@ def server_credentials(directory: Path, *, client_certificates: bool) -> grpc.Se
     return grpc.dynamic_ssl_server_credentials(
         _configuration(known), fetch, require_client_authentication=client_certificates
     )
+
+
+def _marks(directory: Path) -> list[tuple[int, ...] | None]:
+    """What tells that a file is another one, or has changed, without reading it; None: it is not there."""
+    found: list[tuple[int, ...] | None] = []
+    for name in (CA, CERT, KEY):
+        try:
+            status = (directory / name).stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return found
 
 
 def read_syncer_keys(directory: Path) -> KeyPair:
