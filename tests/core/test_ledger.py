@@ -297,11 +297,12 @@ class Life:
 
     def beat(self, name: str) -> None:
         if (learner := self.learners.get(name)) is not None:
+            is_blocked = learner.core.waiting() and learner.unsettled.keys() <= learner.acknowledged
             self.act(
                 self.core.heartbeat(
                     self.now, name, learner.incarnation, step=learner.core.step, steps=learner.core.steps,
                     tokens=learner.core.tokens, step_s=0.1, waiting=bool(learner.core.waiting()),
-                    confirmed=learner.confirmed,
+                    blocked_with=learner.core.received_versions if is_blocked else (), confirmed=learner.confirmed,
                 )
             )  # fmt: skip
 

@@ -802,6 +802,17 @@ def test_a_finished_learner_comes_back_as_finished() -> None:
     assert it.until(requests.Beat).report == Report(step=9, finished=True)
 
 
+def test_a_learner_is_blocked_once_its_contributions_are_acknowledged() -> None:
+    """A round must not be closed without a contribution that is on its way."""
+    it, blocked = Script().start(), Report(step=9, tokens=45, waiting=True, blocked_with=(0, 0))
+    it.offer(1)
+    it.do(it.core.report, 1, blocked)
+    it.until(requests.Beat)
+    assert it.beat().report == replace(blocked, blocked_with=())
+    it.push()
+    assert it.until(requests.Beat).report == blocked
+
+
 def test_a_learner_has_finished_once_its_last_contribution_is_acknowledged() -> None:
     """A heartbeat may overtake a push, and no round waits for a learner that has finished."""
     it = Script().start()

@@ -60,11 +60,13 @@ class Run:
         tokens: int = 1,
         step_s: float | None = None,
         waiting: bool = False,
+        sending: bool = False,
         confirmed: tuple[int, ...] = (),
     ) -> list[Action]:
+        versions = tuple(state.version for state in self.core.fragments)
         return self.core.heartbeat(
             now, learner, self.incarnation(learner), step=step, steps=step, tokens=tokens, step_s=step_s,
-            waiting=waiting, confirmed=confirmed
+            waiting=waiting, blocked_with=versions if waiting and not sending else (), confirmed=confirmed,
         )  # fmt: skip
 
     def c(
@@ -391,6 +393,57 @@ def test_a_circle_with_a_learner_that_is_a_whole_interval_ahead_lets_go_too() ->
     assert (run.phase(0), run.phase(1)) == ("merging", "open")
 
 
+def test_a_circle_of_learners_that_are_each_behind_in_another_fragment_lets_go() -> None:
+    """What each sent to the fragment that it is behind in was merged in the round before, or was too late for it."""
+    run = Run("a", "b", "c", fragments=2)
+    for fragment in (0, 1):
+        run.send(1.0, "a", 0, fragment=fragment, step=6)
+    run.send(1.0, "b", 0, fragment=1, step=7)
+    run.send(1.0, "c", 0, fragment=0, step=7)
+    for learner, step in (("a", 6), ("b", 7)):
+        run.beat(2.0, learner, step=step, tokens=100, waiting=True)
+    assert (run.members(0), run.members(1)) == ({"a", "b", "c"}, {"a", "b", "c"})
+    run.beat(2.0, "c", step=7, tokens=100, waiting=True, sending=True)
+    assert (run.phase(0), run.phase(1)) == ("open", "open")
+    assert "MergeRound" in kinds(run.beat(3.0, "c", step=7, tokens=100, waiting=True))
+    assert (run.phase(0), run.phase(1)) == ("merging", "merging")
+
+
+def test_a_learner_that_has_not_the_newest_versions_is_not_blocked() -> None:
+    """It waits for one that is published, and goes on by itself."""
+    run = Run("a", "b", fragments=2)
+    run.send(1.0, "a", 0, fragment=0, step=5)
+    run.send(1.0, "b", 0, fragment=1, step=10)
+    run.beat(2.0, "a", step=5, tokens=100, waiting=True)
+    run.core.heartbeat(
+        2.0, "b", 1, step=10, steps=10, tokens=100, step_s=None, waiting=True, blocked_with=(0, -1)
+    )  # fmt: skip
+    assert run.members(0) == {"a", "b"}
+    assert "MergeRound" in kinds(run.beat(2.0, "b", step=10, tokens=100, waiting=True))
+
+
+def test_a_heartbeat_that_a_contribution_has_overtaken_does_not_say_that_a_learner_is_blocked() -> None:
+    run = Run("a", "b")
+    run.send(2.0, "a", 0, step=10)
+    run.beat(3.0, "a", step=9, tokens=100, waiting=True)
+    assert run.core.members["a"].blocked_with == ()
+    run.beat(3.0, "a", step=10, tokens=100, waiting=True)
+    assert run.core.members["a"].blocked_with == (0,)
+
+
+def test_learners_past_a_round_count_for_it_where_all_wait_for_each_other() -> None:
+    """The third contribution to the earlier round was lost, and the learner that made it is past its step."""
+    run = Run("a", "b", "c", fragments=2, at_least=3)
+    run.send(1.0, "a", 0, fragment=1, step=6)
+    run.send(1.0, "b", 0, fragment=1, step=6)
+    run.send(1.0, "c", 0, fragment=0, step=9)
+    run.beat(2.0, "a", step=7, tokens=100, waiting=True)
+    run.beat(2.0, "b", step=7, tokens=100, waiting=True)
+    assert (run.phase(0), run.phase(1)) == ("open", "open")
+    assert len(only(MergeRound, run.beat(3.0, "c", step=10, tokens=100, waiting=True)).contributions) == 2
+    assert (run.phase(0), run.phase(1)) == ("open", "merging")
+
+
 def test_no_circle_while_anybody_trains_or_a_contribution_is_on_its_way() -> None:
     run = Run("a", "b", "c", fragments=2, overlap=9)
     run.send(1.0, "a", 0, fragment=0, step=5)
@@ -398,12 +451,9 @@ def test_no_circle_while_anybody_trains_or_a_contribution_is_on_its_way() -> Non
     run.beat(2.0, "a", step=14, tokens=100, waiting=True)
     run.beat(2.0, "b", step=14, tokens=100, waiting=True)
     assert run.members() == {"a", "b", "c"}  # c trains
-    run.beat(3.0, "c", step=14, tokens=100, waiting=True)
-    assert run.members() == {
-        "a",
-        "b",
-        "c",
-    }  # a and c have sent fragment 1: it is being uploaded
+    run.beat(2.0, "a", step=14, tokens=100, waiting=True, sending=True)
+    run.beat(3.0, "c", step=14, tokens=100, waiting=True, sending=True)
+    assert run.members() == {"a", "b", "c"}  # a and c have sent fragment 1: it is being uploaded
 
 
 def test_a_learner_is_known_to_be_blocked_only_as_long_as_it_says_so() -> None:

@@ -275,11 +275,14 @@ class Process:
         )  # fmt: skip
         self.client.offer(c, self._tensors.encode(send))
 
-    def _report(self, *, waiting: bool = False, finished: bool = False) -> None:
+    def _report(
+        self, *, waiting: bool = False, finished: bool = False, blocked_with: tuple[int, ...] = ()
+    ) -> None:  # fmt: skip
         core = self.core
         assert core is not None
         step_s = self._storm.plan.step_s[self._learner.index]
-        self.client.report(self._incarnation, Report(core.step, core.tokens, step_s, waiting, finished, core.steps))
+        report = Report(core.step, core.tokens, step_s, waiting, finished, core.steps, blocked_with)
+        self.client.report(self._incarnation, report)
 
     def _settle_again(self) -> None:
         if self._is_waiting and self.is_alive:
@@ -290,9 +293,8 @@ class Process:
         core = self.core
         assert core is not None
         if core.waiting():
-            if not self._is_waiting:
-                self._is_waiting = True
-                self._report(waiting=True)
+            self._is_waiting = True
+            self._report(waiting=True, blocked_with=core.received_versions)
             return
         if self._is_waiting:
             self._is_waiting = False

@@ -42,6 +42,9 @@ FOUND = {
     30492: "a learner that a round waited for waited itself at its start for learners that had finished",
     30659: "the same; and a learner whose heartbeat was late left without its last contribution",
     50701: "a fragment that rose faster than it was fetched kept all other fetches waiting",
+    110376: "learners of which each was behind in another fragment waited for each other for good",
+    116758: "the storm did not count a message that arrived once more among those heard of a learner",
+    120368: "learners waited for each other in rounds that lacked learners, after a restart that lost a contribution",
     10874: "with late='drop' a learner pushed again before it adopted, so that all its pushes were late",
 }
 """Seeds that found a defect."""

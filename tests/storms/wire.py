@@ -97,6 +97,7 @@ class StormWire:
         if driver is None or self._storm.boot != boot:
             return
         self._storm.touched()
+        self._storm.progress.heard_s[self._process.name] = self._storm.now_s
         if not isinstance(call, requests.Push):
             arrive(driver)
             return

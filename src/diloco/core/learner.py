@@ -62,6 +62,11 @@ class LearnerCore:
         return tuple(work.version for work in self.fragments)
 
     @property
+    def received_versions(self) -> tuple[int, ...]:
+        """The newest version of each fragment that this learner holds or has received."""
+        return tuple(max((work.version, *work.received)) for work in self.fragments)
+
+    @property
     def newest(self) -> tuple[int, ...]:
         """By fragment, the version that counts as the global model here: the adopted one, or a newer received one."""
         return tuple(self._rounds.newest(fragment) for fragment in range(len(self.fragments)))

@@ -15,6 +15,9 @@ class Member:
     Attributes:
         overlap: τ, inner steps between its sends and applications; None: the method's.
         tokens_per_step: the most that it trains in an inner step, as it declared; None: it did not.
+        waiting: it is blocked on an answer, as far as is known.
+        blocked_with: the versions that it had when it began to wait for another one, with no contribution on its way.
+            Empty: it has not said so since its last contribution.
         broken_at: when its connection broke; None: it is connected, or was heard since.
         ready: it has trained since it joined, and has not finished. A member that is not ready delays no round.
         finished: it takes no more steps. It is never ready again, and never stalled.
@@ -32,6 +35,7 @@ class Member:
     tokens_per_step: int | None = None
     step_s: float | None = None
     waiting: bool = False
+    blocked_with: tuple[int, ...] = ()
     connected: bool = True
     broken_at: float | None = None
     ready: bool = False

@@ -208,7 +208,8 @@ class SyncerCore:
 
     def heartbeat(
         self, now: float, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
-        waiting: bool, finished: bool = False, confirmed: Sequence[int] = (),
+        waiting: bool, finished: bool = False, blocked_with: tuple[int, ...] = (),
+        confirmed: Sequence[int] = (),
     ) -> list[Action]:  # fmt: skip
         """A heartbeat.
 
@@ -218,11 +219,14 @@ class SyncerCore:
             step_s: seconds that an inner step takes; None: not measured.
             waiting: the learner is blocked on an answer.
             finished: the learner takes no more steps.
+            blocked_with: as in `Member`.
             confirmed: per fragment, it knows the verdicts of all its contributions up to this number.
         """
         self.check(learner, incarnation)
         member = self.members[learner]
         member.waiting, member.step_s, was_ready = waiting, step_s or member.step_s, member.ready
+        has_gone_on = step < member.step  # a contribution of a later step has overtaken this
+        member.blocked_with = () if has_gone_on else blocked_with
         look = self._alive(now, member, step, tokens, steps)
         if finished:
             member.finished, member.ready = True, False
@@ -293,7 +297,7 @@ class SyncerCore:
         member.trains(c.step - 1)
         if self.accounting.is_known(c):
             return [Acknowledge(c, duplicate=True), *self._look_again(now)]
-        member.waiting = False  # or it could not have sent; a heartbeat says when it is blocked again
+        member.waiting, member.blocked_with = False, ()  # a heartbeat says when it is blocked again
         self.accounting.check(c)
         self.leases.check(c, self.accounting.open.values())
         reason = self.rounds.admit(now, c)

@@ -128,10 +128,10 @@ class Boundary:
         self._settle()
         self._sent.clear()
 
-    def report(self, *, waiting: bool = False) -> None:
+    def report(self, *, waiting: bool = False, blocked_with: tuple[int, ...] = ()) -> None:
         """Report this learner's progress to the exchange."""
-        core = self.core
-        report = Report(core.step, core.tokens, self.timing.step_s, waiting, self.has_finished, core.steps)
+        core, step_s = self.core, self.timing.step_s
+        report = Report(core.step, core.tokens, step_s, waiting, self.has_finished, core.steps, blocked_with)
         self.exchange.report(report)
 
     @property
@@ -255,7 +255,11 @@ class Boundary:
 
     def wait_while(self, missing: Callable[[], Sequence[tuple[int, int]]]) -> None:
         """Block while updates are `missing`: (fragment, version) of each."""
-        if self.timing.wait_while(lambda: bool(missing()), self._wait, lambda s: self._blocked(s, missing())):
+
+        def wait(timeout_s: float) -> None:
+            self._wait(timeout_s, self.core.received_versions)
+
+        if self.timing.wait_while(lambda: bool(missing()), wait, lambda s: self._blocked(s, missing())):
             self.report()
 
     def take_back(self) -> None:
@@ -264,13 +268,13 @@ class Boundary:
             self.residuals.roll_back(fragment, number)
             self.tensors.measure_from((fragment,), here=False)
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self, timeout_s: float, blocked_with: tuple[int, ...] = ()) -> None:
         if self.is_interrupted:
             raise StoppedError(
                 f"learner {self.name} was told to stop while it waited after step {self.core.step}; save its state, "
                 "and close it."
             )
-        self.report(waiting=True)
+        self.report(waiting=True, blocked_with=blocked_with)
         self.exchange.wait(timeout_s)
         self.receive()
 

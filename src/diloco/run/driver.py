@@ -310,15 +310,15 @@ class Driver(Generic[H, S, P]):
     @event
     def heartbeat(
         self, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
-        waiting: bool, finished: bool = False, versions: Sequence[int] = (), confirmed: Sequence[int] = (),
-        seen: Lineage | None = None,
+        waiting: bool, finished: bool = False, blocked_with: Sequence[int] = (), versions: Sequence[int] = (),
+        confirmed: Sequence[int] = (), seen: Lineage | None = None,
     ) -> Standing:  # fmt: skip
         """A heartbeat; returns the learner's standing.
 
         Arguments:
             versions: the newest that the learner has, by fragment.
-            seen: the syncer that it has them from, and that has all contributions of a learner that has `finished`:
-                another one may lack some, so that the learner has not finished for it. None: it follows none yet.
+            seen: the syncer that it has them from, and that has all contributions of a learner that has `finished` or
+                is blocked: another one may lack some, so that the learner is neither. None: it follows none yet.
             others: as in `SyncerCore.heartbeat`.
 
         Raises:
@@ -337,7 +337,8 @@ class Driver(Generic[H, S, P]):
         self._heard_steps[learner, incarnation] = steps
         actions = core.heartbeat(
             self._clock.now_s(), learner, incarnation, step=step, steps=steps, tokens=tokens, step_s=step_s,
-            waiting=waiting, finished=finished and seen == self.lineage, confirmed=tuple(confirmed),
+            waiting=waiting, finished=finished and seen == self.lineage,
+            blocked_with=tuple(blocked_with) if seen == self.lineage else (), confirmed=tuple(confirmed),
         )  # fmt: skip
         self._status.heard(learner, incarnation, versions)
         self._execute(actions)

@@ -196,7 +196,8 @@ class Service:
             standing = driver.heartbeat(
                 request.learner, request.incarnation, step=request.step, steps=request.steps, tokens=request.tokens,
                 step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
-                versions=tuple(request.versions), confirmed=tuple(request.confirmed), seen=seen_of(request),
+                blocked_with=tuple(request.blocked_with), versions=tuple(request.versions),
+                confirmed=tuple(request.confirmed), seen=seen_of(request),
             )  # fmt: skip
             lineage = lineage_message(driver.lineage)
             return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)

@@ -13,9 +13,10 @@ others, or ahead of them:
             rejected as out of step, its work stays pending, and the learner goes on to the step of the others.
     ahead: it passed the step of a round before it counted as training. That round does not wait for it.
 
-A restart forgets the learners' positions, so a cycle is still possible. Then all learners are blocked, and a round
-stops waiting for those that are blocked in a round of a later step. This requires that a learner's contributions arrive
-in order.
+Learners that joined at other steps, or that a restarted syncer knows no position of, may still end in a cycle. Then all
+learners are blocked with nothing on its way, and a round stops waiting for those that are blocked in a round of its
+step or a later one: they have sent all that they send before it. One round at least is of that kind: around a cycle,
+steps cannot only descend.
 
 A round that has fewer than `at_least` members waits for a joiner, which therefore starts before that round's step.
 """
@@ -62,7 +63,8 @@ class AllLive(Quorum):
     Attributes:
         at_least: never merge fewer contributions than this. 1 lets a lone survivor go on by itself; a higher number
             makes it wait for others instead of silently becoming a solo run. Learners that ended at the round's step
-            or a later one count for it: they will not contribute any more.
+            or a later one count for it: they will not contribute any more. So do learners that are past that step
+            where all learners wait for each other.
         drop: probability with which a contribution is left out, to study unreliable links; its learner goes on from its
             own parameters and is measured from the new global model next (DiLoCo, arXiv 2311.08105, section 3.1). Never
             drops below `at_least`.
@@ -232,30 +234,26 @@ class ScheduledSyncer(SyncerRounds):
         return member.ready and member.ready_step < round_.step and not self._is_in_circle(member, round_)
 
     def _is_in_circle(self, member: Member, round_: _Round) -> bool:
-        """Whether all learners are blocked, and this one in a round that cannot close before `round_` does. Such a
-        round lacks learners, or is of a later step and no contribution that it waits for is in flight."""
-        members = self._run.members
-        if not all(each.waiting for each in members.values() if each.ready):
+        """Whether all learners are blocked, and this one in a round that cannot close before `round_` does: a round
+        that lacks learners, or that it contributed to at the step of `round_` or later."""
+        if not self._are_all_blocked:
             return False
         for fragment in range(len(self._rounds)):
             other = self._open(fragment)
             if other is None or other is round_ or member.learner not in other.contributions:
                 continue
-            if self._lacks_learners(other):
-                return True
-            sent = other.contributions[member.learner].step
-            if sent <= round_.step:
-                continue
-            missing = [members[each] for each in other.members - other.contributions.keys() if each in members]
-            if not any(self._may_have_sent(each, sent) for each in missing):
+            if self._lacks_learners(other) or other.contributions[member.learner].step >= round_.step:
                 return True
         return False
 
-    def _may_have_sent(self, member: Member, step: int) -> bool:
-        """Whether a contribution sent after this inner step may be in flight: none is if a later one has arrived."""
-        sent = (round_.contributions.get(member.learner) for rounds in self._rounds for round_ in rounds.values())
-        newer = any(c is not None and c.incarnation == member.incarnation and c.step > step for c in sent)
-        return member.step >= step and not newer
+    @property
+    def _are_all_blocked(self) -> bool:
+        """Whether all learners are blocked at the versions that there are, none of which is about to change."""
+        states = self._run.fragments
+        versions = tuple(state.version for state in states)
+        return all(state.phase == "open" for state in states) and all(
+            each.blocked_with == versions for each in self._run.members.values() if each.ready
+        )
 
     def open_fragments(self) -> list[int]:
         return [fragment for fragment, rounds in enumerate(self._rounds) if rounds and self._open(fragment)]
@@ -348,7 +346,10 @@ class ScheduledSyncer(SyncerRounds):
         """Learners that count for a round's `at_least` without a contribution, where it has too few contributions."""
         if len(round_.contributions) >= self._quorum.at_least:
             return set()
-        return self._run.ended(round_.step) - round_.contributions.keys()
+        ended = self._run.ended(round_.step)
+        if self._are_all_blocked:
+            ended |= {it.learner for it in self._run.members.values() if it.ready and it.step >= round_.step}
+        return ended - round_.contributions.keys()
 
     def _open(self, fragment: int) -> _Round | None:
         """The open round that follows the fragment's version."""

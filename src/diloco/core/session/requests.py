@@ -43,6 +43,8 @@ class Report:
         waiting: it is blocked on an answer.
         finished: it takes no more steps.
         steps: inner steps taken by this incarnation.
+        blocked_with: the newest versions that it had when it began to wait for others: it sends nothing before there is
+            another one. Empty: it does not wait for a version.
     """
 
     step: int = 0
@@ -51,6 +53,7 @@ class Report:
     waiting: bool = False
     finished: bool = False
     steps: int = 0
+    blocked_with: tuple[int, ...] = ()
 
 
 # --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------

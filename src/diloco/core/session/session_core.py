@@ -280,7 +280,7 @@ class SessionCore:
         self._lanes.send.ended()
         if self._is_current(push.who):
             self._outbox.acknowledged(push.contribution, push.boot)
-            if self._heartbeat.report.finished:
+            if self._heartbeat.report.finished or self._heartbeat.report.blocked_with:
                 self._heartbeat.urge()
         return self._go_on(now)
 
@@ -526,13 +526,11 @@ class SessionCore:
 
     @property
     def _report(self) -> Report:
-        """The content of a heartbeat. A learner has finished once the syncer has all its contributions: a round would
-        be closed without one that is in flight."""
+        """The content of a heartbeat. A learner has finished, or is blocked, once the syncer has all its contributions:
+        a round would be closed without one that is in flight."""
         report = self._heartbeat.report
-        if not report.finished:
-            return report
         is_sending = self.seen is not None and self._outbox.next(self.seen.boot) is not None
-        return replace(report, finished=not is_sending)
+        return replace(report, finished=False, blocked_with=()) if is_sending else report
 
     def _watch_request(self, now: float) -> requests.Request | None:
         """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""

@@ -77,6 +77,7 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         step_s=report.step_s or 0.0,
         waiting=report.waiting,
         finished=report.finished,
+        blocked_with=report.blocked_with,
         versions=[max(version, 0) for version in beat.versions],
         confirmed=beat.confirmed,
         seen=lineage_message(beat.seen),

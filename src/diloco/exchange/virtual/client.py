@@ -238,7 +238,7 @@ class SessionClient:
                 standing = driver.heartbeat(
                     who.learner, who.incarnation, step=report.step, steps=report.steps, tokens=report.tokens,
                     step_s=report.step_s, waiting=report.waiting, finished=report.finished,
-                    versions=call.versions, confirmed=call.confirmed, seen=call.seen,
+                    blocked_with=report.blocked_with, versions=call.versions, confirmed=call.confirmed, seen=call.seen,
                 )  # fmt: skip
                 reply((driver.lineage, standing))
             case requests.Lease(who=who, ask=ask):
