@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,15 @@ from typing import Any
 import pytest
 
 KINDS = ("kill syncer", "kill learner", "cut transfer", "half open", "corruption")
+
+ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL)
+HEEDS_CTRL_C = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from diloco.cli import main
+main()
+"""
+"""What a shell starts in the background ignores Ctrl-C, and so would whatever it starts itself."""
 
 
 def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -64,6 +76,32 @@ def test_a_short_run_survives_its_faults(tmp_path: Path) -> None:
     assert "kill syncer" in (tmp_path / "out" / "chaos.html").read_text()
     injected = [json.loads(line) for line in (tmp_path / "out" / "faults.jsonl").read_text().splitlines()]
     assert len(injected) == len(planned(*arguments))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("number", ENDS, ids=lambda number: number.name)
+def test_no_process_outlives_it(tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", HEEDS_CTRL_C, "chaos", "--learners", "1", "--calm", "600", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "are planned; starting" in process.stderr.readline()
+        pids = json.loads((out / "pids.json").read_text())
+        assert set(pids) == {"syncer", "learner-0"}
+        open_ends = [os.pidfd_open(pid) for pid in pids.values()]
+        process.send_signal(number)
+        said = process.stderr.read()
+        code = process.wait()
+    for each in open_ends:  # readable once the process has ended; the test's own limit ends a wait for ever
+        select.select([each], [], [])
+        os.close(each)
+    if number == signal.SIGKILL:
+        assert code == -signal.SIGKILL
+        return
+    assert code == 130
+    assert "all processes are ended" in said
+    assert "interrupted after 0 of" in said
+    assert (out / "faults.jsonl").read_text() == ""
 
 
 @pytest.mark.timeout(400)

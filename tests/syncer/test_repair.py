@@ -264,6 +264,24 @@ def test_a_repair_that_is_broken_off_can_begin_again(
         assert tensors_of(root) >= tensors
 
 
+def test_a_repair_that_is_refused_leaves_the_directory_as_it_was(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(healthy / "stopped", tmp_path / "run")
+    (root / "store.lock").unlink()
+    for path in (root / "tensors").glob("f00001-*"):
+        flip(0.5)(path)
+
+    def files() -> dict[Path, bytes]:
+        return {each: each.read_bytes() for each in root.rglob("*") if each.is_file()}
+
+    before = files()
+    with pytest.raises(SystemExit, match="1"):
+        main(["syncer", "check", str(root), "--repair"])
+    assert "cannot be repaired (no version of fragment 1 is whole)" in capsys.readouterr().err
+    assert files() == before
+
+
 def test_the_command_says_what_is_lost_and_repairs_it(
     healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,33 @@ def test_a_syncer_keeps_no_journal_where_it_is_told_so(tmp_path: Path) -> None:
     with start(tmp_path, method(), journal=False) as syncer:
         train(0, diloco.connect(syncer.address, run=RUN, learner="learner-0", initialise=True), None, 4)
     assert not (tmp_path / "state" / "journal").exists()
+
+
+def test_another_merge_is_asked_of_three_learners_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cut to one of three, a trimmed mean is the median of each coordinate; uncut, it is the mean."""
+    with start(tmp_path, method(3), record_contributions=True) as syncer, ThreadPoolExecutor(3) as pool:
+        names = [f"learner-{index}" for index in range(3)]
+        connect = partial(diloco.connect, syncer.address, run=RUN)
+        lives = [
+            pool.submit(train, index, connect(learner=name, initialise=index == 0), None, 12)
+            for index, name in enumerate(names)
+        ]
+        for life in lives:
+            life.result()
+
+    def asked(*changes: str) -> dict[str, list[list[float]]]:
+        arguments = [argument for change in changes for argument in ("--with", change)]
+        code, found = replayed(capsys, str(tmp_path / "state"), *arguments)
+        assert (code, found["difference"], found["what_if"]["rounds_without_result"]) == (0, None, 0)
+        return found["what_if"]["versions"]
+
+    trimmed = asked("merge=trimmed", "merge.trim=0.4")
+    assert [len(versions) for versions in trimmed.values()] == [3, 3]
+    assert trimmed == asked("merge=coordinatemedian")
+    for versions, uncut in zip(trimmed.values(), asked("merge=trimmed").values(), strict=True):
+        assert versions[-1][3] > 10 * uncut[-1][3], "the distance from the model that the run had"
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4"])

@@ -24,6 +24,8 @@ process that was asked to has ended."""
 WORKS_S = 60.0
 """A fault that has not done what it is for ends this long after its time."""
 
+FAULTS = "faults.jsonl"
+
 Say = Callable[[str], None]
 
 
@@ -76,68 +78,90 @@ def tell(plan: ChaosPlan, run_file: Path | None, say: Say) -> Told:
     """Run it; `say` hears what happens.
 
     Raises:
-        ConfigError: the plan cannot be carried out. RunError: the run does not begin.
+        ConfigError: the plan cannot be carried out. RunError: the run does not begin. KeyboardInterrupt: all processes
+            have been ended, and `say` has heard what there is.
     """
     config = prepare(plan, run_file)
     faults = plan.faults(config.syncer.lost_floor_s)
-    failures: list[str] = []
-    with World(plan, config) as world:
-        world.start()
-        say(f"{len(faults)} faults are planned; starting a syncer and {plan.learners} learners")
-        began = time.time()
-        world.until(lambda: _all_merge(world, began), "not all learners have merged", BEGIN_S)
-        if plan.standby:
-            world.pair_up(BEGIN_S)
-            paired_at = time.time()
-            say("the standby has every version; until all learners merge with the pair")
-            world.until(lambda: _all_merge(world, paired_at), "not all learners have merged", BEGIN_S)
-        if any(fault.kind == "stale copy" for fault in faults):
-            world.copy_state(BEGIN_S)
-            copied_at = time.time()
-            say("a copy of the state is kept; until all learners merge again")
-            world.until(lambda: _all_merge(world, copied_at), "not all learners have merged", BEGIN_S)
-        calm_at = time.time()
-        say(f"all learners merge; {plan.calm_s:g} s without faults")
-        world.rest(plan.calm_s)
-        trouble_at = time.time()
-        injected = _Trouble(world, faults, say).run()
-        over_at = time.time()
-        say(f"{sum(each.hit for each in injected)} faults injected; until all learners merge again")
-        settled = False
-        status: dict[str, Any] = {}
-        codes: dict[str, int] = {}
-        try:
-            world.until(lambda: _all_merge(world, over_at), "after the faults not all learners have merged", SETTLE_S)
-            world.until(lambda: world.is_paired, "after the faults the two syncers are no pair", SETTLE_S)
-            settled = True
-            settled_at = time.time()
-            codes, status = _end(world)
-        except DilocoError as error:
-            settled_at = time.time()
-            failures.append(str(error))
-    say("all processes have ended; checking the state, and replaying")
-    served = tuple(world.state_dirs())
-    states = {
-        name: world.command("syncer", "check", str(world.state_dir_of(name)), "--json")["found"]
-        for name in plan.syncers
-    }
-    replays = tuple(world.command("replay", str(path), "--json") for _, path in served)
-    told = Told(
-        plan, config.syncer.lost_floor_s, (calm_at, trouble_at), (trouble_at, over_at), tuple(injected),
-        tuple(world.family.ends), settled, settled_at, status, codes, states, replays, tuple(world.repaired),
-        served, tuple(world.stale_dirs()), tuple(failures),
+    world = World(plan, config)
+    trouble = _Trouble(world, faults, say)
+    try:
+        with world:
+            calm = _begin(world, faults, say)
+            injected = trouble.run()
+            over_at = time.time()
+            say(f"{sum(each.hit for each in injected)} faults injected; until all learners merge again")
+            after = _come_back(world, over_at)
+        say("all processes have ended; checking the state, and replaying")
+        served = tuple(world.state_dirs())
+        states = {
+            name: world.command("syncer", "check", str(world.state_dir_of(name)), "--json")["found"]
+            for name in plan.syncers
+        }
+        replays = tuple(world.command("replay", str(path), "--json") for _, path in served)
+    except KeyboardInterrupt:
+        _write_faults(plan.directory / FAULTS, trouble.injected)
+        say(
+            f"interrupted after {len(trouble.injected)} of {len(faults)} faults; all processes are ended, nothing was "
+            f"judged. What they wrote is in {plan.directory}, the faults in {FAULTS} there"
+        )
+        raise
+    _write_faults(plan.directory / FAULTS, injected)
+    return Told(
+        plan, config.syncer.lost_floor_s, calm, (calm[1], over_at), tuple(injected), tuple(world.family.ends),
+        after.settled, after.at, after.status, after.exit_codes, states, replays, tuple(world.repaired), served,
+        tuple(world.stale_dirs()), after.failures,
     )  # fmt: skip
-    _write_faults(plan.directory / "faults.jsonl", injected)
-    return told
 
 
-def _end(world: World) -> tuple[dict[str, int], dict[str, Any]]:
-    """Learners leave, then the syncer says where the tokens are, and ends."""
-    codes = {name: world.stop(name, LEAVE_S) for name in world.plan.names}
-    status = world.status()
-    for name in sorted(world.plan.syncers, key=lambda name: name != world.first):
-        codes[name] = world.stop(name, LEAVE_S)
-    return codes, status
+def _begin(world: World, faults: tuple[Fault, ...], say: Say) -> tuple[float, float]:
+    """Start the processes, and let all learners train undisturbed; returns from when to when."""
+    plan = world.plan
+    world.start()
+    say(f"{len(faults)} faults are planned; starting a syncer and {plan.learners} learners")
+    began = time.time()
+    world.until(lambda: _all_merge(world, began), "not all learners have merged", BEGIN_S)
+    if plan.standby:
+        world.pair_up(BEGIN_S)
+        paired_at = time.time()
+        say("the standby has every version; until all learners merge with the pair")
+        world.until(lambda: _all_merge(world, paired_at), "not all learners have merged", BEGIN_S)
+    if any(fault.kind == "stale copy" for fault in faults):
+        world.copy_state(BEGIN_S)
+        copied_at = time.time()
+        say("a copy of the state is kept; until all learners merge again")
+        world.until(lambda: _all_merge(world, copied_at), "not all learners have merged", BEGIN_S)
+    calm_at = time.time()
+    say(f"all learners merge; {plan.calm_s:g} s without faults")
+    world.rest(plan.calm_s)
+    return calm_at, time.time()
+
+
+@dataclass(frozen=True)
+class _After:
+    """What came after the last fault, as in `Told`. `at`: Unix time in seconds, when it was settled or given up."""
+
+    settled: bool
+    at: float
+    status: dict[str, Any]
+    exit_codes: dict[str, int]
+    failures: tuple[str, ...]
+
+
+def _come_back(world: World, since: float) -> _After:
+    """All learners merge again; then they leave, the syncer says where the tokens are, and ends."""
+    at = None
+    try:
+        world.until(lambda: _all_merge(world, since), "after the faults not all learners have merged", SETTLE_S)
+        world.until(lambda: world.is_paired, "after the faults the two syncers are no pair", SETTLE_S)
+        at = time.time()
+        codes = {name: world.stop(name, LEAVE_S) for name in world.plan.names}
+        status = world.status()
+        for name in sorted(world.plan.syncers, key=lambda name: name != world.first):
+            codes[name] = world.stop(name, LEAVE_S)
+    except DilocoError as error:
+        return _After(at is not None, at or time.time(), {}, {}, (str(error),))
+    return _After(True, at, status, codes, ())
 
 
 def _all_merge(world: World, since: float) -> bool:
@@ -148,13 +172,17 @@ def _all_merge(world: World, since: float) -> bool:
 
 
 class _Trouble:
-    """The faults, one after the other and several at a time."""
+    """The faults, one after the other and several at a time.
+
+    Attributes:
+        injected: those that are over.
+    """
 
     def __init__(self, world: World, faults: tuple[Fault, ...], say: Say) -> None:
         self._world, self._say = world, say
         self._waiting = list(faults)
         self._open: list[tuple[Fault, float, float, bool]] = []
-        self._injected: list[Injected] = []
+        self.injected: list[Injected] = []
 
     def run(self) -> list[Injected]:
         """Until the last one is over."""
@@ -167,7 +195,7 @@ class _Trouble:
                 self._end(each)
             self._world.look()
             time.sleep(POLL_S)
-        return self._injected
+        return self.injected
 
     def _begin(self, fault: Fault, now_s: float) -> None:
         at, fault = time.time(), self._world.aimed(fault)
@@ -187,7 +215,7 @@ class _Trouble:
         fault, began_at, _, hit = each
         self._open.remove(each)
         INJECTIONS[fault.kind].end(self._world, fault)
-        self._injected.append(Injected(fault, began_at, time.time(), hit))
+        self.injected.append(Injected(fault, began_at, time.time(), hit))
 
 
 def _write_faults(path: Path, injected: list[Injected]) -> None:

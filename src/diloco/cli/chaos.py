@@ -9,6 +9,7 @@ import typer
 
 from diloco.cli._options import JsonSummary
 from diloco.cli._output import make_table
+from diloco.cli._signals import interrupted_by_signals
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.escaping import printable
 
@@ -43,7 +44,7 @@ def command(
 
     Kills, pauses, partitions, half-open, slow and corrupted links, cut transfers, full disks, damaged state, restored
     backups, older copies, second processes of a name and, with --standby, takeovers happen by a schedule that --seed
-    decides. Exit code 1: something does not hold. See docs/chaos.md.
+    decides. Exit code 1: something does not hold. Ctrl-C, SIGTERM and SIGHUP end all processes. See docs/chaos.md.
     """
     from diloco.chaos.plan import LOST_S, ChaosPlan
 
@@ -57,7 +58,8 @@ def command(
         return
     if run_file is None and find_spec("transformers") is None:
         raise ConfigError("chaos trains a transformers model; pip install 'diloco[train]'")
-    found = _run(plan, run_file)
+    with interrupted_by_signals():
+        found = _run(plan, run_file)
     if as_json:
         typer.echo(json.dumps(found))
     else:

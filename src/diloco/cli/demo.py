@@ -1,9 +1,6 @@
 """`diloco demo`: a whole run on this machine, with a learner killed on the way."""
 
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.cli._options import JsonSummary
+from diloco.cli._signals import interrupted_by_signals
 from diloco.errors import ConfigError, StoreError, translated
 
 
@@ -34,7 +32,7 @@ def command(
     from diloco.demo.story import tell
     from diloco.demo.summary import summarise
 
-    with _interrupted_by_signals(), Display(to_stderr=as_json) as display:
+    with interrupted_by_signals(), Display(to_stderr=as_json) as display:
         result = tell(directory, QUICK if quick else FULL, seed, display.show)
     summary = summarise(result)
     display.say("writing the report")
@@ -44,24 +42,6 @@ def command(
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         write_report(directory / "report.html", result, summary)
     typer.echo(json.dumps(summary) if as_json else _sentences(summary, directory))
-
-
-@contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP act like Ctrl-C, so that the child processes are ended first."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handled = [
-        each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN
-    ]  # nohup
-    before = {number: signal.signal(number, interrupt) for number in handled}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _sentences(summary: dict[str, Any], directory: Path) -> str:

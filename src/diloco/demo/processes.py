@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,14 @@ RESTART_AFTER_S = 1.0
 FINISH_TIMEOUT_S = 20.0
 TAIL_LINES = 15
 
+_DIES_WITH_ITS_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""A program that becomes another one (its arguments), which the kernel kills when the thread that started it ends, by
+whatever. 1: PR_SET_PDEATHSIG of prctl(2); it outlives exec. A parent that ended before that is looked for here."""
 
 Restart = Callable[[], Sequence[str]]
 """The arguments to start a process with again, asked for at that moment."""
@@ -65,7 +74,8 @@ class End:
 class Family:
     """All processes of one demo. Leaving the context ends them.
 
-    They have sessions of their own, so that a Ctrl-C in the terminal reaches the demo alone, which then ends them.
+    They have sessions of their own, so that a Ctrl-C in the terminal reaches the demo alone, which then ends them. On
+    Linux they also end with the thread that started them, where that is killed: start and watch them from the main one.
 
     Attributes:
         kills, ends: of processes that were started again; `ends` with how they ended.
@@ -157,7 +167,7 @@ class Family:
 
     def _spawn(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         out_path = self.directory / "logs" / f"{name}.out"
-        arguments = [sys.executable, "-m", "diloco", *command]
+        arguments = [*_launcher(), sys.executable, "-m", "diloco", *command]
         with open(out_path, "wb") as out, open(self._log(name), "ab") as log:
             return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True)
 
@@ -169,6 +179,13 @@ class Family:
         partial = self.directory / ".pids.json"
         partial.write_text(json.dumps({child.name: child.process.pid for child in self.children.values()}))
         partial.replace(self.directory / "pids.json")
+
+
+def _launcher() -> list[str]:
+    """Arguments to put before those of a process, so that it ends with this one."""
+    if sys.platform != "linux":  # others have no such call
+        return []
+    return [sys.executable, "-I", "-S", "-c", _DIES_WITH_ITS_PARENT, str(os.getpid())]
 
 
 def _tail(log: Path) -> str:

@@ -19,7 +19,7 @@ from diloco.core.syncer import gone_back
 from diloco.errors import StoreError
 from diloco.syncer.durable import ignore_point, lock_directory, sync_directory
 from diloco.syncer.files import TensorFiles, set_aside
-from diloco.syncer.inspection import NO_STATIC, Found, inspected
+from diloco.syncer.inspection import NO_STATIC, Found, inspect, inspected
 from diloco.syncer.records import DATABASE, INDEX, LOG, connect, put_epoch, put_version
 from diloco.syncer.run_description import insert_run, write_description
 
@@ -34,15 +34,15 @@ def repair(path: Path) -> tuple[Found, list[Path]]:
             refused, and a repair can begin again.
     """
     try:
+        found = inspect(path)
+        if found.starts:
+            return found, []
+        _require_enough(found)  # before the lock, which is a file of its own
         with closing(lock_directory(path)):
-            found = inspected(path)
+            found = inspected(path)  # again: a syncer may have run on it since
             if found.starts:
                 return found, []
-            if not found.can_be_repaired:
-                raise StoreError(
-                    f"{path} cannot be repaired ({_missing(found)}); `diloco syncer restore` makes it anew from a "
-                    "backup."
-                )
+            _require_enough(found)
             aside = _make_database(found)
             aside += [set_aside(path, path / file) for file in _damaged(found) if (path / file).exists()]
             if not found.has_static:
@@ -54,6 +54,13 @@ def repair(path: Path) -> tuple[Found, list[Path]]:
         raise StoreError(
             f"{path} could not be repaired ({error}); free disk space or repair the disk first."
         ) from error
+
+
+def _require_enough(found: Found) -> None:
+    if not found.can_be_repaired:
+        raise StoreError(
+            f"{found.path} cannot be repaired ({_missing(found)}); `diloco syncer restore` makes it anew from a backup."
+        )
 
 
 def _missing(found: Found) -> str:

@@ -22,13 +22,15 @@ class Ticker:
 
     Arguments:
         tick: is told how much later than planned it is called: much, where the whole process stood still.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, tick: Callable[[float], None]) -> None:
-        self._tick = tick
+    def __init__(self, tick: Callable[[float], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._tick, self._clock = tick, clock
         self._wake_at = math.inf
         self._planned = math.inf
         self._changed = threading.Condition()
+        self._began_at = math.inf
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="syncer-tick", daemon=True)
         self.failure: BaseException | None = None
@@ -36,10 +38,11 @@ class Ticker:
 
     def start(self) -> None:
         """The first tick comes within a second."""
+        self._began_at = self._clock()
         self._thread.start()
 
     def wake_at(self, at: float) -> None:
-        """Tick at this time of `time.monotonic` at the latest; what was said before is void."""
+        """Tick at this time of the clock at the latest; what was said before is void."""
         with self._changed:
             self._wake_at = at
             if at < self._planned:
@@ -53,17 +56,17 @@ class Ticker:
         self._thread.join()
 
     def _run(self) -> None:
-        began_at = time.monotonic()
+        began_at = self._began_at
         while True:
-            ended_at = time.monotonic()
+            ended_at = self._clock()
             with self._changed:
-                while not self._stopping and (left_s := self._plan(began_at, ended_at) - time.monotonic()) > 0:
+                while not self._stopping and (left_s := self._plan(began_at, ended_at) - self._clock()) > 0:
                     self._changed.wait(left_s)
                 if self._stopping:
                     return
-                late_s = time.monotonic() - self._planned
+                late_s = self._clock() - self._planned
                 self._wake_at = math.inf
-            began_at = time.monotonic()
+            began_at = self._clock()
             try:
                 self._tick(late_s)
             except BaseException as error:

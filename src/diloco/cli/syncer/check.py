@@ -30,12 +30,14 @@ def command(
     from diloco.syncer.inspection import inspect
     from diloco.syncer.repair import repair as repair_directory
 
-    found = inspect(state_dir)
     aside: list[Path] = []
-    if repair and not found.starts:
-        before, aside = repair_directory(state_dir)
+    if not repair:
         found = inspect(state_dir)
-        found.problems[:0] = [] if as_json else before.problems
+    else:
+        found, aside = repair_directory(state_dir)
+        if not found.starts:
+            before, found = found, inspect(state_dir)
+            found.problems[:0] = [] if as_json else before.problems
     if as_json:
         typer.echo(json.dumps({**found.to_dict(), "set_aside": [str(each) for each in aside]}))
     else:
