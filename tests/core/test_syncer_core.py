@@ -393,6 +393,13 @@ def test_a_circle_with_a_learner_that_is_a_whole_interval_ahead_lets_go_too() ->
     assert (run.phase(0), run.phase(1)) == ("merging", "open")
 
 
+def test_a_connection_that_breaks_after_a_silence_does_not_make_it_longer() -> None:
+    run = Run("a", "b")
+    run.send(1.0, "a", 0)
+    run.beat(1.0, "b", step=1)
+    assert only(WakeAt, run.core.disconnected(5.0, "b", 1)).at == 1.0 + DEADLINES.lost_floor_s
+
+
 def test_a_circle_of_learners_that_are_each_behind_in_another_fragment_lets_go() -> None:
     """What each sent to the fragment that it is behind in was merged in the round before, or was too late for it."""
     run = Run("a", "b", "c", fragments=2)

@@ -45,6 +45,7 @@ FOUND = {
     110376: "learners of which each was behind in another fragment waited for each other for good",
     116758: "the storm did not count a message that arrived once more among those heard of a learner",
     120368: "learners waited for each other in rounds that lacked learners, after a restart that lost a contribution",
+    122683: "a connection that broke after a silence gave its learner more time than the silence would have",
     10874: "with late='drop' a learner pushed again before it adopted, so that all its pushes were late",
 }
 """Seeds that found a defect."""

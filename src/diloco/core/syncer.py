@@ -238,11 +238,12 @@ class SyncerCore:
         return self._look_again(now) if look or (was_ready and not member.ready) else self._wake(now)
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:
-        """A learner's connection broke; the learner has until its reconnect deadline to come back."""
+        """A learner's connection broke; the learner has until its reconnect deadline to come back, or until the end of
+        its silence, if that is sooner."""
         member = self.members.get(learner)
         if member is None or member.incarnation != incarnation:
             return []
-        member.connected, member.seen_at, member.broken_at = False, now, now
+        member.connected, member.broken_at = False, now
         return self._wake(now)
 
     def left(self, now: float, learner: str, incarnation: int, *, tokens: int) -> list[Action]:
