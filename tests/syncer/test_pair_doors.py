@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,42 @@ def test_a_stream_that_may_not_follow_is_refused_before_it_says_anything(
     stream.close()
     refused = [it for it in read_events(syncer._store.path / "events.jsonl") if isinstance(it, events.Refused)]
     assert {it.call for it in refused} == {"Follow"}
+
+
+def test_one_certificate_of_a_standby_holds_one_place(callers: dict[str, Raw], syncer: Syncer, keys: Path) -> None:
+    """Streams of a stolen one that say nothing, as many as there are threads and more, keep no standby out."""
+    thief = Raw(syncer.address, "second", keys=keys / "second")
+    says_nothing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[errors.DilocoError] = queue.SimpleQueue()
+
+    def follow() -> None:
+        try:
+            next(thief.connection.follow("standby", iter(says_nothing.get, None)))
+        except errors.DilocoError as error:
+            ended.put(error)
+
+    threads = [threading.Thread(target=follow) for _ in range(9)]
+    for each in threads:
+        each.start()
+    for _ in threads[1:]:  # each but one is ended by another one
+        assert isinstance(ended.get(timeout=60), errors.UnreachableError)
+    hello = pb.FollowHello(run=RUN, boot=5).SerializeToString()
+    goes_on: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    goes_on.put(hello)
+    stream = callers["second"].connection.follow("standby", iter(goes_on.get, None))
+    assert next(stream)
+    ended.get(timeout=60)
+    for _ in range(2):  # each is ended by the next, and what was let in is not
+        threads.append(threading.Thread(target=follow))
+        threads[-1].start()
+    ended.get(timeout=60)
+    assert next(stream)
+    for _ in threads:
+        says_nothing.put(None)
+    goes_on.put(None)
+    thief.connection.close()
+    for each in threads:
+        each.join(60)
 
 
 def test_what_a_standby_says_of_itself_is_escaped(callers: dict[str, Raw], syncer: Syncer) -> None:

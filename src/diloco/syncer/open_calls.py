@@ -1,4 +1,5 @@
-"""Calls that are open: their callers are looked at again, and a call whose credentials have ended is ended."""
+"""Calls that are open: their callers are looked at again, and a call whose credentials have ended is ended. Of a kind
+of which a caller needs one only, a newer call takes the place of an older one."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ log = logging.getLogger("diloco.syncer")
 LOOK_EVERY_S = 1.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Call:
     name: str
     caller: Caller
     context: Any  # of gRPC, whose `cancel` has no types
+    is_settled: bool = False
 
 
 class OpenCalls:
@@ -43,16 +45,40 @@ class OpenCalls:
         self._thread.start()
 
     @contextmanager
-    def open(self, name: str, caller: Caller, context: grpc.ServicerContext) -> Iterator[None]:
-        """Inside, the call is looked at again."""
+    def open(self, name: str, caller: Caller, context: grpc.ServicerContext, *, single: bool = False) -> Iterator[None]:
+        """Inside, the call is looked at again.
+
+        Arguments:
+            single: the caller has one such call, and one that is not `settled` yet: this one ends the others of those.
+        """
         call = _Call(name, caller, context)
         with self._lock:
+            before = self._alike(call, is_settled=False) if single else []
             self._calls.add(call)
+        for each in before:
+            each.context.cancel()
         try:
             yield
         finally:
             with self._lock:
                 self._calls.remove(call)
+
+    def settled(self, context: grpc.ServicerContext) -> None:
+        """A `single` call was let in: what it takes the place of is ended."""
+        with self._lock:
+            (call,) = (each for each in self._calls if each.context is context)
+            before = self._alike(call, is_settled=True)
+            call.is_settled = True
+        for each in before:
+            each.context.cancel()
+
+    def _alike(self, call: _Call, *, is_settled: bool) -> list[_Call]:
+        """Other calls of the same name and caller."""
+        who = call.name, call.caller.name
+        return [
+            each for each in self._calls
+            if each is not call and (each.name, each.caller.name) == who and each.is_settled is is_settled
+        ]  # fmt: skip
 
     def close(self) -> None:
         """Look no more."""

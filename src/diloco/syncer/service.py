@@ -447,6 +447,7 @@ class Service:
         self._admit(context, caller, hello.run, "standby", "", "standby")
         parts = self._pair.follow(hello, stream, context)
         first = next(parts)
+        self._calls.settled(context)
         self._audit.admitted("Follow", caller, "", context.peer())
         yield first
         yield from parts
@@ -488,7 +489,8 @@ class Service:
         """A stream that begins with a header, answered by another."""
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            with self._known(name, kind, context) as caller, self._calls.open(name, caller, context):
+            single = kind == "standby"
+            with self._known(name, kind, context) as caller, self._calls.open(name, caller, context, single=single):
                 messages = self._messages(stream, caller, context)
                 replies = handler(caller, read_header(messages, header), messages, context)
                 yield from self._deadlines.replies(_serialized(replies), context)
